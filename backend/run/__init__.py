@@ -1,0 +1,78 @@
+"""What a run is made of: the plan, and the names of the files in a run's folder.
+
+Floor 0. Standard library only; imports nothing of ours. A run belongs to the disk: each file has ONE writer, and a
+run's state is computed from files (`folder.py`). `supervisor.py` is the detached process that starts the launcher,
+waits for it and stops it; `reading.py` reads log and metrics incrementally.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SPEC = "spec.yaml"  # what was asked                       written once, by create
+PLAN = "plan.json"  # what is started                      written once, by create
+SCRIPT = "run.sh"  # starts the same run from a shell      written once, by create
+LOCK = "lock"  # held (flock) as long as the run lives     by the supervisor, or run.sh
+STATE = "state.json"  # started, ended, exit code, how     replaced atomically, by the supervisor only
+LOG = "log.txt"  # stdout and stderr of the launcher       appended
+RANK_LOGS = "ranks"  # ranks/N.txt, one a rank             appended, by that rank
+METRICS = "metrics.jsonl"  # one point a line              appended, by rank 0 only
+PROGRESS = "progress.json"  # what it is doing now         replaced atomically, by rank 0 only
+RESULT = "result.json"  # what came out                    replaced atomically, by rank 0 only
+ERROR = "error.json"  # a failing rank's traceback         torch's elastic error file
+STOP = "stop"  # a request: "save" or "discard"            created by anyone
+CHECKPOINTS = "checkpoints"
+COMPLETE = "complete"  # in a checkpoint: written last     by rank 0
+MODEL = "model"
+
+COOKIE = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run, to the letter. `env` holds additions only; `files` is name -> text, relative to the run's folder.
+
+    `argv` is started with the run's folder as working directory.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def command(self) -> str:
+        """The command as one would type it: environment additions, then one argument group a line."""
+        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " \\\n  ".join([*env, *_groups(self.argv)])
+
+    def script(self, folder: str) -> str:
+        """A self-contained bash script: makes `folder`, writes the files, runs the command."""
+        parts = ["set -euo pipefail", f"mkdir -p {shlex.quote(folder)}", f"cd {shlex.quote(folder)}"]
+        for name, text in self.files.items():
+            parts.append(f"cat > {shlex.quote(name)} <<'FOOTPLATE_END'\n{text.rstrip()}\nFOOTPLATE_END")
+        return "\n".join([*parts, self.command()]) + "\n"
+
+    def runner(self) -> str:
+        """The text of run.sh: holds the lock while the command runs, so that nobody starts the run twice."""
+        command = self.command() if not self.env else "env " + self.command()
+        return (
+            "#!/usr/bin/env bash\n"
+            "# Continues from the last complete checkpoint; `./run.sh --anew` begins at step 0.\n"
+            "set -euo pipefail\n"
+            'cd "$(dirname "$(readlink -f "$0")")"\n'
+            f"exec flock --nonblock --conflict-exit-code 75 {LOCK} \\\n  {command} \"$@\"\n"
+        )
+
+
+def _groups(argv: tuple[str, ...]) -> list[str]:
+    """Arguments with each option on a line beside its value: `a -m b --n=1 c` -> ['a -m b', '--n=1', 'c']."""
+    lines: list[str] = []
+    for argument in argv:
+        quoted = shlex.quote(argument)
+        if lines and (not argument.startswith("--") or lines[-1].endswith(" -m")) and not lines[-1].startswith("--"):
+            lines[-1] += " " + quoted
+        else:
+            lines.append(quoted)
+    return lines
