@@ -1,0 +1,127 @@
+"""The machine: what probe finds here, and what a machine file may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backend import machine
+from backend.machine import GIB, Gpu, Machine, describe, parse, probe, read
+from backend.options import SpecError
+
+
+def test_probe_finds_this_machine(tmp_path: Path) -> None:
+    found = probe(tmp_path / "not" / "there" / "yet")
+    assert found.cores >= 1
+    assert found.ram_bytes >= found.ram_free_bytes > 0
+    assert found.disk_free_bytes > 0
+    assert Path(found.python).exists()
+    assert "torch" in found.versions
+    assert "wandb" not in found.versions or found.versions["wandb"]
+    assert (found.device == "cpu") == (not found.gpus)
+
+
+def test_label_names_what_counts() -> None:
+    assert describe(Machine(cores=2, ram_bytes=24 * GIB)) == "2 cores, 24 GiB, no GPU"
+    assert describe(Machine(cores=1, ram_bytes=8 * GIB)) == "1 core, 8 GiB, no GPU"
+    assert describe(parse("gpus: [{name: H100, count: 8}]")) == "described machine: 8 x H100 80GB"
+    one = Machine(device="cuda", gpus=(Gpu(0, "A100-SXM4-40GB", 40 * GIB, 40 * GIB, (8, 0)),), nodes=2)
+    assert describe(one) == "2 nodes of A100-SXM4-40GB"
+
+
+def test_file_describes_a_cluster() -> None:
+    found = parse(
+        "name: lab\nnodes: 2\nram_gib: 512\ncores: 96\ndisk_gib: 100\n"
+        "gpus:\n- {name: H100 SXM, count: 2}\n- {name: X9, memory_gib: 12.5, free_gib: 10, capability: 8.6}\n"
+        "versions: {torch: 2.13.0}\n"
+    )
+    assert (found.device, found.nodes, found.cores, found.name) == ("cuda", 2, 96, "lab")
+    assert [g.id for g in found.gpus] == [0, 1, 2]
+    assert found.gpus[0].capability == (9, 0)
+    assert found.gpus[1].total_bytes == 80 * GIB
+    assert (found.gpus[2].total_bytes, found.gpus[2].free_bytes) == (int(12.5 * GIB), 10 * GIB)
+    assert found.gpus[2].capability == (8, 6)
+    assert found.versions == {"torch": "2.13.0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("device: cuda", "gpus"),
+        ("device: cpu\ngpus: [{name: H100}]", "device"),
+        ("device: tpu", "device"),
+        ("gpus: [{name: Mystery}]", "gpus"),
+        ("gpus: 8", "gpus"),
+        ("gpus: [{name: H100, size: 3}]", "gpus"),
+        ("gpus: [{name: H100, count: 0}]", "count"),
+        ("gpus: [{name: H100, capability: nine}]", "gpus"),
+        ("cores: 0", "cores"),
+        ("cores: true", "cores"),
+        ("ram_gib: -3", "ram_gib"),
+        ("ram_gib: .inf", "ram_gib"),
+        ("colour: red", "colour"),
+        ("versions: [torch]", "versions"),
+        ("- 1", ""),
+        ("a: [", ""),
+    ],
+)
+def test_file_that_is_no_machine_says_where(text: str, field: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(text)
+    assert error.value.problems[0].field == field
+
+
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"nowhere\.yaml"):
+        read(tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("cores: none")
+    with pytest.raises(SpecError, match=r"bad\.yaml"):
+        read(tmp_path / "bad.yaml")
+
+
+NPU = """
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 90.4        46                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3345 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | OK            | 91.0        47                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          60000/ 65536         |
++===========================+===============+====================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
+"""
+
+
+def test_vendor_tools_are_read() -> None:
+    first, second = machine.parse_npu(NPU)
+    assert (first.id, first.name, first.total_bytes) == (0, "Ascend 910B3", 65536 * 2**20)
+    assert second.free_bytes == 5536 * 2**20
+    assert machine.parse_npu("") == ()
+    xpu = '{"device_list": [{"device_id": 0, "device_name": "Max 1550", "memory_physical_size_byte": "68719476736"}]}'
+    assert machine.parse_xpu(xpu) == (Gpu(0, "Max 1550", 64 * GIB, 64 * GIB),)
+    assert machine.parse_xpu("no json") == ()
+
+
+def test_amd_is_read_from_sys(tmp_path: Path) -> None:
+    for index, total in enumerate((192 * GIB, GIB // 2)):
+        card = tmp_path / f"card{index}" / "device"
+        card.mkdir(parents=True)
+        (card / "mem_info_vram_total").write_text(f"{total}\n")
+        (card / "mem_info_vram_used").write_text("1024\n")
+    (tmp_path / "card0" / "device" / "product_name").write_text("MI300X\n")
+    assert machine._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
+
+
+def test_container_limits_hold(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{GIB // 4}\n")
+    (tmp_path / "memory.current").write_text(f"{GIB // 8}\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert machine._ram(tmp_path) == (GIB // 4, GIB // 8)
+    assert machine._cores(tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine._ram(tmp_path)[0] > GIB // 4
+    assert machine._cores(tmp_path) >= 1
