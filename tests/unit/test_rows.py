@@ -109,7 +109,7 @@ BAD = [
     (
         "sharegpt",
         {"conversations": [{"from": "function_call", "value": "x"}]},
-        "no JSON with name and arguments",
+        "function_call without a name",
     ),
 ]
 
