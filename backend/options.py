@@ -65,12 +65,15 @@ class SpecError(ValueError):
         self.problems = problems
 
 
-def _kind(annotation: Any) -> tuple[str, Mapping[str, Choice]]:
+def _kind(annotation: Any, ui: Ui) -> tuple[str, Mapping[str, Choice]]:
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
-        words = {v: Choice(v.replace("_", " ").capitalize()) for v in typing.get_args(annotation)}
-        return "choice", {**words, **{k: Choice(v) for k, v in LITERAL_LABELS.items() if k in words}}
-    return {bool: "bool", int: "int", float: "float", str: "str", dict: "table", tuple: "list"}[origin or annotation], {}
+        words = {v: v.replace("_", " ").capitalize() for v in typing.get_args(annotation)}
+        words |= {k: v for k, v in {**LITERAL_LABELS, **ui.choices}.items() if k in words}
+        return "choice", {value: Choice(label) for value, label in words.items()}
+    return {bool: "bool", int: "int", float: "float", str: "str", dict: "table", tuple: "list"}[
+        origin or annotation
+    ], {}
 
 
 # Literal values whose capitalised word is not how the field says it.
@@ -105,7 +108,7 @@ def options() -> tuple[Option, ...]:
         assert isinstance(info.annotation, type)
         for key, leaf in info.annotation.model_fields.items():  # type: ignore[attr-defined]
             ui = next(m for m in leaf.metadata if isinstance(m, Ui))
-            kind, table = _kind(leaf.annotation)
+            kind, table = _kind(leaf.annotation, ui)
             table = next((m.table for m in leaf.metadata if isinstance(m, OneOf)), table)
             low = next((m.ge for m in leaf.metadata if isinstance(m, annotated_types.Ge)), None)
             low = next((m.gt for m in leaf.metadata if isinstance(m, annotated_types.Gt)), low)

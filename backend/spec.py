@@ -22,12 +22,13 @@ When = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Ui:
-    """How an option is shown: its label, when (option -> allowed values, all must hold), and the widget's kind."""
+    """How an option is shown: its label, when (option -> allowed values, all must hold), the widget's kind."""
 
     label: str
     when: When = field(default_factory=dict)
     widget: Literal["", "lines", "text", "list"] = ""
     unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)  # labels of a Literal's values
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,11 @@ def _parts(pattern: str) -> BeforeValidator:
     """Accept one text for a list: a form's field, or a value on the command line."""
 
     def split(value: Any) -> Any:
-        return tuple(p.strip() for p in re.split(pattern, value) if p.strip()) if isinstance(value, str) else value
+        return (
+            tuple(p.strip() for p in re.split(pattern, value) if p.strip())
+            if isinstance(value, str)
+            else value
+        )
 
     return BeforeValidator(split)
 
@@ -116,7 +121,9 @@ class Model(Section):
     """As on the hub: organisation/name."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
     """Branch, tag or commit. A commit makes the run repeatable."""
-    trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
+    trust_remote_code: Annotated[
+        bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})
+    ] = False
     """Some models bring Python files. They run with your rights: only for sources that you trust."""
 
 
@@ -125,7 +132,9 @@ class Data(Section):
 
     source: Annotated[Literal["builtin", "files", "hub"], Ui("Data from")] = "builtin"
     """The demo needs no network; files lie on this machine; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(catalog.DATASETS), Ui("Dataset", when={"data.source": ("builtin",)})] = "trains"
+    builtin: Annotated[str, *one_of(catalog.DATASETS), Ui("Dataset", when={"data.source": ("builtin",)})] = (
+        "trains"
+    )
     """Small and made for Footplate."""
     files: Annotated[Lines, Ui("Files", when={"data.source": ("files",)}, widget="lines")] = ()
     """One path a line: .json, .jsonl, .csv or .parquet. Shell patterns (*.jsonl) work."""
@@ -192,7 +201,9 @@ class Method(Section):
     """The adapter is scaled by alpha / rank. Twice the rank is usual."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when=LORA)] = 0.0
     """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
-    lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
+    lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = (
+        "all-linear"
+    )
     """Where adapters are put."""
     lora_target_modules: Annotated[
         Names, Ui("Module names", when={**LORA, "method.lora_targets": ("custom",)}, widget="list")
@@ -211,7 +222,7 @@ class Train(Section):
 
     stage: Annotated[str, *one_of(catalog.STAGES), Ui("Stage")] = "sft"
     """What is learned from the rows."""
-    length: Annotated[Literal["epochs", "steps"], Ui("Length in")] = "epochs"
+    length: Annotated[Literal["epochs", "steps"], Ui("Length in", choices={"steps": "Steps"})] = "epochs"
     """Count passes over the data, or optimizer steps."""
     epochs: Annotated[float, Field(gt=0, le=10_000), Ui("Epochs", when={"train.length": ("epochs",)})] = 3.0
     """Passes over the data."""
@@ -282,7 +293,9 @@ class Evaluation(Section):
     """Rows a device evaluates at once."""
     samples: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=SFT)] = 0
     """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = (
+        128
+    )
     """Where an answer is cut."""
 
 
@@ -305,9 +318,7 @@ class Checkpoint(Section):
     """A checkpoint-N folder of a run with the same model and method."""
     save_model: Annotated[bool, Ui("Save the trained model")] = True
     """In the run's folder under model/, as `from_pretrained` loads it."""
-    merge: Annotated[
-        bool, Ui("Merge the adapter", when={**LORA, "checkpoint.save_model": ("true",)})
-    ] = False
+    merge: Annotated[bool, Ui("Merge the adapter", when={**LORA, "checkpoint.save_model": ("true",)})] = False
     """Save whole weights with the adapter added in, instead of the adapter alone."""
 
 

@@ -1,0 +1,108 @@
+// Draws what the check answered: verdict, findings with fixes, memory, preview. Everything by textContent.
+"use strict";
+FP.verdict = (() => {
+  const { el, $ } = FP;
+  let script = "";
+  let tab = "command";
+
+  function draw(answer) {
+    const { verdict, findings, invalid } = answer;
+    const box = $("#fp-verdict");
+    box.dataset.level = verdict.level;
+    $(".fp-verdict-text", box).textContent = verdict.text;
+    $(".fp-verdict-more", box).textContent = answer.title || "";
+    $("#fp-start").disabled = verdict.level === "error" || verdict.level === "invalid";
+    marks(findings, invalid);
+    cards(findings, invalid);
+    memory(answer.memory);
+    preview(answer.preview);
+  }
+
+  function offline(text) {
+    const box = $("#fp-verdict");
+    box.dataset.level = "checking";
+    $(".fp-verdict-text", box).textContent = "No answer";
+    $(".fp-verdict-more", box).textContent = text;
+    $("#fp-start").disabled = true;
+  }
+
+  function marks(findings, invalid) {
+    const found = {};
+    const rank = { advice: 1, warning: 2, error: 3 };
+    for (const f of findings) for (const name of f.fields) if (rank[f.level] > (rank[found[name]] || 0)) found[name] = f.level;
+    for (const p of invalid) found[p.field] = "error";
+    delete found[""];
+    for (const name of Object.keys(found)) if (found[name] === "advice") delete found[name];
+    FP.form.outline(found);
+  }
+
+  function cards(findings, invalid) {
+    const list = invalid.map((p) => card({ level: "error", title: p.field ? FP.form.label(p.field) : "This is no run", message: `${p.field ? "This value " : ""}${p.message}.`, fields: p.field ? [p.field] : [], fixes: [] }));
+    list.push(...findings.map(card));
+    const safe = findings.filter((f) => f.level === "error" && f.fixes.some((x) => x.safe));
+    const all = safe.length > 1 && el("button.fp-link", { type: "button", onclick: () => FP.emit("fixall") }, "Fix all that is safe");
+    const box = $("#fp-findings");
+    box.replaceChildren(...(all ? [el("div.fp-card-head", {}, el("span.fp-gap"), all)] : []), ...list);
+  }
+
+  function card(f) {
+    const links = f.fields.map((name) => el("button.fp-field-link", { type: "button", onclick: () => FP.form.go(name) }, FP.form.label(name)));
+    return el("article.fp-finding", { "data-level": f.level, "data-code": f.code },
+      el("header", {}, el("span.fp-level", {}, { error: "Error", warning: "Warning", advice: "Advice" }[f.level]), el("h4", {}, f.title), el("span.fp-gap"), f.code && el("a.fp-code-link", { href: FP.url(`rules#${f.code}`), target: "_blank", rel: "noopener" }, f.code)),
+      el("p", {}, f.message),
+      links.length ? el("p.fp-links", {}, ...links) : null,
+      ...f.fixes.map(fix),
+      f.source && el("p.fp-source", {}, `Source: ${f.source}`));
+  }
+
+  function fix(x) {
+    const diff = x.diff.map((d) => el("span.fp-diff", {}, `${d.label}: `, el("s", {}, say(d.from)), " \u2192 ", el("b", {}, say(d.to))));
+    return el("div.fp-fix", {}, el("button.fp-button", { type: "button", onclick: () => FP.form.fill(x.patch, { undo: `${x.label}: done.` }) }, x.label),
+      el("span.fp-diffs", {}, ...diff, x.safe ? null : el("em.fp-dim", {}, " changes what is learned")));
+  }
+  const say = (value) => (value === "" || value === null ? "empty" : value === true ? "on" : value === false ? "off" : typeof value === "number" ? FP.num(value) : String(value));
+
+  function memory(m) {
+    const box = $("#fp-memory");
+    box.hidden = !m;
+    if (!m) return;
+    const open = $("details", box)?.open;
+    const share = m.capacity_bytes ? m.device_bytes / m.capacity_bytes : 0;
+    const level = m.fits === false ? "error" : share > 0.9 ? "warning" : "ok";
+    const rows = m.rows.filter((r) => r.where === "device" && r.bytes > 0).sort((a, b) => b.bytes - a.bytes);
+    const scale = Math.max(m.capacity_bytes || 0, m.device_bytes) || 1;
+    const text = m.unknown ? `Unknown, because ${m.unknown}` : `${FP.bytes(m.device_bytes)} of ${FP.bytes(m.capacity_bytes)}`;
+    box.replaceChildren(
+      el("div.fp-card-head", {}, el("h3", {}, m.device_label ? `Memory, ${m.device_label}` : "Memory"), el("span.fp-gap"), el("span.fp-figure", { "data-level": level }, text)),
+      m.unknown ? "" : el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map((r, i) => part(r, i, scale))),
+      m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)));
+  }
+  function part(r, i, scale) {
+    const node = el("span", { title: `${r.name}: ${FP.bytes(r.bytes)}`, "data-part": i % 6 });
+    node.style.width = `${(100 * r.bytes) / scale}%`;
+    return node;
+  }
+  function table(rows) {
+    const part = (where, title) => {
+      const some = rows.filter((r) => r.where === where && r.bytes > 0);
+      return some.length ? [el("tr", {}, el("th", { colspan: 3 }, title)), ...some.map((r) => el("tr", {}, el("td", {}, r.name), el("td.fp-n", {}, FP.bytes(r.bytes)), el("td.fp-dim", {}, r.formula)))] : [];
+    };
+    return el("table.fp-rows", {}, el("tbody", {}, ...part("device", "Each device"), ...part("host", "Host memory"), ...part("disk", "Disk")));
+  }
+
+  function preview(p) {
+    const box = $("#fp-preview");
+    box.hidden = !p;
+    if (!p) return;
+    script = p.script;
+    const texts = { command: p.command, ...Object.fromEntries(p.files.map((f) => [f.name, f.text])) };
+    if (!(tab in texts)) tab = "command";
+    $("#fp-preview-tabs").replaceChildren(...Object.keys(texts).map((name) => el("button", { type: "button", role: "tab", "aria-selected": String(name === tab), onclick: () => { tab = name; preview(p); } }, name === "command" ? "Command" : name)),
+      el("span.fp-gap"), el("button.fp-link", { type: "button", onclick: () => FP.copy(texts[tab], tab === "command" ? "Command" : tab) }, "Copy"));
+    const pre = $("#fp-preview-text");
+    if (pre.textContent !== texts[tab]) pre.textContent = texts[tab];
+    $("#fp-preview-notes").textContent = p.notes.join(" ");
+  }
+
+  return { draw, offline, script: () => script };
+})();
