@@ -1,0 +1,48 @@
+# Five words: run, test, check, bench, docs. Each sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 7860
+RUNS ?= runs
+
+.PHONY: setup run test check soak bench docs chromium
+
+setup: $(VENV)/ready  ## a virtual environment with everything, from constraints.txt
+
+# torch first and exactly: a free range would take a build with gigabytes of CUDA on a machine without a GPU.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $@
+
+run: setup  ## the page, ready to train the default model
+	$(BIN)/python -m backend.train.builtin smollm2-135m-instruct
+	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS)
+
+check: setup  ## linter, types and the quick tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
+
+test: setup chromium  ## everything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not soak and not gpu"
+
+soak: setup  ## the long proofs
+	$(BIN)/pytest -m soak
+
+bench: setup chromium  ## timings, printed as tables
+	$(BIN)/python -m tests.bench
+
+docs: setup  ## what is generated: docs/options.md, docs/rules.md
+	$(BIN)/python -m backend docs
+
+# Debian's browser, for the browser tests.
+chromium:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y chromium || sudo apt-get install -y chromium; }
