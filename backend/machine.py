@@ -69,8 +69,8 @@ class Gpu:
 class Machine:
     """Everything about a machine that decides whether a run can work on it.
 
-    `device` is the family found (a key of catalog.DEVICES); `cores` are those that this process may use; empty
-    `versions` mean unknown, not missing; an empty `name` means the machine that Footplate runs on.
+    `device` is the family found (a key of catalog.DEVICES); `cores` are those that this process may use;
+    empty `versions` mean unknown, not missing; an empty `name` means the machine that Footplate runs on.
     """
 
     device: str = "cpu"
@@ -101,7 +101,7 @@ def describe(machine: Machine) -> str:
 
 
 def probe(folder: Path) -> Machine:
-    """This machine; free disk is that of `folder` or its nearest existing parent. A few ms without vendor tools."""
+    """This machine; free disk is that of `folder` or its nearest existing parent. Takes a few ms."""
     family, gpus = _accelerators()
     total, free = _ram()
     return Machine(
@@ -153,9 +153,7 @@ def _nvidia_gpu(index: int) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     name = name.decode() if isinstance(name, bytes) else str(name)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(
-        index, name.removeprefix("NVIDIA "), int(memory.total), int(memory.free), (int(major), int(minor))
-    )
+    return Gpu(index, name.removeprefix("NVIDIA "), int(memory.total), int(memory.free), (int(major), int(minor)))
 
 
 def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
@@ -187,7 +185,7 @@ def _npu() -> tuple[Gpu, ...]:
 
 
 def parse_npu(text: str) -> tuple[Gpu, ...]:
-    """Ascend devices from `npu-smi info`: two lines each; used / total MB end the second, the larger pair is HBM."""
+    """Ascend devices from `npu-smi info`: two lines each; used / total MB end the second, HBM is the larger."""
     found: list[Gpu] = []
     name = ""
     for line in text.splitlines():
@@ -254,9 +252,8 @@ def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
     with suppress(OSError):
-        for line in info.open(encoding="utf-8", errors="replace"):
-            if line.startswith(("flags", "Features")):
-                return bool({"amx_bf16", "avx512_bf16", "bf16"} & set(line.split()))
+        flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", info.read_text(encoding="utf-8", errors="replace"))
+        return flags is not None and bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split()))
     return False
 
 
