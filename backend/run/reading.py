@@ -1,0 +1,300 @@
+"""Log and metrics, read bit by bit while they grow.
+
+Floor 0. Standard library only; imports nothing of ours. Offsets are in bytes, so nothing is lost or doubled whoever
+reads. Both files are only ever appended to; their last line may be torn, and is held back until it is whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 64 * 1024
+SINCE_BYTES = 256 * 1024
+NO_SERIES = ("step", "time", "epoch")
+Point = dict[str, Any]
+
+# -- the log ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of the bytes from `start` to `end`. `more`: there is more at once (before `start`, for `before`, `tail`)."""
+
+    text: str
+    start: int
+    end: int
+    more: bool
+
+
+def tail(path: Path, ended: bool = False, cap: int = TAIL_BYTES, rank: int | None = None) -> Piece:
+    """The last whole lines. `ended`: nobody writes any more, so a torn last line is shown too."""
+    return before(path, None, ended, cap, rank)
+
+
+def before(path: Path, offset: int | None, ended: bool = True, cap: int = TAIL_BYTES, rank: int | None = None) -> Piece:
+    """The whole lines that end at `offset`, the start of an earlier piece (None: the end of the file)."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            end = size if offset is None else min(offset, size)
+            start = file.seek(max(0, end - cap))
+            data = file.read(end - start)
+    except FileNotFoundError:
+        return Piece("", 0, 0, False)
+    if offset is None and not ended:
+        data = data[: _whole(data)]
+    if start:
+        first = data.find(b"\n") + 1
+        # A line longer than the piece is cut, but not inside a character.
+        skip = first if 0 < first < len(data) else _character(data)
+        start, data = start + skip, data[skip:]
+    return Piece(_text(data, rank), start, start + len(data), start > 0)
+
+
+def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, rank: int | None = None) -> Piece:
+    """The whole lines after `offset`, where an earlier piece ended. `rank` keeps that rank's lines (see `_text`)."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            start = file.seek(offset if 0 <= offset <= size else 0)  # beyond the end: it is another file now
+            data = file.read(cap)
+    except FileNotFoundError:
+        return Piece("", 0, 0, False)
+    last = start + len(data) >= size
+    if not (last and ended):
+        whole = _whole(data)
+        if not whole and len(data) == cap:  # one line, longer than a piece: let it through in parts
+            whole = data.rfind(b"\r") + 1 or len(data) - _torn_character(data)
+        data = data[:whole]
+    end = start + len(data)
+    return Piece(_text(data, rank), start, end, bool(data) and end < size)
+
+
+def _whole(data: bytes) -> int:
+    """Length of the whole lines at the start of `data`."""
+    return data.rfind(b"\n") + 1
+
+
+def _character(data: bytes) -> int:
+    """How many bytes at the start belong to a character that began before (UTF-8)."""
+    return next((i for i, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), 0)
+
+
+def _torn_character(data: bytes) -> int:
+    """How many bytes at the end begin a character that goes on behind them (UTF-8)."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 == 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if length > back else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _text(data: bytes, rank: int | None) -> str:
+    """As a terminal would leave it: of a line that was written over (a progress bar) the last state stands.
+
+    torchrun's `--tee=3` begins every line of a rank with `[defaultN]:`; with `rank` only its lines are kept.
+    """
+    text = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    if "\r" in text:
+        text = re.sub(r"^[^\n]*\r(?=[^\n])", lambda bar: _prefix(bar[0]), text, flags=re.MULTILINE).replace("\r", "")
+    if rank is None:
+        return text
+    mark = f"[default{rank}]:"
+    return "".join(line[len(mark) :] for line in text.splitlines(keepends=True) if line.startswith(mark))
+
+
+def _prefix(line: str) -> str:
+    mark = re.match(r"\[default\d+\]:", line)
+    return mark[0] if mark else ""
+
+
+# -- the metrics -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Column:
+    """Finite values of one key by step, in order of steps."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def cut(self, step: float) -> None:
+        """Drop what comes after `step`."""
+        keep = bisect_right(self.steps, step)
+        del self.steps[keep:], self.values[keep:]
+
+    def buckets(self, count: int, low: float, high: float) -> tuple[list[float], list[float]]:
+        """At most about `count` points from `low` to `high`: least and greatest of each bucket of 2^k steps.
+
+        Buckets are aligned at step 0, so that points stay where they are while a run grows. The last point is always
+        there, and one neighbour on each side, so that a line leaves the picture where it should.
+        """
+        i, j = bisect_left(self.steps, low), bisect_right(self.steps, high)
+        width, wanted = 1, max(1, count // 2)
+        while j - i > count and (self.steps[j - 1] - self.steps[i]) / width > wanted:
+            width *= 2
+        chosen = [i - 1] if i else []
+        if j - i <= count:
+            chosen += range(i, j)
+        else:
+            chosen += self._extremes(i, j, width)
+        chosen += [j] if j < len(self.steps) else []
+        steps = [self.steps[k] for k in chosen]
+        return [int(s) if s.is_integer() else s for s in steps], [self.values[k] for k in chosen]
+
+    def _extremes(self, i: int, j: int, width: int) -> list[int]:
+        chosen = []
+        while i < j:
+            end = bisect_left(self.steps, (self.steps[i] // width + 1) * width, i, j)
+            part = self.values[i:end]
+            least, greatest = i + part.index(min(part)), i + part.index(max(part))
+            chosen += sorted({least, greatest})
+            i = end
+        if chosen[-1] != j - 1:
+            chosen.append(j - 1)
+        return chosen
+
+
+class Metrics:
+    """A metrics file as it grows. Safe to share between threads.
+
+    `points` holds what counts: after `{"event": "resumed", "step": k}` the points of later steps are gone, for those
+    steps are done again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.points: list[Point] = []
+        self.columns: dict[str, Column] = {}
+        self.last: Point = {}
+        self.offset = 0
+        self.start = 0  # how often the file was another one
+        self._lock = threading.Lock()
+
+    @property
+    def etag(self) -> str:
+        """Another text whenever `read` found something."""
+        return f"{self.start}-{self.offset}"
+
+    def read(self) -> bool:
+        """Take in the whole lines that came since the last call; says whether there were any."""
+        with self._lock:
+            lines, offset = self._lines()
+            for point in _points(lines):
+                self._add(point)
+            changed = offset != self.offset
+            self.offset = offset
+            return changed
+
+    def series(self, count: int = 1000, low: float | None = None, high: float | None = None) -> dict[str, Any]:
+        """series: {key: {x: steps, y: values}}, last: newest value of each key, min and max of each key."""
+        with self._lock:
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            drawn = {key: column.buckets(count, low, high) for key, column in self.columns.items() if column.steps}
+            return {
+                "etag": self.etag,
+                "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
+                "last": dict(self.last),
+                "min": {key: min(self.columns[key].values) for key in drawn},
+                "max": {key: max(self.columns[key].values) for key in drawn},
+            }
+
+    def _lines(self) -> tuple[list[bytes], int]:
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, io.SEEK_END) < self.offset:
+                    self.points, self.columns, self.last = [], {}, {}
+                    self.offset, self.start = 0, self.start + 1
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return [], self.offset
+        whole = _whole(data)
+        return data[:whole].splitlines(), self.offset + whole
+
+    def _add(self, point: Point) -> None:
+        step = point.get("step")
+        if not isinstance(step, int | float):
+            return
+        if point.get("event") == "resumed":
+            self.points = [p for p in self.points if p["step"] <= step]
+            for column in self.columns.values():
+                column.cut(step)
+        if "event" in point:
+            return
+        self.points.append(point)
+        self.last.update(point)
+        for key, value in point.items():
+            if key in NO_SERIES or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not math.isfinite(value):
+                continue
+            column = self.columns.setdefault(key, Column())
+            if column.steps and column.steps[-1] > step:
+                column.cut(step)
+            column.steps.append(step)
+            column.values.append(value)
+
+
+def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point], int]:
+    """The raw points (events too) of the whole lines after `offset`, `cap` at most, and where to go on."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset))
+            data = file.read()
+    except FileNotFoundError:
+        return [], 0
+    lines = data[: _whole(data)].splitlines(keepends=True)[:cap]
+    return list(_points(lines)), offset + sum(map(len, lines))
+
+
+def last_points(path: Path, size: int = 8192) -> list[Point]:
+    """The points in the last `size` bytes that count, in order."""
+    piece = tail(path, cap=size)
+    points: list[Point] = []
+    for point in _points(line.encode() for line in piece.text.splitlines()):
+        if point.get("event") == "resumed":
+            points = [p for p in points if p.get("step", 0) <= point.get("step", 0)]
+            for kept in points:
+                kept.pop("time", None)  # the time between two starts is no step's
+        elif "event" not in point and "step" in point:
+            points.append(point)
+    return points
+
+
+def table(points: Sequence[Point]) -> str:
+    """The points as CSV, one column a key; null is empty."""
+    keys = dict.fromkeys(key for point in points for key in point)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(keys), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(points)
+    return text.getvalue()
+
+
+def _points(lines: Iterable[bytes]) -> Iterable[Point]:
+    """The objects among the lines; what is not finite becomes None, what is no JSON object is passed over."""
+    for line in lines:
+        try:
+            point = DECODER.decode(line.decode("utf-8", "replace"))
+        except ValueError:
+            continue
+        if isinstance(point, dict):
+            yield point
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda _: None)
