@@ -1,0 +1,232 @@
+// The log: pulled by byte offset, shown as text nodes in chunks, so that selection and scroll position stay.
+"use strict";
+window.FPLog = (() => {
+  const { el } = FP;
+  const KEEP = 5000; // lines, while it follows the end
+  const KEEP_READING = 20000; // lines, while someone reads further up
+  const NEAR = 40; // px from the end that still count as the end
+  const BAD = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(Error|Exception)\b(:|$)/;
+  const DOUBT = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
+  const COLOURS = /\u001b\[[0-9;?]*[A-Za-z]/g;
+  const size = (text) => new TextEncoder().encode(text).length;
+  const levelOf = (line) => (BAD.test(line) ? "error" : DOUBT.test(line) ? "warning" : "");
+
+  // over(): the run had ended before the question was asked; base(): the run's route.
+  function make({ base, over, seen, trouble }) {
+    let rank = "";
+    let offset = -1; // where the next question begins; -1: the last part
+    let chunks = []; // {node, start: byte, count: lines}
+    let open = false; // the last line has no end yet
+    let following = true;
+    let hits = [];
+    let at = -1;
+
+    const box = el("div.fp-log", { role: "log", "aria-label": "Run log", "aria-live": "off", tabindex: 0 });
+    const nothing = el("p.fp-log-nothing", {}, "The first line comes when the run starts.");
+    const follow = el("button.fp-chip", { type: "button", "aria-pressed": "true", onclick: () => toEnd(true) }, "Follow");
+    const wrap = el("button.fp-chip", { type: "button", "aria-pressed": "false", onclick: toggleWrap }, "Wrap");
+    const ranks = el("select.fp-select", { "aria-label": "Whose lines", hidden: true, onchange: () => { rank = ranks.value; begin(); } });
+    const level = el("select.fp-select", { "aria-label": "Which lines", onchange: () => { frame.dataset.level = level.value; settle(); } },
+      el("option", { value: "" }, "All lines"), el("option", { value: "warning" }, "Warnings and errors"), el("option", { value: "error" }, "Errors"));
+    const find = el("input.fp-input", { type: "search", placeholder: "Find in the log", "aria-label": "Find in the log", oninput: searchSoon, onkeydown: keys });
+    const count = el("span.fp-log-count", { role: "status" });
+    const back = el("button.fp-chip", { type: "button", "aria-label": "Previous hit", onclick: () => go(-1) }, "\u2191");
+    const next = el("button.fp-chip", { type: "button", "aria-label": "Next hit", onclick: () => go(1) }, "\u2193");
+    const only = el("button.fp-chip", { type: "button", "aria-pressed": "false", title: "Only the lines that are found", onclick: toggleOnly }, "Only hits");
+    const found = el("span.fp-log-found", {}, count, back, next, only);
+    const earlier = el("button.fp-chip", { type: "button", onclick: loadEarlier, disabled: true }, "Load earlier");
+    const save = el("a.fp-chip", { download: "" }, "Download");
+    const frame = el("div.fp-log-frame", { "data-level": "" }, nothing, box);
+    const node = el("section.fp-panel", { "aria-label": "Log" },
+      el("div.fp-log-bar", {}, el("h3", {}, "Log"), ranks, level, find, found, el("span.fp-gap"), earlier, wrap, follow, save), frame);
+
+    box.addEventListener("scroll", () => setFollowing(box.scrollHeight - box.scrollTop - box.clientHeight <= NEAR));
+    new ResizeObserver(() => following && toEnd()).observe(box);
+
+    const poll = FPPoll(pull, { seen, pace: 500, trouble });
+
+    async function pull(current) {
+      const last = over(); // asked before the answer: a line written in between is not lost
+      const asked = offset;
+      const answer = await FP.get(`${base()}/log?off=${asked}${rank === "" ? "" : `&rank=${rank}`}`);
+      if (!current()) return;
+      if (!answer) return last ? "end" : undefined;
+      if (asked >= 0 && answer.o < asked) { reset(); return "more"; } // the file was begun anew
+      offset = answer.o;
+      append(answer.t, asked < 0 ? startOf(answer, answer.o) : asked);
+      return answer.more ? "more" : undefined;
+    }
+    const startOf = (answer, end) => (Number.isFinite(answer.s) ? answer.s : Math.max(0, end - size(answer.t)));
+
+    function linesOf(text) {
+      const lines = text.replace(COLOURS, "").split("\n");
+      if (lines[lines.length - 1] === "") lines.pop();
+      return lines.map(line);
+    }
+    function line(text) {
+      const level = levelOf(text);
+      return el("div.fp-line", level ? { "data-level": level } : {}, text);
+    }
+    function chunk(start) { return { node: el("div.fp-chunk"), start, count: 0 }; }
+    function fill(part, lines, first = false) {
+      part.node[first ? "prepend" : "append"](...lines);
+      part.count += lines.length;
+      part.node.style.containIntrinsicHeight = `auto ${part.count * 18}px`;
+    }
+
+    function append(text, start) {
+      if (!text) return;
+      nothing.hidden = true;
+      let part = chunks[chunks.length - 1];
+      if (!part || (part.count >= 200 && !open)) {
+        chunks.push((part = chunk(start)));
+        box.append(part.node);
+      }
+      const lines = linesOf(text);
+      if (open && part.node.lastChild) part.node.lastChild.append(lines.shift().textContent);
+      fill(part, lines);
+      open = !text.endsWith("\n");
+      match(lines);
+      trim();
+      marks();
+      if (following) toEnd();
+    }
+
+    function trim() {
+      let total = chunks.reduce((sum, part) => sum + part.count, 0);
+      const limit = following ? KEEP : KEEP_READING;
+      while (chunks.length > 1 && total - chunks[0].count >= limit) {
+        total -= chunks[0].count;
+        chunks.shift().node.remove();
+      }
+      if (hits.length && !hits[0].isConnected) {
+        const kept = hits.filter((hit) => hit.isConnected);
+        at = Math.max(-1, at - (hits.length - kept.length));
+        hits = kept;
+      }
+      earlier.disabled = !chunks.length || chunks[0].start <= 0;
+    }
+
+    async function loadEarlier() {
+      const first = chunks[0];
+      earlier.disabled = true;
+      try {
+        const answer = await FP.get(`${base()}/log?before=${first.start}${rank === "" ? "" : `&rank=${rank}`}`);
+        if (chunks[0] !== first) return; // another run, or trimmed meanwhile
+        if (!answer || !answer.t) { first.start = 0; return; }
+        setFollowing(false);
+        const part = chunk(startOf(answer, first.start));
+        const lines = linesOf(answer.t);
+        const below = box.scrollHeight - box.scrollTop;
+        fill(part, lines);
+        chunks.unshift(part);
+        box.prepend(part.node);
+        box.scrollTop = box.scrollHeight - below; // what was read stays where it was
+        search();
+      } catch (error) {
+        FP.toast(error.message, "error");
+      } finally {
+        earlier.disabled = !chunks.length || chunks[0].start <= 0;
+      }
+    }
+
+    function setFollowing(yes) {
+      following = yes;
+      follow.setAttribute("aria-pressed", String(yes));
+    }
+    function toEnd(asked) {
+      if (asked) { setFollowing(true); trim(); }
+      box.scrollTop = box.scrollHeight;
+    }
+    function settle() { if (following) toEnd(); }
+    function toggle(button, name) {
+      const yes = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(yes));
+      frame.classList.toggle(name, yes);
+      settle();
+    }
+    function toggleWrap() { toggle(wrap, "fp-wrapped"); }
+    function toggleOnly() { toggle(only, "fp-only"); }
+
+    // Finding. Lines are marked by class, the words by the highlight registry: neither touches a selection.
+    let wait = 0;
+    function searchSoon() { clearTimeout(wait); wait = setTimeout(search, 120); }
+    const wanted = () => find.value.toLowerCase();
+    function search() {
+      for (const hit of hits) hit.classList.remove("fp-hit", "fp-now");
+      hits = [];
+      at = -1;
+      frame.classList.toggle("fp-finding-lines", Boolean(wanted()));
+      for (const part of chunks) match(part.node.children);
+      marks();
+    }
+    function match(lines) {
+      const word = wanted();
+      if (!word) return;
+      for (const line of lines) {
+        if (!line.textContent.toLowerCase().includes(word)) continue;
+        line.classList.add("fp-hit");
+        hits.push(line);
+      }
+    }
+    function marks() {
+      const word = wanted();
+      found.hidden = !word;
+      count.textContent = hits.length ? `${at >= 0 ? `${FP.num(at + 1)} of ` : ""}${FP.num(hits.length)} ${hits.length === 1 ? "line" : "lines"}` : "Not found";
+      back.disabled = next.disabled = !hits.length;
+      if (!window.CSS || !CSS.highlights) return;
+      const ranges = [];
+      for (const hit of word ? hits.slice(-1000) : []) {
+        const text = hit.firstChild;
+        const from = text.data.toLowerCase().indexOf(word);
+        if (from < 0 || from + word.length > text.length) continue;
+        const range = new Range();
+        range.setStart(text, from);
+        range.setEnd(text, from + word.length);
+        ranges.push(range);
+      }
+      CSS.highlights.set("fp-find", new Highlight(...ranges));
+    }
+    function go(by) {
+      if (!hits.length) return;
+      if (hits[at]) hits[at].classList.remove("fp-now");
+      at = at < 0 ? (by > 0 ? 0 : hits.length - 1) : (at + by + hits.length) % hits.length;
+      setFollowing(false);
+      hits[at].classList.add("fp-now");
+      hits[at].scrollIntoView({ block: "nearest" });
+      marks();
+    }
+    function keys(event) {
+      if (event.key === "Enter") { event.preventDefault(); go(event.shiftKey ? -1 : 1); }
+      if (event.key === "Escape" && find.value) { find.value = ""; search(); }
+    }
+
+    function reset() {
+      offset = -1;
+      chunks = [];
+      open = false;
+      hits = [];
+      at = -1;
+      box.replaceChildren();
+      nothing.hidden = false;
+      earlier.disabled = true;
+      setFollowing(true);
+      marks();
+    }
+    function begin() {
+      reset();
+      save.href = FP.url(`${base()}/log.txt${rank === "" ? "" : `?rank=${rank}`}`);
+      poll.start();
+    }
+    let offered = "";
+    function offer(list) {
+      if (String(list) === offered) return;
+      offered = String(list);
+      ranks.replaceChildren(el("option", { value: "" }, "Launcher"), ...list.map((r) => el("option", { value: r }, `Rank ${r}`)));
+      ranks.value = list.map(String).includes(rank) ? rank : "";
+      ranks.hidden = list.length < 2;
+    }
+    return { node, open: () => { rank = ""; offered = ""; begin(); }, close: poll.stop, resume: poll.start, ranks: offer, done: () => !poll.running() };
+  }
+  return { make };
+})();
