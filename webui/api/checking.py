@@ -1,0 +1,181 @@
+"""The routes of the build page: check, drafts, presets, import, export, the machine.
+
+Floor 6. Imports: judge, machine, options, presets, rules, memory. What the form sends is judged by the same code
+that starts a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from backend import presets
+from backend.judge import Judgement, judge
+from backend.machine import Machine, describe
+from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.rules import Finding
+from backend.spec import RunSpec
+from webui.api.asking import Ask, Refusal
+from webui.api.desk import Desk
+
+GIB = 1024**3
+
+
+def check(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """What the values come to; and they are kept as a draft."""
+    values = ask.table("values")
+    if draft := ask.text("draft", ""):
+        desk.drafts.save(draft, values)
+    spec, problems = understood(values)
+    found = judged(desk, spec)
+    return {
+        "seq": ask.body.get("seq"),
+        "verdict": _verdict(found, problems),
+        "findings": findings_of(found, spec),
+        "invalid": [{"field": p.field, "message": p.message} for p in problems],
+        "memory": {**asdict(found.estimate), "device_label": _device_label(found.machine)},
+        "preview": _preview(found, desk.runs),
+        "title": found.title,
+    }
+
+
+def understood(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
+    """The spec that `values` mean, and what is wrong in them. A wrong value counts as its default, so that the rest
+    can be judged; in a hidden field it has no effect, nobody could see it, and it is no problem."""
+    problems: list[Problem] = []
+    rest = dict(values)
+    while True:
+        try:
+            spec = parse(rest)
+            break
+        except SpecError as error:
+            problems += error.problems
+            wrong = {p.field for p in error.problems} & set(rest)
+            if not wrong:
+                raise
+            rest = {name: value for name, value in rest.items() if name not in wrong}
+    known = by_name()
+    return spec, [p for p in problems if p.field not in known or shown(spec, known[p.field])]
+
+
+def valid(values: Mapping[str, Any]) -> RunSpec:
+    """The spec that `values` mean. Raises SpecError naming every shown field that is wrong."""
+    spec, problems = understood(values)
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def judged(desk: Desk, spec: RunSpec) -> Judgement:
+    """What `spec` comes to here."""
+    return judge(spec, desk.machine.get(), Path.cwd())
+
+
+def values_of(spec: RunSpec) -> dict[str, Any]:
+    """Every option as its field shows it."""
+    return {option.name: text(option, get(spec, option.name)) for option in options()}
+
+
+def findings_of(found: Judgement, spec: RunSpec) -> list[dict[str, Any]]:
+    """The findings as the page draws them."""
+    return [_finding(finding, spec) for finding in found.findings]
+
+
+def load_draft(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """A draft's values, as they were typed. Options that are new since then are missing: they keep their default."""
+    values = desk.drafts.load(ask.path["id"])
+    if values is None:
+        raise Refusal(404, "This draft is not there any more.")
+    return {"values": {name: value for name, value in values.items() if name in by_name()}}
+
+
+def list_presets(desk: Desk, ask: Ask) -> list[dict[str, str]]:
+    """The presets, without their values."""
+    return [{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine} for p in presets.presets()]
+
+
+def load_preset(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """A preset's values."""
+    for preset in presets.presets():
+        if preset.name == ask.path["name"]:
+            return {"values": values_of(preset.spec)}
+    raise Refusal(404, f"There is no preset {ask.path['name']!r}.")
+
+
+def import_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """A YAML file's values. SpecError names the line, or each field, that is wrong."""
+    return {"values": values_of(presets.load(ask.text("yaml")))}
+
+
+def export_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """The values as YAML: what differs from the defaults."""
+    return {"yaml": presets.dump(valid(ask.table("values")))}
+
+
+def show_machine(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """This machine, as last seen."""
+    machine = desk.machine.get()
+    return {
+        "device": machine.device,
+        "gpus": [asdict(gpu) for gpu in machine.gpus],
+        "cores": machine.cores,
+        "ram_bytes": machine.ram_bytes,
+        "ram_free_bytes": machine.ram_free_bytes,
+        "disk_free_bytes": machine.disk_free_bytes,
+        "label": describe(machine),
+    }
+
+
+def _verdict(found: Judgement, problems: list[Problem]) -> dict[str, str]:
+    if problems:
+        count = len(problems)
+        return {"level": "invalid", "text": f"Cannot run: {count} value{'s are' if count > 1 else ' is'} not valid"}
+    levels = {finding.level for finding in found.findings}
+    level = next((level for level in ("error", "warning") if level in levels), "ok")
+    return {"level": level, "text": found.verdict}
+
+
+def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
+    return {
+        "code": finding.code,
+        "level": finding.level,
+        "title": finding.title,
+        "message": finding.message,
+        "fields": list(finding.fields),
+        "source": finding.source,
+        "fixes": [_fix(fix.label, fix.safe, fix.patch, spec) for fix in finding.fixes],
+    }
+
+
+def _fix(label: str, safe: bool, patch: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
+    known = by_name()
+    diff = [
+        {"name": n, "label": known[n].label, "from": _said(n, get(spec, n)), "to": _said(n, value)}
+        for n, value in patch.items()
+    ]
+    return {"label": label, "safe": safe, "patch": {n: text(known[n], v) for n, v in patch.items()}, "diff": diff}
+
+
+def _said(name: str, value: Any) -> Any:
+    """A value in a person's words: a choice by its label, a list as its text."""
+    option = by_name()[name]
+    return dict(option.choices).get(value, value) if option.choices else text(option, value)
+
+
+def _preview(found: Judgement, runs: Path) -> dict[str, Any]:
+    plan = found.plan
+    return {
+        "command": plan.command(),
+        "files": [{"name": name, "text": body} for name, body in plan.files.items()],
+        "env": dict(plan.env),
+        "notes": list(plan.notes),
+        "script": plan.script(str(runs / "by-hand")),
+    }
+
+
+def _device_label(machine: Machine) -> str:
+    if machine.gpus:
+        return machine.gpus[0].name
+    return f"{round(machine.ram_bytes / GIB)} GiB of RAM"

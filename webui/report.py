@@ -1,0 +1,103 @@
+"""A picture of a run to keep: loss, learning rate, and what came out.
+
+Floor 6. Imports matplotlib, so it is loaded when the first picture is asked for. No pyplot: nothing is kept open.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INCHES, DPI = (9.0, 5.6), 150
+INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
+TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
+MOST_DRAWN = 5000
+SMOOTHED_FROM = 20  # points; fewer are clear without
+
+
+def picture(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> bytes:
+    """The PNG of a run: its summary, its points (see `reading`), its result ({} before the end)."""
+    figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    # parse_math off: a name with dollar signs is a name.
+    figure.suptitle(str(summary.get("name") or summary.get("id")), color=INK, weight="bold", parse_math=False)
+    loss.set_title(outcome(summary, result), color=DIM, fontsize=9, loc="left", parse_math=False)
+    _loss(loss, points)
+    _line(rate, *column(points, "learning_rate"), color=RATE, width=1.4)
+    loss.set_ylabel("loss", color=DIM)
+    rate.set_ylabel("learning rate", color=DIM)
+    rate.set_xlabel("step", color=DIM)
+    for axes in (loss, rate):
+        _calm(axes)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def outcome(summary: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """One line: method and model, how it ended, and the figures before and after."""
+    parts = [" ".join(str(summary[key]) for key in ("method", "model") if summary.get(key))]
+    parts.append(str(summary.get("sentence", "")).rstrip("."))
+    before, after = result.get("exact_match_before"), result.get("exact_match_after")
+    if before is not None and after is not None:
+        parts.append(f"exact match {before:.0%} before, {after:.0%} after")
+    if result.get("eval_loss") is not None:
+        parts.append(f"validation loss {result['eval_loss']:.4g}")
+    return "  |  ".join(part for part in parts if part)
+
+
+def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of `key`, thinned to what a picture can show; null values are left out."""
+    found = [(point["step"], point[key]) for point in points if isinstance(point.get(key), int | float)]
+    every = -(-len(found) // MOST_DRAWN) or 1
+    kept = found[::every] + ([found[-1]] if found and (len(found) - 1) % every else [])
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """An exponential mean without the bias of its start."""
+    total, mass, found = 0.0, 0.0, []
+    for value in values:
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        found.append(total / mass)
+    return found
+
+
+def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    steps, values = column(points, "loss")
+    many = len(values) >= SMOOTHED_FROM
+    _line(
+        axes,
+        steps,
+        values,
+        color=TRAIN,
+        width=0.8 if many else 1.6,
+        alpha=0.3 if many else 1.0,
+        label=None if many else "train",
+    )
+    if many:
+        _line(axes, steps, smoothed(values), color=TRAIN, width=1.8, label="train, smoothed")
+    steps, values = column(points, "eval_loss")
+    _line(axes, steps, values, color=EVAL, width=1.6, label="validation", marker="o")
+    if axes.has_data():
+        axes.legend(frameon=False, labelcolor=INK)
+    else:
+        axes.text(0.5, 0.5, "no loss has been logged", transform=axes.transAxes, ha="center", color=DIM)
+
+
+def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: float, **look: Any) -> None:
+    if steps:
+        axes.plot(steps, values, linewidth=width, markersize=3, **look)
+
+
+def _calm(axes: Axes) -> None:
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=DIM, labelsize=8, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GRID)
