@@ -116,7 +116,8 @@ def key_in(folder: Path) -> bytes:
 
 def known_hosts(bound: str, more: Iterable[str] = ()) -> frozenset[str]:
     """The names that the page answers to: this machine's own, the one it is bound to, and what the user allows."""
-    return frozenset(h.strip().strip("[]").lower() for h in (*LOOPBACK, bound, *more) if h.strip())
+    names = (h.lower() if _is_address(h) else host_name(h) for h in (*LOOPBACK, bound, *more))
+    return frozenset(name for name in names if name)
 
 
 class Guard:
@@ -200,7 +201,7 @@ def host_name(host: str) -> str:
         _ = parts.port  # raises for a port that is no number
     except ValueError:
         return ""
-    return "" if parts.username is not None or parts.path else (parts.hostname or "")
+    return (parts.hostname or "") if parts.netloc == host and "@" not in host else ""
 
 
 def _same(origin: str, host: str) -> bool:
