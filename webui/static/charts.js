@@ -43,6 +43,7 @@ window.FPCharts = (() => {
     let have = "";
     let zoom = null; // {x0, x1} in steps, of all charts
     let answer = null;
+    let newest = {}; // key -> {step, value}
     let share = Number(remembered("fp-smooth", "0.6"));
     let logarithmic = remembered("fp-log", "no") === "yes";
     let view = 0; // a late answer of another zoom is dropped
@@ -68,8 +69,16 @@ window.FPCharts = (() => {
       if (!found) return last ? "end" : undefined;
       have = found.etag;
       answer = found;
+      remember();
       draw();
-      drawn(found);
+      drawn(newest);
+    }
+    function remember() {
+      for (const [key, { x, y }] of Object.entries(answer.series)) {
+        const value = answer.last[key];
+        if (!zoom) newest[key] = { step: x[x.length - 1], value: y[y.length - 1] };
+        else if (Number.isFinite(value) && newest[key] && newest[key].value !== value) newest[key] = { step: answer.last.step, value };
+      }
     }
     function draw() { for (const c of cards) c.draw(); }
     function smooth() {
@@ -191,7 +200,7 @@ window.FPCharts = (() => {
       }
 
       function tell() {
-        const said = sentenceOf(about, answer);
+        const said = sentenceOf(about, answer, newest);
         sentence.textContent = said;
         place.setAttribute("aria-label", `${about.title}. ${said}`);
       }
@@ -212,6 +221,7 @@ window.FPCharts = (() => {
     function open() {
       have = "";
       answer = null;
+      newest = {};
       zoom = null;
       reset.disabled = true;
       view += 1;
@@ -221,12 +231,12 @@ window.FPCharts = (() => {
     return { node, open, close: poll.stop, resume: poll.start, done: () => !poll.running(), redraw: draw };
   }
 
-  function sentenceOf(about, answer) {
-    const last = answer && answer.last && answer.last[about.key];
+  function sentenceOf(about, answer, newest) {
+    const last = newest[about.key];
     if (!last) return "";
     const best = about.best === "lowest" ? answer.min[about.key] : answer.max[about.key];
     const parts = [`Latest ${FP.num(last.value)} at step ${whole(last.step)}, ${about.best} ${FP.num(best)}`];
-    const second = about.second && answer.last[about.second];
+    const second = about.second && newest[about.second];
     if (second) parts.push(`evaluation ${FP.num(second.value)} at step ${whole(second.step)}`);
     return `${parts.join("; ")}.`;
   }

@@ -8,13 +8,13 @@ window.FPLog = (() => {
   const BAD = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(Error|Exception)\b(:|$)/;
   const DOUBT = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
   const COLOURS = /\u001b\[[0-9;?]*[A-Za-z]/g;
-  const size = (text) => new TextEncoder().encode(text).length;
   const levelOf = (line) => (BAD.test(line) ? "error" : DOUBT.test(line) ? "warning" : "");
 
   // over(): the run had ended before the question was asked; base(): the run's route.
   function make({ base, over, seen, trouble }) {
     let rank = "";
     let offset = -1; // where the next question begins; -1: the last part
+    let top = 0; // where the first line held begins
     let chunks = []; // {node, start: byte, count: lines}
     let open = false; // the last line has no end yet
     let following = true;
@@ -45,18 +45,22 @@ window.FPLog = (() => {
 
     const poll = FPPoll(pull, { seen, pace: 500, trouble });
 
+    const ofRank = () => (rank === "" ? "" : `&rank=${rank}`);
     async function pull(current) {
       const last = over(); // asked before the answer: a line written in between is not lost
       const asked = offset;
-      const answer = await FP.get(`${base()}/log?off=${asked}${rank === "" ? "" : `&rank=${rank}`}`);
+      const answer = await FP.get(`${base()}/log?off=${asked}${ofRank()}`);
       if (!current()) return;
       if (!answer) return last ? "end" : undefined;
-      if (asked >= 0 && answer.o < asked) { reset(); return "more"; } // the file was begun anew
+      const start = asked < 0 ? startOf(answer, answer.o) : asked;
+      if (asked >= 0 && startOf(answer, asked) !== asked) { reset(); return "more"; } // it is another file now
+      if (asked < 0) top = start;
       offset = answer.o;
-      append(answer.t, asked < 0 ? startOf(answer, answer.o) : asked);
+      append(answer.t, start);
+      earlier.disabled = top <= 0;
       return answer.more ? "more" : undefined;
     }
-    const startOf = (answer, end) => (Number.isFinite(answer.s) ? answer.s : Math.max(0, end - size(answer.t)));
+    const startOf = (answer, otherwise) => (Number.isFinite(answer.s) ? answer.s : otherwise);
 
     function linesOf(text) {
       const lines = text.replace(COLOURS, "").split("\n");
@@ -68,8 +72,8 @@ window.FPLog = (() => {
       return el("div.fp-line", level ? { "data-level": level } : {}, text);
     }
     function chunk(start) { return { node: el("div.fp-chunk"), start, count: 0 }; }
-    function fill(part, lines, first = false) {
-      part.node[first ? "prepend" : "append"](...lines);
+    function fill(part, lines) {
+      part.node.append(...lines);
       part.count += lines.length;
       part.node.style.containIntrinsicHeight = `auto ${part.count * 18}px`;
     }
@@ -98,36 +102,42 @@ window.FPLog = (() => {
       while (chunks.length > 1 && total - chunks[0].count >= limit) {
         total -= chunks[0].count;
         chunks.shift().node.remove();
+        top = chunks[0].start;
       }
       if (hits.length && !hits[0].isConnected) {
         const kept = hits.filter((hit) => hit.isConnected);
         at = Math.max(-1, at - (hits.length - kept.length));
         hits = kept;
       }
-      earlier.disabled = !chunks.length || chunks[0].start <= 0;
     }
 
     async function loadEarlier() {
-      const first = chunks[0];
+      const mine = chunks[0];
       earlier.disabled = true;
       try {
-        const answer = await FP.get(`${base()}/log?before=${first.start}${rank === "" ? "" : `&rank=${rank}`}`);
-        if (chunks[0] !== first) return; // another run, or trimmed meanwhile
-        if (!answer || !answer.t) { first.start = 0; return; }
-        setFollowing(false);
-        const part = chunk(startOf(answer, first.start));
-        const lines = linesOf(answer.t);
-        const below = box.scrollHeight - box.scrollTop;
-        fill(part, lines);
-        chunks.unshift(part);
-        box.prepend(part.node);
-        box.scrollTop = box.scrollHeight - below; // what was read stays where it was
-        search();
+        for (let text = ""; !text && top > 0;) { // a part may hold no line of the rank that is shown
+          const answer = await FP.get(`${base()}/log?before=${top}${ofRank()}`);
+          if (chunks[0] !== mine) return; // another run, or trimmed meanwhile
+          text = answer ? answer.t : "";
+          top = answer ? startOf(answer, 0) : 0;
+          if (text) prepend(text);
+        }
       } catch (error) {
         FP.toast(error.message, "error");
       } finally {
-        earlier.disabled = !chunks.length || chunks[0].start <= 0;
+        earlier.disabled = top <= 0;
       }
+    }
+    function prepend(text) {
+      setFollowing(false);
+      nothing.hidden = true;
+      const part = chunk(top);
+      const below = box.scrollHeight - box.scrollTop;
+      fill(part, linesOf(text));
+      chunks.unshift(part);
+      box.prepend(part.node);
+      box.scrollTop = box.scrollHeight - below; // what was read stays where it was
+      search();
     }
 
     function setFollowing(yes) {
@@ -203,6 +213,7 @@ window.FPLog = (() => {
 
     function reset() {
       offset = -1;
+      top = 0;
       chunks = [];
       open = false;
       hits = [];
@@ -222,7 +233,7 @@ window.FPLog = (() => {
     function offer(list) {
       if (String(list) === offered) return;
       offered = String(list);
-      ranks.replaceChildren(el("option", { value: "" }, "Launcher"), ...list.map((r) => el("option", { value: r }, `Rank ${r}`)));
+      ranks.replaceChildren(el("option", { value: "" }, "All ranks"), ...list.map((r) => el("option", { value: r }, `Rank ${r}`)));
       ranks.value = list.map(String).includes(rank) ? rank : "";
       ranks.hidden = list.length < 2;
     }

@@ -37,7 +37,7 @@ window.FPRun = (() => {
   function build(place) {
     const button = (name, text, run) => (page[name] = el(`button.fp-button${name === "remove" || name === "discard" ? ".fp-quiet-final" : ""}`, { type: "button", hidden: true, onclick: run }, text));
     page.poll = FPPoll(pull, { seen, pace: 1000, trouble: trouble("page") });
-    page.charts = FPCharts.make({ base, over, seen, trouble: trouble("charts"), drawn: (found) => { page.latest = found; cards(); } });
+    page.charts = FPCharts.make({ base, over, seen, trouble: trouble("charts"), drawn: (newest) => { page.latest = newest; cards(); } });
     page.log = FPLog.make({ base, over, seen, trouble: trouble("log") });
     page.downloads = el("details.fp-menu", { hidden: true }, el("summary.fp-button", {}, "Downloads"), el("div.fp-menu-list"));
     page.node = el("div.fp-run", { hidden: true },
@@ -46,8 +46,7 @@ window.FPRun = (() => {
           (page.away = el("span.fp-away", { hidden: true }, "Reconnecting")))),
         el("div.fp-run-actions", {}, button("save", "Stop and save", () => stop(true)), button("discard", "Stop without saving", () => stop(false)),
           button("resume", "Resume", resume), button("clone", "Clone into form", () => FP.emit("clone", id)), page.downloads, button("remove", "Delete", remove))),
-      (page.progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 }, (page.done = el("span")))),
-      el("div.fp-run-facts", {}, (page.steps = el("span.fp-number")), el("span.fp-gap"), (page.left = el("span.fp-number"))),
+      el("div.fp-run-way", {}, (page.progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 }, (page.done = el("span")))), (page.share = el("span.fp-number"))),
       (page.failure = el("section.fp-failure", { hidden: true, "aria-label": "What went wrong" })),
       (page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Result" })),
       (page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Answers before and after" })),
@@ -87,7 +86,7 @@ window.FPRun = (() => {
     page.node.hidden = false;
     page.node.dataset.state = "";
     put(page.name, wanted);
-    for (const part of ["sentence", "steps", "left"]) put(page[part], "");
+    for (const part of ["sentence", "share"]) put(page[part], "");
     put(page.badge, "");
     for (const part of ["failure", "cards", "samples", "save", "discard", "resume", "clone", "remove", "downloads"]) page[part].hidden = true;
     page.details.replaceChildren();
@@ -110,22 +109,23 @@ window.FPRun = (() => {
   }
 
   function draw() {
-    const { summary, progress, can } = detail;
+    const { summary, can } = detail;
     page.node.dataset.state = summary.state;
     put(page.name, summary.name || id);
     badge(page.badge, summary.state);
-    put(page.sentence, summary.sentence || "");
-    facts(summary, progress);
+    put(page.sentence, plain(summary));
+    advance(summary);
     titled();
-    page.save.hidden = page.discard.hidden = !can.stop;
+    page.save.hidden = !can.stop || summary.state === "stopping";
+    page.discard.hidden = !can.stop;
     page.resume.hidden = !can.resume;
     page.remove.hidden = !can.delete;
     page.clone.hidden = page.downloads.hidden = false;
     const steps = detail.checkpoints || [];
-    put(page.resume, steps.length ? `Resume from step ${FP.num(Math.max(...steps))}` : "Start again");
+    put(page.resume, summary.state === "new" ? "Start" : steps.length ? `Resume from step ${FP.num(Math.max(...steps))}` : "Start again");
     for (const part of ["save", "discard", "resume", "remove"]) page[part].disabled = asked;
     page.log.ranks(detail.ranks || []);
-    once("failure", [detail.failure, summary.state], failure);
+    once("failure", detail.failure, failure);
     once("samples", detail.result && detail.result.samples, samples);
     once("details", [detail.spec, detail.command, detail.yaml, detail.script, steps], details);
     once("downloads", id, downloads);
@@ -139,23 +139,20 @@ window.FPRun = (() => {
     make(value);
   }
 
-  function facts(summary, progress) {
+  // The badge says the state and the box below says the failure: not twice.
+  function plain({ state, sentence }) {
+    let text = (sentence || "").replace(`${WORDS[state]}: `, "");
+    if (detail.failure) text = text.replace(detail.failure.sentence, "");
+    return text.trim().replace(/^./, (first) => first.toUpperCase());
+  }
+  function advance(summary) {
     const known = Number.isFinite(summary.fraction);
     const share = known ? Math.min(1, Math.max(0, summary.fraction)) : 0;
     page.done.style.width = `${100 * share}%`;
     page.progress.classList.toggle("fp-unknown", !known && !over());
-    known ? page.progress.setAttribute("aria-valuenow", Math.round(100 * share)) : page.progress.removeAttribute("aria-valuenow");
-    const parts = [];
-    if (!over() && progress && progress.text && !(summary.sentence || "").includes(progress.text)) parts.push(progress.text);
-    if (summary.max_steps) parts.push(`Step ${FP.num(summary.step || 0)} of ${FP.num(summary.max_steps)}`);
-    if (known && !over()) parts.push(percent(Math.floor(1000 * share) / 1000));
-    put(page.steps, parts.join(" \u00b7 "));
-    put(page.left, over() || !Number.isFinite(summary.eta_seconds) ? "" : `${roughly(summary.eta_seconds)} left`);
-  }
-  function roughly(seconds) { // whole minutes do not flicker
-    if (seconds < 60) return "Less than a minute";
-    if (seconds < 3600) return `About ${Math.round(seconds / 60)} min`;
-    return `About ${Math.floor(seconds / 3600)} h ${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")} min`;
+    if (known) page.progress.setAttribute("aria-valuenow", Math.round(100 * share));
+    else page.progress.removeAttribute("aria-valuenow");
+    put(page.share, known ? `${Math.floor(100 * share)} %` : "");
   }
   function titled() {
     if (!detail || !seen()) return;
@@ -164,8 +161,8 @@ window.FPRun = (() => {
     document.title = `${share}${summary.name || id} \u00b7 Footplate`;
   }
 
-  function failure([found, state]) {
-    page.failure.hidden = !found || !["failed", "lost"].includes(state);
+  function failure(found) {
+    page.failure.hidden = !found;
     if (!found) return;
     page.failure.replaceChildren(el("h3", {}, Number.isFinite(found.rank) && (detail.ranks || []).length > 1 ? `What went wrong, first on rank ${found.rank}` : "What went wrong"),
       el("p.fp-failure-said", {}, found.sentence), found.help ? el("p", {}, found.help) : null,
@@ -176,7 +173,7 @@ window.FPRun = (() => {
   function cards() {
     if (!detail) return;
     const result = detail.result || {};
-    const last = (page.latest && page.latest.last) || {};
+    const last = page.latest || {};
     const now = (key) => (last[key] ? last[key].value : undefined);
     const seconds = result.seconds;
     const speed = result.tokens && seconds ? result.tokens / seconds : now("tokens_per_second");
