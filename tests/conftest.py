@@ -1,0 +1,41 @@
+"""Fixtures that several parts share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from backend.run import Plan, processes
+from backend.run.folder import Run
+
+NOW = datetime(2026, 11, 21, 9, 5, 12)
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    """Makes runs whose launcher is a Python program given as text; proves that none of them leaves a process."""
+    made: list[Run] = []
+
+    def make(code: str, *arguments: str, python: str = sys.executable, name: str = "try", **env: str) -> Run:
+        plan = Plan((python, *arguments, "child.py"), env, {"child.py": code})
+        made.append(Run.create(tmp_path / "runs", name, plan, NOW))
+        return made[-1]
+
+    yield make
+    left = {run.id: found for run in made if (found := processes.carriers(run.path))}
+    for run in made:
+        processes.sweep(run.path, gentle=0)
+    assert not left, f"processes were left behind: {left}"
+    assert not [run.id for run in made if processes.held(run.path)]
+
+
+@pytest.fixture
+def clean_env() -> dict[str, str]:
+    """What `env -i` leaves, and the way to the shell's tools."""
+    return {"PATH": os.defpath}
