@@ -1,0 +1,220 @@
+"""Makes the demo data: free sentences about trains, each with the one JSON object that is said in it.
+
+Standard library only. `python assets/trains/make.py` writes train.jsonl and validation.jsonl beside itself, always
+the same bytes. A part that is not said is null; numbers that are not asked for (prices, seats, delays, other
+trains) stand in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+SEED = 1825  # the first passengers behind a locomotive
+ROWS = {"train": 400, "validation": 60}
+CHANCES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # that a part is said
+SYSTEM = "Answer with one JSON object: train, from, to, time (24 hours, HH:MM), platform. null if not said."
+
+CITIES = """
+Aachen Amsterdam Antwerp Basel Berlin Bern Bologna Bordeaux Bratislava Bremen Brno Brussels Budapest
+Cologne Copenhagen Dresden Florence Frankfurt Freiburg Geneva Genoa Ghent Gothenburg Graz Hamburg
+Hanover Innsbruck Kassel Krakow Leipzig Lille Linz Ljubljana London Lucerne Lyon Madrid Mainz
+Marseille Milan Munich Nantes Naples Nice Nuremberg Oslo Ostend Padua Paris Porto Poznan Prague Rome
+Rotterdam Salzburg Seville Stockholm Strasbourg Stuttgart Toulouse Trieste Turin Ulm Utrecht
+Valencia Venice Verona Vienna Warsaw Wuppertal Zagreb Zurich
+""".split()  # noqa: SIM905 (a list of words is easier to read so)
+# How a kind of train is written -> the kind in the answer.
+KINDS = {
+    "ICE": ("ICE", "ICE", "ICE train"),
+    "IC": ("IC", "IC", "Intercity", "InterCity"),
+    "EC": ("EC", "EC", "EuroCity"),
+    "RE": ("RE", "RE", "Regional Express", "regional express"),
+    "RB": ("RB", "regional train RB"),
+    "NJ": ("NJ", "Nightjet", "night train NJ"),
+    "TGV": ("TGV", "TGV"),
+    "S": ("S", "S"),
+}
+HOURS = "twelve one two three four five six seven eight nine ten eleven".split()  # noqa: SIM905
+MINUTES = {5: "five past", 10: "ten past", 15: "quarter past", 20: "twenty past", 30: "half past"}
+MINUTES_TO = {40: "twenty to", 45: "quarter to", 50: "ten to", 55: "five to"}
+NAMES = """
+Anna Ben Carla David Emma Farid Greta Hugo Ines Jonas Kira Leo Mara Nils Olga Paul Rosa Sven Tara Yusuf
+""".split()  # noqa: SIM905
+
+# [ ... ] is left out where the part inside is not said; a sentence must read well without it.
+SENTENCES = (
+    # announcements
+    "Attention please: {train}[ from {from}][ to {to}] departs[ at {time}][ from platform {platform}].{extra}",
+    "Ladies and gentlemen, {train}[ to {to}] is now boarding[ on platform {platform}].[ Departure: {time}.]{extra}",
+    "{extra} {train}[ from {from}] to {to} will leave[ at {time}][ from track {platform}] today.",
+    "Change of platform! {train}[ bound for {to}][, departure {time},] leaves[ from platform {platform}] now.{extra}",
+    "Next[ on platform {platform}]: {train}[ for {to}][, coming from {from}][, leaving {time}].{extra}",
+    "Please board {train}[ to {to}] without delay[; it leaves {from} at {time}]. The doors close soon.{extra}",
+    # mails
+    "Dear {name}, your trip[ from {from}][ to {to}] is on {train}[, departing {time}][, platform {platform}].{extra}",
+    "Hello {name}, I have reserved a seat on {train}.[ It goes from {from}][ to {to}][ at {time}].{extra}",
+    "Dear passenger, we expect you on {train}[ to {to}][, leaving {from}][ at {time}][, track {platform}].{extra}",
+    "Booking done. {extra} Train: {train}.[ From: {from}.][ To: {to}.][ Departure: {time}.][ Platform: {platform}.]",
+    # chat
+    "hey {name}, im taking {train}[ to {to}][ at {time}]{extra_chat} see you there",
+    "{name}!! we need to run, {train}[ to {to}] leaves[ from platform {platform}][ at {time}]{extra_chat}",
+    "ok so[ we meet in {from} and] we take {train}[ to {to}][, {time}][, platform {platform} i think]{extra_chat}",
+    "can you pick me up? i come[ from {from}] with {train}[ and it starts at {time}][, track {platform}]{extra_chat}",
+    "my train is {train}[, {from}][ to {to}][, it goes at {time}]{extra_chat} dont be late {name}",
+    # questions
+    "Is it true that {train}[ to {to}] goes[ from platform {platform}][ at {time}] today?{extra}",
+    "Could you tell {name} that {train}[ from {from}][ to {to}] is the one[ at {time}] to take?{extra}",
+    "Does {train} still leave[ {from}][ for {to}][ at {time}], or was it cancelled?{extra}",
+    # notes and tickets
+    "{from} - {to}, {train}[, dep {time}][, pl. {platform}].{extra}",
+    "Ticket for {name}: {train}[ | {from}][ -> {to}][ | {time}][ | platform {platform}].{extra}",
+    "Note to self: {train}[ at {time}][ from {from}][ towards {to}][, platform {platform}].{extra}",
+    "[{time}: ]{train}[ to {to}][ ({from})][, track {platform}].{extra}",
+    # telling
+    "{name} left[ {from}][ at {time}] on {train}[, heading for {to}].{extra}",
+    "{train} stood ready[ on platform {platform}][ in {from}],[ due to leave for {to}][ at {time},] doors open.{extra}",
+    "The guard told us: {train}[, departure {time}][, platform {platform}][, through to {to}].{extra}",
+    "We missed the earlier one, so we are going[ to {to}] by {train}[ at {time}][ from {from}].{extra}",
+)
+EXTRAS = (
+    "",
+    "",
+    " {other} on platform {n} is cancelled.",
+    " {other} to {city} is {n} minutes late.",
+    " Your seat is {seat} in coach {n}.",
+    " The fare is {price} euros.",
+    " First class is in coaches {n} and {m}.",
+    " Do not confuse it with {other} to {city}.",
+    " It arrives at {arrival}.",
+    " Reservation code {code}.",
+    " The restaurant car closes {n} minutes before arrival.",
+    " A change to {other} is possible in {city}.",
+    " Lift {n} is out of order.",
+    " {m} people are waiting already.",
+)
+CHATTY = (
+    ",",
+    ",",
+    " :)",
+    " (coach {n}),",
+    " and it was only {price} euros,",
+    ", not {other} like last time,",
+    ", seat {seat},",
+    ", {n} min late as usual,",
+)
+
+
+def say_time(rng: random.Random, hour: int, minute: int) -> str:
+    """One of the ways to say a time of day, always clear about morning or evening."""
+    half = "am" if hour < 12 else "pm"
+    part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
+    ways = [f"{hour:02}:{minute:02}", f"{hour}.{minute:02}" if hour > 12 else f"{hour:02}:{minute:02}"]
+    ways += [f"{(hour - 1) % 12 + 1}:{minute:02} {half}", f"{(hour - 1) % 12 + 1}.{minute:02} {half}"]
+    if minute in MINUTES:
+        ways += [f"{MINUTES[minute]} {HOURS[hour % 12]} {part}"] * 2
+    if minute in MINUTES_TO and hour not in (11, 17, 23):  # "to six in the evening" would begin in the afternoon
+        ways += [f"{MINUTES_TO[minute]} {HOURS[(hour + 1) % 12]} {part}"] * 2
+    if minute == 0:
+        ways += [f"{HOURS[hour % 12]} o'clock {part}", f"{(hour - 1) % 12 + 1} {half}"]
+    if (hour, minute) == (12, 0):
+        ways = ["noon", "12:00", "twelve noon"]
+    return rng.choice(ways)
+
+
+def a_train(rng: random.Random) -> tuple[str, str]:
+    """How a train is written, and its name in the answer."""
+    kind = rng.choice(list(KINDS))
+    number = (
+        rng.randint(1, 9) if kind == "S" else rng.randint(10, 99) if kind in ("RE", "RB") else rng.randint(100, 2999)
+    )
+    written = rng.choice(KINDS[kind])
+    joint = "" if written == kind and rng.random() < 0.25 else " "
+    return f"{written}{joint}{number}", f"{kind} {number}"
+
+
+def fill(text: str, values: dict[str, str | None]) -> str:
+    """Fill {slots}; a [bracket] stays where all its slots have values."""
+    parts = []
+    for piece in text.replace("]", "[").split("["):
+        optional = f"[{piece}]" in text
+        missing = any(f"{{{key}}}" in piece and value is None for key, value in values.items())
+        if not (optional and missing):
+            parts.append(piece)
+    said = "".join(parts)
+    for key, value in values.items():
+        said = said.replace(f"{{{key}}}", value or "")
+    return said
+
+
+def distraction(rng: random.Random, texts: tuple[str, ...], hour: int) -> str:
+    """Something with numbers and names that is not asked for."""
+    values = {
+        "other": a_train(rng)[0],
+        "city": rng.choice(CITIES),
+        "n": str(rng.randint(2, 19)),
+        "m": str(rng.randint(20, 90)),
+        "seat": f"{rng.randint(11, 98)}",
+        "price": f"{rng.randint(9, 149)}.{rng.choice(('00', '50', '90'))}",
+        "arrival": say_time(rng, (hour + rng.randint(1, 5)) % 24 or 1, rng.randrange(0, 60, 5)),
+        "code": "".join(rng.choice("ABCDEFGHKLMNPRSTUVWXYZ23456789") for _ in range(6)),
+    }
+    return fill(rng.choice(texts), values)
+
+
+def told(sentence: str, known: dict[str, bool]) -> set[str]:
+    """The parts that `sentence` tells: all in plain text, and those of each bracket whose parts are all known."""
+    parts = set()
+    for piece in sentence.replace("]", "[").split("["):
+        inside = {key for key in known if f"{{{key}}}" in piece}
+        if f"[{piece}]" not in sentence or all(known[key] for key in inside):
+            parts |= inside
+    return parts
+
+
+def a_row(rng: random.Random) -> tuple[str, dict[str, str | None]]:
+    """A text, and what is said in it."""
+    sentence = rng.choice(SENTENCES)
+    written, train = a_train(rng)
+    start, goal = rng.sample(CITIES, 2)
+    hour = rng.randint(4, 23)
+    minute = rng.choice((*range(0, 60, 5), rng.randint(1, 59)))
+    platform = f"{rng.randint(1, 24)}{rng.choice(('', '', '', '', 'a', 'b'))}"
+    parts = told(sentence, {key: rng.random() < chance for key, chance in CHANCES.items()})
+    answer = {"from": start, "to": goal, "time": f"{hour:02}:{minute:02}", "platform": platform}
+    values = {key: value if key in parts else None for key, value in answer.items()}
+    said = {**values, "time": say_time(rng, hour, minute) if "time" in parts else None}
+    more = {"train": written, "name": rng.choice(NAMES)}
+    extras = {"extra": distraction(rng, EXTRAS, hour), "extra_chat": distraction(rng, CHATTY, hour)}
+    text = fill(sentence, {**said, **more, **extras})
+    return " ".join(text.split()), {"train": train, **values}
+
+
+def rows() -> dict[str, list[str]]:
+    """File name -> its lines."""
+    rng = random.Random(SEED)
+    made: dict[str, dict[str, str | None]] = {}
+    while len(made) < sum(ROWS.values()):
+        text, answer = a_row(rng)
+        made.setdefault(text, answer)
+    lines = [line(text, answer) for text, answer in made.items()]
+    return {"train.jsonl": lines[: ROWS["train"]], "validation.jsonl": lines[ROWS["train"] :]}
+
+
+def line(text: str, answer: dict[str, str | None]) -> str:
+    """One row as it stands in the file."""
+    turns = (("system", SYSTEM), ("user", text), ("assistant", json.dumps(answer)))
+    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+
+
+def main() -> None:
+    """Write both files beside this one, or into the folder that the command line names."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
+    folder = folder if folder.is_dir() else folder.parent
+    for name, lines in rows().items():
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

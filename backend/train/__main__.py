@@ -1,0 +1,275 @@
+"""`torchrun -m backend.train . [--anew]`, with a run's folder as working directory: the whole training.
+
+Beside the floors. Imports presets, options, run and all of train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import set_seed
+
+from backend.options import SpecError, effective
+from backend.presets import read
+from backend.run import MODEL, RESULT, SPEC
+from backend.spec import RunSpec
+from backend.train import answers, checkpoints, data, device, model, quiet, trainers
+from backend.train.callbacks import Keeper, Reporter
+from backend.train.journal import Journal, Stopped, TrainError, write_json
+from backend.train.templates import Writer
+
+PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
+
+
+@dataclass
+class Work:
+    """One start of a run: what the phases below share."""
+
+    spec: RunSpec
+    folder: Path
+    anew: bool
+    team: device.Team
+    journal: Journal
+    family: str = "cpu"
+    precision: str = "fp32"
+
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop."""
+        if self.team.agree(self.journal.stop_asked()):
+            raise Stopped
+
+    def first(self, work: Any) -> Any:
+        """Do `work` on rank 0 while the others wait; a TrainError of it is raised on all ranks."""
+        result, error = None, ""
+        if self.team.rank == 0:
+            try:
+                result = work()
+            except TrainError as caught:
+                if self.team.world == 1:
+                    raise
+                error = str(caught)
+        error = self.team.gather(error)[0]
+        if error:
+            raise TrainError(error)
+        self.check_stop()
+        return result
+
+    def tick(self, phase: str, text: str) -> Any:
+        """A function of (done, all) that shows progress, and is false once a stop is asked for."""
+
+        def tick(done: int, of: int) -> bool:
+            self.journal.phase(phase, text, done / of if of else None)
+            return not self.journal.stop_asked()
+
+        return tick
+
+
+@record  # type: ignore[untyped-decorator]
+def main() -> None:
+    """Train what spec.yaml says."""
+    parser = argparse.ArgumentParser(prog="python -m backend.train", description=__doc__)
+    parser.add_argument("folder", type=Path, help="the run's folder, with spec.yaml")
+    parser.add_argument("--anew", action="store_true", help="begin at step 0 instead of the last checkpoint")
+    given = parser.parse_args()
+    sys.excepthook = quiet.last_words
+    team, folder = device.Team(), given.folder.resolve()
+    try:
+        spec = effective(read(folder / SPEC))
+    except SpecError as error:
+        raise TrainError(f"{error}.") from error
+    quiet.calm(spec.logging.level, team.rank)
+    work = Work(spec, folder, given.anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
+    try:
+        run(work)
+    except Stopped:
+        work.journal.say("Stopped.")
+    team.leave()
+
+
+def run(work: Work) -> None:
+    """The whole way, phase by phase. Raises TrainError, Stopped."""
+    spec, journal, team = work.spec, work.journal, work.team
+    journal.phase("preparing model", "")
+    work.family = device.choose(spec)
+    device.check(work.family)
+    config = trainers.arguments(spec, work.folder, work.family, team.world)
+    work.precision = device.precision(spec, work.family)
+    team.meet()
+    source = _source(work)
+    tokens = model.tokenizer(spec, source)
+    prepared = _prepared(work, tokens)
+    journal.phase("loading model", f"Loading {source.name} for {work.family}, {work.precision}.")
+    set_seed(spec.train.seed)
+    weights = model.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
+    work.check_stop()
+    start = _start(work)
+    reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
+    trainer = trainers.build(config, weights, tokens, prepared, [reporter, keeper])
+    journal.say(_size(trainer.model))
+    asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
+    how = answers.Answering(
+        tokens, team, spec.evaluation.batch_size, spec.evaluation.max_new_tokens, model.DTYPES[work.precision]
+    )
+    before = _before(work, how, trainer, asked)
+    began = time.time()
+    trainer.train(resume_from_checkpoint=str(start) if start else None)
+    device.synchronize(work.family)
+    if keeper.stopped:
+        journal.say(f"Stopped after step {trainer.state.global_step}.")
+        return
+    result = _result(work, trainer, time.time() - began, reporter.tokens)
+    _save(work, trainer, tokens, source)
+    result["model"] = MODEL if spec.checkpoint.save_model else None
+    result |= _after(work, how, trainer, asked, before)
+    result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
+    if team.rank == 0:
+        write_json(work.folder / RESULT, result)
+    journal.phase("done", "Done.", 1.0, step=trainer.state.global_step, max_steps=trainer.state.max_steps)
+
+
+def _source(work: Work) -> model.Source:
+    def find() -> model.Source:
+        return model.find(work.spec, lambda text, share: work.journal.phase("preparing model", text, share))
+
+    work.first(find)
+    return find()
+
+
+def _prepared(work: Work, tokens: Any) -> data.Prepared:
+    spec, team, folder = work.spec, work.team, work.folder / PREPARED
+    work.journal.phase("preparing data", "Preparing data.")
+
+    def prepare() -> data.Prepared:
+        tick = work.tick("preparing data", "Preparing data.")
+        made = data.prepare(spec, tokens, tick, work.journal.say)
+        if team.world > 1:
+            data.save(made, folder)
+        return made
+
+    made: data.Prepared | None = work.first(prepare)
+    found = made if made is not None else data.load(folder)
+    team.agree()
+    if team.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # mapped files live on until the last rank lets go
+    return found
+
+
+def _start(work: Work) -> Path | None:
+    """The checkpoint to go on from; None for step 0. Tells readers of the curves."""
+
+    def choose() -> Path | None:
+        checkpoints.sweep(work.folder, everything=work.anew)
+        start = checkpoints.last(work.folder)
+        if start is None and work.spec.checkpoint.start == "path":
+            start = checkpoints.named(work.spec.checkpoint.path)
+        if start is None and checkpoints.complete(work.folder):
+            work.journal.say("The checkpoints hold weights only, so training begins at step 0.")
+        step = checkpoints.step_of(start) if start else 0
+        work.journal.resumed(step)
+        if start:
+            work.journal.say(f"Going on from {start.name}.")
+        return start
+
+    chosen: Path | None = work.team.gather(work.first(choose))[0]
+    return chosen
+
+
+def _before(work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question]) -> list[str]:
+    """What the untouched model answers; remembered for a start that goes on."""
+    if not asked:
+        return []
+    kept: list[str] | None = work.team.gather(answers.remembered(work.folder, asked))[0]
+    if kept is not None:
+        return kept
+    found = _answer(work, how, trainer, asked, "answering before", f"Answering {len(asked)} held-out rows, untrained.")
+    if work.team.rank == 0:
+        answers.remember(work.folder, asked, found)
+    return found
+
+
+def _answer(
+    work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question], phase: str, text: str
+) -> list[str]:
+    work.journal.phase(phase, text)
+    found = how.answer(trainer.accelerator.unwrap_model(trainer.model), asked, work.tick(phase, text))
+    work.check_stop()
+    work.journal.say(f"Exact answers: {answers.share(asked, found):.0%} of {len(asked)}.")
+    return found
+
+
+def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, Any]:
+    """What came out of the training; the last evaluation is made where it is missing."""
+    evaluated = [point for point in trainer.state.log_history if "eval_loss" in point]
+    if trainer.args.eval_strategy != "no" and (not evaluated or evaluated[-1]["step"] < trainer.state.global_step):
+        evaluated = [trainer.evaluate()]
+    losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
+    trained, whole = _counts(trainer.model)
+    return {
+        "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
+        "steps": trainer.state.global_step,
+        "seconds": round(seconds, 2),
+        "tokens": tokens,
+        "eval_loss": _finite(evaluated[-1]["eval_loss"]) if evaluated else None,
+        "trainable_parameters": trained,
+        "parameters": whole,
+    }
+
+
+def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
+    if not work.spec.checkpoint.save_model:
+        return
+    work.journal.phase("saving", "Saving the trained model.")
+    if work.spec.checkpoint.merge:
+        trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+    weights = trainer.accelerator.unwrap_model(trainer.model)
+
+    def save() -> None:
+        model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(source))
+
+    error = ""
+    if work.team.rank == 0:
+        try:
+            save()
+        except TrainError as caught:
+            error = str(caught)
+    if error := work.team.gather(error)[0]:
+        raise TrainError(error)
+
+
+def _after(
+    work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question], before: list[str]
+) -> dict[str, Any]:
+    if not asked:
+        return {"exact_match_before": None, "exact_match_after": None, "samples": []}
+    after = _answer(work, how, trainer, asked, "answering after", f"Answering {len(asked)} held-out rows, trained.")
+    samples = [
+        {"prompt": q.prompt, "wanted": q.wanted, "before": was, "after": now}
+        for q, was, now in zip(asked, before, after, strict=True)
+    ]
+    shares = {"exact_match_before": answers.share(asked, before), "exact_match_after": answers.share(asked, after)}
+    return {**shares, "samples": samples}
+
+
+def _counts(weights: Any) -> tuple[int, int]:
+    parameters = list(weights.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def _size(weights: Any) -> str:
+    trained, whole = _counts(weights)
+    return f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%})."
+
+
+def _finite(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None
+
+
+if __name__ == "__main__":
+    main()

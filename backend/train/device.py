@@ -1,0 +1,129 @@
+"""Where it runs: the device family, its collective backend, the precision, and how the ranks talk.
+
+Beside the floors. Imports spec, catalog, journal. A group of its own on gloo carries what is not training (waiting
+for a preparation, agreeing on a stop), because it may take longer than a collective of the training ever should.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from backend import catalog
+from backend.spec import RunSpec
+from backend.train.journal import TrainError
+
+ORDER = ("cuda", "npu", "xpu", "mps", "cpu")
+PATIENCE = timedelta(days=2)
+
+
+def choose(spec: RunSpec) -> str:
+    """The family to run on. Raises TrainError where the one asked for is not there."""
+    asked = spec.launch.device
+    if asked == "auto":
+        return next(family for family in ORDER if count(family))
+    if not count(asked):
+        raise TrainError(
+            f"launch.device: there is no {catalog.DEVICES[asked].label} that torch {torch.__version__} can use; "
+            "set it to auto, or install torch for that device."
+        )
+    return asked
+
+
+def check(family: str) -> None:
+    """Raise TrainError if this node's processes are more than its devices."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if family != "cpu" and processes > count(family):
+        raise TrainError(
+            f"launch.processes: {processes} processes need {processes} devices, and there are {count(family)}: "
+            "lower it, or check launch.devices."
+        )
+
+
+def count(family: str) -> int:
+    """Devices of this family that torch can use."""
+    if family == "cpu":
+        return 1
+    if family == "mps":
+        return int(torch.backends.mps.is_available())
+    if family == "npu":
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch_npu")  # makes torch.npu
+    module = getattr(torch, family, None)
+    return int(module.device_count()) if module is not None and module.is_available() else 0
+
+
+def backend(family: str) -> str:
+    """The collective backend of a family: the first of its table that is there."""
+    names = catalog.DEVICES[family].backends
+    if family == "xpu":
+        has_xccl = getattr(dist, "is_xccl_available", lambda: False)()
+        if not has_xccl:
+            with contextlib.suppress(ImportError):
+                importlib.import_module("oneccl_bindings_for_pytorch")  # registers ccl
+        return "xccl" if has_xccl else "ccl"
+    return names[0]
+
+
+def precision(spec: RunSpec, family: str) -> str:
+    """bf16, fp16 or fp32: the one asked for, or bf16 where the device computes in it."""
+    if spec.precision.compute != "auto":
+        return spec.precision.compute
+    if family == "cuda":
+        # Earlier GPUs pass torch's own check by emulating bf16, slowly.
+        return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"
+    return "bf16" if family in ("npu", "xpu") else "fp32"
+
+
+class Team:
+    """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._group: Any = None
+
+    def meet(self) -> None:
+        """Make the group; torch's process group must be there if there are several ranks."""
+        if self.world > 1:
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def agree(self, number: int = 0) -> int:
+        """The largest `number` of any rank. All ranks must call it, and wait for one another in it."""
+        if self._group is None:
+            return number
+        value = torch.tensor(number, dtype=torch.int64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+        return int(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks."""
+        if self._group is None:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def leave(self) -> None:
+        """End the process groups: a rank that leaves without this can abort when its peers are gone first."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def peak_bytes(family: str) -> int:
+    """The most memory that this process ever held: on its device, or in RAM for the CPU."""
+    if family in ("cuda", "xpu", "npu"):
+        return int(getattr(torch, family).max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def synchronize(family: str) -> None:
+    """Wait until the device has done what it was given, so that clocks are honest."""
+    if family != "cpu":
+        getattr(torch, family).synchronize()

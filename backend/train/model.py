@@ -1,0 +1,215 @@
+"""The weights: found, loaded, made trainable as the method says, and saved.
+
+Beside the floors. Imports spec, templates, builtin, journal. Trained weights are held in fp32, frozen ones in the
+precision of the computing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from backend.spec import RunSpec
+from backend.train import builtin, templates
+from backend.train.journal import TrainError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model comes from: a folder or a hub id, and how it may be read."""
+
+    name: str
+    options: dict[str, Any]
+
+
+def find(spec: RunSpec, tell: builtin.Tell) -> Source:
+    """The model's place; a built-in one is made if need be. Raises TrainError."""
+    model = spec.model
+    if model.source == "builtin":
+        return Source(str(builtin.prepare(model.builtin, tell)), {"local_files_only": True})
+    trust = {"trust_remote_code": model.trust_remote_code}
+    if model.source == "hub":
+        if not model.hub_id:
+            raise TrainError("model.hub_id is empty: write organisation/name.")
+        return Source(model.hub_id, {**trust, "revision": model.revision})
+    folder = Path(model.path).expanduser()
+    if not model.path or not folder.is_dir():
+        raise TrainError(f"model.path: there is no folder {model.path or '(empty)'}.")
+    if not (folder / "config.json").is_file():
+        raise TrainError(f"model.path: {folder} has no config.json: name the folder that save_pretrained wrote.")
+    return Source(str(folder), {**trust, "local_files_only": True})
+
+
+def tokenizer(spec: RunSpec, source: Source) -> Any:
+    """The tokenizer, with a padding token and the chat template of `spec`. Raises TrainError."""
+    try:
+        found = AutoTokenizer.from_pretrained(source.name, **source.options)
+    except Exception as error:  # of many kinds: network, name, missing file, broken file
+        raise TrainError(_unloadable("tokenizer", source, error)) from error
+    if found.pad_token is None:
+        found.pad_token = found.eos_token or "<|pad|>"
+    templates.choose(spec, found)
+    return found
+
+
+def load(spec: RunSpec, source: Source, precision: str, tokens: Any) -> nn.Module:
+    """The untouched model. Raises TrainError."""
+    dtype = DTYPES[precision] if spec.method.kind == "lora" else torch.float32
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
+    except Exception as error:
+        raise TrainError(_unloadable("model", source, error)) from error
+    vocabulary, known = model.get_input_embeddings().weight.shape[0], max(tokens.get_vocab().values()) + 1
+    if known > vocabulary:
+        raise TrainError(
+            f"The tokenizer knows {known:,} tokens and the model {vocabulary:,}: they do not belong together."
+        )
+    if "<|im_end|>" in (tokens.chat_template or "") and "<|im_end|>" in tokens.get_vocab():
+        _stop_at(model, tokens.convert_tokens_to_ids("<|im_end|>"))
+    return model
+
+
+def _stop_at(model: Any, token: int) -> None:
+    """Let generation end at `token` too; it is saved with the model."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if token not in ends:
+        model.generation_config.eos_token_id = [*ends, token]
+
+
+def saved_dtype(source: Source) -> torch.dtype:
+    """The type that the source's own weights are stored in: what is saved has the same size as what was loaded."""
+    config = Path(source.name) / "config.json"
+    if not config.is_file():
+        return torch.float32
+    found = json.loads(config.read_text(encoding="utf-8"))
+    name = found.get("dtype") or found.get("torch_dtype") or "float32"
+    return getattr(torch, str(name), torch.float32)
+
+
+def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
+    """Make trainable what the method trains. Raises TrainError naming the modules that are there."""
+    if spec.method.kind == "lora":
+        model = get_peft_model(model, lora_config(spec, model))
+    elif spec.method.kind == "freeze":
+        chosen = set(_trained(spec, model))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[precision])
+    return model
+
+
+def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
+    """The adapter that `spec` asks for. Raises TrainError."""
+    method = spec.method
+    also = list(method.lora_modules_to_save)
+    _refuse_unknown("method.lora_modules_to_save", also, [name for name, _ in model.named_modules()], model)
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=method.lora_rank,
+        lora_alpha=method.lora_alpha,
+        lora_dropout=method.lora_dropout,
+        target_modules=_targets(spec, model),
+        modules_to_save=also or None,
+    )
+
+
+def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
+    method = spec.method
+    if method.lora_targets == "all-linear":
+        return "all-linear"
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    if method.lora_targets == "attention":
+        # Two parts of the name, since c_proj of GPT-2, for one, is also the end of a layer outside of attention.
+        inside = [name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]
+        if not inside:
+            raise TrainError(
+                f"method.lora_targets: no attention layers were found; choose custom and name some of {_ends(linear)}."
+            )
+        return sorted({".".join(parts[-2:]) for parts in inside})
+    names = list(method.lora_target_modules)
+    if not names:
+        raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
+    _refuse_unknown("method.lora_target_modules", names, linear, model)
+    head = next((n for n, m in model.named_modules() if m is _head(model)), "")
+    if any(_matches(head, name) for name in names):
+        raise TrainError(
+            f"method.lora_target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
+            "take it out, or name it in method.lora_modules_to_save."
+        )
+    return names
+
+
+def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
+    """Names of the modules that the freeze method trains."""
+    wanted, also = spec.method.freeze_layers, list(spec.method.freeze_also)
+    depth = model.config.get_text_config().num_hidden_layers
+    stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if abs(wanted) > depth:
+        raise TrainError(f"method.freeze_layers: the model has {depth} layers, not {abs(wanted)}.")
+    if not wanted and not also:
+        raise TrainError("method.freeze_layers is 0 and method.freeze_also is empty, so nothing would be trained.")
+    if wanted and not stacks:
+        raise TrainError(f"method.freeze_layers: {type(model).__name__} has no list of {depth} layers to choose from.")
+    modules = [name for name, _ in model.named_modules()]
+    _refuse_unknown("method.freeze_also", also, modules, model)
+    layers = range(depth)[-wanted:] if wanted > 0 else range(-wanted)
+    named = [name for name in modules if any(_matches(name, end) for end in also)]
+    return [*(f"{stacks[0]}.{number}" for number in layers if wanted), *named]
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+def _matches(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _ends(names: Iterable[str]) -> str:
+    return ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdigit() and part}))
+
+
+def _refuse_unknown(option: str, wanted: Iterable[str], names: list[str], model: nn.Module) -> None:
+    unknown = [end for end in wanted if not any(_matches(name, end) for name in names)]
+    if unknown:
+        raise TrainError(f"{option}: {type(model).__name__} has no {', '.join(unknown)}; it has {_ends(names)}.")
+
+
+def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Write weights and tokenizer into `folder`, which appears whole or not at all. Raises TrainError."""
+    temporary = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(temporary)
+        else:
+            cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+            state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in model.state_dict().items()}
+            model.config.dtype = dtype
+            model.save_pretrained(temporary, state_dict=state)
+        tokens.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except OSError as error:
+        raise TrainError(f"The trained model could not be saved in {folder}: {error.strerror or error}.") from error
+
+
+def _unloadable(what: str, source: Source, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, ImportError):
+        return f"The {what} of {source.name} needs a package that is not installed: {reason}"
+    return f"The {what} of {source.name} could not be loaded: {reason}"

@@ -1,0 +1,154 @@
+"""RunSpec -> the Trainer: every option under the name that the library knows.
+
+Beside the floors. Imports spec, catalog, run, device, data, callbacks, journal. TRL's SFTTrainer does the work for
+both stages; rows come to it as tokens with labels, so that what is learned is decided in one place (data, templates).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from backend import catalog
+from backend.run import CHECKPOINTS
+from backend.spec import RunSpec
+from backend.train import device
+from backend.train.data import Prepared
+from backend.train.journal import TrainError
+
+FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
+
+
+class Trainer(SFTTrainer):
+    """TRL's trainer without the model card that it writes beside every checkpoint."""
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+
+def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
+    """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
+    _check(spec)
+    precision = device.precision(spec, family)
+    if spec.logging.report_to == "tensorboard":
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
+    config = SFTConfig(
+        output_dir=str(run / CHECKPOINTS),
+        use_cpu=family == "cpu",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        disable_tqdm=True,
+        # Rows come as tokens with labels, already cut.
+        max_length=spec.data.max_length if spec.data.packing else None,
+        packing=spec.data.packing,
+        packing_strategy="bfd",  # whole examples, each with its own positions: they do not see each other
+        eval_packing=False,
+        dataset_kwargs=None if spec.data.packing else {"skip_prepare_dataset": True},
+        **_training(spec),
+        **_keeping(spec),
+        **_parallel(spec, family, world),
+    )
+    if config.device.type != "cpu":
+        config._n_gpu = 1  # one process drives one device, however many it sees
+    return config
+
+
+def _training(spec: RunSpec) -> dict[str, Any]:
+    train = spec.train
+    return {
+        "num_train_epochs": train.epochs,
+        "max_steps": train.max_steps if train.length == "steps" else -1,
+        "per_device_train_batch_size": train.batch_size,
+        "gradient_accumulation_steps": train.accumulation,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.scheduler,
+        "lr_scheduler_kwargs": FLOOR.get(train.scheduler),
+        "warmup_steps": train.warmup if train.warmup < 1 else int(train.warmup),
+        "optim": catalog.OPTIMIZERS[train.optimizer].name,
+        "weight_decay": train.weight_decay,
+        "adam_beta1": train.beta1,
+        "adam_beta2": train.beta2,
+        "adam_epsilon": train.epsilon,
+        "max_grad_norm": train.max_grad_norm,
+        "neftune_noise_alpha": train.neftune or None,
+        "train_sampling_strategy": "group_by_length" if train.group_by_length else "random",
+        "activation_checkpointing": train.activation_checkpointing,
+        "gradient_checkpointing": train.activation_checkpointing,  # TRL reads, and switches on, the old name
+        "dataloader_num_workers": train.dataloader_workers,
+        "dataloader_persistent_workers": train.dataloader_workers > 0,
+        "seed": train.seed,
+        "data_seed": train.seed,
+    }
+
+
+def _keeping(spec: RunSpec) -> dict[str, Any]:
+    """Evaluation, checkpoints and logging."""
+    evaluation, checkpoint, logging = spec.evaluation, spec.checkpoint, spec.logging
+    return {
+        "eval_strategy": evaluation.when,
+        "eval_steps": evaluation.steps,
+        "per_device_eval_batch_size": evaluation.batch_size,
+        "prediction_loss_only": True,
+        "save_strategy": checkpoint.when,
+        "save_steps": checkpoint.steps,
+        "save_total_limit": None,  # Keeper deletes: only once the newer one is complete
+        "save_only_model": checkpoint.weights_only,
+        "load_best_model_at_end": checkpoint.best,
+        "metric_for_best_model": "eval_loss" if checkpoint.best else None,
+        "greater_is_better": False if checkpoint.best else None,
+        "logging_steps": logging.steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # a loss that is no number must be seen
+        "log_level": logging.level,
+        "report_to": [] if logging.report_to == "none" else [logging.report_to],
+        "run_name": logging.name or None,
+    }
+
+
+def _parallel(spec: RunSpec, family: str, world: int) -> dict[str, Any]:
+    if world == 1:
+        return {"dataloader_pin_memory": family == "cuda"}
+    return {
+        "dataloader_pin_memory": family == "cuda",
+        "ddp_backend": device.backend(family),
+        "ddp_timeout": spec.parallel.timeout,
+        "ddp_find_unused_parameters": spec.parallel.find_unused_parameters,
+        "ddp_bucket_cap_mb": spec.parallel.bucket_mb,
+    }
+
+
+def _check(spec: RunSpec) -> None:
+    """Raise TrainError for what the library would refuse in words of its own."""
+    checkpoint, evaluation = spec.checkpoint, spec.evaluation
+    if checkpoint.best and (
+        checkpoint.when != evaluation.when or (checkpoint.when == "steps" and checkpoint.steps % evaluation.steps)
+    ):
+        raise TrainError(
+            "checkpoint.best compares checkpoints by their validation loss: save at steps that are also evaluated "
+            "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
+        )
+    tracker = catalog.REPORTERS[spec.logging.report_to]
+    if tracker.package and importlib.util.find_spec(tracker.package) is None:
+        raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")
+
+
+def build(config: SFTConfig, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any]) -> Trainer:
+    """The trainer, with the model on its device."""
+    if prepared.validation is None:
+        config.eval_strategy = "no"
+    trainer = Trainer(
+        model=model,
+        args=config,
+        train_dataset=prepared.train,
+        eval_dataset=prepared.validation,
+        processing_class=tokens,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read
+    return trainer
