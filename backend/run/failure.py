@@ -20,6 +20,7 @@ LONGEST = 400  # characters of a sentence
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 PEER_GONE = re.compile(r"(?i)connection (closed|reset)|broken pipe|remote process exited|socket closed|recvBytes")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+TRACEBACK = "Traceback (most recent call last):"
 PREFIX = re.compile(r"^\[default(\d+)\]:")
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
@@ -37,12 +38,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Known:
-    """`pattern`'s groups fill the sentence and the help."""
+    """`pattern`'s groups fill the sentence. `anywhere`: it counts in an earlier exception, or another rank's, too."""
 
     pattern: str
     sentence: str
     help: str
     fields: tuple[str, ...] = ()
+    anywhere: bool = False
 
 
 # The first match counts: what is special stands before what is general.
@@ -53,30 +55,35 @@ KNOWN = (
         "Halve train.batch_size and double train.accumulation, shorten data.max_length, or switch on "
         "train.activation_checkpointing.",
         ("train.batch_size", "train.accumulation", "data.max_length", "train.activation_checkpointing"),
+        anywhere=True,
     ),
     Known(
         r"(?i)insufficient shared memory|unable to (open|allocate|mmap)[^\n]*shared memory|bus error",
         "The shared memory (/dev/shm) for the loader processes ran out.",
         "Set train.dataloader_workers to 0, or give the container more shared memory.",
         ("train.dataloader_workers",),
+        anywhere=True,
     ),
     Known(
         r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
         "This machine's memory (RAM) ran out.",
         "Use fewer launch.processes or a smaller train.batch_size, or end other programs.",
         ("launch.processes", "train.batch_size", "train.dataloader_workers"),
+        anywhere=True,
     ),
     Known(
         r"(?i)No space left on device|Disk quota exceeded",
         "The disk is full.",
         "Make room, or keep fewer checkpoints with checkpoint.keep, then resume.",
         ("checkpoint.keep", "checkpoint.weights_only"),
+        anywhere=True,
     ),
     Known(
         r"(?i)EADDRINUSE|address already in use",
         "The network port on which the ranks meet is taken.",
         "Start again: a free port is looked for each time. If MASTER_PORT is set in launch.environment, change it.",
         ("launch.environment",),
+        anywhere=True,
     ),
     Known(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
@@ -85,6 +92,7 @@ KNOWN = (
         "See in the other ranks' logs what held them. If a step, or the preparation of the data, is really that long, "
         "raise parallel.timeout.",
         ("parallel.timeout",),
+        anywhere=True,
     ),
     Known(
         r"ModuleNotFoundError: No module named '(?P<name>[\w.]+)'",
@@ -96,6 +104,7 @@ KNOWN = (
         "It ended while it waited for a DeepSpeed operator that is built on first use.",
         "A build that was killed leaves a file named lock in that folder, on which later runs wait for ever: delete it "
         "if no build is going.",
+        anywhere=True,
     ),
     Known(
         r"(?i)GatedRepoError|401 Client Error|403 Client Error",
@@ -162,8 +171,8 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
         traceback = _traceback(own, rank)
     if not traceback and code < 0:
         return _ended_by(-code, None, own, state)
-    said = traceback or own[-4000:]
-    if known := _known(said) or _known(own[-4000:]):
+    last = traceback[traceback.rfind(TRACEBACK) :] if traceback else own[-4000:]
+    if known := _known(last) or _known(traceback, anywhere=True) or _known(own[-4000:], anywhere=True):
         return Failure(known.sentence, known.help, traceback, rank, known.fields)
     return _plain(traceback, rank, code)
 
@@ -200,8 +209,10 @@ def _ended_by(number: int, rank: int | None, log: str, state: dict[str, Any]) ->
     return Failure(sentence, f"If memory (RAM) was short, {use_less}.", rank=rank, fields=fields)
 
 
-def _known(text: str) -> Failure | None:
+def _known(text: str, anywhere: bool = False) -> Failure | None:
     for known in KNOWN:
+        if anywhere and not known.anywhere:
+            continue
         if match := re.search(known.pattern, text, re.MULTILINE):
             named = {name: _short(value) for name, value in match.groupdict().items()}
             return Failure(known.sentence.format(**named), known.help, fields=known.fields)
@@ -258,12 +269,12 @@ def _root(log: str) -> int | None:
 
 def _traceback(log: str, rank: int | None) -> str:
     """The last traceback that `rank` logged (None: the one process), with the exceptions it came from."""
-    lines = []
-    for line in log.splitlines():
+    first, lines = log.find(TRACEBACK), []
+    for line in log[log.rfind("\n", 0, first) + 1 :].splitlines() if first >= 0 else ():
         prefix = PREFIX.match(line)
         if rank is None or (prefix and int(prefix[1]) == rank):
             lines.append(re.sub(r"^\[rank\d+\]: ?", "", line[prefix.end() :] if prefix else line))
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last):")]
+    starts = [i for i, line in enumerate(lines) if line.startswith(TRACEBACK)]
     if not starts:
         return ""
     begin = len(starts) - 1

@@ -264,7 +264,7 @@ def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point
     return _points(lines), offset + sum(map(len, lines))
 
 
-def last_points(path: Path, size: int = 8192) -> list[Point]:
+def last_points(path: Path, size: int = 4096) -> list[Point]:
     """The points in the last `size` bytes that count, in order."""
     piece = tail(path, cap=size)
     points: list[Point] = []

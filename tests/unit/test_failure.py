@@ -1,0 +1,173 @@
+"""Why a run failed, from what torchrun and Python leave behind. The first two reports are torch 2.13's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.run import LOG
+from backend.run.failure import KNOWN, Failure, diagnose
+
+REPORT = """\
+W1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6945 closing signal SIGTERM
+E1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1
+Traceback (most recent call last):
+  File "/lib/python3.11/site-packages/torch/distributed/run.py", line 1032, in <module>
+    main()
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
+============================================================
+backend.train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_11:31:26
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6945)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 6945
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_11:31:25
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {code} (pid: 6946)
+  error_file: <N/A>
+  traceback : {said}
+============================================================
+"""
+TRACE = """\
+[default0]:[rank0]: Traceback (most recent call last):
+[default1]:[rank1]: Traceback (most recent call last):
+[default1]:[rank1]:   File "a.py", line 11, in load
+[default0]:[rank0]:   File "b.py", line 1, in wait
+[default1]:[rank1]: KeyError: 'text'
+[default0]:[rank0]: RuntimeError: Connection closed by peer
+[default1]:[rank1]: \x20
+[default1]:[rank1]: During handling of the above exception, another exception occurred:
+[default1]:[rank1]: \x20
+[default1]:[rank1]: Traceback (most recent call last):
+[default1]:[rank1]:   File "a.py", line 12, in load
+[default1]:[rank1]: ValueError: row 7 cannot be used
+[default1]: said later
+"""
+PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:3"
+
+
+def say(folder: Path, log: str, **state: Any) -> Failure:
+    (folder / LOG).write_text(log)
+    return diagnose(folder, 0, {"exit_code": 1, **state})
+
+
+def record(folder: Path, rank: int, traceback: str, when: int, attempt: int = 0) -> None:
+    path = folder / f"ranks/id_x/attempt_{attempt}/{rank}/error.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"message": {"message": "m", "extraInfo": {"py_callstack": traceback}}}))
+    os.utime(path, ns=(when, when))
+
+
+def test_the_traceback_of_the_root_cause_is_picked_from_interleaved_ranks(tmp_path: Path) -> None:
+    failure = say(tmp_path, TRACE + REPORT.format(code=1, said="x"))
+    assert failure.rank == 1 and failure.sentence == "Rank 1 ended with ValueError: row 7 cannot be used"
+    assert failure.traceback.splitlines()[:3] == [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 11, in load',
+        "KeyError: 'text'",
+    ]
+    assert failure.traceback.endswith("ValueError: row 7 cannot be used")
+
+
+def test_the_error_file_that_came_first_counts_and_old_ones_do_not(tmp_path: Path) -> None:
+    record(tmp_path, 0, PEER, when=300)
+    record(tmp_path, 1, "Traceback (most recent call last):\nZeroDivisionError: division by zero", when=200)
+    record(tmp_path, 3, "Traceback (most recent call last):\nKeyError: 'old'", when=100)
+    (tmp_path / LOG).write_text(REPORT.format(code=1, said="x"))
+    failure = diagnose(tmp_path, 150, {"exit_code": 1})
+    assert failure.rank == 1 and "ZeroDivisionError" in failure.sentence
+
+
+def test_a_killed_rank_goes_before_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
+    record(tmp_path, 0, PEER, when=300)
+    report = REPORT.format(code=-9, said="Signal 9 (SIGKILL) received by PID 6946")
+    failure = say(tmp_path, report)
+    assert failure.rank == 1 and "Rank 1 was killed (SIGKILL), by hand" in failure.sentence
+    assert "short of memory" in say(tmp_path, report, oom_kills=1).sentence
+    assert "train.batch_size" in failure.help
+
+
+def test_a_crash_in_compiled_code(tmp_path: Path) -> None:
+    assert say(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was ended by SIGSEGV."
+    watchdog = "[default1]:[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
+    failure = say(tmp_path, watchdog + REPORT.format(code=-6, said="x"))
+    assert failure.fields == ("parallel.timeout",) and failure.rank == 1
+
+
+def test_the_launcher_itself(tmp_path: Path) -> None:
+    assert say(tmp_path, "hi\n", exit_code=7).sentence == "The launcher ended with exit code 7."
+    assert "The launcher was killed (SIGKILL)" in say(tmp_path, "", exit_code=-signal.SIGKILL).sentence
+    assert say(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was ended by SIGTERM."
+    assert say(tmp_path, "", cause="x cannot be started: No such file.").sentence.startswith("x cannot")
+    assert diagnose(tmp_path / "nowhere", 0, {}).sentence == "It ended before its result was written."
+
+
+def test_only_the_last_start_counts(tmp_path: Path) -> None:
+    failure = say(
+        tmp_path, "---- started a ----\nModuleNotFoundError: No module named 'x'\n\n---- started b ----\nhi\n"
+    )
+    assert "exit code 1" in failure.sentence
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence", "field"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            "The device ran",
+            "train.batch_size",
+        ),
+        ("RuntimeError: MPS backend out of memory (MPS allocated: 1 GB)", "The device ran", "data.max_length"),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried",
+            "(RAM) ran out",
+            "launch",
+        ),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. insufficient", "/dev/shm", "workers"),
+        ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "checkpoint.keep"),
+        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.environment"),
+        (
+            "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
+            "waited",
+            "parallel.timeout",
+        ),
+        ("ModuleNotFoundError: No module named 'flash_attn'", "brings flash_attn is", ""),
+        ("KeyError: 'messages'", "'messages' was looked for", "data.format"),
+        ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "No permission for /data/x.jsonl", ""),
+        ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "permission", "launch.environment"),
+        ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
+        ("RuntimeError: No CUDA GPUs are available", "not to be had", "launch.device"),
+        ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),
+        ("KeyboardInterrupt", "interrupted from the keyboard", ""),
+        ("torch.distributed.elastic.SignalException: Process 5 got signal: Signals.SIGTERM.", "(SIGTERM)", ""),
+    ],
+)
+def test_known_ends(tmp_path: Path, said: str, sentence: str, field: str) -> None:
+    failure = say(tmp_path, f'Traceback (most recent call last):\n  File "x.py", line 1, in y\n{said}\n')
+    assert sentence in failure.sentence and said in failure.traceback
+    assert not field or any(field in name for name in failure.fields)
+
+
+def test_a_build_that_is_waited_for(tmp_path: Path) -> None:
+    failure = say(tmp_path, "Using /root/.cache/torch_extensions/py311_cpu as PyTorch extensions root...\n")
+    assert "DeepSpeed operator" in failure.sentence and "lock" in failure.help
+
+
+def test_every_known_end_is_a_sentence_and_has_its_test() -> None:
+    assert len(KNOWN) == 16
+    assert all(known.sentence.endswith((".", "}")) for known in KNOWN)

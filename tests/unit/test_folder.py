@@ -1,0 +1,233 @@
+"""A run's folder: made whole or not at all, and a state and a sentence computed from files alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.run import LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
+from backend.run.folder import Run, RunError, duration, find, runs
+
+NOW = datetime(2026, 11, 21, 9, 5, 12)
+PLAN = Plan(("python", "-m", "train", "--n=1"), {"A": "b c"}, {"spec.yaml": "a: 1\n", "sub/x.json": "{}"}, ("Note.",))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "runs", "SmolLM2 / LoRA!", PLAN, NOW, {"method": "LoRA", "model": "SmolLM2"})
+
+
+@pytest.fixture
+def alive(run: Run) -> Iterator[Run]:
+    lock = processes.take(run.path)
+    assert lock is not None
+    os.write(lock, b"supervisor\n")
+    yield run
+    os.close(lock)
+
+
+def put(run: Run, name: str, value: Any) -> None:
+    """Written after the lock, as by the last start."""
+    (run.path / name).write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def put_old(run: Run, name: str, value: Any) -> None:
+    put(run, name, value)
+    os.utime(run.path / name, (1, 1))
+
+
+def test_create_writes_what_the_plan_says(run: Run) -> None:
+    assert run.id == "2026-11-21_090512_smollm2-lora"
+    assert (run.path / "spec.yaml").read_text() == "a: 1\n" and (run.path / "sub/x.json").read_text() == "{}"
+    assert stat.S_IMODE((run.path / SCRIPT).stat().st_mode) & 0o100
+    assert run.plan() == PLAN
+    summary = run.summary()
+    assert summary["created"] == NOW.timestamp() and summary["name"] == "SmolLM2 / LoRA!"
+    assert (summary["method"], summary["model"], summary["state"]) == ("LoRA", "SmolLM2", "new")
+    assert (summary["started"], summary["ended"], summary["step"], summary["eta_seconds"]) == (None,) * 4
+
+
+def test_two_runs_in_one_second_and_the_newest_first(tmp_path: Path) -> None:
+    made = [Run.create(tmp_path, "x", PLAN, NOW).id for _ in range(3)]
+    later = Run.create(tmp_path, "\u00e4\u00f6/..", PLAN, NOW.replace(second=13)).id
+    assert made == [f"2026-11-21_090512_x{n}" for n in ("", "-2", "-3")] and later == "2026-11-21_090513_run"
+    (tmp_path / "a file").touch()
+    (tmp_path / "no run").mkdir()
+    (tmp_path / ".new-half").mkdir()
+    assert [run.id for run in runs(tmp_path)] == [later, *reversed(made)]
+    assert runs(tmp_path / "nowhere") == []
+
+
+def test_find_knows_runs_only(run: Run) -> None:
+    root = run.path.parent
+    assert find(root, run.id).path == run.path
+    for name in ("", ".", "..", f"../runs/{run.id}", "no", f"{run.id}/", ".new-x"):
+        with pytest.raises(RunError, match="There is no run"):
+            find(root, name)
+
+
+def test_a_root_that_is_no_folder_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"No run could be made in .*Not a directory. Nothing was started"):
+        Run.create(tmp_path / "file" / "runs", "x", PLAN, NOW)
+
+
+FULL = """
+import resource, sys
+from datetime import datetime
+from pathlib import Path
+from backend.run import Plan
+from backend.run.folder import Run, RunError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    Run.create(Path(sys.argv[1]), "x", Plan(("a",), files={"small": "1", "big": "x" * 5000}), datetime.now())
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path) -> None:
+    home = Path(__file__).resolve().parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=home, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert "No run could be made" in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_two_probes_do_not_see_each_other(run: Run) -> None:
+    (run.path / LOCK).touch()
+    with (run.path / LOCK).open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not processes.held(run.path)
+
+
+def test_living_states(alive: Run) -> None:
+    put_old(alive, PROGRESS, {"phase": "done", "step": 40, "max_steps": 40})
+    assert alive.state == "starting" and alive.summary()["step"] is None
+    assert "Starting" in alive.summary()["sentence"]
+    put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
+    assert alive.state == "running" and alive.summary()["sentence"] == "Running: Loading the model."
+    assert alive.can() == {"stop": True, "resume": False, "delete": False, "sweep": False}
+    alive.stop()
+    assert alive.state == "stopping" and (alive.path / STOP).read_text() == "save"
+    alive.stop(save=False)
+    assert "without saving" in alive.summary()["sentence"]
+
+
+def test_running_tells_step_and_time_left(alive: Run) -> None:
+    progress = {"phase": "training", "step": 12, "max_steps": 40, "time": 1012.0, "first_step_time": 1001.0}
+    put(alive, PROGRESS, progress)
+    summary = alive.summary(now=1012.0)
+    assert summary["eta_seconds"] == pytest.approx(28.0) and summary["fraction"] == pytest.approx(0.3)
+    assert summary["sentence"] == "Running: step 12 of 40, about 28 s left."
+    points = [{"step": s, "loss": 1.0 / s, "time": 1000 + 5.0 * s} for s in (11, 12)]
+    put(alive, METRICS, "".join(json.dumps(point) + "\n" for point in points))
+    summary = alive.summary(now=1014.0)
+    assert summary["eta_seconds"] == pytest.approx(138.0) and summary["loss"] == pytest.approx(1 / 12)
+    assert "about 2 min left" in summary["sentence"]
+    assert "no step for 8 min 20 s" in alive.summary(now=1512.0)["sentence"]
+
+
+def test_after_a_resume_the_pause_is_no_step(alive: Run) -> None:
+    put(alive, PROGRESS, {"phase": "training", "step": 22, "max_steps": 32, "time": 9002.0})
+    old = [{"step": s, "loss": 1.0, "time": 1000.0 + s} for s in range(15, 25)]
+    new = [{"step": s, "loss": 2.0, "time": 8980.0 + s} for s in (21, 22)]
+    rows = [*old, {"event": "resumed", "step": 20, "time": 9000.0}, *new]
+    put(alive, METRICS, "".join(json.dumps(point) + "\n" for point in rows))
+    assert alive.summary(now=9002.0)["eta_seconds"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("keeper", "kept", "files", "state"),
+    [
+        ("supervisor", {"end": "done", "exit_code": 0}, {}, "done"),
+        ("supervisor", {"end": "stopped", "exit_code": 0}, {}, "stopped"),
+        ("supervisor", {"end": "failed", "exit_code": 1}, {}, "failed"),
+        ("supervisor", {"started": 1.0}, {}, "lost"),
+        ("supervisor", "torn {", {}, "lost"),
+        ("shell", {"started": 1.0}, {RESULT: {}}, "done"),
+        ("shell", {"end": "done"}, {STOP: "save"}, "stopped"),
+        ("shell", {"end": "done"}, {}, "failed"),
+    ],
+)
+def test_ended_states(run: Run, keeper: str, kept: Any, files: dict[str, Any], state: str) -> None:
+    put(run, LOCK, f"{keeper}\n")
+    put(run, STATE, kept)
+    put(run, LOG, "hello\n")
+    for name, value in files.items():
+        put(run, name, value)
+    assert run.state == state
+    summary = run.summary()
+    assert summary["ended"] and summary["sentence"].endswith(".")
+    assert (run.failure() is not None) == (state == "failed")
+    assert run.can()["delete"] and not run.can()["stop"]
+
+
+def test_sentences_of_ended_runs_name_the_next_step(run: Run) -> None:
+    put(run, LOCK, "supervisor\n")
+    put(run, STATE, {"end": "stopped", "started": 100.0, "ended": 285.0, "exit_code": 0})
+    put(run, PROGRESS, {"phase": "training", "step": 12, "max_steps": 40})
+    assert "it would begin at step 0" in run.summary()["sentence"]
+    for step, whole in ((2, True), (10, True), (12, False)):
+        folder = run.path / f"checkpoints/checkpoint-{step}"
+        folder.mkdir(parents=True)
+        if whole:
+            (folder / "complete").touch()
+    assert run.checkpoints() == [2, 10]
+    assert run.summary()["sentence"] == "Stopped at step 12. Resume continues from checkpoint 10."
+    put(run, STATE, {"end": "done", "started": 100.0, "ended": 285.0})
+    summary = run.summary()
+    assert summary["sentence"] == "Done: 12 steps in 3 min 5 s." and summary["fraction"] == 1.0
+    put(run, STATE, {})
+    assert summary["started"] == 100.0 and run.summary()["sentence"].startswith("Lost at step 12")
+
+
+def test_a_stop_that_broke_off_says_why(run: Run) -> None:
+    put(run, LOCK, "supervisor\n")
+    put(run, LOG, "Traceback (most recent call last):\n  x\nOSError: [Errno 28] No space left on device\n")
+    put(run, STATE, {"end": "stopped", "exit_code": 1})
+    assert run.summary()["sentence"] == "Stopped. The disk is full."
+    put(run, STATE, {"end": "stopped", "exit_code": -15, "forced": "SIGTERM"})
+    assert run.failure() is None
+
+
+def test_delete(run: Run) -> None:
+    run.delete()
+    assert runs(run.path.parent) == [] and not list(run.path.parent.iterdir())
+    with pytest.raises(RunError, match="could not be deleted"):
+        run.delete()
+
+
+def test_a_list_of_many_runs_is_quick_enough_to_poll(tmp_path: Path) -> None:
+    for _ in range(50):
+        run = Run.create(tmp_path, "x", PLAN, NOW)
+        put(run, LOCK, "supervisor\n")
+        put(run, STATE, {"end": "failed", "exit_code": 1})
+        put(run, LOG, "said\n" * 10_000)
+    assert len([run.summary() for run in runs(tmp_path)]) == 50
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0 s"), (59.4, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7260, "2 h 1 min"), (180_000, "2 d 2 h")],
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_times_are_those_of_the_files(run: Run) -> None:
+    put(run, LOCK, "shell\n")
+    put(run, RESULT, "{}")
+    summary = run.summary()
+    assert abs(summary["started"] - time.time()) < 5 and summary["ended"] >= summary["started"]
