@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import inspect
 import ipaddress
@@ -51,9 +52,7 @@ def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = 
     except (Refused, OSError) as error:
         sys.stderr.write(f"Footplate is not started. {error}\n")
         return 2
-    with without_stubs():
-        importlib.import_module("gradio")
-    server: Any = importlib.import_module("webui.server")
+    server = _server_module()
     app = server.make(runs, bound=wanted.host, hosts=wanted.hosts, login=login)
     return _serve(app, listener, _address(wanted.host, listener), runs)
 
@@ -140,6 +139,17 @@ def _address(host: str, listener: socket.socket) -> str:
     """The URL to open on this machine."""
     shown = {"0.0.0.0": LOOPBACK[1], "::": LOOPBACK[2]}.get(host, host)
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+
+
+def _server_module() -> Any:
+    """webui.server with Gradio, imported quickly: nothing that is imported is garbage, so nobody looks for any."""
+    gc.disable()
+    with without_stubs():
+        importlib.import_module("gradio")
+    module = importlib.import_module("webui.server")
+    gc.freeze()
+    gc.enable()
+    return module
 
 
 @contextmanager

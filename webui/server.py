@@ -1,11 +1,12 @@
 """The page as one ASGI app: own routes, static files, ONE mounted Gradio page, and the guard around all of it.
 
-Floor 6. Imports: api, guard, pages, gradio. Never imports torch; matplotlib only when a picture is asked for.
+Floor 6. Imports: machine, api, guard, pages, gradio. Never imports torch; matplotlib only when a picture is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
+from backend.machine import Machine, probe
 from webui import api, pages
 from webui.api.desk import Desk
 from webui.guard import LOOPBACK, Guard, Login, known_hosts
@@ -35,33 +37,36 @@ class Fresh(StaticFiles):
 
 def make(
     runs: Path,
-    page: gr.Blocks | None = None,
+    page: Callable[[], gr.Blocks] = pages.build,
     *,
-    bound: str = LOOPBACK[0],
+    bound: str = LOOPBACK[1],
     hosts: Iterable[str] = (),
     login: Login | None = None,
+    machine: Callable[[Path], Machine] = probe,
 ) -> Guard:
-    """The app over the folder `runs`, which exists. `page` instead of the real one is for tests.
+    """The app over the folder `runs`, which exists. Another `page` than the real one is for tests.
 
-    `bound` is the address that it is served at, `hosts` further names that it answers to.
+    `bound` is the address that it is served at, `hosts` further names that it answers to, `machine` looks at the
+    machine that runs start on. Called outside an event loop.
     """
-    desk = Desk(runs)
+    desk = Desk(runs, machine)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> Any:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         desk.machine.refresh()
         yield
 
     routes = [*api.routes(desk), Mount("/footplate", Fresh(directory=STATIC))]
     app = FastAPI(routes=routes, lifespan=lifespan, openapi_url=None)
-    _mount(app, page)
+    asyncio.run(_mount(app, page))
     return Guard(app, known_hosts(bound, hosts), login)
 
 
-def _mount(app: FastAPI, page: gr.Blocks | None) -> None:
-    look: dict[str, Any] = pages.mounting() if page is None else {"run_history": False, "footer_links": []}
-    blocks = pages.build() if page is None else page
-    gr.mount_gradio_app(app, blocks, "/", ssr_mode=False, mcp_server=False, show_error=False, **look)
+async def _mount(app: FastAPI, page: Callable[[], gr.Blocks]) -> None:
+    """Build and mount the page inside a loop: outside of one each lock that Gradio makes leaves a loop open."""
+    blocks = page()
+    closed: dict[str, Any] = {"ssr_mode": False, "mcp_server": False, "show_error": False, "allowed_paths": []}
+    gr.mount_gradio_app(app, blocks, "/", app_kwargs={"openapi_url": None}, **closed, **pages.mounting())
     queue = getattr(blocks, "_queue", None)
     for name in ("sleep_when_free", "progress_update_sleep_when_free"):
         if hasattr(queue, name):

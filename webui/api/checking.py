@@ -38,6 +38,7 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "memory": {**asdict(found.estimate), "device_label": _device_label(found.machine)},
         "preview": _preview(found, desk.runs),
         "title": found.title,
+        "summary": found.summary,
     }
 
 

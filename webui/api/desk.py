@@ -134,12 +134,12 @@ def _changed(path: Path) -> int:
 class Desk:
     """One for each app."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, machine: Callable[[Path], Machine] = probe) -> None:
         self.runs = root
         self.drafts = Drafts(root / ".drafts")
         self.keys = Keys(root / ".keys")
         self.summaries = Summaries(root)
-        self.machine = Seen(lambda: probe(root))
+        self.machine = Seen(lambda: machine(root))
         self._metrics: OrderedDict[Path, Metrics] = OrderedDict()
         self._lock = threading.Lock()
 
