@@ -54,7 +54,7 @@ window.FPCharts = (() => {
     const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
     const cards = CHARTS.map(card);
     const node = el("section.fp-charts", { "aria-label": "Charts" },
-      el("div.fp-charts-bar", {}, el("h3", {}, "Progress"), el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"), el("span.fp-gap"),
+      el("div.fp-charts-bar", {}, el("h3", {}, "Charts"), el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"), el("span.fp-gap"),
         el("label", {}, "Smoothing", slider, said), log, reset),
       el("div.fp-charts-grid", {}, cards.map((c) => c.node)));
     const poll = FPPoll(pull, { seen, pace: 1000, trouble });
@@ -157,7 +157,7 @@ window.FPCharts = (() => {
         const rule = { stroke: colour("--fp-grid"), width: 1 };
         const axis = { stroke: dim, font: "11px system-ui, sans-serif", grid: rule, ticks: { show: false }, gap: 6 };
         plot = new uPlot({
-          width: place.clientWidth, height: HEIGHT, padding: [10, 8, 0, 0], legend: { show: false },
+          width: place.clientWidth, height: HEIGHT, padding: [10, 18, 0, 0], legend: { show: false },
           scales: { x: { time: false, range: steps }, y: { distr: useLog() ? 3 : 1 } },
           axes: [
             { ...axis, size: 26, space: 70, incrs: [1, 2, 5].flatMap((m) => [0, 1, 2, 3, 4, 5, 6].map((e) => m * 10 ** e)).sort((a, b) => a - b), values: (u, all) => all.map(whole) },

@@ -40,7 +40,16 @@ window.FPLog = (() => {
     const node = el("section.fp-panel", { "aria-label": "Log" },
       el("div.fp-log-bar", {}, el("h3", {}, "Log"), ranks, level, find, found, el("span.fp-gap"), earlier, wrap, follow, save), frame);
 
-    box.addEventListener("scroll", () => setFollowing(box.scrollHeight - box.scrollTop - box.clientHeight <= NEAR));
+    // Only a person leaves the end: a scroll that comes with another height comes from the layout.
+    let seenAt = { top: 0, inner: 0, outer: 0 };
+    box.addEventListener("scroll", () => {
+      const now = { top: box.scrollTop, inner: box.scrollHeight, outer: box.clientHeight };
+      const same = now.inner === seenAt.inner && now.outer === seenAt.outer;
+      if (now.inner - now.top - now.outer <= NEAR) setFollowing(true);
+      else if (same && now.top < seenAt.top) setFollowing(false);
+      else settle();
+      seenAt = now;
+    });
     new ResizeObserver(() => following && toEnd()).observe(box);
 
     const poll = FPPoll(pull, { seen, pace: 500, trouble });
@@ -69,9 +78,9 @@ window.FPLog = (() => {
     }
     function line(text) {
       const level = levelOf(text);
-      return el("div.fp-line", level ? { "data-level": level } : {}, text);
+      return el("div.fp-log-line", level ? { "data-level": level } : {}, text);
     }
-    function chunk(start) { return { node: el("div.fp-chunk"), start, count: 0 }; }
+    function chunk(start) { return { node: el("div.fp-log-chunk"), start, count: 0 }; }
     function fill(part, lines) {
       part.node.append(...lines);
       part.count += lines.length;

@@ -39,13 +39,13 @@ window.FPRun = (() => {
     page.poll = FPPoll(pull, { seen, pace: 1000, trouble: trouble("page") });
     page.charts = FPCharts.make({ base, over, seen, trouble: trouble("charts"), drawn: (newest) => { page.latest = newest; cards(); } });
     page.log = FPLog.make({ base, over, seen, trouble: trouble("log") });
-    page.downloads = el("details.fp-menu", { hidden: true }, el("summary.fp-button", {}, "Downloads"), el("div.fp-menu-list"));
+    page.downloads = el("details.fp-downloads", { hidden: true }, el("summary.fp-button", {}, "Downloads"), el("div.fp-downloads-list"));
     page.node = el("div.fp-run", { hidden: true },
       el("header.fp-run-head", {},
         el("div.fp-run-title", {}, (page.name = el("h2")), el("p", {}, (page.badge = el("span.fp-badge")), (page.sentence = el("span.fp-run-said", { role: "status" })),
           (page.away = el("span.fp-away", { hidden: true }, "Reconnecting")))),
         el("div.fp-run-actions", {}, button("save", "Stop and save", () => stop(true)), button("discard", "Stop without saving", () => stop(false)),
-          button("resume", "Resume", resume), button("clone", "Clone into form", () => FP.emit("clone", id)), page.downloads, button("remove", "Delete", remove))),
+          button("resume", "Resume", resume), button("sweep", "End what is left", sweep), button("clone", "Clone into form", () => FP.emit("clone", id)), page.downloads, button("remove", "Delete", remove))),
       el("div.fp-run-way", {}, (page.progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 }, (page.done = el("span")))), (page.share = el("span.fp-number"))),
       (page.failure = el("section.fp-failure", { hidden: true, "aria-label": "What went wrong" })),
       (page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Result" })),
@@ -88,7 +88,7 @@ window.FPRun = (() => {
     put(page.name, wanted);
     for (const part of ["sentence", "share"]) put(page[part], "");
     put(page.badge, "");
-    for (const part of ["failure", "cards", "samples", "save", "discard", "resume", "clone", "remove", "downloads"]) page[part].hidden = true;
+    for (const part of ["failure", "cards", "samples", "save", "discard", "resume", "sweep", "clone", "remove", "downloads"]) page[part].hidden = true;
     page.details.replaceChildren();
     page.done.style.width = "0";
     page.charts.open();
@@ -120,10 +120,11 @@ window.FPRun = (() => {
     page.discard.hidden = !can.stop;
     page.resume.hidden = !can.resume;
     page.remove.hidden = !can.delete;
+    page.sweep.hidden = !can.sweep;
     page.clone.hidden = page.downloads.hidden = false;
     const steps = detail.checkpoints || [];
     put(page.resume, summary.state === "new" ? "Start" : steps.length ? `Resume from step ${FP.num(Math.max(...steps))}` : "Start again");
-    for (const part of ["save", "discard", "resume", "remove"]) page[part].disabled = asked;
+    for (const part of ["save", "discard", "resume", "sweep", "remove"]) page[part].disabled = asked;
     page.log.ranks(detail.ranks || []);
     once("failure", detail.failure, failure);
     once("samples", detail.result && detail.result.samples, samples);
@@ -284,6 +285,10 @@ window.FPRun = (() => {
     detail = await FP.get(base());
     page.charts.resume();
     page.log.resume();
+  });
+  const sweep = () => act(async () => {
+    const { count } = await FP.post(`${base()}/sweep`);
+    FP.toast(count === 1 ? "One process was ended." : `${count} processes were ended.`);
   });
   async function remove() {
     const run = id;

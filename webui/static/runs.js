@@ -107,9 +107,10 @@ window.FPRuns = (() => {
       const end = run.ended ? stamp(run.ended) : FPRun.ended(run.state) ? NaN : Date.now() / 1000;
       put(took, run.started ? FP.duration(end - stamp(run.started)) : "\u2013");
       const over = FPRun.ended(run.state);
-      actions.resume.hidden = !(run.can ? run.can.resume : ["stopped", "failed", "lost"].includes(run.state));
+      actions.resume.hidden = !["new", "stopped", "failed", "lost"].includes(run.state);
+      put(actions.resume, run.state === "new" ? "Start" : "Resume");
       actions.clone.hidden = false;
-      actions.remove.hidden = !(run.can ? run.can.delete : over);
+      actions.remove.hidden = !over && run.state !== "new";
     }
     return { node, fill };
   }
