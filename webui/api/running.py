@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from backend import presets
 from backend.options import SpecError, changes
-from backend.run import LOG, METRICS, SCRIPT, SPEC, Plan
+from backend.run import LOG, METRICS, SCRIPT, SPEC
 from backend.run.folder import ALIVE, Run, RunError, find
 from backend.run.reading import Piece, before, since, since_points, table, tail
 from webui.api.asking import Ask, Refusal, json, nothing
@@ -24,13 +24,17 @@ from webui.api.checking import findings_of, judged, understood, values_of
 from webui.api.desk import Desk
 
 KEY = re.compile(r"[A-Za-z0-9_-]{8,64}")
+LONGEST_ID = 200
 LEAST_POINTS, MOST_POINTS = 10, 5000
 
 
 def _run(desk: Desk, ask: Ask) -> Run:
     """The run that the path names. Raises Refusal."""
+    name = ask.path["id"]
+    if len(name) > LONGEST_ID:
+        raise Refusal(404, "There is no run with so long a name.")
     try:
-        return find(desk.runs, ask.path["id"])
+        return find(desk.runs, name)
     except RunError as error:
         raise Refusal(404, str(error)) from None
 
@@ -93,8 +97,7 @@ def list_runs(desk: Desk, ask: Ask) -> Response:
 def show(desk: Desk, ask: Ask) -> dict[str, Any]:
     """All that is known of one run, but for log and metrics."""
     run = _run(desk, ask)
-    kept, yaml = run.plan(), _spec_text(run)
-    plan = Plan(tuple(kept.get("argv", ())), kept.get("env", {}), {SPEC: yaml}, tuple(kept.get("notes", ())))
+    plan, yaml = run.plan(), _spec_text(run)
     return {
         "summary": run.summary(),
         "progress": run.progress(),

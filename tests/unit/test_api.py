@@ -1,0 +1,477 @@
+"""The page's own routes, asked as the page asks them; and what they answer to what makes no sense."""
+
+import csv
+import io
+import json
+import math
+import time
+from datetime import datetime
+from pathlib import Path
+
+import gradio as gr
+import orjson
+import pytest
+from starlette.testclient import TestClient
+
+from backend.machine import Machine
+from backend.options import by_name, options
+from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
+from backend.run.folder import ALIVE, Run
+from webui import server
+from webui.api import asking
+from webui.api.asking import Refusal
+from webui.drafts import Drafts
+
+VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.name": "From a test"}
+SLEEPER = "#!/bin/sh\necho sleeping\nexec sleep 600\n"
+
+
+def small_page():
+    with gr.Blocks(analytics_enabled=False) as page:
+        gr.HTML("here")
+    return page
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A runs folder, and instead of Python a program that sleeps: whatever is started here trains nothing."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "python").write_text(SLEEPER)
+    (folder / "python").chmod(0o755)
+    (folder / "runs").mkdir()
+    return folder
+
+
+def app(place):
+    machine = Machine(python=str(place / "python"))
+    return TestClient(
+        server.make(place / "runs", small_page, machine=lambda _: machine), base_url="http://127.0.0.1:7860"
+    )
+
+
+@pytest.fixture(scope="module")
+def one(place):
+    with app(place) as client:
+        yield client
+    for run in (place / "runs").glob("2*"):
+        processes.sweep(run)
+        assert not processes.carriers(run)
+
+
+@pytest.fixture
+def run(place):
+    """A run that was made and never started, with a spec and a log."""
+    made = Run.create(
+        place / "runs", "made", Plan(("true",), {"A": "1"}, {SPEC: "train:\n  max_steps: 7\n"}), datetime.now()
+    )
+    (made.path / LOG).write_text("".join(f"line {i}\n" for i in range(1000)))
+    yield made
+    if made.path.exists():
+        made.delete()
+
+
+def check(one, values, **more):
+    answer = one.post("/api/check", json={"values": values, "seq": 1, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# -- the build page ----------------------------------------------------------------------------------------------
+
+
+def test_check_says_everything(one):
+    said = check(one, VALUES)
+    assert said["seq"] == 1 and said["title"] == "From a test" and said["invalid"] == []
+    assert said["verdict"]["level"] in ("ok", "warning") and said["verdict"]["text"].startswith("Can run")
+    assert "backend.train" in said["preview"]["command"] and said["preview"]["files"][0]["name"] == SPEC
+    assert said["preview"]["script"] and said["preview"]["env"]
+    assert said["memory"]["device_bytes"] > 0 and said["memory"]["rows"][0]["formula"]
+    assert said["memory"]["device_label"]
+
+
+def test_check_of_nothing_is_the_defaults(one):
+    assert check(one, {})["preview"]["command"] == check(one, values_of_defaults())["preview"]["command"]
+
+
+def values_of_defaults():
+    return {option.name: option.default for option in options()}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.learning_rate", "quick"),
+        ("train.learning_rate", None),
+        ("train.batch_size", 0),
+        ("train.batch_size", 2.5),
+        ("train.optimizer", "no such"),
+        ("model.trust_remote_code", [1]),
+        ("launch.environment", "no equals sign"),
+        ("launch.devices", "-1"),
+        ("train.no_such", 1),
+        ("nothing", {"a": 1}),
+        ("", 1),
+    ],
+)
+def test_a_wrong_value_is_named_and_the_rest_is_judged(one, name, value):
+    shown = {"model.source": "path"} if name == "model.trust_remote_code" else {}
+    said = check(one, {**VALUES, **shown, name: value})
+    assert [p["field"] for p in said["invalid"]] == [name] and said["invalid"][0]["message"]
+    assert said["verdict"]["level"] == "invalid"
+    assert said["preview"]["command"] and said["memory"] and said["title"] == "From a test"
+
+
+def test_several_wrong_values_are_all_named(one):
+    wrong = {"train.learning_rate": "x", "train.batch_size": -1, "train.no_such": 1, "what": 2}
+    said = check(one, {**VALUES, **wrong})
+    assert {p["field"] for p in said["invalid"]} == set(wrong)
+    assert "4 values are" in said["verdict"]["text"]
+
+
+def test_a_wrong_value_in_a_hidden_field_is_no_problem(one):
+    assert check(one, {**VALUES, "train.length": "epochs", "train.max_steps": None})["invalid"] == []
+    assert check(one, {**VALUES, "train.length": "steps", "train.max_steps": None})["invalid"]
+
+
+def test_findings_come_with_fixes_that_fit_the_form(one):
+    said = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.processes": 2, "launch.launcher": "python"})
+    errors = [f for f in said["findings"] if f["level"] == "error"]
+    assert errors and said["verdict"]["level"] == "error"
+    fixes = [fix for finding in errors for fix in finding["fixes"]]
+    assert fixes
+    for fix in fixes:
+        assert fix["label"] and fix["safe"] in (True, False)
+        for part in fix["diff"]:
+            assert part["name"] in fix["patch"] and part["label"] == by_name()[part["name"]].label
+        assert not check(one, {**VALUES, **fix["patch"]})["invalid"]
+
+
+def test_presets_import_export(one):
+    found = one.get("/api/presets").json()
+    assert found and {"name", "title", "about", "machine"} == set(found[0])
+    values = one.get(f"/api/presets/{found[0]['name']}").json()["values"]
+    assert set(values) == {option.name for option in options()}
+    yaml = one.post("/api/export", json={"values": values}).json()["yaml"]
+    assert one.post("/api/import", json={"yaml": yaml}).json()["values"] == values
+    for name in ("no-such", "..%2f..%2fpyproject", "%00"):
+        assert one.get(f"/api/presets/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("yaml", "part"),
+    [
+        ("a: [", "line 1"),
+        ("- 1", "sections"),
+        ("train: 3", "train"),
+        ("train: {speed: 3}", "train.speed"),
+        ("train: {batch_size: many}", "train.batch_size: must be a whole number"),
+        ("\x00", "YAML"),
+    ],
+)
+def test_bad_yaml_is_a_sentence(one, yaml, part):
+    answer = one.post("/api/import", json={"yaml": yaml})
+    assert answer.status_code == 422 and part in answer.json()["error"]
+
+
+def test_export_names_what_is_wrong(one):
+    answer = one.post("/api/export", json={"values": {"train.batch_size": "x"}})
+    assert answer.status_code == 422 and answer.json()["field"] == "train.batch_size"
+
+
+def test_machine(one):
+    said = one.get("/api/machine").json()
+    assert said["label"] and said["device"] == "cpu" and said["gpus"] == [] and said["cores"] >= 1
+
+
+def test_rules_page(one):
+    page = one.get("/rules")
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.text.count("<article") >= 20 and "footplate/page.css" in page.text
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_outlive_the_app(place, one):
+    typed = {**VALUES, "train.learning_rate": "2e-"}
+    check(one, typed, draft="d1")
+    with app(place) as another:
+        assert another.get("/api/drafts/d1").json()["values"] == typed
+    check(one, VALUES, draft="d1")
+    assert one.get("/api/drafts/d1").json()["values"] == VALUES
+    assert one.get("/api/drafts/d2").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/b", ".hidden", "a" * 65, "a\x00b", "\u00e9"])
+def test_draft_names_stay_in_their_folder(place, one, name):
+    answer = one.post("/api/check", json={"values": {}, "draft": name})
+    assert answer.status_code == 400 and "draft" in answer.json()["error"]
+    assert not list(place.glob("**/x*"))
+
+
+def test_drafts_make_room_and_are_small(tmp_path):
+    drafts = Drafts(tmp_path / "d", most=3)
+    for i in range(5):
+        drafts.save(f"n{i}", {"i": i})
+        time.sleep(0.01)
+    assert sorted(p.name for p in drafts.folder.iterdir()) == ["n2.json", "n3.json", "n4.json"]
+    with pytest.raises(ValueError, match="kB"):
+        drafts.save("big", {"x": "y" * 300_000})
+    (drafts.folder / "n2.json").write_text("[torn")
+    assert drafts.load("n2") is None
+
+
+# -- what makes no sense -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"{}", "text/plain", 415),
+        (b"{}", "", 415),
+        (b"values=1", "application/x-www-form-urlencoded", 415),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"\xff", "application/json", 400),
+        (b"{}", "application/json", 400),
+        (b'{"values": []}', "application/json", 400),
+        (b'{"values": {}, "draft": 7}', "application/json", 400),
+        (b'{"values": {"train.seed": NaN}}', "application/json", 400),
+        (b'{"values": {}}', "application/json; charset=utf-8", 200),
+    ],
+)
+def test_bodies(one, body, kind, status):
+    answer = one.post("/api/check", content=body, headers={"content-type": kind})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]
+
+
+def test_unknown_routes_and_methods(one):
+    for method, path in (("GET", "/api/nothing"), ("GET", "/api/check"), ("PUT", "/api/runs"), ("DELETE", "/api/runs")):
+        answer = one.request(method, path)
+        assert answer.status_code == 404 and "api/" in answer.json()["error"]
+
+
+IDS = ["no-such", "..", "%2e%2e", "..%2f..%2fetc", ".drafts", ".keys", "%00", "x" * 300, "%E2%80%AE"]
+
+
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize(
+    "rest", ["", "/log", "/log.txt", "/metrics", "/series", "/metrics.csv", "/report.png", "/spec.yaml", "/values"]
+)
+def test_ids_lead_nowhere(one, name, rest):
+    answer = one.get(f"/api/runs/{name}{rest}")
+    assert answer.status_code == 404
+    assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 404
+    assert one.delete(f"/api/runs/{name}").status_code == 404
+
+
+def test_a_mistake_is_a_sentence_with_a_mark(capsys):
+    answer = asking.failed(KeyError("secret"))
+    said = json.loads(answer.body)["error"]
+    assert answer.status_code == 500 and "secret" not in said
+    err = capsys.readouterr().err
+    assert said.rpartition(" ")[2].strip(".") in err and "secret" in err
+
+
+def test_a_full_disk_is_a_sentence():
+    answer = asking.failed(OSError(28, "No space left on device"))
+    assert answer.status_code == 507 and "full" in json.loads(answer.body)["error"]
+
+
+def test_a_refusal_says_more():
+    answer = asking.failed(Refusal(400, "No.", field="a"))
+    assert (answer.status_code, json.loads(answer.body)) == (400, {"error": "No.", "field": "a"})
+
+
+# -- runs --------------------------------------------------------------------------------------------------------
+
+
+def ended(path, seconds=20):
+    until = time.monotonic() + seconds
+    while Run(path).state in ALIVE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_key_makes_one_run(place, one):
+    body = {"values": VALUES, "key": "key-0123456789"}
+    first = one.post("/api/runs", json=body)
+    assert first.status_code == 201, first.text
+    name = first.json()["id"]
+    assert one.post("/api/runs", json=body).json()["id"] == name
+    with app(place) as another:  # a retry after a restart
+        assert another.post("/api/runs", json=body).json()["id"] == name
+    assert name.endswith("from-a-test") and len(list((place / "runs").glob("*from-a-test*"))) == 1
+
+    shown = one.get(f"/api/runs/{name}").json()
+    assert shown["summary"]["state"] in ("starting", "running") and shown["can"]["stop"] and not shown["can"]["delete"]
+    assert shown["spec"]["model.builtin"] == "tiny-llama" and "tiny-llama" in shown["yaml"]
+    assert str(place / "python") in shown["command"] and shown["failure"] is None
+    assert one.delete(f"/api/runs/{name}").status_code == 409
+    assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
+    assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
+    stopped = one.post(f"/api/runs/{name}/stop", json={"save": False})
+    assert stopped.json()["summary"]["state"] == "stopping"
+    ended(place / "runs" / name)
+    assert not processes.carriers(place / "runs" / name)
+    assert one.get(f"/api/runs/{name}").json()["can"]["resume"]
+    assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 409
+
+    values = one.get(f"/api/runs/{name}/values").json()["values"]
+    assert values["model.builtin"] == "tiny-llama" and set(values) == set(by_name())
+    assert one.delete(f"/api/runs/{name}").status_code == 200
+    assert one.get(f"/api/runs/{name}").status_code == 404
+    assert one.post("/api/runs", json=body).status_code == 409
+
+
+def test_a_start_that_was_cut_off_is_taken_up(place, one, run):
+    (place / "runs" / ".keys").mkdir(exist_ok=True)
+    (place / "runs" / ".keys" / "cut-off-key").write_text(run.id)
+    assert one.post("/api/runs", json={"values": VALUES, "key": "cut-off-key"}).json()["id"] == run.id
+    ended(run.path)
+    assert run.state == "failed" or run.state == "done"
+
+
+@pytest.mark.parametrize("key", ["short", "../../etc/passwd", "a b c d e f", "x" * 65])
+def test_keys_are_plain(one, key):
+    assert one.post("/api/runs", json={"values": VALUES, "key": key}).status_code == 400
+
+
+def test_what_cannot_run_is_not_started(place, one):
+    before = sorted((place / "runs").iterdir())
+    wrong = one.post("/api/runs", json={"values": {**VALUES, "train.batch_size": "x"}, "key": "not-valid-1"})
+    assert wrong.status_code == 422 and wrong.json()["field"] == "train.batch_size" and wrong.json()["invalid"]
+    refused = one.post("/api/runs", json={"values": {**VALUES, "parallel.strategy": "ddp", "launch.processes": 2}})
+    assert refused.status_code == 422 and any(f["level"] == "error" for f in refused.json()["findings"])
+    assert [p for p in (place / "runs").iterdir() if p.name[0] != "."] == [p for p in before if p.name[0] != "."]
+
+
+def test_list_says_when_nothing_changed(one, run):
+    first = one.get("/api/runs")
+    assert first.json()["runs"][0]["id"] == run.id
+    assert one.get(f"/api/runs?have={first.json()['etag']}").status_code == 204
+    run.delete()
+    assert one.get(f"/api/runs?have={first.json()['etag']}").status_code == 200
+
+
+def test_log_by_bytes(one, run):
+    base = f"/api/runs/{run.id}/log"
+    path = run.path / LOG
+    whole = path.read_text()
+    last = one.get(base).json()
+    assert last == {"t": whole, "s": 0, "o": len(whole), "more": False}
+    assert one.get(f"{base}?off={len(whole)}").status_code == 204
+    with path.open("a") as file:
+        file.write("gr\u00fc\u00df dich\n")
+    more = one.get(f"{base}?off={len(whole)}").json()
+    assert more["t"] == "gr\u00fc\u00df dich\n" and more["o"] == path.stat().st_size
+    assert one.get(f"{base}?before=700").json()["o"] == 700
+    assert one.get(f"{base}?before=0").json() == {"t": "", "s": 0, "o": 0, "more": False}
+    for bad in ("off=x", "before=1e3", "rank=first", "off=99999999999999999999999"):
+        assert one.get(f"{base}?{bad}").status_code in (200, 400)
+    path.write_text("anew\n")
+    again = one.get(f"{base}?off={more['o']}").json()
+    assert (again["t"], again["s"], again["o"]) == ("anew\n", 0, 5)
+    path.unlink()
+    assert one.get(base).status_code == 204
+    assert one.get(f"{base}.txt").status_code == 404
+
+
+def test_a_long_log_comes_in_parts_without_loss(one, run):
+    lines = "".join(f"[default{i % 2}]:{i} {'x' * 80}\n" for i in range(12_000))
+    (run.path / LOG).write_text(lines)
+    base = f"/api/runs/{run.id}/log"
+    text, offset, more = "", 0, True
+    while more:
+        piece = one.get(f"{base}?off={offset}").json()
+        assert piece["s"] == offset
+        text, offset, more = text + piece["t"], piece["o"], piece["more"]
+    assert text == lines
+    piece = one.get(base).json()
+    assert 60_000 < len(piece["t"]) <= 64 * 1024
+    text = piece["t"]
+    while piece["s"]:
+        piece = one.get(f"{base}?before={piece['s']}").json()
+        text = piece["t"] + text
+    assert text == lines
+    assert one.get(f"{base}.txt").text == lines
+    odd = one.get(f"{base}.txt?rank=1").text
+    assert odd.count("\n") == 6000 and odd.startswith("1 x")
+
+
+def write_points(run, points):
+    with (run.path / METRICS).open("ab") as file:
+        file.writelines(orjson.dumps(point) + b"\n" for point in points)
+
+
+def test_metrics_series_csv_and_picture(one, run):
+    base = f"/api/runs/{run.id}"
+    assert one.get(f"{base}/metrics").status_code == 204
+    assert one.get(f"{base}/series").json()["series"] == {}
+    write_points(run, [{"step": i, "time": 1.0 * i, "loss": 5 / i, "learning_rate": 1e-3} for i in range(1, 3001)])
+    write_points(run, [{"step": 3000, "time": 1.0, "eval_loss": 0.5}, {"step": 3001, "time": 2.0, "loss": math.nan}])
+    first = one.get(f"{base}/metrics?off=0").json()
+    assert len(first["points"]) == 3002 and first["o"] == (run.path / METRICS).stat().st_size
+    assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
+    with (run.path / METRICS).open("a") as file:
+        file.write('{"step": 3002, "ti')  # torn: it is being written
+    assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
+    with (run.path / METRICS).open("a") as file:
+        file.write('me": 3.0, "loss": 1.0}\n')
+    assert one.get(f"{base}/metrics?off={first['o']}").json()["points"] == [{"step": 3002, "time": 3.0, "loss": 1.0}]
+
+    drawn = one.get(f"{base}/series?n=200").json()
+    assert 50 < len(drawn["series"]["loss"]["x"]) <= 260
+    assert drawn["series"]["eval_loss"] == {"x": [3000], "y": [0.5]}
+    assert drawn["max"]["loss"] == 5 and drawn["last"]["loss"] == 1.0
+    assert one.get(f"{base}/series?have={drawn['etag']}").status_code == 204
+    part = one.get(f"{base}/series?x0=100&x1=200").json()["series"]["loss"]["x"]
+    assert part == list(range(99, 202))
+    assert one.get(f"{base}/series?x0=left").status_code == 400
+
+    rows = list(csv.DictReader(io.StringIO(one.get(f"{base}/metrics.csv").text)))
+    assert len(rows) == 3003 and rows[0]["loss"] == "5.0"
+    (run.path / RESULT).write_text('{"exact_match_before": 0.0, "exact_match_after": 0.9, "eval_loss": 0.5}')
+    picture = one.get(f"{base}/report.png")
+    assert picture.headers["content-type"] == "image/png" and picture.content.startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing_yet(one, run):
+    assert one.get(f"/api/runs/{run.id}/report.png").content.startswith(b"\x89PNG")
+
+
+def test_spec_as_it_was_asked(one, run):
+    answer = one.get(f"/api/runs/{run.id}/spec.yaml")
+    assert answer.text == "train:\n  max_steps: 7\n" and f'{run.id}.yaml"' in answer.headers["content-disposition"]
+
+
+def test_a_broken_run_is_shown_all_the_same(one, run):
+    (run.path / SPEC).write_text("train: {gone: 1}\n")
+    (run.path / METRICS).write_bytes(b"\xff\xfe no json\n")
+    shown = one.get(f"/api/runs/{run.id}").json()
+    assert shown["spec"] == {} and shown["yaml"].startswith("train")
+    assert one.get(f"/api/runs/{run.id}/values").status_code == 422
+    (run.path / SPEC).unlink()
+    assert one.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
+
+
+def test_the_list_reads_what_has_ended_once(place, monkeypatch):
+    from webui.api.desk import Summaries
+
+    root = place / "many"
+    root.mkdir()
+    for i in range(3):
+        made = Run.create(root, f"r{i}", Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
+        (made.path / "lock").write_text("supervisor")
+        (made.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
+    asked = []
+    real = Run.summary
+    monkeypatch.setattr(Run, "summary", lambda self, now=None: asked.append(self.id) or real(self, now))
+    summaries = Summaries(root)
+    first = summaries.all()
+    assert [s["state"] for s in first] == ["done"] * 3 and len(asked) == 3
+    assert summaries.all() == first and len(asked) == 3
+    time.sleep(0.01)
+    (Path(made.path) / "state.json").write_text('{"started": 1.0, "ended": 3.0, "end": "failed"}')
+    assert {s["state"] for s in summaries.all()} == {"done", "failed"} and len(asked) == 4
