@@ -1,0 +1,45 @@
+"""What follows from a spec and a machine without any doubt: device family, processes, precision, batch.
+
+Floor 1. Imports: catalog, spec, machine. One place, so that plan, estimate and rules never differ.
+"""
+
+from __future__ import annotations
+
+from backend import catalog
+from backend.machine import Machine
+from backend.spec import RunSpec
+
+
+def device(spec: RunSpec, machine: Machine) -> str:
+    """The device family that the run uses: the one asked for, or the accelerator that is there."""
+    return machine.device if spec.launch.device == "auto" else spec.launch.device
+
+
+def processes(spec: RunSpec) -> int:
+    """Processes on this node."""
+    return spec.launch.processes if spec.parallel.strategy == "ddp" else 1
+
+
+def precision(spec: RunSpec, machine: Machine) -> str:
+    """bf16, fp16 or fp32: the one asked for, or bf16 where the device computes in it."""
+    if spec.precision.compute != "auto":
+        return spec.precision.compute
+    family = device(spec, machine)
+    if family == "cuda":
+        return "fp32" if any(old(gpu.capability) for gpu in machine.gpus) else "bf16"
+    return "bf16" if family in ("npu", "xpu") else "fp32"
+
+
+def old(capability: tuple[int, int]) -> bool:
+    """Whether an NVIDIA GPU has no bf16 units: before Ampere. (0, 0) is another maker's."""
+    return (0, 0) < capability < (8, 0)
+
+
+def global_batch(spec: RunSpec) -> int:
+    """Rows that one optimizer step learns from, over all processes."""
+    return spec.train.batch_size * spec.train.accumulation * processes(spec)
+
+
+def backend(family: str) -> str:
+    """The collective backend of a device family."""
+    return catalog.DEVICES[family].backends[0]

@@ -1,0 +1,145 @@
+"""Shapes from config.json, against what transformers and peft count on models without storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend import catalog
+from backend.shape import FAMILIES, Unknown, adapted, from_config, trained
+from backend.spec import Method, RunSpec
+from backend.train import model as trainer
+
+SMALL = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "llama": [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
+    "qwen2": [{}, {"tie_word_embeddings": True}],
+    "gpt2": [{}, {"n_inner": 200}],
+    "gpt_neox": [{}, {"attention_bias": False}],
+    "phi": [{"num_key_value_heads": 8}],
+}
+CASES = [(kind, more) for kind in FAMILIES for more in MORE.get(kind, [{}])]
+
+
+def built(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A config as it is saved, and a model of it on the meta device."""
+    drop = () if kind in ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite") else ("head_dim",)
+    config = AutoConfig.for_model(kind, **{k: v for k, v in {**SMALL, **more}.items() if k not in drop})
+    with torch.device("meta"):
+        return config.to_dict(), AutoModelForCausalLM.from_config(config)
+
+
+def count(model: Any, trainable: bool = False) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
+    config, model = built(kind, more)
+    shape = from_config(config)
+    assert shape.parameters == count(model)
+    names = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert {leaf.path for leaf in shape.leaves() if leaf.parameters} <= names
+    assert names - {leaf.path for leaf in shape.leaves()} == set()
+
+
+# peft warns of tied weights and of GPT-2's transposed layers; neither changes a count.
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("kind", "more"), CASES)
+@pytest.mark.parametrize("targets", ["all-linear", "attention", "custom"])
+def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str) -> None:
+    config, model = built(kind, more)
+    shape = from_config(config)
+    names = shape.linear[:2] if targets == "custom" else ()
+    method = Method(lora_rank=4, lora_targets=targets, lora_target_modules=names)
+    wanted = {leaf.path for leaf in adapted(method, shape)}
+    modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
+    if targets == "custom":
+        modules = list(names)
+    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules))
+    assert trained(method, shape) == count(adapter, trainable=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -> None:
+    config, model = built(kind, more)
+    shape = from_config(config)
+    embedding = shape.outside[0].path.rpartition(".")[2]
+    for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
+        method = Method(kind="freeze", freeze_layers=layers, freeze_also=also)
+        chosen = set(trainer._trained(RunSpec(method=method), model))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
+        assert trained(method, shape) == count(model, trainable=True)
+    method = Method(lora_rank=2, lora_modules_to_save=(embedding, "lm_head"))
+    adapter = get_peft_model(
+        model,
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
+    )
+    assert trained(method, shape) == count(adapter, trainable=True)
+
+
+@pytest.mark.parametrize("name", catalog.MODELS)
+def test_builtin_models_are_known_before_they_are_made(name: str) -> None:
+    row = catalog.MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config))
+    assert from_config(row.config).parameters == row.parameters == count(model)
+
+
+def test_known_models_have_their_known_size() -> None:
+    qwen = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    assert from_config(qwen).parameters == 494_032_768
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    assert from_config(llama).parameters == 8_030_261_248
+    assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({}, "model_type"),
+        ({"model_type": "bert"}, "bert"),
+        ({"model_type": "llama"}, "hidden_size"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "no number"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0, "num_hidden_layers": 1}, "no number"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "experts"),
+    ],
+)
+def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:
+    with pytest.raises(Unknown, match=word):
+        from_config(config)
