@@ -167,7 +167,7 @@ def without_stubs() -> Iterator[None]:
             raise OSError("no stub is wanted")
         return real(thing)
 
-    inspect.getfile = getfile
+    inspect.getfile = getfile  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from backend.run.folder import ALIVE, Run
 from webui import server
 from webui.api import asking
 from webui.api.asking import Refusal
+from webui.api.desk import Summaries
 from webui.drafts import Drafts
 
 VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.name": "From a test"}
@@ -253,14 +254,13 @@ def test_unknown_routes_and_methods(one):
 
 
 IDS = ["no-such", "..", "%2e%2e", "..%2f..%2fetc", ".drafts", ".keys", "%00", "x" * 300, "%E2%80%AE"]
+PARTS = ["", "log", "log.txt", "metrics", "series", "metrics.csv", "report.png", "spec.yaml", "values"]
 
 
 @pytest.mark.parametrize("name", IDS)
-@pytest.mark.parametrize(
-    "rest", ["", "/log", "/log.txt", "/metrics", "/series", "/metrics.csv", "/report.png", "/spec.yaml", "/values"]
-)
-def test_ids_lead_nowhere(one, name, rest):
-    answer = one.get(f"/api/runs/{name}{rest}")
+@pytest.mark.parametrize("part", PARTS)
+def test_ids_lead_nowhere(one, name, part):
+    answer = one.get(f"/api/runs/{name}/{part}".rstrip("/"))
     assert answer.status_code == 404
     assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 404
     assert one.delete(f"/api/runs/{name}").status_code == 404
@@ -456,9 +456,7 @@ def test_a_broken_run_is_shown_all_the_same(one, run):
     assert one.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
 
 
-def test_the_list_reads_what_has_ended_once(place, monkeypatch):
-    from webui.api.desk import Summaries
-
+def test_the_list_reads_what_has_ended_once(place):
     root = place / "many"
     root.mkdir()
     for i in range(3):
@@ -466,9 +464,7 @@ def test_the_list_reads_what_has_ended_once(place, monkeypatch):
         (made.path / "lock").write_text("supervisor")
         (made.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
     asked = []
-    real = Run.summary
-    monkeypatch.setattr(Run, "summary", lambda self, now=None: asked.append(self.id) or real(self, now))
-    summaries = Summaries(root)
+    summaries = Summaries(root, lambda run: asked.append(run.id) or run.summary())
     first = summaries.all()
     assert [s["state"] for s in first] == ["done"] * 3 and len(asked) == 3
     assert summaries.all() == first and len(asked) == 3

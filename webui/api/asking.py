@@ -63,7 +63,8 @@ class Ask:
 
     def table(self, name: str) -> Mapping[str, Any]:
         """A JSON object of the body. Raises Refusal."""
-        return self._of(name, dict, "an object")
+        value: Mapping[str, Any] = self._of(name, dict, "an object")
+        return value
 
     def text(self, name: str, default: str | None = None) -> str:
         """A text of the body. Raises Refusal."""

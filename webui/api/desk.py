@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from backend.machine import Machine, probe
-from backend.run import LOCK, LOG, PLAN, PROGRESS, STATE, STOP
-from backend.run.folder import Run, runs
-from backend.run.processes import held
+from backend.run import LOCK, PLAN, STATE
+from backend.run.folder import Run
 from backend.run.reading import Metrics
 from webui.drafts import Drafts
 
@@ -97,36 +96,40 @@ class Keys:
 
 
 class Summaries:
-    """The list of runs. What ended long ago is read once: a summary stays true while these files stay."""
+    """The list of runs, cheap with a thousand of them: what has ended is read once, until it is started again."""
 
-    WATCHED = (PLAN, LOCK, STATE, STOP, PROGRESS, LOG)
     ENDED = ("done", "stopped", "failed", "lost")
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, read: Callable[[Run], dict[str, Any]] = Run.summary) -> None:
         self.root = root
+        self._read = read
         self._kept: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
 
     def all(self) -> list[dict[str, Any]]:
         """Every run's summary, newest first."""
-        found = [(run, self._one(run)) for run in runs(self.root)]
-        for gone in set(self._kept) - {run.id for run, _ in found}:
+        names = sorted((entry.name for entry in os.scandir(self.root) if entry.name[0] != "."), reverse=True)
+        for gone in set(self._kept) - set(names):
             self._kept.pop(gone, None)
-        return [summary for _, summary in found]
+        return [summary for summary in map(self._one, names) if summary]
 
-    def _one(self, run: Run) -> dict[str, Any]:
-        stamp = tuple(_changed(run.path / name) for name in self.WATCHED)
-        before = self._kept.get(run.id)
-        if before and before[0] == stamp and not held(run.path):
+    def _one(self, name: str) -> dict[str, Any] | None:
+        # Every start writes the lock, every end the state.
+        stamp = tuple(_changed(f"{self.root}/{name}/{file}") for file in (PLAN, LOCK, STATE))
+        if not stamp[0]:
+            return None  # no run
+        before = self._kept.get(name)
+        if before and before[0] == stamp:
             return before[1]
-        summary = run.summary()
+        summary = self._read(Run(self.root / name))
         if summary["state"] in self.ENDED:
-            self._kept[run.id] = (stamp, summary)
+            self._kept[name] = (stamp, summary)
         return summary
 
 
-def _changed(path: Path) -> int:
+def _changed(path: str) -> int:
+    """When `path` was last written, in ns; 0 where it is not."""
     try:
-        return path.stat().st_mtime_ns
+        return os.stat(path).st_mtime_ns
     except OSError:
         return 0
 
