@@ -14,16 +14,22 @@ window.FPCharts = (() => {
   const whole = (value) => Math.round(value).toLocaleString("en");
   const colour = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
 
-  // Exponential mean that starts unbiased; a hole stays a hole. share: 0 (as it is) to 0.99.
-  function smoothed(y, share) {
+  // Exponential mean that starts unbiased, of windows of 2^k points: least and greatest of a bucket alternate in a
+  // long series, and a line through them would be a band. share: 0 to 0.99.
+  function smoothed({ x, y }, share) {
+    const window = 2 ** Math.max(0, Math.ceil(Math.log2(x.length / 400)));
+    const found = { x: [], y: [] };
     let mean = 0;
     let weight = 0;
-    return y.map((value) => {
-      if (value === null || value === undefined) return value;
-      mean = mean * share + value * (1 - share);
+    for (let i = 0; i < x.length; i += window) {
+      const part = y.slice(i, i + window).filter(Number.isFinite);
+      if (!part.length) continue;
+      mean = mean * share + (part.reduce((a, b) => a + b) / part.length) * (1 - share);
       weight = weight * share + (1 - share);
-      return mean / weight;
-    });
+      found.x.push(x[Math.min(x.length - 1, i + window - 1)]);
+      found.y.push(mean / weight);
+    }
+    return found;
   }
   function tick(value) {
     const size = Math.abs(value);
@@ -128,7 +134,7 @@ window.FPCharts = (() => {
         if (own && own.x.length) {
           const fine = about.smooth && share > 0 && own.x.length > 2;
           made.push({ name: about.name, stroke: fine ? colour("--fp-pale") : accent, x: own.x, y: own.y, width: fine ? 1 : 1.6 });
-          if (fine) made.push({ name: "smoothed", stroke: accent, x: own.x, y: smoothed(own.y, share), width: 1.8 });
+          if (fine) made.push({ name: "smoothed", stroke: accent, ...smoothed(own, share), width: 1.8 });
         }
         if (second && second.x.length) made.push({ name: about.secondName, stroke: colour("--fp-second"), x: second.x, y: second.y, width: 1.5, points: true });
         return made;
@@ -157,14 +163,14 @@ window.FPCharts = (() => {
         const rule = { stroke: colour("--fp-grid"), width: 1 };
         const axis = { stroke: dim, font: "11px system-ui, sans-serif", grid: rule, ticks: { show: false }, gap: 6 };
         plot = new uPlot({
-          width: place.clientWidth, height: HEIGHT, padding: [10, 18, 0, 0], legend: { show: false },
+          width: place.clientWidth, height: HEIGHT, padding: [10, 26, 0, 0], legend: { show: false },
           scales: { x: { time: false, range: steps }, y: { distr: useLog() ? 3 : 1 } },
           axes: [
             { ...axis, size: 26, space: 70, incrs: [1, 2, 5].flatMap((m) => [0, 1, 2, 3, 4, 5, 6].map((e) => m * 10 ** e)).sort((a, b) => a - b), values: (u, all) => all.map(whole) },
             { ...axis, size: 54, space: 34, values: (u, all) => all.map((v) => (v === null ? "" : tick(v))) },
           ],
           series: [{}, ...lines.map((c) => ({ stroke: c.stroke, width: c.width, spanGaps: false,
-            points: { show: c.points || c.x.length === 1, size: 6, fill: c.stroke, stroke: c.stroke } }))],
+            points: { show: (c.points && c.x.length <= 40) || c.x.length === 1, size: 6, fill: c.stroke, stroke: c.stroke } }))],
           cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false }, sync: { key: "footplate", filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } }, bind: { dblclick: () => () => setZoom(null) } },
           hooks: { setSelect: [selected], setCursor: [pointed] },
         }, data, place);

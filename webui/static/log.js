@@ -165,7 +165,13 @@ window.FPLog = (() => {
       settle();
     }
     function toggleWrap() { toggle(wrap, "fp-wrapped"); }
-    function toggleOnly() { toggle(only, "fp-only"); }
+    function toggleOnly() {
+      const held = hits[at];
+      toggle(only, "fp-only");
+      if (!held) return;
+      setFollowing(false);
+      held.scrollIntoView({ block: "nearest" });
+    }
 
     // Finding. Lines are marked by class, the words by the highlight registry: neither touches a selection.
     let wait = 0;
