@@ -56,7 +56,9 @@ COMMANDS: Mapping[str, Command] = {
 
 def parser() -> argparse.ArgumentParser:
     """Every command with its arguments."""
-    top = argparse.ArgumentParser(prog="footplate", description="Fine-tuning from the shell; `footplate ui` is the page.")
+    top = argparse.ArgumentParser(
+        prog="footplate", description="Fine-tuning from the shell; `footplate ui` is the page."
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_too = argparse.ArgumentParser(add_help=False)
     json_too.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else")

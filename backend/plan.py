@@ -7,6 +7,7 @@ preview and launch are the same Plan.
 from __future__ import annotations
 
 from backend import catalog
+from backend.derived import backend, device, processes
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
@@ -14,16 +15,6 @@ from backend.run import RANK_LOGS, SPEC, Plan
 from backend.spec import RunSpec
 
 TRAINER = ("-m", "backend.train")
-
-
-def device(spec: RunSpec, machine: Machine) -> str:
-    """The device family that the run uses: the one asked for, or the accelerator that is there."""
-    return machine.device if spec.launch.device == "auto" else spec.launch.device
-
-
-def processes(spec: RunSpec) -> int:
-    """Processes on this node."""
-    return spec.launch.processes if spec.parallel.strategy == "ddp" else 1
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
@@ -69,5 +60,5 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
 def _notes(spec: RunSpec, machine: Machine) -> tuple[str, ...]:
     family = catalog.DEVICES[device(spec, machine)]
     where = f"{processes(spec)} x {family.label}" if processes(spec) > 1 else family.label
-    backend = f", {family.backends[0]} backend" if processes(spec) > 1 else ""
-    return (f"Trains on {where}{backend}.",)
+    talk = f", {backend(device(spec, machine))} backend" if processes(spec) > 1 else ""
+    return (f"Trains on {where}{talk}.",)

@@ -23,6 +23,7 @@ FLOORS = {
     "backend.memory": 2,
     "backend.presets": 2,
     "backend.glance": 2,
+    "backend.derived": 1,
     "backend.machine": 1,
     "backend.shape": 1,
     "backend.rows": 1,

@@ -3,7 +3,7 @@
 Floor 0. Standard library only; imports nothing of ours. A run belongs to the disk: each file has ONE writer, and a
 run's state is computed from files (`folder.py`). `supervisor.py` is the detached process that starts the launcher,
 waits for it and stops it; `processes.py` holds the lock and the sweep; `failure.py` says in plain words why a run
-failed; `reading.py` reads log and metrics incrementally.
+failed, `pace.py` how long it still takes; `reading.py` reads log and metrics incrementally.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*          by torchrun: what each
 METRICS = "metrics.jsonl"  # one point a line              appended, by rank 0 only
 PROGRESS = "progress.json"  # what it is doing now         replaced atomically, by rank 0 only
 RESULT = "result.json"  # what came out                    replaced atomically, by rank 0 only
-ERROR = "error.json"  # under ranks/: a rank's traceback   torch's elastic error file
+ERROR = "error.json"  # a traceback; each rank's in ranks/ by torch's elastic error handler
 STOP = "stop"  # a request: "save" or "discard"            created by anyone
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last     by rank 0
@@ -33,6 +33,7 @@ MODEL = "model"
 
 SUPERVISOR, SHELL = "supervisor", "shell"  # who keeps a run; the lock's change time is when it was last started
 SEPARATOR = "---- started "  # begins the line in the log that parts one start from the next
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment: where torch puts the root cause's traceback
 COOKIE = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
 
 
@@ -68,8 +69,9 @@ class Plan:
         """
         command = self.command() if not self.env else "env " + self.command()
         return RUNNER.format(
-            LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, COOKIE=COOKIE, SEPARATOR=SEPARATOR, command=command
-        )
+            LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, COOKIE=COOKIE, SEPARATOR=SEPARATOR, ERROR=ERROR,
+            ERROR_FILE=ERROR_FILE, command=command,
+        )  # fmt: skip
 
 
 RUNNER = """\
@@ -81,7 +83,7 @@ exec 9>>{LOCK}
 flock --timeout 1 9 || {{ echo "This run is going already." >&2; exit 75; }}
 echo {SHELL} > {LOCK}
 rm -f {STOP}
-export {COOKIE}="$PWD"
+export {COOKIE}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
 exec > >(exec tee -ai {LOG} 9>&-) 2>&1
 if [ -s {LOG} ]; then echo; fi
 echo "{SEPARATOR}$(date '+%F %T') by run.sh ----"

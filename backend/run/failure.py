@@ -162,7 +162,7 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
     log = _log(folder / LOG)
     own = log.partition(ELASTIC)[0]
     code = int(state.get("exit_code") or 0)
-    rank, traceback = _recorded(folder / RANK_LOGS, since_ns)
+    rank, traceback = _recorded(folder, since_ns)
     killed = _crash(log)
     if killed and (not traceback or PEER_GONE.search(traceback)):
         return _ended_by(killed[1], killed[0], own, state)
@@ -234,20 +234,27 @@ def _log(path: Path) -> str:
     return text.replace("\r\n", "\n").rpartition("\n" + SEPARATOR)[2]
 
 
-def _recorded(ranks: Path, since_ns: int) -> tuple[int | None, str]:
-    """Rank and traceback of the error file that was written first in this start."""
+def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
+    """Rank and traceback of the error file that a rank wrote first in this start, or of the one without ranks."""
     found = []
-    for path in ranks.glob(f"*/attempt_*/*/{ERROR}"):
-        try:
-            when = path.stat().st_mtime_ns
-            message = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
-            traceback = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else str(message)
-            rank = int(path.parent.name)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if when >= since_ns:
-            found.append((when, rank, traceback))
-    return min(found)[1:] if found else (None, "")
+    for path in (folder / RANK_LOGS).glob(f"*/attempt_*/*/{ERROR}"):
+        when, traceback = _error(path)
+        if traceback and when >= since_ns and path.parent.name.isdigit():
+            found.append((when, int(path.parent.name), traceback))
+    if found:
+        return min(found)[1:]
+    when, traceback = _error(folder / ERROR)
+    return None, traceback if when >= since_ns else ""
+
+
+def _error(path: Path) -> tuple[int, str]:
+    """When it was written, and the traceback in it (empty without)."""
+    try:
+        when = path.stat().st_mtime_ns
+        message = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
+        return when, str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, ""
 
 
 def _entries(log: str) -> list[tuple[int, int]]:

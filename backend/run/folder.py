@@ -37,6 +37,7 @@ from backend.run import (
     STATE,
     STOP,
     Plan,
+    pace,
     processes,
     replace_text,
 )  # fmt: skip
@@ -46,7 +47,6 @@ from backend.run.supervisor import Patience
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
 ALIVE = ("starting", "running", "stopping")
-QUIET = 60.0  # seconds without a step that are worth a word, if steps are quicker
 
 
 class RunError(Exception):
@@ -219,7 +219,7 @@ class Run:
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         most = progress.get("max_steps") or (self._json(PROGRESS) or {}).get("max_steps")
-        pace = _pace(progress, points) if state == "running" else None
+        usual = pace.seconds_a_step(progress, points) if state == "running" else None
         fraction = progress.get("fraction")
         if fraction is None and step is not None and most:
             fraction = min(1.0, step / most)
@@ -233,12 +233,12 @@ class Run:
             "max_steps": most,
             "loss": next((p["loss"] for p in reversed(points) if "loss" in p), None),
             "fraction": 1.0 if state == "done" else fraction,
-            "eta_seconds": _eta(progress, pace, now),
+            "eta_seconds": pace.eta(progress, usual, now),
             "method": about.get("method", ""),
             "model": about.get("model", ""),
             "created": plan.get("created"),
         }
-        return summary | {"sentence": self._sentence(summary, progress, pace, now)}
+        return summary | {"sentence": self._sentence(summary, progress, usual, now)}
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Run:
             return "stopping"
         return "running" if self._fresh(PROGRESS) or self._fresh(METRICS) else "starting"
 
-    def _sentence(self, summary: dict[str, Any], progress: dict[str, Any], pace: float | None, now: float) -> str:
+    def _sentence(self, summary: dict[str, Any], progress: dict[str, Any], usual: float | None, now: float) -> str:
         """Calm and plain, with the next step where the run waits for a person."""
         state, step = summary["state"], summary["step"]
         if state == "new":
@@ -255,13 +255,13 @@ class Run:
         if state == "starting":
             return "Starting: the processes load their libraries."
         if state == "running":
-            return _running(summary, progress, pace, now)
+            return pace.running(summary, progress, usual, now)
         if state == "stopping":
             wish = self._text(STOP)
             return "Stopping without saving." if wish == "discard" else "Stopping: the step ends, then it is saved."
         if state == "done":
             steps = f"{step} steps in " if step else "in "
-            taken = duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
+            taken = pace.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {steps}{taken}."
         at = f" at step {step}" if step else ""
         saved = self.checkpoints()
@@ -324,49 +324,6 @@ def find(root: Path, name: str) -> Run:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and (root / name / PLAN).is_file():
         return Run(root / name)
     raise RunError(f"There is no run {name!r}.")
-
-
-def duration(seconds: float) -> str:
-    """In words, two parts at most: 42 s, 3 min 5 s, 2 h 10 min, 3 d 4 h."""
-    whole = max(0, round(seconds))
-    for size, unit, small, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // small
-            return f"{whole // size} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{whole} s"
-
-
-def _running(summary: dict[str, Any], progress: dict[str, Any], pace: float | None, now: float) -> str:
-    step, most, eta = summary["step"], summary["max_steps"], summary["eta_seconds"]
-    if progress.get("phase", "training") != "training" or step is None:
-        return f"Running: {progress.get('text') or progress.get('phase') or 'the first step.'}"
-    where = f"step {step} of {most}" if most else f"step {step}"
-    quiet = now - progress.get("time", now)
-    if quiet > max(QUIET, 10 * (pace or 0)):
-        return f"Running: {where}, but no step for {duration(quiet)}. The end of the log may say what it waits for."
-    if eta is None:
-        return f"Running: {where}."
-    about = f"{max(1, round(eta))} s" if eta < 60 else f"{round(eta / 60)} min" if eta < 7200 else duration(eta)
-    return f"Running: {where}, about {about} left."
-
-
-def _pace(progress: dict[str, Any], points: list[dict[str, Any]]) -> float | None:
-    """Seconds a step, by the latest points; before there are two, by all steps of this start."""
-    timed = [(p["step"], p["time"]) for p in points if "loss" in p and "time" in p]
-    if len(timed) > 1 and timed[-1][0] > timed[0][0]:
-        return float((timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]))
-    step, first, began = progress.get("step", 0), progress.get("first_step", 1), progress.get("first_step_time")
-    if began is None or "time" not in progress or step <= first:
-        return None
-    return float((progress["time"] - began) / (step - first))
-
-
-def _eta(progress: dict[str, Any], pace: float | None, now: float) -> float | None:
-    """Seconds to the last step."""
-    step, most = progress.get("step"), progress.get("max_steps")
-    if pace is None or step is None or not most:
-        return None
-    return max(0.0, float((most - step) * pace - max(0.0, now - progress.get("time", now))))
 
 
 def _settle(half: Path, target: Path) -> Path:

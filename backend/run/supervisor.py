@@ -24,7 +24,22 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.run import COOKIE, LOCK, LOG, PLAN, PROGRESS, SEPARATOR, STATE, STOP, SUPERVISOR, processes, replace_text
+from backend.run import (
+    COOKIE,
+    ERROR,
+    ERROR_FILE,
+    LOCK,
+    LOG,
+    PLAN,
+    PROGRESS,
+    RESULT,
+    SEPARATOR,
+    STATE,
+    STOP,
+    SUPERVISOR,
+    processes,
+    replace_text,
+)
 
 TICK = 0.1  # seconds between looks
 BUSY = 75  # exit code: another keeper holds the run (EX_TEMPFAIL)
@@ -53,7 +68,7 @@ class Supervisor:
         self.folder, self.patience = folder, patience
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--anew"] if anew else [])]
-        self.env = {**os.environ, **plan["env"], COOKIE: str(folder)}
+        self.env = {**os.environ, ERROR_FILE: str(folder / ERROR), **plan["env"], COOKIE: str(folder)}
         self.state: dict[str, Any] = {"started": time.time(), "anew": anew}
         self.unsaved = self.told_to_end = False
         self.oom_kills = _oom_kills()
@@ -122,11 +137,12 @@ class Supervisor:
 
     def _end(self) -> None:
         """Sweep, whatever the end was (a launcher that is killed leaves its ranks holding devices), and say how."""
-        wished, code = bool(self._wish()), self.state["exit_code"]
+        code = self.state["exit_code"]
+        finished = code == 0 and (_fresh(self.folder, RESULT) or not self._wish())  # a stop may come too late
         self.state |= {
             "left": processes.sweep(self.folder, tree=os.getpid()),
             "oom_kills": _oom_kills() - self.oom_kills,
-            "end": "stopped" if wished else "done" if code == 0 else "failed",
+            "end": "done" if finished else "stopped" if self._wish() else "failed",
             "ended": time.time(),
         }
         self._write()
@@ -158,10 +174,16 @@ def _reap(launcher: subprocess.Popen[bytes]) -> int | None:
 def _phase(folder: Path) -> str:
     """What the trainer of this start is doing; empty before it has said so."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        progress = folder / PROGRESS
-        if progress.stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns:
-            return str(json.loads(progress.read_text(encoding="utf-8")).get("phase", ""))
+        if _fresh(folder, PROGRESS):
+            return str(json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get("phase", ""))
     return ""
+
+
+def _fresh(folder: Path, name: str) -> bool:
+    """Whether the file was written since this start."""
+    with contextlib.suppress(OSError):
+        return (folder / name).stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns
+    return False
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:

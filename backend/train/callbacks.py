@@ -52,7 +52,7 @@ class Reporter(TrainerCallback):
         """The plan is known: how many steps, and where this start begins."""
         self._first = state.global_step
         more = f" from step {state.global_step} on" if state.global_step else ""
-        self.journal.phase("training", f"Training {state.max_steps} steps{more}.", **_steps(state))
+        self.journal.begin("training", f"Training {state.max_steps} steps{more}.", **_steps(state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step's first batch is at hand."""
@@ -64,7 +64,7 @@ class Reporter(TrainerCallback):
         more = _steps(state)
         if state.global_step == self._first + 1:  # the slowest one: kernels are chosen, pages are touched
             self._first_seconds = self.clock.busy
-            more["first_step_time"] = time.time()
+            more |= {"first_step": state.global_step, "first_step_time": time.time()}
         text, fraction = f"Step {state.global_step} of {state.max_steps}", state.global_step / state.max_steps
         self.journal.phase("training", text, fraction, **more)
 
@@ -88,7 +88,7 @@ class Reporter(TrainerCallback):
         self._predicted += 1
         of = len(eval_dataloader) if eval_dataloader is not None else 0
         fraction = min(1.0, self._predicted / of) if of else None
-        self.journal.phase("evaluating", "", fraction, **_steps(state))
+        self.journal.phase("evaluating", "Evaluating.", fraction, **_steps(state))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The evaluation is done."""

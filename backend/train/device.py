@@ -82,6 +82,13 @@ def precision(spec: RunSpec, family: str) -> str:
     return "bf16" if family in ("npu", "xpu") else "fp32"
 
 
+def leave_alone() -> None:
+    """Let the libraries see a plain process where torchrun started only one: no group, no DDP around the model."""
+    if os.environ.get("WORLD_SIZE") == "1":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
 class Team:
     """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
 

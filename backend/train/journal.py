@@ -39,13 +39,16 @@ class Journal:
         if self.rank == 0:
             print(line, flush=True)
 
+    def begin(self, phase: str, text: str, **more: Any) -> None:
+        """A new phase, which is also a line of the log."""
+        self.say(text)
+        self.phase(phase, text, **more)
+
     def phase(self, phase: str, text: str = "", fraction: float | None = None, **more: Any) -> None:
-        """What the run is doing now; a new phase is also a line of the log."""
+        """What the run is doing now."""
         if self.rank:
             return
         new, now = phase != self._progress.get("phase"), time.time()
-        if new and text:
-            self.say(text)
         kept = {key: self._progress[key] for key in KEPT if key in self._progress}
         self._progress = {**kept, "phase": phase, "text": text, "fraction": fraction, **more, "time": now}
         if new or fraction == 1 or now - self._written >= PAUSE_SECONDS:
@@ -79,7 +82,7 @@ class Journal:
         return 1 if word == "discard" else 2
 
 
-KEPT = ("step", "max_steps", "first_step_time")
+KEPT = ("step", "max_steps", "first_step", "first_step_time")
 
 
 def write_json(path: Path, value: Any) -> None:

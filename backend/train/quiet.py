@@ -33,6 +33,8 @@ def calm(level: str, rank: int) -> None:
         warnings.simplefilter("ignore")
     # Its DataLoader says so on every machine without an accelerator, where nothing is lost.
     warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator", category=UserWarning)
+    # Libraries ask each other under the old name.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
     _leave_deepspeed_alone()
 
 

@@ -1,0 +1,95 @@
+"""What a spec comes to on a machine: the one call behind the page's check, its Start, and the shell.
+
+Floor 4. Imports: below. It looks at files (glance), then everything else is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend import catalog
+from backend.derived import global_batch
+from backend.glance import Glance, look, settle
+from backend.machine import Machine
+from backend.memory import Estimate, estimate
+from backend.options import effective
+from backend.plan import plan
+from backend.rules import Finding, check
+from backend.run import Plan
+from backend.shape import trainable
+from backend.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Findings, estimate and plan of one spec on one machine."""
+
+    spec: RunSpec
+    machine: Machine
+    glance: Glance
+    estimate: Estimate
+    findings: tuple[Finding, ...]
+    plan: Plan
+
+    @property
+    def can_run(self) -> bool:
+        """Whether no finding is an error."""
+        return all(f.level != "error" for f in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One line: Can run, Can run with 1 warning, Cannot run: 2 errors."""
+        said = []
+        for level in ("error", "warning"):
+            if count := sum(f.level == level for f in self.findings):
+                said.append(f"{count} {level}{'s' if count > 1 else ''}")
+        if not self.can_run:
+            return f"Cannot run: {', '.join(said)}"
+        return f"Can run, with {said[0]}" if said else "Can run"
+
+    @property
+    def title(self) -> str:
+        """The run's name, or one made of model and method."""
+        return self.spec.logging.name or f"{self.about['model']} {self.about['method']}".strip()
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        """Model and method in a word each, for lists."""
+        model = self.spec.model
+        named = {"builtin": model.builtin, "path": Path(model.path).name, "hub": model.hub_id.rpartition("/")[2]}
+        return {"model": named[model.source], "method": catalog.METHODS[self.spec.method.kind].label}
+
+    @property
+    def summary(self) -> str:
+        """What it amounts to: rows a step, steps where they are known, parameters trained."""
+        spec, parts = self.spec, []
+        rows = global_batch(spec)
+        steps = f"{spec.train.max_steps:,} steps" if spec.train.length == "steps" else f"{spec.train.epochs:g} epochs"
+        parts.append(f"{steps}, {rows:,} row{'s' if rows > 1 else ''} a step")
+        if self.glance.shape:
+            count, whole = trainable(spec, self.glance.shape), self.glance.shape.parameters
+            parts.append(f"{_short(count)} of {_short(whole)} parameters trained")
+        return "; ".join(parts)
+
+
+def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
+    """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
+    spec = settle(effective(spec), base)
+    glance = look(spec, base)
+    return Judgement(
+        spec=spec,
+        machine=machine,
+        glance=glance,
+        estimate=estimate(spec, machine, glance.shape),
+        findings=check(spec, machine, glance),
+        plan=plan(spec, machine),
+    )
+
+
+def _short(count: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

@@ -1,0 +1,35 @@
+"""`make bench`: every figure that people feel, measured on this machine and printed as one table."""
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.bench import page, training
+
+CASES = {
+    "page": page.measure,
+    "first step": training.first_step,
+    "throughput": training.throughput,
+}
+
+
+def main() -> None:
+    """Run the cases named on the command line, or all."""
+    names = sys.argv[1:] or list(CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            print(f"\n{name}")
+            for what, values, unit in CASES[name](Path(folder)):
+                print(f"  {what:44}  {line(values)} {unit}", flush=True)
+
+
+def line(values: list[float]) -> str:
+    """Median, and the 95th percentile where there are enough values to speak of one."""
+    ordered = sorted(values)
+    p95 = f"   p95 {ordered[int(0.95 * (len(ordered) - 1))]:9.3f}" if len(ordered) >= 20 else ""
+    return f"median {statistics.median(ordered):9.3f}{p95}   ({len(ordered)} values)"
+
+
+if __name__ == "__main__":
+    main()

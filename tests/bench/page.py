@@ -1,0 +1,115 @@
+"""The page: cold start and memory, edit to verdict, log line and metric point to the eye."""
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+from playwright.sync_api import sync_playwright
+
+from backend import presets
+from backend.judge import judge
+from backend.machine import probe
+from backend.run import LOG, METRICS, Plan
+from backend.run.folder import Run
+from tests.browser.conftest import CHROMIUM, FLAGS, Server
+
+Figure = tuple[str, list[float], str]
+
+# Times each edit in the page itself, from the key to the drawn verdict.
+WATCH = """() => {
+  window.edits = [];
+  let pressed = 0;
+  document.addEventListener('input', () => { pressed = performance.now(); }, true);
+  const draw = FP.verdict.draw;
+  FP.verdict.draw = (answer) => {
+    draw(answer);
+    if (pressed) requestAnimationFrame(() => { window.edits.push(performance.now() - pressed); pressed = 0; });
+  };
+}"""
+
+
+def measure(folder: Path) -> Iterator[Figure]:
+    """Every figure of the page."""
+    yield from start(folder)
+    yield from judging()
+    server = Server(folder / "runs")
+    server.start()
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+            yield from edits(server, browser)
+            yield from live(server, browser)
+            browser.close()
+    finally:
+        server.stop()
+
+
+def start(folder: Path) -> Iterator[Figure]:
+    """Process to first answer, and resident memory then."""
+    seconds, megabytes = [], []
+    for _ in range(5):
+        server = Server(folder / "start")
+        begin = time.perf_counter()
+        server.start()
+        seconds.append(time.perf_counter() - begin)
+        megabytes.append(psutil.Process(server.process.pid).memory_info().rss / 1e6)
+        server.stop()
+    yield "cold start", seconds, "s"
+    yield "memory", megabytes, "MB"
+
+
+def judging() -> Iterator[Figure]:
+    """The Python part of a verdict: rules, estimate and plan for one spec."""
+    machine, spec, times = probe(Path.cwd()), presets.read("first-run"), []
+    for _ in range(300):
+        begin = time.perf_counter()
+        judge(spec, machine, Path.cwd())
+        times.append(1000 * (time.perf_counter() - begin))
+    yield "rules, estimate and plan", times, "ms"
+
+
+def edits(server: Server, browser: object) -> Iterator[Figure]:
+    """From the key to the verdict, in Chromium."""
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    page.goto(server.url)
+    page.wait_for_selector("body[data-ready]")
+    page.evaluate(WATCH)
+    field = page.locator("#train-batch_size input")
+    for i in range(60):
+        field.fill(str(1 + i % 9))
+        page.wait_for_timeout(300)
+    yield "edit to verdict", page.evaluate("window.edits"), "ms"
+    page.close()
+
+
+def live(server: Server, browser: object) -> Iterator[Figure]:
+    """A log line and a point, from written to visible."""
+    code = "import time, pathlib; p = pathlib.Path('stop')\nwhile not p.exists(): time.sleep(0.1)"
+    run = Run.create(
+        server.runs, "bench", Plan(argv=("python3", "-c", code), files={"spec.yaml": "{}\n"}), datetime.now()
+    )
+    run.start()
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    page.wait_for_selector("#fp-run-page")
+    page.wait_for_timeout(3000)
+    lines, points = [], []
+    for step in range(1, 21):
+        with (run.path / METRICS).open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "loss": 1 / step, "learning_rate": 1e-3}) + "\n")
+        begin = time.perf_counter()
+        page.get_by_text(f"at step {step},").first.wait_for(timeout=10_000)
+        points.append(time.perf_counter() - begin)
+        with (run.path / LOG).open("a") as file:
+            file.write(f"needle {step:04d}\n")
+        begin = time.perf_counter()
+        page.get_by_text(f"needle {step:04d}").first.wait_for(timeout=10_000)
+        lines.append(time.perf_counter() - begin)
+        page.wait_for_timeout(137)
+    run.stop(save=False)
+    page.close()
+    yield "log line to visible", lines, "s"
+    yield "metric point to visible", points, "s"

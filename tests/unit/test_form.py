@@ -1,0 +1,53 @@
+"""The form holds every option once; what is placed twice or unknown is refused."""
+
+import asyncio
+
+import gradio as gr
+import pytest
+
+from backend.options import options
+from webui import pages
+from webui.form import Form, visibility_css
+from webui.layout import arrange
+
+
+def in_blocks(work):
+    """Do `work` inside Blocks made in a loop: outside of one, each lock that Gradio makes leaves a loop open."""
+
+    async def inside():
+        with gr.Blocks():
+            return work()
+
+    return asyncio.run(inside())
+
+
+def test_every_option_is_placed_once():
+    form = Form()
+    in_blocks(lambda: arrange(form))
+    assert form.missing() == []
+    assert len(form.widgets) == len(options())
+    for name, made in form.widgets.items():
+        assert made.elem_id == name.replace(".", "-")
+        assert made.label and made.info
+
+
+def test_unknown_and_twice_are_refused():
+    form = Form()
+    in_blocks(lambda: form.place("train.seed"))
+    with pytest.raises(ValueError, match="already"):
+        form.place("train.seed")
+    with pytest.raises(ValueError, match="no option"):
+        form.place("train.sead")
+
+
+def test_css_hides_by_the_same_conditions():
+    css = visibility_css()
+    conditions = sum(len(o.when) for o in options())
+    assert css.count("display:none") == conditions > 40
+    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-system{display:none!important}' in css
+
+
+def test_page_builds_and_names_its_files():
+    in_blocks(pages.build)
+    for name in (*pages.SCRIPTS, *pages.STYLES):
+        assert f"footplate/{name}" in pages.head()

@@ -1,0 +1,119 @@
+"""Options: declared whole, hidden without effect, bad values named with the way out."""
+
+import random
+
+import pytest
+
+from backend import options as o
+from backend.presets import dump, load
+from backend.spec import RunSpec
+
+OPTIONS = o.options()
+NAMES = [option.name for option in OPTIONS]
+
+
+def other(option):
+    """A valid value of `option` that is not its default."""
+    match option.kind:
+        case "bool":
+            return not option.default
+        case "choice":
+            return next(value for value, _ in option.choices if value != option.default)
+        case "int" | "float":
+            low = option.minimum if option.minimum is not None else 0
+            high = option.maximum if option.maximum is not None else low + 100
+            number = (low + high) / 2 if option.kind == "float" else int(low + high) // 2
+            return number if number != option.default else number + 1
+        case "list":
+            return (1,) if option.name == "launch.devices" else ("a", "b")
+        case "table":
+            return {"A": "1"}
+        case _:
+            return "something"
+
+
+def single(option):
+    return len(option.choices) == 1
+
+
+def test_all_are_declared_whole():
+    assert len(OPTIONS) >= 80
+    assert len(set(NAMES)) == len(NAMES)
+    for option in OPTIONS:
+        assert option.label and option.help.endswith("."), option.name
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
+def test_conditions_are_options_and_closed(option):
+    """What decides is an option with these values, and is itself shown whenever the option is."""
+    for name, allowed in option.when.items():
+        decider = o.by_name()[name]
+        values = [v for v, _ in decider.choices] if decider.choices else ["true", "false"]
+        assert set(allowed) <= set(values)
+        for further, also in decider.when.items():
+            assert set(option.when.get(further, also)) <= set(also), f"{option.name}: {name} needs {further}"
+            assert further in option.when, f"{option.name} can be shown while {name}, which decides it, is hidden"
+
+
+@pytest.mark.parametrize("option", [x for x in OPTIONS if not single(x)], ids=lambda x: x.name)
+def test_hidden_has_no_effect_and_shown_has(option):
+    base = RunSpec()
+    for name, allowed in option.when.items():
+        value = allowed[0]
+        base = o.edit(base, {name: value == "true" if value in ("true", "false") else value})
+    changed = o.edit(base, {option.name: other(option)})
+    assert dump(changed) != dump(base)
+    for name in option.when:
+        decider = o.by_name()[name]
+        values = [v for v, _ in decider.choices] if decider.choices else ["true", "false"]
+        for value in set(values) - set(option.when[name]):
+            hide = {name: value == "true" if value in ("true", "false") else value}
+            assert dump(o.edit(changed, hide)) == dump(o.edit(base, hide))
+
+
+def test_yaml_round_trip_of_random_specs():
+    """What is written is read back as the same spec, hidden values apart."""
+    dice = random.Random(7)
+    for _ in range(300):
+        patch = {x.name: other(x) for x in OPTIONS if not single(x) and dice.random() < 0.3}
+        spec = o.edit(RunSpec(), patch)
+        assert load(dump(spec)) == o.effective(spec)
+        assert o.effective(o.effective(spec)) == o.effective(spec)
+
+
+def test_form_text_is_read_back():
+    spec = o.edit(RunSpec(), {"data.files": ("a b.jsonl", "c.csv"), "launch.environment": {"A": "x=y", "B": ""}})
+    shown = {option.name: o.text(option, o.get(spec, option.name)) for option in OPTIONS}
+    assert o.parse(shown) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("train.epochs", None, "default is 3.0"),
+        ("train.epochs", "", "default is 3.0"),
+        ("train.batch_size", 1.5, "whole number"),
+        ("train.batch_size", 0, "at least 1"),
+        ("train.learning_rate", -1e-4, "more than 0"),
+        ("train.learning_rate", "fast", "number"),
+        ("train.learning_rate", float("nan"), "finite"),
+        ("method.lora_rank", 10**9, "at most"),
+        ("train.optimizer", "adam", "one of adamw"),
+        ("model.source", "ftp", "one of"),
+        ("launch.environment", "A B", "NAME=value"),
+        ("launch.devices", "0, x", "whole number"),
+        ("data.packing", "maybe", "true or false"),
+        ("nothing.here", 1, "no option"),
+    ],
+)
+def test_bad_values_are_named(name, value, says):
+    with pytest.raises(o.SpecError) as caught:
+        o.edit(RunSpec(), {name: value})
+    assert [p.field for p in caught.value.problems] == [name]
+    assert says in caught.value.problems[0].message
+
+
+def test_every_bad_value_is_named_at_once():
+    with pytest.raises(o.SpecError) as caught:
+        o.edit(RunSpec(), {"train.epochs": None, "train.batch_size": 0, "train.optimizer": "x"})
+    assert len(caught.value.problems) == 3
