@@ -66,7 +66,7 @@ def _wanted(argv: list[str] | None, environment: MutableMapping[str, str]) -> Wa
     arguments = parser.parse_args(argv)
     if not arguments.port.isdecimal() or int(arguments.port) > 65535:
         raise Refused(f"PORT is {arguments.port!r}: it must be a number from 0 to 65535.")
-    password = environment.get("FOOTPLATE_PASSWORD", "")
+    password = environment.pop("FOOTPLATE_PASSWORD", "")  # no run needs to know it
     if password and len(password) < SHORTEST_PASSWORD:
         raise Refused(f"FOOTPLATE_PASSWORD is too short: take at least {SHORTEST_PASSWORD} characters.")
     if not password and not _is_loopback(arguments.host):

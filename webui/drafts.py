@@ -41,7 +41,7 @@ class Drafts:
             raise DraftError(f"The form holds more than {MOST_BYTES // 1024} kB: put long texts into files.")
         with self._lock:
             new = not path.exists()
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
             if new:
                 self._make_room()

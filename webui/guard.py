@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import html
 import ipaddress
+import math
 import os
 import secrets
 import time
@@ -81,7 +82,7 @@ class Login:
     def wait_seconds(self, address: str) -> int:
         """Seconds until `address` may try again; 0 is now."""
         _, until = self._failed.get(address, (0, 0.0))
-        return max(0, -int(-(until - self._clock()) // 1))
+        return max(0, math.ceil(until - self._clock()))
 
     def enter(self, address: str, password: str) -> bool:
         """Whether `password` is right. A wrong one makes `address` wait: twice as long each time, after a few."""
@@ -256,7 +257,7 @@ async def _login(request: Request, login: Login, inside: bool) -> Response:
     back = request.query_params.get("next", "").lstrip("/\\")
     back = "./" + quote(back, safe="/?&=%+,:;@~!$'()*-._")
     if request.method == "HEAD":
-        return Response(status_code=204 if inside else 401)
+        return Response(status_code=204 if inside else 200)  # an error would stand in the browser's console
     if inside:
         return RedirectResponse(back, 303)
     if request.method != "POST":
@@ -284,7 +285,7 @@ def _login_page(back: str, wrong: str = "", status: int = 200) -> HTMLResponse:
 # now from here, and goes on by itself.
 LOGIN = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Footplate: log in</title>
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
 <style>
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;display:grid;place-content:center;min-height:90vh;margin:0;
@@ -298,6 +299,7 @@ p{margin:0;color:light-dark(#b91c1c,#fca5a5)}
 </style></head><body>
 <form method="post" data-back="{back}">
 <h1>Footplate</h1>
+<input name="username" value="footplate" autocomplete="username" hidden>
 <label>Password <input type="password" name="password" autocomplete="current-password" required autofocus></label>
 {wrong}
 <button>Log in</button>

@@ -72,7 +72,7 @@ class Keys:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """One start at a time, also among several servers of one folder."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -107,7 +107,10 @@ class Summaries:
 
     def all(self) -> list[dict[str, Any]]:
         """Every run's summary, newest first."""
-        names = sorted((entry.name for entry in os.scandir(self.root) if entry.name[0] != "."), reverse=True)
+        try:
+            names = sorted((name for name in os.listdir(self.root) if name[0] != "."), reverse=True)
+        except FileNotFoundError:  # somebody removed the folder: the next run makes it again
+            names = []
         for gone in set(self._kept) - set(names):
             self._kept.pop(gone, None)
         return [summary for summary in map(self._one, names) if summary]
