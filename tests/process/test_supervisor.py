@@ -79,7 +79,9 @@ def test_ends_with_0(make_run: MakeRun) -> None:
 
 
 def test_fails_with_7(make_run: MakeRun) -> None:
-    run = make_run("raise SystemExit(7)")
+    run = make_run(
+        "import os; assert os.environ['TORCHELASTIC_ERROR_FILE'].endswith('/error.json'); raise SystemExit(7)"
+    )
     run.start()
     assert ended(run).state == "failed" and "exit code 7" in sentence(run)
 
@@ -99,6 +101,14 @@ def test_stops_gently(make_run: MakeRun, save: bool) -> None:
     assert ended(run).state == "stopped"
     assert ("saved save" if save else "saved discard") in (run.path / LOG).read_text()
     assert "forced" not in kept(run) and run.failure() is None
+
+
+def test_a_stop_that_came_too_late_does_not_undo_the_end(make_run: MakeRun) -> None:
+    run = make_run(GENTLE + "\nopen('result.json', 'w').write('{}')")
+    run.start()
+    wait_for(lambda: run.state == "running")
+    run.stop()
+    assert ended(run).state == "done"
 
 
 def test_a_deaf_launcher_and_a_grandchild_in_its_own_session(make_run: MakeRun) -> None:

@@ -93,6 +93,13 @@ def test_the_error_file_that_came_first_counts_and_old_ones_do_not(tmp_path: Pat
     assert failure.rank == 1 and "ZeroDivisionError" in failure.sentence
 
 
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    record(tmp_path, 0, "Traceback (most recent call last):\nbackend.train.journal.TrainError: Row 7 is empty.", when=5)
+    (tmp_path / "ranks/id_x/attempt_0/0/error.json").rename(tmp_path / "error.json")
+    failure = say(tmp_path, "Row 7 is empty.\n")
+    assert failure.rank is None and failure.sentence == "Row 7 is empty." and "TrainError" in failure.traceback
+
+
 def test_a_killed_rank_goes_before_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
     record(tmp_path, 0, PEER, when=300)
     report = REPORT.format(code=-9, said="Signal 9 (SIGKILL) received by PID 6946")

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from backend.run import LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
-from backend.run.folder import Run, RunError, duration, find, runs
+from backend.run.folder import Run, RunError, find, runs
+from backend.run.pace import duration
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 PLAN = Plan(("python", "-m", "train", "--n=1"), {"A": "b c"}, {"spec.yaml": "a: 1\n", "sub/x.json": "{}"}, ("Note.",))
@@ -117,7 +118,7 @@ def test_living_states(alive: Run) -> None:
     assert alive.state == "starting" and alive.summary()["step"] is None
     assert "Starting" in alive.summary()["sentence"]
     put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
-    assert alive.state == "running" and alive.summary()["sentence"] == "Running: Loading the model."
+    assert alive.state == "running" and alive.summary()["sentence"] == "Running: loading the model."
     assert alive.can() == {"stop": True, "resume": False, "delete": False, "sweep": False}
     alive.stop()
     assert alive.state == "stopping" and (alive.path / STOP).read_text() == "save"
@@ -126,7 +127,8 @@ def test_living_states(alive: Run) -> None:
 
 
 def test_running_tells_step_and_time_left(alive: Run) -> None:
-    progress = {"phase": "training", "step": 12, "max_steps": 40, "time": 1012.0, "first_step_time": 1001.0}
+    progress = {"phase": "training", "step": 12, "max_steps": 40, "time": 1012.0}
+    progress |= {"first_step": 1, "first_step_time": 1001.0}
     put(alive, PROGRESS, progress)
     summary = alive.summary(now=1012.0)
     assert summary["eta_seconds"] == pytest.approx(28.0) and summary["fraction"] == pytest.approx(0.3)
