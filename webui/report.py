@@ -6,6 +6,8 @@ Floor 6. Imports matplotlib, so it is loaded when the first picture is asked for
 from __future__ import annotations
 
 import io
+import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ INCHES, DPI = (9.0, 5.6), 150
 INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
 TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
 MOST_DRAWN = 5000
+LONGEST_LINE = 130
 SMOOTHED_FROM = 20  # points; fewer are clear without
 
 
@@ -47,7 +50,7 @@ def outcome(summary: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         parts.append(f"exact match {before:.0%} before, {after:.0%} after")
     if result.get("eval_loss") is not None:
         parts.append(f"validation loss {result['eval_loss']:.4g}")
-    return "  |  ".join(part for part in parts if part)
+    return textwrap.shorten(" | ".join(part for part in parts if part), LONGEST_LINE, placeholder=" ...")
 
 
 def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
@@ -58,12 +61,14 @@ def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], 
     return [step for step, _ in kept], [value for _, value in kept]
 
 
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """An exponential mean without the bias of its start."""
-    total, mass, found = 0.0, 0.0, []
-    for value in values:
-        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
-        found.append(total / mass)
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and its neighbours, a twentieth of all; no later and no earlier than the values."""
+    sums = list(itertools.accumulate(values, initial=0.0))
+    reach = max(1, len(values) // 40)
+    found = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)  # as many on each side, so that an end does not lean
+        found.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
     return found
 
 
