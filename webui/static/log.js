@@ -178,6 +178,8 @@ window.FPLog = (() => {
     function searchSoon() { clearTimeout(wait); wait = setTimeout(search, 120); }
     const wanted = () => find.value.toLowerCase();
     function search() {
+      clearTimeout(wait);
+      wait = 0;
       for (const hit of hits) hit.classList.remove("fp-hit", "fp-now");
       hits = [];
       at = -1;
@@ -222,7 +224,7 @@ window.FPLog = (() => {
       marks();
     }
     function keys(event) {
-      if (event.key === "Enter") { event.preventDefault(); go(event.shiftKey ? -1 : 1); }
+      if (event.key === "Enter") { event.preventDefault(); if (wait) search(); go(event.shiftKey ? -1 : 1); }
       if (event.key === "Escape" && find.value) { find.value = ""; search(); }
     }
 

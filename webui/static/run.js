@@ -210,7 +210,7 @@ window.FPRun = (() => {
 
   // The same object in another order of spaces or keys is the same answer, as the exact match in Python has it.
   function same(one, other) {
-    const plain = (text) => { try { return JSON.stringify(sorted(JSON.parse(text))); } catch { return String(text ?? "").trim(); } };
+    const plain = (text) => { try { const value = JSON.parse(text); return typeof value === "object" ? JSON.stringify(sorted(value)) : text.trim(); } catch { return String(text ?? "").trim(); } };
     return plain(one) === plain(other);
   }
   function sorted(value) {
