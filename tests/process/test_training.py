@@ -1,0 +1,219 @@
+"""Real trainings of a tiny model: torchrun with two gloo ranks, and the same alone. Launches are shared by tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import (
+    Launch,
+    a_folder,
+    ask_to_stop,
+    last_step,
+    losses,
+    points,
+    result,
+    text,
+    together,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STEPS = 10
+# Dropout makes every random number count; rows differ in length; ranks and accumulation share the batch.
+RESUMED = {
+    "method.lora_dropout": 0.1,
+    "train.max_steps": STEPS,
+    "checkpoint.when": "steps",
+    "checkpoint.steps": 4,
+    "checkpoint.keep": 0,
+    "parallel.strategy": "ddp",
+    "logging.name": "resumed",
+}
+EQUAL = {"train.max_steps": 3, "train.batch_size": 2, "parallel.strategy": "ddp"}
+ALONE = {"train.batch_size": 4, "parallel.strategy": "single"}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method.kind": "full"},
+    "lora": {"method.kind": "lora", "method.lora_rank": 4},
+    "freeze": {"method.kind": "freeze", "method.freeze_layers": 1, "method.freeze_also": ("lm_head",)},
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.fixture(scope="module")
+def cache(root: Path) -> Path:
+    return root / "cache"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(root: Path, cache: Path) -> Path:
+    """Ten steps on two ranks, with a saved model and answers."""
+    more = {"checkpoint.save_model": True, "evaluation.samples": 3, "evaluation.max_new_tokens": 4}
+    folder = a_folder(root, "uninterrupted", {**RESUMED, **more})
+    Launch(folder, cache, 2).done()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path, cache: Path) -> dict[str, Path]:
+    """What one process does, one after another: each method, and what is told below."""
+    specs = {name: {**EQUAL, **ALONE, **METHODS[name]} for name in METHODS}
+    specs["merged"] = {"checkpoint.save_model": True, "checkpoint.merge": True, "train.learning_rate": 1e-2}
+    specs["adapter"] = {"checkpoint.save_model": True, "train.learning_rate": 1e-2}
+    specs["saved"] = {"method.kind": "full", "checkpoint.save_model": True, "train.learning_rate": 1e-2}
+    specs["packed"] = {"data.packing": True, "evaluation.when": "steps", "evaluation.steps": 3}
+    specs["pretraining"] = {"train.stage": "pretraining"}
+    specs["anew"] = {"checkpoint.when": "steps", "checkpoint.steps": 2, "train.max_steps": 4}
+    folders = {name: a_folder(root, name, spec) for name, spec in specs.items()}
+    log = together(cache, *folders.values(), f"{folders['anew']}|--anew")
+    (root / "log.txt").write_text(log)
+    return folders
+
+
+def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
+    found = result(uninterrupted)
+    assert found["steps"] == STEPS
+    assert found["exact_match_before"] == found["exact_match_after"] == 0
+    assert len(found["samples"]) == 3
+    assert all(set(s) == {"prompt", "wanted", "before", "after"} for s in found["samples"])
+    assert 0 < found["trainable_parameters"] < found["parameters"]
+    assert len(found["peak_bytes"]) == 2
+    assert found["tokens"] > 0
+    assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
+    assert all(p["tokens_per_second"] > 0 for p in points(uninterrupted))
+    progress = json.loads((uninterrupted / "progress.json").read_text())
+    assert (progress["phase"], progress["step"], progress["max_steps"]) == ("done", STEPS, STEPS)
+    assert progress["first_step_time"] < progress["time"]
+    kept = {p.name for p in (uninterrupted / "checkpoints").iterdir()}
+    assert kept == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
+    assert all((uninterrupted / "checkpoints" / name / "complete").exists() for name in kept)
+
+
+def test_the_log_is_calm(uninterrupted: Path) -> None:
+    lines = text(uninterrupted).splitlines()
+    assert len(lines) < 40, "\n".join(lines)
+    assert not [line for line in lines if "Warning" in line or "it/s]" in line]
+    assert not [line for line in lines if line.startswith("[default1]")], "only rank 0 speaks"
+
+
+@pytest.fixture(scope="module")
+def stopped(root: Path, cache: Path) -> Path:
+    """Stopped with saving after some steps, then started again."""
+    folder = a_folder(root, "stopped", {**RESUMED, "checkpoint.when": "no"})
+    launch = Launch(folder, cache, 2)
+    launch.wait_for(lambda: last_step(folder) >= 3)
+    ask_to_stop(folder, "save")
+    launch.done()
+    assert 3 <= last_step(folder) < STEPS, "too quick for this test, or never stopped"
+    assert not (folder / "result.json").exists()
+    shutil.copy(folder / "metrics.jsonl", folder / "metrics.first")
+    (folder / "stop").unlink()
+    Launch(folder, cache, 2).done()
+    return folder
+
+
+def test_a_stopped_run_continues_with_the_same_losses(uninterrupted: Path, stopped: Path) -> None:
+    assert losses(stopped) == pytest.approx(losses(uninterrupted), abs=1e-5)
+    begun = [p["step"] for p in points(stopped) if p.get("event") == "resumed"]
+    assert begun == [max(json.loads(x)["step"] for x in (stopped / "metrics.first").read_text().splitlines())]
+    assert result(stopped)["steps"] == STEPS
+
+
+@pytest.fixture(scope="module")
+def killed(root: Path, cache: Path) -> Path:
+    """Killed after its first checkpoint, with a half-written one and a torn line left, then started again."""
+    folder = a_folder(root, "killed", RESUMED)
+    launch = Launch(folder, cache, 2)
+    launch.wait_for(lambda: (folder / "checkpoints/checkpoint-4/complete").exists())
+    launch.kill()
+    shutil.rmtree(folder / "checkpoints/checkpoint-8", ignore_errors=True)
+    shutil.copytree(folder / "checkpoints/checkpoint-4", folder / "checkpoints/checkpoint-9")
+    (folder / "checkpoints/checkpoint-9/complete").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    Launch(folder, cache, 2).done()
+    return folder
+
+
+def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted: Path, killed: Path) -> None:
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    torn = lines.index('{"step": 5, "lo')
+    assert json.loads(lines[torn + 1]) == {"event": "resumed", "step": 4, "time": json.loads(lines[torn + 1])["time"]}
+    lines.pop(torn)
+    (killed / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert losses(killed) == pytest.approx(losses(uninterrupted), abs=1e-5)
+    assert not (killed / "checkpoints/checkpoint-9").exists()
+
+
+def test_anew_begins_at_step_0(alone: dict[str, Path]) -> None:
+    found = points(alone["anew"])
+    again = [n for n, p in enumerate(found) if p.get("event") == "resumed"]
+    assert [found[n]["step"] for n in again] == [0]
+    first, second = found[: again[0]], found[again[0] + 1 :]
+    assert [p["loss"] for p in first] == pytest.approx([p["loss"] for p in second], abs=1e-6)
+    assert [p["step"] for p in second] == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def shared(root: Path, cache: Path) -> dict[str, Path]:
+    """Each method on two ranks, with the same effective batch as alone."""
+    folders = {name: a_folder(root, f"{name}-ddp", {**EQUAL, **METHODS[name]}) for name in METHODS}
+    for folder in folders.values():
+        Launch(folder, cache, 2).done()
+    return folders
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_ranks_learn_what_one_learns(alone: dict[str, Path], shared: dict[str, Path], name: str) -> None:
+    one, two = losses(alone[name]), losses(shared[name])
+    assert len(one) == 3
+    assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
+    assert two == pytest.approx(one, abs=2e-5)
+    assert result(alone[name])["trainable_parameters"] == result(shared[name])["trainable_parameters"]
+
+
+def test_methods_train_what_they_say(alone: dict[str, Path]) -> None:
+    trained = {name: result(alone[name])["trainable_parameters"] for name in METHODS}
+    whole = result(alone["full"])["parameters"]
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128
+    assert trained["full"] == whole
+    assert trained["freeze"] == layer + 2048 * 128
+    assert trained["lora"] == 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 352))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(3, 20)[None]).logits
+    return found
+
+
+def test_saved_models_load(alone: dict[str, Path], cache: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama")
+    loaded = {
+        name: AutoModelForCausalLM.from_pretrained(alone[name] / "model") for name in ("merged", "saved", "adapter")
+    }
+    assert (alone["adapter"] / "model/adapter_model.safetensors").exists()
+    assert not (alone["merged"] / "model/adapter_model.safetensors").exists()
+    assert torch.allclose(logits(loaded["merged"]), logits(loaded["adapter"]), atol=1e-4)
+    for model in loaded.values():
+        assert not torch.allclose(logits(base), logits(model), atol=1e-2), "nothing was learned"
+    for name in loaded:
+        kept = AutoTokenizer.from_pretrained(alone[name] / "model").chat_template
+        assert kept == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
+
+
+def test_packing_takes_fewer_steps_and_learns(alone: dict[str, Path]) -> None:
+    assert len(losses(alone["packed"])) == 3
+    assert result(alone["packed"])["eval_loss"] is not None
+    assert result(alone["packed"])["tokens"] > 1.5 * result(alone["adapter"])["tokens"]
+
+
+def test_pretraining_learns_every_token(alone: dict[str, Path]) -> None:
+    assert len(losses(alone["pretraining"])) == 3

@@ -1,0 +1,154 @@
+"""Starts real trainings for tests: the tiny model, torchrun with gloo, and the proof that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backend.options import edit
+from backend.paths import HOME
+from backend.presets import dump
+from backend.run import COOKIE, METRICS, RESULT, SPEC, STOP, processes
+from backend.spec import RunSpec
+
+SMALL = {
+    "model.builtin": "tiny-llama",
+    "train.length": "steps",
+    "train.max_steps": 3,
+    "train.batch_size": 2,
+    "train.learning_rate": 1e-3,
+    "data.max_samples": 40,
+    "data.max_length": 256,
+    "evaluation.when": "no",
+    "checkpoint.when": "no",
+    "checkpoint.save_model": False,
+    "launch.device": "cpu",
+}
+# Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.
+MANY = """
+import sys
+from backend.train.__main__ import main
+for line in sys.argv[1:]:
+    sys.argv[1:] = line.split("|")
+    main()
+"""
+
+
+def a_spec(changes: Mapping[str, Any] = {}) -> RunSpec:
+    return edit(RunSpec(), {**SMALL, **changes})
+
+
+def a_folder(root: Path, name: str, changes: Mapping[str, Any]) -> Path:
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / SPEC).write_text(dump(a_spec(changes)), encoding="utf-8")
+    return folder
+
+
+def environment(folder: Path, cache: Path) -> dict[str, str]:
+    own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME), "PYTHONUNBUFFERED": "1"}
+    own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
+    return {**os.environ, **own}
+
+
+class Launch:
+    """A torchrun of several ranks over one folder."""
+
+    def __init__(self, folder: Path, cache: Path, ranks: int, *arguments: str) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        self.log = (folder / "log.txt").open("ab")
+        self.process = subprocess.Popen(
+            [*command, "-m", "backend.train", ".", *arguments],
+            cwd=folder,
+            env=environment(folder, cache),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_for(self, what: Callable[[], object], seconds: float = 120) -> None:
+        until = time.monotonic() + seconds
+        while not what():
+            assert self.process.poll() is None, f"ended early:\n{text(self.folder)}"
+            assert time.monotonic() < until, f"waited in vain:\n{text(self.folder)}"
+            time.sleep(0.01)
+
+    def done(self, code: int = 0) -> None:
+        """It ends with `code`, and no process of it is left."""
+        try:
+            assert self.process.wait(180) == code, text(self.folder)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        left = {} if self.process.poll() is not None else {self.process.pid: "launcher"}
+        left = left or processes.carriers(self.folder)
+        processes.sweep(self.folder, gentle=0)
+        self.process.wait(30)
+        self.log.close()
+        assert not left, f"processes were left behind: {left}"
+
+    def kill(self) -> None:
+        """As the system's memory killer would: everything at once, with no chance to tidy up."""
+        processes.sweep(self.folder, gentle=0)
+        self.process.wait(30)
+        self.log.close()
+        assert not processes.carriers(self.folder)
+
+
+def together(cache: Path, *lines: str | Path) -> str:
+    """Run folders (with arguments behind a |) one after another in one process; the log."""
+    first = Path(str(lines[0]).split("|")[0])
+    ended = subprocess.run(
+        [sys.executable, "-c", MANY, *map(str, lines)],
+        cwd=first,
+        env=environment(first, cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert not processes.carriers(first)
+    return ended.stdout
+
+
+def text(folder: Path) -> str:
+    return (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def points(folder: Path) -> list[dict[str, Any]]:
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, as a reader of the curves sees them: points after a resumed step are outdated."""
+    found: dict[int, float] = {}
+    for point in points(folder):
+        if point.get("event") == "resumed":
+            found = {step: loss for step, loss in found.items() if step <= point["step"]}
+        elif "loss" in point:
+            found[point["step"]] = point["loss"]
+    return found
+
+
+def last_step(folder: Path) -> int:
+    return max(losses(folder), default=0)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / RESULT).read_text()))
+
+
+def ask_to_stop(folder: Path, word: str) -> None:
+    (folder / STOP).write_text(word)
