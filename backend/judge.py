@@ -6,8 +6,9 @@ Floor 4. Imports: below. It looks at files (glance), then everything else is pur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from backend import catalog
 from backend.derived import global_batch
@@ -86,6 +87,17 @@ def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
         findings=check(spec, machine, glance),
         plan=plan(spec, machine),
     )
+
+
+def described(found: Estimate) -> dict[str, Any]:
+    """An estimate for JSON: its rows, and the totals by place."""
+    return {
+        **asdict(found),
+        "device_bytes": found.device_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.disk_bytes,
+        "fits": found.fits,
+    }
 
 
 def _short(count: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from backend import docs as documents
 from backend import presets as files
-from backend.judge import Judgement, judge
+from backend.judge import Judgement, described, judge
 from backend.machine import Machine, describe, probe, read
 from backend.options import Problem, SpecError, edit
 from backend.rules import RULES, Finding
@@ -106,7 +106,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     """Print memory and disk, row by row."""
     found = judged(arguments).estimate
     if arguments.json:
-        show(asdict(found))
+        show(described(found))
         return 0
     if found.unknown:
         print(f"unknown, because {found.unknown}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from backend.judge import judge
 from backend.machine import probe
-from backend.run import METRICS, SPEC
+from backend.run import LOG, METRICS, SPEC
 from backend.run.folder import ALIVE, Run, RunError, find, runs
 from backend.run.reading import Metrics, since
 from backend.shell import asked, print_findings, show as show_json
@@ -35,24 +35,25 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     made = Run.create(Path(arguments.runs), found.title, found.plan, datetime.now(), found.about)
     made.start()
-    return _started(made, arguments)
+    return _started(made, arguments, 0)
 
 
 def resume(arguments: argparse.Namespace) -> int:
     """Go on from the last complete checkpoint, or begin anew."""
     found = _run(arguments)
+    log = found.path / LOG
+    begin = log.stat().st_size if log.exists() else 0  # follow what is new
     found.resume(anew=arguments.anew)
-    return _started(found, arguments)
+    return _started(found, arguments, begin)
 
 
-def _started(found: Run, arguments: argparse.Namespace) -> int:
+def _started(found: Run, arguments: argparse.Namespace, begin: int) -> int:
     if not arguments.json:
         print(found.id, flush=True)
     if not arguments.follow:
         if arguments.json:
             show_json({"id": found.id, "folder": str(found.path)})
         return 0
-    begin = 0
     for text in follow(found, begin):
         print(text, end="", flush=True, file=sys.stderr if arguments.json else sys.stdout)
     summary = found.summary()
@@ -67,9 +68,10 @@ def follow(found: Run, offset: int) -> Iterator[str]:
     """The log from byte `offset` on, as it grows, until the run has ended and everything was read."""
     while True:
         alive = found.state in (*ALIVE, "new")
-        text, offset, _ = since(found.path, offset, ended=not alive)
-        if text:
-            yield text
+        piece = since(found.path / LOG, offset, ended=not alive)
+        offset = piece.end
+        if piece.text:
+            yield piece.text
         elif not alive:
             return
         else:
@@ -113,7 +115,7 @@ def _described(found: Run) -> dict[str, Any]:
         "failure": found.failure(),
         "checkpoints": found.checkpoints(),
         "folder": str(found.path),
-        "plan": found.plan(),
+        "command": found.plan().command(),
     }
 
 
@@ -141,8 +143,9 @@ def logs(arguments: argparse.Namespace) -> int:
         return 0
     parts, offset, more = [], 0, True
     while more:
-        text, offset, more = since(found.path, offset, ended=True)
-        parts.append(text)
+        piece = since(found.path / LOG, offset, ended=True)
+        parts.append(piece.text)
+        offset, more = piece.end, piece.more
     if arguments.json:
         show_json({"log": "".join(parts), "bytes": offset})
     else:
@@ -153,7 +156,7 @@ def logs(arguments: argparse.Namespace) -> int:
 def metrics(arguments: argparse.Namespace) -> int:
     """Print a run's points, without what a resumed run repeated."""
     reader = Metrics(_run(arguments).path / METRICS)
-    reader.update()
+    reader.read()
     if arguments.json:
         show_json(reader.points)
         return 0

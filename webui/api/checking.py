@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import presets
-from backend.judge import Judgement, judge
+from backend.judge import Judgement, described, judge
 from backend.machine import Machine, describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.rules import Finding
@@ -35,9 +35,10 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "verdict": _verdict(found, problems),
         "findings": findings_of(found, spec),
         "invalid": [{"field": p.field, "message": p.message} for p in problems],
-        "memory": {**asdict(found.estimate), "device_label": _device_label(found.machine)},
+        "memory": {**described(found.estimate), "device_label": _device_label(found.machine)},
         "preview": _preview(found, desk.runs),
         "title": found.title,
+        "summary": found.summary,
         "summary": found.summary,
     }
 
