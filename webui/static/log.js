@@ -239,6 +239,7 @@ window.FPLog = (() => {
       nothing.hidden = false;
       earlier.disabled = true;
       setFollowing(true);
+      frame.classList.toggle("fp-finding-lines", Boolean(wanted()));
       marks();
     }
     function begin() {
@@ -254,7 +255,7 @@ window.FPLog = (() => {
       ranks.value = list.map(String).includes(rank) ? rank : "";
       ranks.hidden = list.length < 2;
     }
-    return { node, open: () => { rank = ""; offered = ""; begin(); }, close: poll.stop, resume: poll.start, ranks: offer, done: () => !poll.running() };
+    return { node, open: () => { rank = offered = find.value = ""; begin(); }, close: poll.stop, resume: poll.start, ranks: offer, done: () => !poll.running() };
   }
   return { make };
 })();

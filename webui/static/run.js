@@ -165,9 +165,9 @@ window.FPRun = (() => {
   function failure(found) {
     page.failure.hidden = !found;
     if (!found) return;
-    page.failure.replaceChildren(el("h3", {}, Number.isFinite(found.rank) && (detail.ranks || []).length > 1 ? `What went wrong, first on rank ${found.rank}` : "What went wrong"),
+    page.failure.replaceChildren(...[el("h3", {}, Number.isFinite(found.rank) && (detail.ranks || []).length > 1 ? `What went wrong, first on rank ${found.rank}` : "What went wrong"),
       el("p.fp-failure-said", {}, found.sentence), found.help ? el("p", {}, found.help) : null,
-      found.traceback ? fold("Traceback", el("pre.fp-code.fp-trace", { tabindex: 0 }, found.traceback), () => FP.copy(found.traceback, "Traceback")) : null);
+      found.traceback ? fold("Traceback", el("pre.fp-code.fp-trace", { tabindex: 0 }, found.traceback), () => FP.copy(found.traceback, "Traceback")) : null].filter(Boolean));
   }
 
   // What is known so far; the final figures replace the running ones at the same places.
