@@ -5,6 +5,8 @@ Floor 1. Imports: catalog, spec, machine. One place, so that plan, estimate and 
 
 from __future__ import annotations
 
+import math
+
 from backend import catalog
 from backend.machine import Machine
 from backend.spec import RunSpec
@@ -43,3 +45,19 @@ def global_batch(spec: RunSpec) -> int:
 def backend(family: str) -> str:
     """The collective backend of a device family."""
     return catalog.DEVICES[family].backends[0]
+
+
+def steps(spec: RunSpec, rows: int | None) -> int | None:
+    """Optimizer steps of the whole run; None where they cannot be known (rows unknown, or packed to fewer)."""
+    if spec.train.length == "steps":
+        return spec.train.max_steps
+    each = steps_per_epoch(spec, rows)
+    return None if each is None else max(1, math.ceil(spec.train.epochs * each))
+
+
+def steps_per_epoch(spec: RunSpec, rows: int | None) -> int | None:
+    """Optimizer steps of one pass over `rows`; the last, smaller batch counts too."""
+    if rows is None or spec.data.packing:
+        return None
+    batches = math.ceil(math.ceil(rows / spec.train.batch_size) / processes(spec))
+    return max(1, math.ceil(batches / spec.train.accumulation))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.spec import Method
+from backend.spec import Method, RunSpec
 
 
 class Unknown(ValueError):
@@ -44,6 +44,7 @@ class ModelShape:
     dtype: str
     architecture: str
     model_type: str
+    activation: str = "silu"
     stack: str = "model.layers"
     layer: tuple[Leaf, ...] = field(default=(), repr=False)
     outside: tuple[Leaf, ...] = field(default=(), repr=False)
@@ -101,8 +102,9 @@ def adapted(method: Method, shape: ModelShape) -> list[Leaf]:
     return [leaf for leaf in linear if f".{leaf.path}".endswith(names)] if names else []
 
 
-def trained(method: Method, shape: ModelShape) -> int:
+def trainable(spec: RunSpec, shape: ModelShape) -> int:
     """Parameters that the method trains, adapters included."""
+    method = spec.method
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
@@ -174,6 +176,7 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         "architecture": str(architectures[0]),
         "model_type": str(config["model_type"]),
+        "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
     }
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import catalog
-from backend.shape import FAMILIES, Unknown, adapted, from_config, trained
+from backend.shape import FAMILIES, Unknown, adapted, from_config, trainable
 from backend.spec import Method, RunSpec
 from backend.train import model as trainer
 
@@ -73,7 +73,7 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str) -> None:
     if targets == "custom":
         modules = list(names)
     adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules))
-    assert trained(method, shape) == count(adapter, trainable=True)
+    assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -87,13 +87,13 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
         chosen = set(trainer._trained(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-        assert trained(method, shape) == count(model, trainable=True)
+        assert trainable(RunSpec(method=method), shape) == count(model, trainable=True)
     method = Method(lora_rank=2, lora_modules_to_save=(embedding, "lm_head"))
     adapter = get_peft_model(
         model,
         LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
     )
-    assert trained(method, shape) == count(adapter, trainable=True)
+    assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
 
 
 @pytest.mark.parametrize("name", catalog.MODELS)
