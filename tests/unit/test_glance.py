@@ -1,0 +1,176 @@
+"""The look at files: what is there, what is missing, which rows are wrong, and how fast a second look is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import catalog
+from backend.glance import Glance, look, settle
+from backend.options import parse
+from backend.spec import RunSpec
+
+
+def spec(**values: Any) -> RunSpec:
+    return parse({name.replace("__", "."): value for name, value in values.items()})
+
+
+def files(*names: str, **more: Any) -> RunSpec:
+    return spec(data__source="files", data__files=names, **more)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
+    found = look(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
+    assert found.shape is not None
+    assert found.shape.parameters == catalog.MODELS["smollm2-135m-instruct"].parameters
+    assert (found.has_template, found.fetched, found.format) == (True, False, "messages")
+    assert (found.rows, found.held, found.exact, found.troubles) == (400, 60, True, ())
+    assert found.training_rows(RunSpec().data) == 400
+    assert found.validation_rows(RunSpec().data) == 60
+    assert 50 < found.longest < 400
+
+
+def test_rows_are_read_and_counted(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": "p" * 400, "completion": "c"}, {"prompt": "q", "completion": "d"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "\u4f60" * 50, "completion": "c"}])
+    asked = files("*.jsonl")
+    found = look(asked, tmp_path)
+    assert (found.format, found.columns, found.rows) == ("prompt_completion", ("prompt", "completion"), 3)
+    assert found.lengths == (0, 50, 100)
+    assert found.validation_rows(asked.data) == 1
+    assert found.training_rows(asked.data) == 2
+    assert look(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data) == 1
+
+
+def test_bad_rows_are_named_by_line(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"prompt": "p", "completion": "c"}, {"prompt": 3, "completion": "c"}, {"prompt": "p"}, "{broken"],
+    )
+    troubles = look(files("a.jsonl"), tmp_path).troubles
+    assert [t.where for t in troubles] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    assert all(t.row and t.field == "data.files" for t in troubles)
+    assert "a number" in str(troubles[0])
+
+
+def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
+    write(tmp_path / "empty.jsonl", [])
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    asked = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
+    troubles = look(asked, tmp_path).troubles
+    assert [Path(t.where).name for t in troubles] == list(asked.data.files)
+    assert "question, answer" in troubles[2].sentence
+    assert not any(t.row for t in troubles)
+
+
+def test_long_file_is_estimated_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": "word " * 20} for _ in range(20_000)]
+    write(tmp_path / "a.jsonl", rows)
+    monkeypatch.setattr("backend.glance.MOST_SECONDS", 0.01)
+    found = look(files("a.jsonl"), tmp_path)
+    assert (found.rows, found.exact) == (20_000, False)
+    (tmp_path / "b.csv").write_text("text\n" + "word word word\n" * 20_000)
+    found = look(files("b.csv"), tmp_path)
+    assert not found.exact
+    assert found.rows is not None and 15_000 < found.rows < 25_000
+
+
+def test_change_of_a_file_is_seen(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert look(files("a.jsonl"), tmp_path).rows == 1
+    write(path, [{"text": "a"}, {"text": "b"}])
+    assert look(files("a.jsonl"), tmp_path).rows == 2
+
+
+def test_validation_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    asked = files("a.jsonl", data__validation="files", data__validation_files=("v.jsonl",))
+    assert [t.field for t in look(asked, tmp_path).troubles] == ["data.validation_files"]
+    write(tmp_path / "v.jsonl", [{"text": "a"}, {"text": "b"}])
+    assert look(asked, tmp_path).validation_rows(asked.data) == 2
+
+
+def model(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    base = {**catalog.MODELS["tiny-llama"].config, **config}
+    (folder / "config.json").write_text(json.dumps(base))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return folder
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    def seen(path: str) -> Glance:
+        return look(spec(model__source="path", model__path=path), tmp_path)
+
+    assert "no folder" in seen("nowhere").model
+    assert seen("").model
+    folder = model(tmp_path / "good")
+    found = seen("good")
+    assert (found.model, found.has_template) == ("", None)
+    assert found.shape is not None and found.shape.layers == 4
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert look(spec(model__source="path", model__path="good"), tmp_path).has_template is False
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert look(spec(model__source="path", model__path="good"), tmp_path).has_template is True
+    (folder / "model.safetensors").unlink()
+    assert "weights" in seen("good").model
+    odd = seen(str(model(tmp_path / "odd", model_type="bert")))
+    assert odd.shape is None and "bert" in odd.unknown and not odd.model
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    assert "adapter" in seen("adapter").model
+    (tmp_path / "good" / "config.json").write_text("[")
+    assert "cannot be read" in seen("good").model
+    assert "file" in seen("good/config.json").model
+
+
+def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
+    asked, environment = spec(model__source="hub", model__hub_id="org/name"), {"HF_HUB_CACHE": str(tmp_path)}
+    assert look(asked, tmp_path, environment).shape is None
+    store = tmp_path / "models--org--name"
+    (store / "refs").mkdir(parents=True)
+    (store / "refs" / "main").write_text("abc")
+    (store / "snapshots").mkdir()
+    model(store / "snapshots" / "abc")
+    found = look(asked, tmp_path, environment)
+    assert found.shape is not None and found.fetched
+
+
+def test_template_and_checkpoint(tmp_path: Path) -> None:
+    def template(name: str) -> str:
+        return look(spec(data__template="file", data__template_file=name), tmp_path).template
+
+    assert template("") and template("none.jinja")
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    assert template("t.jinja") == ""
+
+    def checkpoint(name: str, kind: str = "lora") -> str:
+        return look(spec(checkpoint__start="path", checkpoint__path=name, method__kind=kind), tmp_path).checkpoint
+
+    assert checkpoint("") and checkpoint("x")
+    folder = tmp_path / "checkpoints" / "checkpoint-3"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").touch()
+    assert "cut off" in checkpoint(str(folder))
+    (folder / "complete").touch()
+    assert "weights only" in checkpoint(str(folder))
+    (folder / "optimizer.pt").touch()
+    assert checkpoint(str(folder), "full") == ""
+    assert "LoRA" in checkpoint(str(folder))
+
+
+def test_paths_are_settled(tmp_path: Path) -> None:
+    settled = settle(files("a/*.jsonl", "/abs/b.jsonl", data__template_file=""), tmp_path)
+    assert settled.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
+    assert settle(RunSpec(), tmp_path) == RunSpec()
