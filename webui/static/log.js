@@ -8,6 +8,8 @@ window.FPLog = (() => {
   const BAD = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(Error|Exception)\b(:|$)/;
   const DOUBT = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
   const COLOURS = /\u001b\[[0-9;?]*[A-Za-z]/g;
+  const RANK = /^\[default(\d+)\]:/;
+  const TORN = /(\[default\d+\]:)+$/; // what is left of a progress bar that wrote over itself
   const levelOf = (line) => (BAD.test(line) ? "error" : DOUBT.test(line) ? "warning" : "");
 
   // over(): the run had ended before the question was asked; base(): the run's route.
@@ -25,7 +27,7 @@ window.FPLog = (() => {
     const nothing = el("p.fp-log-nothing", {}, "The first line comes when the run starts.");
     const follow = el("button.fp-chip", { type: "button", "aria-pressed": "true", onclick: () => toEnd(true) }, "Follow");
     const wrap = el("button.fp-chip", { type: "button", "aria-pressed": "false", onclick: toggleWrap }, "Wrap");
-    const ranks = el("select.fp-select", { "aria-label": "Whose lines", hidden: true, onchange: () => { rank = ranks.value; begin(); } });
+    const ranks = el("select.fp-select", { "aria-label": "Whose lines", hidden: true, onchange: () => { rank = ranks.value; frame.classList.toggle("fp-ranked", !rank); begin(); } });
     const level = el("select.fp-select", { "aria-label": "Which lines", onchange: () => { frame.dataset.level = level.value; settle(); } },
       el("option", { value: "" }, "All lines"), el("option", { value: "warning" }, "Warnings and errors"), el("option", { value: "error" }, "Errors"));
     const find = el("input.fp-input", { type: "search", placeholder: "Find in the log", "aria-label": "Find in the log", oninput: searchSoon, onkeydown: keys });
@@ -76,9 +78,11 @@ window.FPLog = (() => {
       if (lines[lines.length - 1] === "") lines.pop();
       return lines.map(line);
     }
-    function line(text) {
-      const level = levelOf(text);
-      return el("div.fp-log-line", level ? { "data-level": level } : {}, text);
+    // torchrun's mark of a rank becomes a mark beside the line, shown only where there are several ranks.
+    function line(raw) {
+      const rank = RANK.exec(raw);
+      const text = (rank ? raw.slice(rank[0].length) : raw).replace(TORN, "");
+      return el("div.fp-log-line", { "data-level": levelOf(text) || null, "data-rank": rank && rank[1] }, text);
     }
     function chunk(start) { return { node: el("div.fp-log-chunk"), start, count: 0 }; }
     function fill(part, lines) {
@@ -254,6 +258,7 @@ window.FPLog = (() => {
       ranks.replaceChildren(el("option", { value: "" }, "All ranks"), ...list.map((r) => el("option", { value: r }, `Rank ${r}`)));
       ranks.value = list.map(String).includes(rank) ? rank : "";
       ranks.hidden = list.length < 2;
+      frame.classList.toggle("fp-ranked", list.length > 1 && !rank);
     }
     return { node, open: () => { rank = offered = find.value = ""; begin(); }, close: poll.stop, resume: poll.start, ranks: offer, done: () => !poll.running() };
   }

@@ -6,6 +6,8 @@ window.FPRun = (() => {
   const WORDS = { new: "New", starting: "Starting", running: "Running", stopping: "Stopping", done: "Done", stopped: "Stopped", failed: "Failed", lost: "Lost" };
   const ended = (state) => !LIVE.includes(state);
   const badge = (node, state) => { node.textContent = WORDS[state] || state; node.dataset.state = state; };
+  // Steps only: the fraction of a phase (a download, an evaluation) would make the bar jump back and forth.
+  const share = (run) => (run.state === "done" ? 1 : run.max_steps ? Math.min(1, (run.step || 0) / run.max_steps) : null);
   const percent = (value) => `${FP.num(100 * value, 3)} %`;
   const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 
@@ -147,19 +149,19 @@ window.FPRun = (() => {
     return text.trim().replace(/^./, (first) => first.toUpperCase());
   }
   function advance(summary) {
-    const known = Number.isFinite(summary.fraction);
-    const share = known ? Math.min(1, Math.max(0, summary.fraction)) : 0;
-    page.done.style.width = `${100 * share}%`;
+    const known = share(summary) !== null;
+    const part = share(summary) || 0;
+    page.done.style.width = `${100 * part}%`;
     page.progress.classList.toggle("fp-unknown", !known && !over());
-    if (known) page.progress.setAttribute("aria-valuenow", Math.round(100 * share));
+    if (known) page.progress.setAttribute("aria-valuenow", Math.round(100 * part));
     else page.progress.removeAttribute("aria-valuenow");
-    put(page.share, known ? `${Math.floor(100 * share)} %` : "");
+    put(page.share, known ? `${Math.floor(100 * part)} %` : "");
   }
   function titled() {
     if (!detail || !seen()) return;
     const { summary } = detail;
-    const share = !over() && Number.isFinite(summary.fraction) ? `${Math.floor(100 * summary.fraction)} % \u00b7 ` : "";
-    document.title = `${share}${summary.name || id} \u00b7 Footplate`;
+    const part = over() || share(summary) === null ? "" : `${Math.floor(100 * share(summary))} % \u00b7 `;
+    document.title = `${part}${summary.name || id} \u00b7 Footplate`;
   }
 
   function failure(found) {
@@ -305,5 +307,5 @@ window.FPRun = (() => {
   }
   const askRemove = (name) => FP.confirm(`Delete ${name}? Its log, metrics, checkpoints and model are removed from the disk for good.`, "Delete", true);
 
-  return { mount, badge, ended, put, route, askRemove, stamp, WORDS };
+  return { mount, badge, ended, share, put, route, askRemove, stamp, WORDS };
 })();

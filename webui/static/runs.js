@@ -98,8 +98,7 @@ window.FPRuns = (() => {
       put(model, run.model || "\u2013");
       put(method, run.method || "\u2013");
       put(loss, FP.num(run.loss));
-      const share = Number.isFinite(run.fraction) ? run.fraction : 0;
-      bar.style.width = `${100 * share}%`;
+      bar.style.width = `${100 * FPRun.share(run)}%`;
       put(steps, run.max_steps ? `${FP.num(run.step || 0)} / ${FP.num(run.max_steps)}` : "");
       const begin = stamp(run.started || run.created);
       put(started, when(begin));
