@@ -20,6 +20,7 @@ from webui.runpage import run_html, runs_html
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "core.js",
+    "poll.js",
     "form.js",
     "verdict.js",
     "build.js",
