@@ -47,7 +47,7 @@ window.FPRun = (() => {
         el("div.fp-run-title", {}, (page.name = el("h2")), el("p", {}, (page.badge = el("span.fp-badge")), (page.sentence = el("span.fp-run-said", { role: "status" })),
           (page.away = el("span.fp-away", { hidden: true }, "Reconnecting")))),
         el("div.fp-run-actions", {}, button("save", "Stop and save", () => stop(true)), button("discard", "Stop without saving", () => stop(false)),
-          button("resume", "Resume", resume), button("sweep", "End what is left", sweep), button("clone", "Clone into form", () => FP.emit("clone", id)), page.downloads, button("remove", "Delete", remove))),
+          button("resume", "Resume", () => resume(false)), button("anew", "Begin anew", anew), button("sweep", "End what is left", sweep), button("clone", "Clone into form", () => FP.emit("clone", id)), page.downloads, button("remove", "Delete", remove))),
       el("div.fp-run-way", {}, (page.progress = el("div.fp-progress", { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 }, (page.done = el("span")))), (page.share = el("span.fp-number"))),
       (page.failure = el("section.fp-failure", { hidden: true, "aria-label": "What went wrong" })),
       (page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Result" })),
@@ -90,7 +90,7 @@ window.FPRun = (() => {
     put(page.name, wanted);
     for (const part of ["sentence", "share"]) put(page[part], "");
     put(page.badge, "");
-    for (const part of ["failure", "cards", "samples", "save", "discard", "resume", "sweep", "clone", "remove", "downloads"]) page[part].hidden = true;
+    for (const part of ["failure", "cards", "samples", "save", "discard", "resume", "anew", "sweep", "clone", "remove", "downloads"]) page[part].hidden = true;
     page.details.replaceChildren();
     page.done.style.width = "0";
     page.charts.open();
@@ -121,12 +121,13 @@ window.FPRun = (() => {
     page.save.hidden = !can.stop || summary.state === "stopping";
     page.discard.hidden = !can.stop;
     page.resume.hidden = !can.resume;
+    page.anew.hidden = can.stop || summary.state === "new" || !(detail.checkpoints || []).length;
     page.remove.hidden = !can.delete;
     page.sweep.hidden = !can.sweep;
     page.clone.hidden = page.downloads.hidden = false;
     const steps = detail.checkpoints || [];
     put(page.resume, summary.state === "new" ? "Start" : steps.length ? `Resume from step ${FP.num(Math.max(...steps))}` : "Start again");
-    for (const part of ["save", "discard", "resume", "sweep", "remove"]) page[part].disabled = asked;
+    for (const part of ["save", "discard", "resume", "anew", "sweep", "remove"]) page[part].disabled = asked;
     page.log.ranks(detail.ranks || []);
     once("failure", detail.failure, failure);
     once("samples", detail.result && detail.result.samples, samples);
@@ -282,12 +283,15 @@ window.FPRun = (() => {
     const question = save ? "Stop this run? It ends its step, saves a checkpoint, and can be resumed from there." : "Stop this run without saving? Everything since the last checkpoint is lost.";
     if (await FP.confirm(question, save ? "Stop and save" : "Stop without saving", !save)) await act(() => FP.post(`${base()}/stop`, { save }));
   }
-  const resume = () => act(async () => {
-    await FP.post(`${base()}/resume`, { anew: false });
+  const resume = (anew) => act(async () => {
+    await FP.post(`${base()}/resume`, { anew });
     detail = await FP.get(base());
     page.charts.resume();
     page.log.resume();
   });
+  async function anew() {
+    if (await FP.confirm("Begin this run again at step 0? Its checkpoints are removed.", "Begin anew", true)) await resume(true);
+  }
   const sweep = () => act(async () => {
     const { count } = await FP.post(`${base()}/sweep`);
     FP.toast(count === 1 ? "One process was ended." : `${count} processes were ended.`);
