@@ -1,0 +1,358 @@
+"""Rules of the rows: files, formats, lengths, counts.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.glance import Trouble
+from backend.rules.base import Case, Example, Fix, Hit, rule
+from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
+
+DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False)
+NO_VALIDATION = Fix("Without validation", {"evaluation.when": "no"})
+
+
+@rule(
+    "DAT001",
+    "error",
+    fields=("data.files",),
+    title="No data file is named",
+    source="arithmetic: nothing to read",
+    fixes=(DEMO_DATA,),
+    bad=Example({"data.source": "files"}, glance=replace(FILES, rows=None)),
+    good=Example(OWN, glance=FILES),
+    proof="launch",
+)
+def no_files(case: Case) -> str | None:
+    """Name at least one .json, .jsonl, .csv or .parquet file."""
+    data = case.spec.data
+    return "Name a file, one path a line." if data.source == "files" and not data.files else None
+
+
+@rule(
+    "DAT002",
+    "error",
+    fields=("data.files",),
+    title="A data file cannot be used",
+    source="the file itself",
+    bad=Example(OWN, glance=trouble("data.files", "no such file")),
+    good=Example(OWN, glance=FILES),
+    proof="launch",
+)
+def bad_files(case: Case) -> Hit | None:
+    """Every file that is named must be there, readable, and hold rows of a known format."""
+    found = [t for t in _troubles(case, "data.files") if not t.row]
+    if not found:
+        return None
+    data = case.spec.data
+    kept = tuple(name for name in data.files if not any(t.where == name for t in found))
+    fixes = [_format(case)] if case.glance.columns and not case.glance.format else []
+    if kept and len(kept) < len(data.files):
+        fixes.append(Fix("Leave these files out", {"data.files": kept}, False))
+    fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
+    return Hit(_said(found), (*fixes, DEMO_DATA), fields)
+
+
+def _troubles(case: Case, field: str) -> list[Trouble]:
+    return [t for t in case.glance.troubles if t.field == field]
+
+
+def _said(found: list[Trouble]) -> str:
+    more = f" And {len(found) - 3} more." if len(found) > 3 else ""
+    return " ".join(f"{t}." for t in found[:3]) + more
+
+
+QUESTIONS = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
+ANSWERS = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
+
+
+def _format(case: Case) -> Fix:
+    """A guess at columns that no format has: a question with an answer, else the first one as text."""
+    there = {name.lower(): name for name in case.glance.columns}
+    asked = next((there[word] for word in QUESTIONS if word in there), "")
+    answer = next((there[word] for word in ANSWERS if word in there and there[word] != asked), "")
+    if asked and answer:
+        patch = {"data.format": "prompt_completion", "data.prompt_column": asked, "data.completion_column": answer}
+        return Fix(f"{asked} as prompt, {answer} as completion", patch, False)
+    first = asked or case.glance.columns[0]
+    return Fix(f"{first} as plain text", {"data.format": "text", "data.text_column": first}, False)
+
+
+@rule(
+    "DAT003",
+    "error",
+    fields=("data.files", "data.format"),
+    title="Rows that cannot be learned",
+    source="the file itself",
+    remedy="Mend or delete these rows.",
+    bad=Example(OWN, glance=trouble("data.files", "column messages holds a number", 3)),
+    good=Example(OWN, glance=FILES),
+    proof="launch",
+)
+def bad_rows(case: Case) -> Hit | None:
+    """A row that is not of its format stops the run while it prepares the data."""
+    found = [t for t in _troubles(case, "data.files") if t.row]
+    if not found:
+        return None
+    fixes = []
+    if case.spec.data.format != "auto":
+        fixes.append(Fix("Recognise the format", {"data.format": "auto"}, False))
+    return Hit(_said(found), tuple(fixes))
+
+
+@rule(
+    "DAT004",
+    "error",
+    fields=("data.hub_id",),
+    title="No dataset id is named",
+    source="arithmetic: nothing to download",
+    fixes=(DEMO_DATA,),
+    bad=Example({"data.source": "hub"}, glance=replace(FILES, rows=None)),
+    good=Example({"data.source": "hub", "data.hub_id": "trl-lib/Capybara"}, glance=replace(FILES, rows=None)),
+)
+def no_dataset(case: Case) -> str | None:
+    """A dataset of the hub is named as organisation/name."""
+    data = case.spec.data
+    return "Write organisation/name." if data.source == "hub" and not data.hub_id.strip() else None
+
+
+FROM_FILES = {**OWN, "data.validation": "files"}
+SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=False)
+
+
+@rule(
+    "DAT005",
+    "error",
+    fields=("data.validation_files",),
+    title="Validation files that cannot be used",
+    source="the file itself",
+    fixes=(SPLIT, Fix("No validation", {"data.validation": "none", "evaluation.when": "no"})),
+    bad=Example(FROM_FILES, glance=FILES),
+    good=Example({**FROM_FILES, "data.validation_files": ("v.jsonl",)}, glance=replace(FILES, held=20)),
+    proof="launch",
+)
+def bad_validation(case: Case) -> str | None:
+    """Validation rows must be there and of the same format as the others."""
+    data = case.spec.data
+    if data.source == "builtin" or data.validation != "files":
+        return None
+    found = _troubles(case, "data.validation_files")
+    return _said(found) if found else None if data.validation_files else "No file is named."
+
+
+@rule(
+    "DAT006",
+    "error",
+    fields=("data.validation", "data.validation_split"),
+    title="One row cannot be split",
+    source="arithmetic: a part kept back leaves nothing to learn",
+    fixes=(Fix("No validation", {"data.validation": "none", "evaluation.when": "no", "evaluation.samples": 0}),),
+    bad=Example(OWN, glance=replace(FILES, rows=1)),
+    good=Example(OWN, glance=replace(FILES, rows=2)),
+    proof="launch",
+)
+def one_row(case: Case) -> str | None:
+    """Keeping validation rows back needs at least two rows."""
+    data = case.spec.data
+    splits = data.source == "files" and data.validation == "split"
+    return "There is 1 row." if splits and case.glance.rows == 1 else None
+
+
+UNVALIDATED = {**OWN, "data.validation": "none"}
+
+
+@rule(
+    "DAT007",
+    "warning",
+    fields=("evaluation.when", "data.validation", "checkpoint.best"),
+    title="Nothing to evaluate on",
+    source="transformers 5.23: evaluation needs rows that are not trained on",
+    fixes=(SPLIT, Fix("No evaluation", {"evaluation.when": "no", "checkpoint.best": False})),
+    bad=Example(UNVALIDATED, glance=FILES),
+    good=Example({**UNVALIDATED, "evaluation.when": "no"}, glance=FILES),
+)
+def nothing_to_evaluate(case: Case) -> str | None:
+    """Without validation rows there is no evaluation curve, and no best checkpoint to end with."""
+    data = case.spec.data
+    if case.spec.evaluation.when == "no" or data.source == "builtin" or data.validation != "none":
+        return None
+    return "Evaluation is on, and no rows are kept back for it."
+
+
+@rule(
+    "DAT008",
+    "warning",
+    fields=("evaluation.samples", "data.validation"),
+    title="Fewer validation rows than answers asked for",
+    source="arithmetic",
+    bad=Example({"evaluation.samples": 100}),
+    good=Example({"evaluation.samples": 24}),
+)
+def too_many_samples(case: Case) -> Hit | None:
+    """The answers before and after are given to validation rows."""
+    wanted, held = case.spec.evaluation.samples, case.held
+    if case.spec.train.stage != "sft" or held is None or wanted <= held or not case.glance.exact:
+        return None
+    fix = Fix(f"{held} answers" if held else "No answers", {"evaluation.samples": held})
+    return Hit(f"{wanted} answers, and {held} validation rows.", (fix,))
+
+
+@rule(
+    "DAT009",
+    "warning",
+    fields=("data.max_length",),
+    title="Many rows are cut off",
+    source="the rows: about four characters make a token",
+    bad=Example({"data.max_length": 64}),
+    good=Example({"data.max_length": 512}),
+)
+def cut_off(case: Case) -> Hit | None:
+    """What lies behind the cut is not learned, and an answer is mostly what lies behind. Rows whose answer is cut
+    away whole are dropped."""
+    lengths, cut = case.glance.lengths, case.spec.data.max_length
+    over = sum(length > cut for length in lengths)
+    if not lengths or over < 0.1 * len(lengths) or case.spec.train.stage == "pretraining":
+        return None
+    enough = 64 * -(-case.glance.longest * 5 // (4 * 64))
+    most = case.shape.max_positions if case.shape else 0
+    target = min(enough, most) if most else enough
+    fixes = (Fix(f"{target} tokens", {"data.max_length": target}, False),) if target > cut else ()
+    share = f"About {over / len(lengths):.0%} of the rows are longer than {cut} tokens"
+    return Hit(f"{share}; the longest seen has about {case.glance.longest}.", fixes)
+
+
+@rule(
+    "DAT010",
+    "error",
+    fields=("data.max_length",),
+    title="Longer than the model can count",
+    source="transformers 5.23 modeling_gpt2.py: positions are rows of a table, and there are no more",
+    bad=Example({"data.max_length": 2048}, glance=replace(DEMO, shape=GPT2)),
+    good=Example({"data.max_length": 1024}, glance=replace(DEMO, shape=GPT2)),
+)
+def beyond_table(case: Case) -> Hit | None:
+    """This model looks positions up in a table; a token beyond its end stops the run."""
+    shape, cut = case.shape, case.spec.data.max_length
+    if shape is None or shape.model_type != "gpt2" or not shape.max_positions or cut <= shape.max_positions:
+        return None
+    fix = Fix(f"{shape.max_positions} tokens", {"data.max_length": shape.max_positions}, False)
+    return Hit(f"{cut} tokens; the table ends at {shape.max_positions}.", (fix,))
+
+
+@rule(
+    "DAT011",
+    "warning",
+    fields=("data.max_length",),
+    title="Longer than the model was trained for",
+    source="config.json: max_position_embeddings",
+    bad=Example({"data.max_length": 16_384}),
+    good=Example({"data.max_length": 8192}),
+)
+def beyond_training(case: Case) -> Hit | None:
+    """Beyond the length it was trained for a model's attention loses its way; it runs, and learns badly."""
+    shape, cut = case.shape, case.spec.data.max_length
+    if shape is None or shape.model_type == "gpt2" or not shape.max_positions or cut <= shape.max_positions:
+        return None
+    fix = Fix(f"{shape.max_positions} tokens", {"data.max_length": shape.max_positions}, False)
+    return Hit(f"{cut} tokens; the model was trained for {shape.max_positions}.", (fix,))
+
+
+@rule(
+    "DAT012",
+    "warning",
+    fields=("data.packing", "train.group_by_length"),
+    title="Grouping rows that are all full",
+    source="arithmetic: packed rows have one length",
+    fixes=(Fix("Without grouping", {"train.group_by_length": False}),),
+    bad=Example({"data.packing": True, "train.group_by_length": True}, H100),
+    good=Example({"data.packing": True}, H100),
+)
+def grouped_packs(case: Case) -> str | None:
+    """Packing fills every row to the cut-off length, so there is nothing left to group; the order only gets worse."""
+    both = case.spec.data.packing and case.spec.train.group_by_length
+    return "Packed rows are of one length already." if both else None
+
+
+@rule(
+    "DAT013",
+    "warning",
+    fields=("data.packing", "train.batch_size", "data.max_length"),
+    title="Packing makes one very long row of a batch",
+    source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",
+    bad=Example({"data.packing": True, "train.batch_size": 16, "data.max_length": 2048}),
+    good=Example({"data.packing": True, "train.batch_size": 1, "data.max_length": 2048}),
+)
+def long_packs(case: Case) -> Hit | None:
+    """The packed rows of a batch lie one behind the other, and attention computes every pair of their tokens,
+    masked or not. Twice the batch takes four times the time and memory; accumulation does not."""
+    train, data = case.spec.train, case.spec.data
+    if not data.packing or train.batch_size == 1 or train.batch_size * data.max_length <= 8192:
+        return None
+    patch = {"train.batch_size": 1, "train.accumulation": train.accumulation * train.batch_size}
+    tokens = train.batch_size * data.max_length
+    return Hit(f"Attention over {tokens:,} tokens at once.", (Fix("Accumulate instead", patch),))
+
+
+@rule(
+    "DAT014",
+    "advice",
+    fields=("data.learn",),
+    title="Plain text has no answers",
+    source="the rows: no turn is marked as an answer",
+    fixes=(Fix("Every token", {"data.learn": "all"}), Fix("Pre-training", {"train.stage": "pretraining"}, False)),
+    bad=Example({**OWN, "data.format": "text"}, glance=replace(FILES, format="text", columns=("text",))),
+    good=Example(
+        {**OWN, "data.format": "text", "data.learn": "all"},
+        glance=replace(FILES, format="text", columns=("text",)),
+    ),
+)
+def text_without_answers(case: Case) -> str | None:
+    """Every token of plain text is learned, whatever is chosen here."""
+    sft = case.spec.train.stage == "sft" and case.spec.data.learn == "answers"
+    return "The rows are plain text: every token is learned." if sft and case.glance.format == "text" else None
+
+
+@rule(
+    "DAT015",
+    "advice",
+    fields=("data.workers", "train.dataloader_workers"),
+    title="More helpers than cores",
+    source="arithmetic",
+    bad=Example({"data.workers": 64}),
+    good=Example({"data.workers": 4}),
+)
+def many_workers(case: Case) -> Hit | None:
+    """Processes that prepare or load rows want cores of their own; beyond that they take turns."""
+    cores, prepare = case.machine.cores, case.spec.data.workers
+    load = case.spec.train.dataloader_workers * case.processes
+    patch: dict[str, int] = {}
+    if prepare > 2 * cores:
+        patch["data.workers"] = cores
+    if load > 2 * cores:
+        patch["train.dataloader_workers"] = max(1, cores // case.processes)
+        if patch["train.dataloader_workers"] * case.processes > 2 * cores:
+            patch["train.dataloader_workers"] = 0
+    if not patch:
+        return None
+    return Hit(
+        f"{max(prepare, load)} processes beside the training, on {cores} cores.", (Fix("Fewer", patch),), tuple(patch)
+    )
+
+
+@rule(
+    "DAT016",
+    "error",
+    fields=("data.builtin",),
+    title="The demo's rows are missing",
+    source="the assets folder of this installation",
+    remedy="Install Footplate again: its own files are not complete.",
+    bad=Example(glance=replace(DEMO, troubles=(Trouble("data.builtin", "train.jsonl", "no such file"),))),
+    good=Example(),
+)
+def no_demo(case: Case) -> str | None:
+    """The demo's rows come with Footplate."""
+    found = _troubles(case, "data.builtin")
+    return _said(found) if found and case.spec.data.source == "builtin" else None

@@ -1,0 +1,178 @@
+"""Rules of the machine: devices, packages, precision.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.derived import old
+from backend.machine import Gpu
+from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.examples import BARE, H100, LAPTOP, NPU, T4
+
+NEEDED = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
+AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False)
+
+
+@rule(
+    "HW001",
+    "error",
+    fields=("launch.device",),
+    title="The device is not there",
+    source="arithmetic: the machine's list of devices",
+    fixes=(Fix("Take what is there", {"launch.device": "auto"}),),
+    bad=Example({"launch.device": "cuda"}),
+    good=Example({"launch.device": "cpu"}),
+    proof="launch",
+)
+def missing_device(case: Case) -> Hit | str | None:
+    """The run was asked onto a kind of device that this machine does not have."""
+    if case.device in ("cpu", case.machine.device):
+        return None
+    there = catalog.DEVICES[case.machine.device].label
+    return f"No {catalog.DEVICES[case.device].label} was found; there is: {there}."
+
+
+@rule(
+    "HW002",
+    "error",
+    fields=("launch.device",),
+    title="A package is missing",
+    source="pyproject.toml",
+    remedy="Install it with pip, or set Footplate up again with `make run`.",
+    bad=Example(machine=BARE),
+    good=Example(),
+)
+def missing_package(case: Case) -> str | None:
+    """Training needs these packages in the Python that starts the run."""
+    missing = [name for name in NEEDED if name not in case.machine.versions] if case.machine.versions else []
+    return f"Not installed: {names(missing)}." if missing else None
+
+
+@rule(
+    "HW003",
+    "error",
+    fields=("launch.device",),
+    title="Ascend NPU without torch_npu",
+    source="torch_npu's installation guide: torch.npu exists only with it",
+    remedy="Install the torch_npu that belongs to this torch.",
+    fixes=(Fix("Train on the CPU", {"launch.device": "cpu"}, safe=False),),
+    bad=Example(machine=NPU),
+    good=Example(machine=replace(NPU, versions={**NPU.versions, "torch_npu": "2.13.0"})),
+)
+def missing_npu_package(case: Case) -> str | None:
+    """Only through the package torch_npu does torch reach an Ascend NPU."""
+    if case.device != "npu" or not case.machine.versions or "torch_npu" in case.machine.versions:
+        return None
+    return "torch_npu is not installed."
+
+
+@rule(
+    "HW004",
+    "error",
+    fields=("logging.report_to",),
+    title="The tracker is not installed",
+    source="transformers 5.23 integrations: the callback refuses without its package",
+    fixes=(Fix("Report nowhere else", {"logging.report_to": "none"}),),
+    bad=Example({"logging.report_to": "wandb"}),
+    good=Example({"logging.report_to": "wandb"}, replace(LAPTOP, versions={**LAPTOP.versions, "wandb": "0.23"})),
+    proof="launch",
+)
+def missing_tracker(case: Case) -> str | None:
+    """The trainer stops when a tracker's package is missing, after the model was loaded."""
+    row = catalog.REPORTERS[case.spec.logging.report_to]
+    if not row.package or not case.machine.versions or row.package in case.machine.versions:
+        return None
+    return f"{row.label} needs the package {row.package}: pip install {row.package}."
+
+
+@rule(
+    "HW005",
+    "advice",
+    fields=("parallel.strategy",),
+    title="Only one of the nodes is used",
+    source="the plan: torchrun --standalone stays on its node",
+    remedy="Start it on the node that is meant.",
+    bad=Example(machine=replace(H100, nodes=2)),
+    good=Example(machine=H100),
+)
+def other_nodes(case: Case) -> str | None:
+    """A run works on the node that it is started on."""
+    return f"{case.machine.nodes} nodes are described; the run uses one." if case.machine.nodes > 1 else None
+
+
+@rule(
+    "PRC001",
+    "error",
+    fields=("precision.compute", "launch.device"),
+    title="fp16 on a CPU",
+    source="accelerate 1.15 accelerator.py: no autocast and no loss scaling for fp16 on a CPU",
+    fixes=(AUTO, Fix("Full precision", {"precision.compute": "fp32"}, safe=False)),
+    bad=Example({"precision.compute": "fp16"}),
+    good=Example({"precision.compute": "fp16"}, T4),
+)
+def fp16_on_cpu(case: Case) -> str | None:
+    """On a CPU the libraries ignore fp16: nothing is cast and no loss is scaled. Frozen weights held in fp16 would
+    then meet fp32 ones, slowly and without the protection that fp16 needs."""
+    return "The CPU has no fp16 training." if case.precision == "fp16" and case.device == "cpu" else None
+
+
+@rule(
+    "PRC002",
+    "warning",
+    fields=("precision.compute",),
+    title="bf16 on a GPU without bf16 units",
+    source="torch 2.13 cuda/__init__.py: is_bf16_supported counts emulation; units came with capability 8.0",
+    fixes=(Fix("fp16", {"precision.compute": "fp16"}, safe=False), Fix("fp32", {"precision.compute": "fp32"}, False)),
+    bad=Example({"precision.compute": "bf16"}, T4),
+    good=Example({"precision.compute": "bf16"}, H100),
+    proof="gpu",
+)
+def bf16_before_ampere(case: Case) -> str | None:
+    """GPUs before Ampere emulate bf16: every library accepts it, and it is slower than fp32."""
+    found = [gpu for gpu in _used(case) if old(gpu.capability)]
+    if case.device != "cuda" or case.precision != "bf16" or not found:
+        return None
+    major, minor = found[0].capability
+    return f"{found[0].name} has compute capability {major}.{minor}; bf16 needs 8.0."
+
+
+def _used(case: Case) -> list[Gpu]:
+    chosen = case.spec.launch.devices
+    return [gpu for gpu in case.machine.gpus if gpu.id in chosen] or list(case.machine.gpus[: case.processes])
+
+
+@rule(
+    "PRC003",
+    "advice",
+    fields=("precision.compute",),
+    title="bf16 on a CPU without bf16 units",
+    source="Intel's and Arm's instruction sets: AMX, AVX512-BF16, BF16",
+    fixes=(Fix("fp32", {"precision.compute": "fp32"}, safe=False),),
+    bad=Example({"precision.compute": "bf16"}),
+    good=Example({"precision.compute": "bf16"}, replace(LAPTOP, cpu_bf16=True)),
+)
+def bf16_on_old_cpu(case: Case) -> str | None:
+    """Without such units a CPU converts every number to and fro: bf16 saves memory and costs time."""
+    if case.device != "cpu" or case.precision != "bf16" or case.machine.cpu_bf16 or case.machine.device != "cpu":
+        return None
+    return "This CPU does not multiply bf16 by itself, so it is slower than fp32."
+
+
+@rule(
+    "PRC004",
+    "advice",
+    fields=("precision.compute",),
+    title="Full precision on a GPU that computes in bf16",
+    source="NVIDIA's data sheets: bf16 runs at several times the rate of fp32",
+    fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False),),
+    bad=Example({"precision.compute": "fp32"}, H100),
+    good=Example({"precision.compute": "bf16"}, H100),
+)
+def fp32_on_new_gpu(case: Case) -> str | None:
+    """Mixed precision halves the activations and is several times faster on these GPUs; trained weights stay in fp32."""
+    capable = case.device == "cuda" and all(gpu.capability >= (8, 0) for gpu in _used(case)) and _used(case)
+    return "These GPUs compute faster in bf16." if capable and case.precision == "fp32" else None

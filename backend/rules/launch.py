@@ -1,0 +1,257 @@
+"""Rules of the launch: processes, devices, threads, environment.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.examples import H100, LAPTOP, TWO_H100
+
+ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
+DDP = {"parallel.strategy": "ddp"}
+ONE = Fix("One process", {"parallel.strategy": "single"}, safe=False)
+
+
+@rule(
+    "LCH001",
+    "error",
+    fields=("launch.launcher", "parallel.strategy"),
+    title="python starts one process only",
+    source="arithmetic: python -m starts no other process",
+    fixes=(Fix("Start with torchrun", {"launch.launcher": "torchrun"}), ONE),
+    bad=Example({**DDP, "launch.launcher": "python"}),
+    good=Example({**DDP, "launch.launcher": "torchrun"}),
+    proof="launch",
+)
+def python_launcher(case: Case) -> str | None:
+    """DDP needs one process for each device. The plain python launcher starts a single one, so the run would train
+    alone, on one device, with a smaller batch than asked for, and say nothing."""
+    if case.spec.launch.launcher != "python" or case.processes == 1:
+        return None
+    return f"{case.processes} processes were asked for; python starts 1."
+
+
+@rule(
+    "LCH002",
+    "error",
+    fields=("launch.processes",),
+    title="More processes than devices",
+    source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
+    bad=Example({**DDP, "launch.processes": 4}, TWO_H100),
+    good=Example({**DDP, "launch.processes": 2}, TWO_H100),
+)
+def too_many_processes(case: Case) -> Hit | None:
+    """Each process needs a device of its own: two on one GPU abort in NCCL, or run out of memory together."""
+    there = len(case.machine.gpus)
+    if case.device == "cpu" or case.device != case.machine.device or case.processes <= max(there, 1):
+        return None
+    fixes = (_together(case, there),) if there > 1 else (ONE,)
+    return Hit(f"{case.processes} processes, and {there} device{'s' if there != 1 else ''}.", fixes)
+
+
+def _together(case: Case, count: int) -> Fix:
+    """As many processes as devices; the batch of a step stays if it can."""
+    patch: dict[str, object] = {"launch.processes": count}
+    whole = case.spec.train.accumulation * case.processes
+    if whole % count == 0:
+        patch["train.accumulation"] = whole // count
+    if len(case.spec.launch.devices) > count:
+        patch["launch.devices"] = case.spec.launch.devices[:count]
+    return Fix(f"{count} processes", patch, safe=whole % count == 0)
+
+
+@rule(
+    "LCH003",
+    "error",
+    fields=("launch.devices",),
+    title="A device id that is not there",
+    source="torch 2.13 cuda/__init__.py: the list of visible devices ends at the first id that is not there",
+    bad=Example({"launch.devices": (0, 9)}, TWO_H100),
+    good=Example({"launch.devices": (1,)}, TWO_H100),
+)
+def unknown_device(case: Case) -> Hit | None:
+    """CUDA ignores every id from the first wrong one on, so the run would silently see fewer GPUs, or none."""
+    known = [gpu.id for gpu in case.machine.gpus]
+    wrong = [i for i in case.spec.launch.devices if i not in known]
+    if not case.gpu or not known or not wrong:
+        return None
+    fixes = [Fix("The first ones", {"launch.devices": ()})]
+    right = tuple(dict.fromkeys(i for i in case.spec.launch.devices if i in known))
+    if len(right) == case.processes:
+        fixes.insert(0, Fix(f"Only {names(right)}", {"launch.devices": right}))
+    if len(known) < case.processes:
+        fixes = []  # fewer devices than processes: another rule's fix comes first
+        if len(known) > 1:
+            fixes = [
+                Fix(f"{len(known)} processes on all", {"launch.devices": (), "launch.processes": len(known)}, False)
+            ]
+        else:
+            fixes = [Fix("One process", {"launch.devices": (), "parallel.strategy": "single"}, False)]
+    return Hit(f"There is no device {names(wrong)}; there are {names(known)}.", tuple(fixes))
+
+
+@rule(
+    "LCH004",
+    "error",
+    fields=("launch.devices",),
+    title="A device id named twice",
+    source="torch 2.13 cuda/__init__.py: a repeated id makes the whole list empty",
+    bad=Example({**DDP, "launch.devices": (0, 0)}, TWO_H100),
+    good=Example({**DDP, "launch.devices": (0, 1)}, TWO_H100),
+)
+def repeated_device(case: Case) -> Hit | None:
+    """A repeated id makes CUDA see no device at all."""
+    ids = case.spec.launch.devices
+    if not case.gpu or len(set(ids)) == len(ids):
+        return None
+    once = tuple(dict.fromkeys(ids))
+    fix = Fix("Each once", {"launch.devices": once})
+    if len(once) < case.processes:
+        fix = Fix("The first ones", {"launch.devices": ()})
+    return Hit(f"Devices {names(ids)}: each id may stand once.", (fix,))
+
+
+@rule(
+    "LCH005",
+    "error",
+    fields=("launch.devices", "launch.processes"),
+    title="Fewer device ids than processes",
+    source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
+    bad=Example({**DDP, "launch.devices": (1,), "launch.processes": 2}, TWO_H100),
+    good=Example({**DDP, "launch.devices": (0, 1), "launch.processes": 2}, TWO_H100),
+)
+def too_few_ids(case: Case) -> Hit | None:
+    """Only the named devices are visible to the run, and each process needs one."""
+    ids = tuple(dict.fromkeys(case.spec.launch.devices))
+    if not case.gpu or not ids or len(ids) >= case.processes or len(ids) < len(case.spec.launch.devices):
+        return None
+    fixes = [_together(case, len(ids)) if len(ids) > 1 else ONE]
+    if len(case.machine.gpus) >= case.processes:
+        fixes.insert(0, Fix(f"The first {case.processes} devices", {"launch.devices": ()}))
+    return Hit(f"{case.processes} processes on device {names(ids)}.", tuple(fixes))
+
+
+@rule(
+    "LCH006",
+    "warning",
+    fields=("launch.devices", "parallel.strategy"),
+    title="Device ids that stay idle",
+    source="arithmetic: a process drives one device",
+    bad=Example({"launch.devices": (0, 1)}, TWO_H100),
+    good=Example({"launch.devices": (1,)}, TWO_H100),
+)
+def idle_devices(case: Case) -> Hit | None:
+    """A process uses one device, whatever it sees. The others named are held visible and do nothing."""
+    ids = case.spec.launch.devices
+    if not case.gpu or len(set(ids)) <= case.processes:
+        return None
+    first = tuple(dict.fromkeys(ids))[: case.processes]
+    every = {"parallel.strategy": "ddp", "launch.processes": len(set(ids)), "launch.launcher": "torchrun"}
+    fixes = (Fix(f"Only {names(first)}", {"launch.devices": first}), Fix("DDP on all of them", every, safe=False))
+    return Hit(f"{len(set(ids))} devices are named, and {case.processes} will be used.", fixes)
+
+
+@rule(
+    "LCH007",
+    "advice",
+    fields=("parallel.strategy", "launch.processes"),
+    title="DDP with one process",
+    source="arithmetic: one process has nobody to average with",
+    fixes=(Fix("One process, without DDP", {"parallel.strategy": "single"}),),
+    bad=Example({**DDP, "launch.processes": 1}),
+    good=Example({**DDP, "launch.processes": 2}),
+)
+def lonely_ddp(case: Case) -> str | None:
+    """DDP averages gradients among processes. With one it only costs memory for its buckets."""
+    return "One process has no others to average with." if _ddp(case) and case.processes == 1 else None
+
+
+def _ddp(case: Case) -> bool:
+    return case.spec.parallel.strategy == "ddp"
+
+
+@rule(
+    "LCH008",
+    "warning",
+    fields=("launch.threads", "launch.processes"),
+    title="More CPU threads than cores",
+    source="arithmetic; PyTorch's notes on CPU threading",
+    fixes=(Fix("Share the cores", {"launch.threads": 0}),),
+    bad=Example({**DDP, "launch.threads": 8}),
+    good=Example({**DDP, "launch.threads": 4}),
+)
+def crowded_threads(case: Case) -> str | None:
+    """Threads that wait for the same core slow each other down, often by more than half."""
+    wanted = case.spec.launch.threads * case.processes
+    if wanted <= case.machine.cores:
+        return None
+    return f"{case.processes} x {case.spec.launch.threads} threads on {case.machine.cores} cores."
+
+
+@rule(
+    "LCH009",
+    "warning",
+    fields=("launch.processes",),
+    title="More processes than CPU cores",
+    source="arithmetic",
+    bad=Example({**DDP, "launch.processes": 16}, ROOMY),
+    good=Example({**DDP, "launch.processes": 4}),
+)
+def crowded_cores(case: Case) -> Hit | None:
+    """On a CPU every process computes on cores of its own. More processes than cores only take turns, and each
+    holds a whole model in memory."""
+    cores = case.machine.cores
+    if case.device != "cpu" or case.processes <= cores:
+        return None
+    return Hit(f"{case.processes} processes on {cores} cores.", (_together(case, cores) if cores > 1 else ONE,))
+
+
+# torchrun gives these to every process, or the supervisor finds the run's processes by them.
+RESERVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+RESERVED |= {"FOOTPLATE_RUN"}
+
+
+@rule(
+    "LCH010",
+    "error",
+    fields=("launch.environment",),
+    title="A variable that belongs to the launcher",
+    source="torch 2.13 distributed/elastic: torchrun sets these for each worker",
+    bad=Example({"launch.environment": {"WORLD_SIZE": "2"}}),
+    good=Example({"launch.environment": {"NCCL_DEBUG": "INFO"}}),
+    proof="launch",
+)
+def reserved_variables(case: Case) -> Hit | None:
+    """The launcher tells each process its rank by these variables, and Footplate finds a run's processes by
+    FOOTPLATE_RUN. A value of one's own makes processes wait for others that never come, or escape a stop."""
+    found = [n for n in case.spec.launch.environment if n in RESERVED or n.startswith("TORCHELASTIC_")]
+    return Hit(f"{names(found)} cannot be set by hand.", (_without(case, found),)) if found else None
+
+
+def _without(case: Case, drop: list[str]) -> Fix:
+    kept = {name: value for name, value in case.spec.launch.environment.items() if name not in drop}
+    return Fix(f"Leave out {names(drop)}", {"launch.environment": kept})
+
+
+@rule(
+    "LCH011",
+    "warning",
+    fields=("launch.environment",),
+    title="A variable that overrides an option",
+    source="the plan: what is given under Environment wins over what follows from the options",
+    bad=Example({"launch.environment": {"CUDA_VISIBLE_DEVICES": "3"}}, H100),
+    good=Example({"launch.environment": {"HF_HOME": "/data/hub"}}, H100),
+)
+def overriding_variables(case: Case) -> Hit | None:
+    """The option says one thing and the variable another; the variable wins, and checks and estimate do not know."""
+    options = {"OMP_NUM_THREADS": "launch.threads"}
+    options |= {row.visible: "launch.devices" for row in catalog.DEVICES.values() if row.visible}
+    found = [name for name in case.spec.launch.environment if name in options]
+    if not found:
+        return None
+    fields = ("launch.environment", *dict.fromkeys(options[name] for name in found))
+    return Hit(f"{names(found)} overrides {names([options[n] for n in found])}.", (_without(case, found),), fields)

@@ -1,0 +1,114 @@
+"""Rules of memory: what clearly does not fit, what is close, and the changes that make it fit.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from backend.memory import estimate
+from backend.rules.base import Case, Example, Fix, Hit, amount, rule
+from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B
+from backend.spec import RunSpec
+
+CLEARLY = 1.2  # beyond what the estimate may be wrong by
+NEAR = 0.9
+EIGHT_B = replace(DEMO, shape=LLAMA_8B)
+WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
+NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
+SOURCE = "the estimate: closed formulas, checked against measured peaks"
+
+
+@rule(
+    "MEM001",
+    "error",
+    fields=("train.batch_size", "data.max_length", "method.kind"),
+    title="It does not fit into memory",
+    source=SOURCE,
+    bad=Example(WHOLE, H100, EIGHT_B),
+    good=Example({}, H100, EIGHT_B),
+)
+def does_not_fit(case: Case) -> Hit | None:
+    """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
+    found = case.estimate
+    if found.fits is None or found.device_bytes <= CLEARLY * found.capacity_bytes:
+        return None
+    return Hit(_message(case), tuple(_fixes(case, CLEARLY)), _fields(case))
+
+
+@rule(
+    "MEM002",
+    "warning",
+    fields=("train.batch_size", "data.max_length", "method.kind"),
+    title="Memory is close to its end",
+    source=SOURCE,
+    bad=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
+    good=Example(),
+)
+def nearly_full(case: Case) -> Hit | None:
+    """The estimate is good to some fifteen percent, so this may or may not fit."""
+    found = case.estimate
+    if found.fits is None or not NEAR * found.capacity_bytes < found.device_bytes <= CLEARLY * found.capacity_bytes:
+        return None
+    return Hit(_message(case), tuple(_fixes(case, NEAR)), _fields(case))
+
+
+def _message(case: Case) -> str:
+    found = case.estimate
+    place = "each process" if case.device == "cpu" else "each device"
+    largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
+    parts = f"{amount(found.device_bytes)} on {place}, and {amount(found.capacity_bytes)} free"
+    return f"{parts}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}."
+
+
+def _fields(case: Case) -> tuple[str, ...]:
+    """The options that the largest row depends on."""
+    largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
+    if largest.name in ("Activations", "Loss"):
+        return ("train.batch_size", "data.max_length", "train.activation_checkpointing")
+    return ("method.kind", "train.optimizer", "precision.compute")
+
+
+def _fixes(case: Case, share: float) -> list[Fix]:
+    """The first three changes, gentlest first, that bring the run within `share` of what is free."""
+    room = share * case.estimate.capacity_bytes
+    fitting = (f for f in _changes(case) if case.takes(f.patch) and _bytes(case, f) <= room)
+    return list(islice(fitting, 3))
+
+
+def _bytes(case: Case, fix: Fix) -> int:
+    return case.estimated(case.with_patch(fix.patch)).device_bytes
+
+
+def _changes(case: Case) -> Iterator[Fix]:
+    spec = case.spec
+    checkpointing = {"train.activation_checkpointing": True}
+    smaller = list(_smaller(case))
+    yield from (Fix(f"Batch size {p['train.batch_size']}, accumulated", p) for p in smaller)
+    yield Fix("Activation checkpointing", checkpointing)
+    yield from (Fix(f"Checkpointing, batch size {p['train.batch_size']}", {**p, **checkpointing}) for p in smaller)
+    least = {**(smaller[-1] if smaller else {}), **checkpointing}
+    lora = {"method.kind": "lora", "train.learning_rate": 2e-4}
+    if spec.method.kind != "lora":
+        yield Fix("LoRA", lora, safe=False)
+        yield Fix("LoRA, with less at once", {**lora, **least}, safe=False)
+    length = spec.data.max_length
+    while length >= 256:
+        length //= 2
+        yield Fix(f"Cut off at {length} tokens", {"data.max_length": length}, safe=False)
+        yield Fix(f"Cut off at {length} tokens, with less at once", {**least, "data.max_length": length}, safe=False)
+    if spec.train.optimizer not in ("adafactor", "sgd"):
+        yield Fix("Adafactor", {"train.optimizer": "adafactor", **least}, safe=False)
+    if spec.model.source != "builtin":
+        yield Fix("The built-in small model", {"model.source": "builtin"}, safe=False)
+
+
+def _smaller(case: Case) -> Iterator[dict[str, object]]:
+    """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
+    size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
+    while size > 1 and size % 2 == 0:
+        size, accumulation = size // 2, accumulation * 2
+        yield {"train.batch_size": size, "train.accumulation": accumulation}

@@ -1,0 +1,333 @@
+"""Rules of what is trained: the model's folder, adapters, layers, learning rate.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.examples import DEMO, LLAMA_8B, PATH
+from backend.shape import ModelShape, adapted, matches, trainable
+
+BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False)
+ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False)
+CUSTOM = {"method.lora_targets": "custom"}
+FREEZE = {"method.kind": "freeze"}
+
+
+@rule(
+    "MDL001",
+    "error",
+    fields=("model.path",),
+    title="The model's folder cannot be used",
+    source="transformers: what save_pretrained writes",
+    fixes=(BUILTIN,),
+    bad=Example(
+        PATH, glance=replace(DEMO, shape=None, unknown="there is no config.json", model="x has no config.json.")
+    ),
+    good=Example(PATH),
+    proof="launch",
+)
+def model_folder(case: Case) -> str | None:
+    """A model is a folder with config.json, weights (*.safetensors) and a tokenizer."""
+    return case.glance.model if case.spec.model.source == "path" and case.glance.model else None
+
+
+@rule(
+    "MDL002",
+    "error",
+    fields=("model.hub_id",),
+    title="No hub id is named",
+    source="arithmetic: nothing to download",
+    fixes=(BUILTIN,),
+    bad=Example({"model.source": "hub"}),
+    good=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
+    proof="launch",
+)
+def empty_hub_id(case: Case) -> str | None:
+    """A model of the hub is named as organisation/name."""
+    model = case.spec.model
+    return "Write organisation/name." if model.source == "hub" and not model.hub_id.strip() else None
+
+
+@rule(
+    "MDL003",
+    "error",
+    fields=("data.template", "model.path"),
+    title="The model has no chat template",
+    source="transformers 5.23: apply_chat_template refuses a tokenizer without one",
+    fixes=(
+        Fix("ChatML", {"data.template": "chatml"}, safe=False),
+        Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False),
+    ),
+    bad=Example(PATH, glance=replace(DEMO, has_template=False)),
+    good=Example({**PATH, "data.template": "chatml"}, glance=replace(DEMO, has_template=False)),
+    proof="launch",
+)
+def no_template(case: Case) -> str | None:
+    """A base model's tokenizer does not know how a conversation is written. ChatML is a good choice for one; it is
+    saved with the trained model."""
+    data, glance = case.spec.data, case.glance
+    if case.spec.train.stage != "sft" or data.template != "model" or glance.has_template is not False:
+        return None
+    return None if glance.format == "text" else "Its tokenizer brings none, and the rows are conversations."
+
+
+@rule(
+    "MDL004",
+    "error",
+    fields=("data.template_file",),
+    title="The template file cannot be used",
+    source="transformers: a chat template is a Jinja text over messages",
+    fixes=(Fix("The model's own template", {"data.template": "model"}, safe=False),),
+    bad=Example({"data.template": "file"}, glance=replace(DEMO, template="No template file is named.")),
+    good=Example({"data.template": "file", "data.template_file": "t.jinja"}),
+    proof="launch",
+)
+def template_file(case: Case) -> str | None:
+    """The file must be readable and write the conversation, which it knows as messages."""
+    return case.glance.template if case.spec.data.template == "file" and case.glance.template else None
+
+
+def _lora(case: Case) -> ModelShape | None:
+    return case.shape if case.spec.method.kind == "lora" else None
+
+
+def _listed(name: str, kept: Iterable[str]) -> dict[str, Any]:
+    return {name: tuple(kept)}
+
+
+@rule(
+    "MTH001",
+    "error",
+    fields=("method.lora_target_modules",),
+    title="No module is named for the adapter",
+    source="peft 0.21 tuners_utils.py: target modules must match something",
+    fixes=(ALL,),
+    bad=Example(CUSTOM),
+    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "v_proj")}),
+    proof="launch",
+)
+def no_targets(case: Case) -> str | None:
+    """Adapters go where they are told. Without a name there is nothing to train."""
+    method = case.spec.method
+    if method.kind != "lora" or method.lora_targets != "custom" or method.lora_target_modules:
+        return None
+    return f"The model has {names(case.shape.linear)}." if case.shape else "Name the ends of module names."
+
+
+@rule(
+    "MTH002",
+    "error",
+    fields=("method.lora_target_modules",),
+    title="The model has no such module",
+    source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
+    fixes=(ALL,),
+    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "c_attn")}),
+    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "self_attn.v_proj")}),
+    proof="launch",
+)
+def unknown_targets(case: Case) -> Hit | None:
+    """Module names differ from one architecture to the next."""
+    shape, wanted = _lora(case), case.spec.method.lora_target_modules
+    if shape is None or case.spec.method.lora_targets != "custom":
+        return None
+    unknown = [name for name in wanted if not _carries(shape, name) and not _is_head(shape, name)]
+    if not unknown:
+        return None
+    kept = [name for name in wanted if name not in unknown and not _is_head(shape, name)]
+    fixes = (Fix(f"Leave out {names(unknown)}", _listed("method.lora_target_modules", kept), False),) if kept else ()
+    return Hit(f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}.", fixes)
+
+
+def _carries(shape: ModelShape, name: str) -> bool:
+    """Whether a linear module's name ends so; numbers of layers may be part of it."""
+    return any(f".{leaf.path}".endswith(f".{name}") for leaf in shape.leaves() if leaf.inputs)
+
+
+def _is_head(shape: ModelShape, name: str) -> bool:
+    return bool(name) and f".{shape.head}".endswith(f".{name}")
+
+
+@rule(
+    "MTH003",
+    "error",
+    fields=("method.lora_target_modules",),
+    title="An adapter on the output layer",
+    source="trl 1.16 sft_trainer.py: the loss multiplies with lm_head.weight directly, the adapter is never trained",
+    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "lm_head")}),
+    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj",)}),
+    proof="launch",
+)
+def head_as_target(case: Case) -> Hit | None:
+    """The loss uses the weights of the output layer by themselves and would never see an adapter there."""
+    shape, wanted = _lora(case), case.spec.method.lora_target_modules
+    if shape is None or case.spec.method.lora_targets != "custom":
+        return None
+    if not any(_is_head(shape, name) for name in wanted):
+        return None
+    kept = [name for name in wanted if not _is_head(shape, name) and _carries(shape, name)]
+    fix = Fix(f"Leave out {shape.head}", _listed("method.lora_target_modules", kept), False) if kept else ALL
+    return Hit(f"{shape.head} cannot carry an adapter; it can be trained in full.", (fix,))
+
+
+@rule(
+    "MTH004",
+    "error",
+    fields=("method.lora_modules_to_save",),
+    title="The model has no such module to train in full",
+    source="peft 0.21: a name that matches nothing is passed over, and nothing is trained there",
+    bad=Example({"method.lora_modules_to_save": ("embeddings",)}),
+    good=Example({"method.lora_modules_to_save": ("norm",)}),
+    proof="launch",
+)
+def unknown_saved(case: Case) -> Hit | None:
+    """A name that matches no module would silently train nothing."""
+    shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
+    unknown = [name for name in wanted if shape and not _there(shape, name)]
+    if not shape or not unknown:
+        return None
+    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in unknown))
+    fixes = (Fix(f"Leave out {names(unknown)}", kept, False),)
+    return Hit(f"{shape.architecture} has no {names(unknown)}; it has {names(shape.modules)}.", fixes)
+
+
+def _there(shape: ModelShape, name: str) -> bool:
+    return bool(name) and any(matches(leaf.path, name) for leaf in shape.leaves())
+
+
+@rule(
+    "MTH005",
+    "warning",
+    fields=("method.lora_modules_to_save",),
+    title="Tied weights drift apart",
+    source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
+    bad=Example({"method.lora_modules_to_save": ("embed_tokens",)}),
+    good=Example({"method.lora_modules_to_save": ("embed_tokens",)}, glance=replace(DEMO, shape=LLAMA_8B)),
+)
+def tied_drift(case: Case) -> Hit | None:
+    """This model uses one matrix to read words and to write them. Training a copy of one side makes the two
+    differ, and a merged model then loads with only one of them."""
+    shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
+    if shape is None or not shape.tied:
+        return None
+    found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
+    if not found:
+        return None
+    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in found))
+    return Hit(f"{names(found)} shares its weights.", (Fix(f"Leave out {names(found)}", kept, False),))
+
+
+@rule(
+    "MTH006",
+    "error",
+    fields=("method.freeze_layers",),
+    title="More layers than the model has",
+    source="arithmetic: config.json",
+    bad=Example({**FREEZE, "method.freeze_layers": 99}),
+    good=Example({**FREEZE, "method.freeze_layers": -2}),
+    proof="launch",
+)
+def too_many_layers(case: Case) -> Hit | None:
+    """The count goes from the last layer back, a negative one from the first on."""
+    shape, wanted = case.shape, case.spec.method.freeze_layers
+    if shape is None or case.spec.method.kind != "freeze" or abs(wanted) <= shape.layers:
+        return None
+    every = shape.layers if wanted > 0 else -shape.layers
+    fixes = (Fix(f"All {shape.layers}", {"method.freeze_layers": every}, False),)
+    return Hit(f"{abs(wanted)} layers are asked for; the model has {shape.layers}.", fixes)
+
+
+@rule(
+    "MTH007",
+    "error",
+    fields=("method.freeze_layers", "method.freeze_also"),
+    title="Nothing would be trained",
+    source="arithmetic: no weight is left to train",
+    fixes=(Fix("The last two layers", {"method.freeze_layers": 2}, safe=False),),
+    bad=Example({**FREEZE, "method.freeze_layers": 0}),
+    good=Example({**FREEZE, "method.freeze_layers": 0, "method.freeze_also": ("norm",)}),
+    proof="launch",
+)
+def nothing_trained(case: Case) -> str | None:
+    """An optimizer without weights stops at once. An output layer that shares its weights with the embedding is
+    trained by naming the embedding."""
+    method, shape = case.spec.method, case.shape
+    if method.kind != "freeze" or method.freeze_layers:
+        return None
+    if not method.freeze_also:
+        return "No layer and no module is chosen."
+    known = shape is not None and all(_there(shape, name) for name in method.freeze_also)
+    return "What is named has no weights of its own." if known and shape and not trainable(case.spec, shape) else None
+
+
+@rule(
+    "MTH008",
+    "error",
+    fields=("method.freeze_also",),
+    title="The model has no such module to train",
+    source="arithmetic: the model's module names",
+    bad=Example({**FREEZE, "method.freeze_also": ("wte",)}),
+    good=Example({**FREEZE, "method.freeze_also": ("embed_tokens",)}),
+    proof="launch",
+)
+def unknown_also(case: Case) -> Hit | None:
+    """A name that matches no module would silently train nothing."""
+    shape, method = case.shape, case.spec.method
+    if shape is None or method.kind != "freeze":
+        return None
+    unknown = [name for name in method.freeze_also if not _there(shape, name)]
+    if not unknown:
+        return None
+    patch = _listed("method.freeze_also", (name for name in method.freeze_also if name not in unknown))
+    if not method.freeze_layers and not patch["method.freeze_also"]:
+        patch["method.freeze_layers"] = 2
+    message = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.modules)}."
+    return Hit(message, (Fix(f"Leave out {names(unknown)}", patch, False),))
+
+
+@rule(
+    "MTH009",
+    "advice",
+    fields=("method.lora_rank",),
+    title="An adapter as wide as the model",
+    source="Hu et al. 2021, LoRA: the rank is meant to be far below the width",
+    fixes=(Fix("Rank 16", {"method.lora_rank": 16, "method.lora_alpha": 32.0}, safe=False),),
+    bad=Example({"method.lora_rank": 1024}),
+    good=Example({"method.lora_rank": 64}),
+)
+def wide_adapter(case: Case) -> str | None:
+    """Beyond the width of a layer an adapter holds more numbers than the layer itself."""
+    shape = _lora(case)
+    if shape is None or not adapted(case.spec.method, shape):
+        return None
+    narrow = min(min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.method, shape))
+    rank = case.spec.method.lora_rank
+    return f"Rank {rank}, in layers {narrow} wide." if rank > narrow else None
+
+
+RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)}
+
+
+@rule(
+    "MTH010",
+    "warning",
+    fields=("train.learning_rate", "method.kind"),
+    title="An unusual learning rate",
+    source="peft's and trl's examples; Biderman et al. 2024, LoRA Learns Less and Forgets Less",
+    bad=Example({"method.kind": "full", "train.learning_rate": 1e-3}),
+    good=Example({"method.kind": "full", "train.learning_rate": 2e-5}),
+)
+def unusual_rate(case: Case) -> Hit | None:
+    """Too high a rate makes the loss rise or turn into no number at all; too low a one leaves the model as it was.
+    Full training wants about a tenth of what adapters take."""
+    rate, kind = case.spec.train.learning_rate, case.spec.method.kind
+    low, high, usual = RATES[kind]
+    if case.spec.train.optimizer == "sgd" or case.spec.train.stage == "pretraining" or low <= rate <= high:
+        return None
+    message = f"{rate:g} is {'high' if rate > high else 'low'} for this method; {low:g} to {high:g} is usual."
+    return Hit(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))

@@ -1,0 +1,162 @@
+"""The catalogue proves itself: every rule's examples, fixes, fields and words; and no spec makes `check` fail."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.glance import Glance, look
+from backend.machine import Machine
+from backend.options import Option, SpecError, by_name, edit, options
+from backend.presets import presets
+from backend.rules import FAMILIES, RULES, Example, Finding, Rule, check, rules_markdown
+from backend.rules.examples import DEMO, FULL_DISK, GPT2, H100, LAPTOP, LLAMA_8B, NPU, SMALL, T4, TWO_H100, trouble
+from backend.spec import RunSpec
+
+COUNT = 58
+
+
+def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
+    spec = edit(RunSpec(), {**example.patch, **(patch or {})})
+    return check(spec, example.machine or LAPTOP, example.glance or DEMO)
+
+
+def codes(findings: tuple[Finding, ...], level: str = "") -> set[str]:
+    return {f.code for f in findings if not level or f.level == level}
+
+
+def test_catalogue() -> None:
+    assert len(RULES) == COUNT
+    assert len({r.code for r in RULES}) == COUNT
+    assert len({r.title for r in RULES}) == COUNT
+    assert {r.code.rstrip("0123456789") for r in RULES} == set(FAMILIES)
+    text = rules_markdown()
+    assert text.isascii()
+    assert all(f"### {r.code} {r.title}" in text for r in RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
+def test_rule(rule: Rule) -> None:
+    assert rule.why and rule.why[0].isupper() and rule.why.endswith(".")
+    assert rule.source and rule.title and not rule.title.endswith(".")
+    assert rule.fields and all(name in by_name() for name in rule.fields)
+    found = judged(rule.bad)
+    assert rule.code in codes(found), f"bad raises {codes(found)}"
+    assert codes(found, "error") <= {rule.code}, "the bad example is wrong in another way too"
+    good = judged(rule.good)
+    assert rule.code not in codes(good)
+    assert not codes(good, "error")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
+def test_fixes(rule: Rule) -> None:
+    found = next(f for f in judged(rule.bad) if f.code == rule.code)
+    assert all(name in by_name() for name in found.fields)
+    assert found.message.endswith((".", "!")) and found.message[0] not in " ,"
+    if rule.level == "error":
+        assert found.fixes or rule.remedy, "an error needs a way out"
+    before = codes(judged(rule.bad), "error")
+    for fix in found.fixes:
+        after = judged(rule.bad, dict(fix.patch))
+        assert fix.label
+        # Files do not change by a click: what they showed stays in a made-up glance.
+        stays = rule.code in codes(after) and rule.code in {"DAT002", "DAT003"}
+        assert rule.code not in codes(after) or stays, fix
+        assert codes(after, "error") <= before, fix
+
+
+def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
+    for machine in (LAPTOP, H100, T4, TWO_H100):
+        for spec in (RunSpec(), *(p.spec for p in presets())):
+            assert codes(check(spec, machine, look(spec, tmp_path)), "error") == set()
+
+
+def test_order_is_fixed() -> None:
+    spec = edit(RunSpec(), {"launch.device": "cuda", "train.accumulation": 999, "checkpoint.weights_only": True})
+    found = check(spec, LAPTOP, DEMO)
+    assert [f.level for f in found] == sorted((f.level for f in found), key=["error", "warning", "advice"].index)
+    assert found == check(spec, LAPTOP, DEMO)
+
+
+MACHINES = (LAPTOP, SMALL, H100, TWO_H100, T4, NPU, FULL_DISK, Machine())
+GLANCES = (
+    DEMO,
+    Glance(),
+    Glance(shape=GPT2, unknown="", rows=0, held=0, lengths=(0,)),
+    Glance(shape=LLAMA_8B, unknown="", rows=1, columns=("x",), exact=False, lengths=(9000,)),
+    trouble("data.files", "no such file"),
+    trouble("data.validation_files", "column text holds a number", 7),
+)
+WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
+
+
+def value(option: Option, dice: random.Random) -> Any:
+    """A value that `option` may take, often at its limits."""
+    if option.kind == "bool":
+        return dice.random() < 0.5
+    if option.kind == "choice":
+        return dice.choice([v for v, _ in option.choices])
+    if option.kind in ("int", "float"):
+        low = option.minimum if option.minimum is not None else 0
+        high = min(option.maximum if option.maximum is not None else 1e6, 1e6)
+        drawn = dice.choice((low, high, low + 1, dice.uniform(low, high), option.default))
+        return int(drawn) if option.kind == "int" else float(drawn)
+    if option.kind == "list":
+        number = option.name == "launch.devices"
+        return tuple(dice.randrange(4) if number else dice.choice(WORDS[:4]) for _ in range(dice.randrange(4)))
+    if option.kind == "table":
+        return {w: "1" for w in dice.sample(("RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "X"), 2)}
+    return dice.choice(WORDS)
+
+
+def drawn(dice: random.Random) -> RunSpec:
+    patch = {o.name: value(o, dice) for o in dice.sample(options(), dice.randrange(1, 30))}
+    while True:
+        try:
+            return edit(RunSpec(), patch)
+        except SpecError as error:
+            for problem in error.problems:
+                patch.pop(problem.field)
+
+
+def cases(count: int) -> Iterator[tuple[RunSpec, Machine, Glance]]:
+    dice = random.Random(2026)
+    for _ in range(count):
+        yield drawn(dice), dice.choice(MACHINES), dice.choice(GLANCES)
+
+
+def test_no_spec_makes_check_fail() -> None:
+    seen = set()
+    for spec, machine, glance in cases(3000):
+        seen |= codes(check(spec, machine, glance))
+    assert len(seen) > 0.8 * COUNT, set(r.code for r in RULES) - seen
+
+
+def test_applying_fixes_comes_to_an_end() -> None:
+    for spec, machine, glance in cases(400):
+        applied: list[str] = []
+        while True:
+            open_ = [f for f in check(spec, machine, glance) if any(x.safe for x in f.fixes)]
+            if not open_:
+                break
+            applied.append(open_[0].code)
+            assert len(applied) < 60, applied
+            spec = edit(spec, next(x for x in open_[0].fixes if x.safe).patch)
+
+
+def test_hidden_options_raise_nothing() -> None:
+    spec = edit(RunSpec(), {"method.freeze_layers": 999, "method.lora_target_modules": ("nothing",)})
+    assert check(spec, LAPTOP, DEMO) == check(RunSpec(), LAPTOP, DEMO)
+
+
+def test_check_is_quick() -> None:
+    """No figure is asserted: `make bench` has it. This only sees that nothing is read or computed twice over."""
+    begun = time.perf_counter()
+    for _ in range(20):
+        check(RunSpec(), H100, DEMO)
+    assert time.perf_counter() - begun < 20
