@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from backend.spec import Method, RunSpec
@@ -91,6 +92,7 @@ def matches(path: str, name: str) -> bool:
     return f".{name}." in f".{path}."
 
 
+@lru_cache(maxsize=64)  # an estimate asks for it a dozen times
 def adapted(method: Method, shape: ModelShape) -> list[Leaf]:
     """The linear modules that get a LoRA adapter."""
     linear = [leaf for leaf in shape.leaves() if leaf.inputs and leaf.path != shape.head]

@@ -34,6 +34,7 @@ def _card(rule: Rule) -> str:
         title=escape(rule.title),
         why=escape(rule.why),
         fields=f'<p class="dim">Looks at: {escape(fields)}</p>' if fields else "",
+        remedy=f"<p>Way out: {escape(rule.remedy)}</p>" if rule.remedy else "",
         source=f'<p class="dim">Source: {escape(rule.source)}</p>' if rule.source else "",
     )
 
@@ -41,7 +42,7 @@ def _card(rule: Rule) -> str:
 CARD = """
 <article id="{code}" data-level="{level}">
 <header><span class="level">{word}</span><h2>{title}</h2><a href="#{code}">{code}</a></header>
-<p>{why}</p>{fields}{source}
+<p>{why}</p>{remedy}{fields}{source}
 </article>"""
 
 PAGE = """<!doctype html>

@@ -39,7 +39,6 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "preview": _preview(found, desk.runs),
         "title": found.title,
         "summary": found.summary,
-        "summary": found.summary,
     }
 
 
