@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from backend import catalog
 from backend.derived import device, precision, processes, steps
@@ -130,7 +131,7 @@ class Account:
         """Bytes of a number in the computing."""
         return BYTES[precision(self.spec, self.machine)]
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Parameters that are trained."""
         return trainable(self.spec, self.shape)

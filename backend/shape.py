@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from functools import lru_cache
 from typing import Any
 
@@ -50,12 +51,12 @@ class ModelShape:
     layer: tuple[Leaf, ...] = field(default=(), repr=False)
     outside: tuple[Leaf, ...] = field(default=(), repr=False)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer."""
         return sum(leaf.parameters for leaf in self.layer)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
         return self.layers * self.layer_parameters + sum(leaf.parameters for leaf in self.outside)

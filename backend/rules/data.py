@@ -282,8 +282,8 @@ def grouped_packs(case: Case) -> str | None:
     fields=("data.packing", "train.batch_size", "data.max_length"),
     title="Packing makes one very long row of a batch",
     source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",
-    bad=Example({"data.packing": True, "train.batch_size": 16, "data.max_length": 2048}),
-    good=Example({"data.packing": True, "train.batch_size": 1, "data.max_length": 2048}),
+    bad=Example({"data.packing": True, "train.batch_size": 8, "data.max_length": 2048}, H100),
+    good=Example({"data.packing": True, "train.batch_size": 1, "data.max_length": 2048}, H100),
 )
 def long_packs(case: Case) -> Hit | None:
     """The packed rows of a batch lie one behind the other, and attention computes every pair of their tokens,

@@ -173,6 +173,7 @@ def bf16_on_old_cpu(case: Case) -> str | None:
     good=Example({"precision.compute": "bf16"}, H100),
 )
 def fp32_on_new_gpu(case: Case) -> str | None:
-    """Mixed precision halves the activations and is several times faster on these GPUs; trained weights stay in fp32."""
+    """Mixed precision halves the activations and is several times faster on these GPUs. Trained weights stay in
+    fp32."""
     capable = case.device == "cuda" and all(gpu.capability >= (8, 0) for gpu in _used(case)) and _used(case)
     return "These GPUs compute faster in bf16." if capable and case.precision == "fp32" else None

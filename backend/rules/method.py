@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
-from backend.rules.examples import DEMO, LLAMA_8B, PATH
+from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
 from backend.shape import ModelShape, adapted, matches, trainable
 
 BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False)
@@ -207,7 +207,7 @@ def _there(shape: ModelShape, name: str) -> bool:
     title="Tied weights drift apart",
     source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
     bad=Example({"method.lora_modules_to_save": ("embed_tokens",)}),
-    good=Example({"method.lora_modules_to_save": ("embed_tokens",)}, glance=replace(DEMO, shape=LLAMA_8B)),
+    good=Example({"method.lora_modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def tied_drift(case: Case) -> Hit | None:
     """This model uses one matrix to read words and to write them. Training a copy of one side makes the two

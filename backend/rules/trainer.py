@@ -148,7 +148,7 @@ def best_unseen(case: Case) -> Hit | None:
     title="These checkpoints cannot be resumed from",
     source="transformers 5.23 trainer.py: without optimizer.pt the optimizer would silently begin anew",
     fixes=(Fix("Whole checkpoints", {"checkpoint.weights_only": False}),),
-    bad=Example({"checkpoint.weights_only": True}),
+    bad=Example({"checkpoint.weights_only": True}, False),
     good=Example(),
 )
 def weights_only(case: Case) -> str | None:
@@ -213,7 +213,7 @@ def full_disk(case: Case) -> Hit | None:
     saved = case.spec.checkpoint.save_model
     tries = [
         Fix("Keep one checkpoint", {"checkpoint.keep": 1}),
-        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}),
+        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False),
         Fix("No checkpoints", {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False}),
         Fix("Save nothing", {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False}, False),
     ]
