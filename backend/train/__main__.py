@@ -128,9 +128,7 @@ def run(work: Work) -> None:
     trainer = trainers.build(config, weights, tokens, prepared, [reporter, keeper])
     journal.say(_size(trainer.model))
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    how = answers.Answering(
-        tokens, team, spec.evaluation.batch_size, spec.evaluation.max_new_tokens, model.DTYPES[work.precision]
-    )
+    how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
     began = time.time()
     trainer.train(resume_from_checkpoint=str(start) if start else None)

@@ -1,6 +1,6 @@
 """Held-out rows answered by the model, before and after, and compared with what was wanted.
 
-Beside the floors. Imports data, device, journal, templates.
+Beside the floors. Imports spec, data, device, journal, templates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from backend.spec import RunSpec
 from backend.train.data import Item
 from backend.train.device import Team
 from backend.train.journal import TrainError, write_json
@@ -56,6 +57,11 @@ class Answering:
     batch: int
     longest: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, spec: RunSpec, tokenizer: Any, team: Team, dtype: torch.dtype) -> Answering:
+        """As `spec` asks for it."""
+        return cls(tokenizer, team, spec.evaluation.batch_size, spec.evaluation.max_new_tokens, dtype)
 
     def answer(self, model: Any, asked: Sequence[Question], tick: Callable[[int, int], bool]) -> list[str]:
         """The model's answers, in order; the ranks share the work. Missing ones are '' where `tick` ended it."""

@@ -27,7 +27,7 @@ def calm(level: str, rank: int) -> None:
     transformers_logging.disable_progress_bar()
     datasets.logging.set_verbosity(number)
     datasets.disable_progress_bars()
-    for name in ("accelerate", "peft", "trl", "torch"):
+    for name in ("accelerate", "peft", "trl"):
         logging.getLogger(name).setLevel(number)
     if number > logging.WARNING:
         warnings.simplefilter("ignore")

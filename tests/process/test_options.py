@@ -1,0 +1,388 @@
+"""Every option reaches what it names: a changed value changes what the libraries receive, or what really happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainings import a_folder, a_spec, together
+
+from backend.machine import Gpu, Machine
+from backend.options import by_name, edit, effective, options, word
+from backend.plan import plan
+from backend.spec import RunSpec
+from backend.train import answers, builtin, checkpoints, data, device, model, quiet, trainers
+from backend.train.__main__ import Work, _start
+from backend.train.callbacks import Keeper
+from backend.train.journal import Journal, TrainError
+
+# peft asks transformers under an old name; the run's own log leaves that out too.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+Observer = Callable[[RunSpec], Any]
+MACHINE = Machine(device="cuda", gpus=tuple(Gpu(n, "H100", 80 << 30, 80 << 30, (9, 0)) for n in range(4)), cores=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where the option counts (`base`), a value that is not the usual one, and what shows the difference."""
+
+    changed: Any
+    see: Observer
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a cache of models, data files and templates; `HERE` in the table stands for it."""
+    root = tmp_path_factory.mktemp("options")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
+        patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
+        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
+        shutil.copytree(tiny, root / "one")
+        shutil.copytree(tiny, root / "two")
+        shutil.copytree(tiny, root / "cache/models/smollm2-135m-instruct")  # ready, so nothing is fetched
+        _files(root)
+        yield root
+
+
+def _files(root: Path) -> None:
+    every = {"instruction": "a", "output": "b", "prompt": "c", "completion": "d", "text": "e", "q": "f", "r": "g"}
+    every["talk"] = [{"role": "user", "content": "h"}, {"role": "assistant", "content": "i"}]
+    every["messages"] = [{"role": "user", "content": "j"}, {"role": "assistant", "content": "k"}]
+    rows = [{**every, "output": f"b{n}"} for n in range(20)]
+    for name, part in (("a", rows), ("b", rows[:7])):
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+        hub = root / f"hub-{name}"
+        hub.mkdir()
+        (hub / "one.jsonl").write_text("\n".join(map(json.dumps, part)))
+        (hub / "two.jsonl").write_text("\n".join(map(json.dumps, part[:3])))
+        configs = "".join(f"- config_name: {c}\n  data_files: {c}.jsonl\n" for c in ("one", "two"))
+        (hub / "README.md").write_text(f"---\nconfigs:\n{configs}---\n".replace("one\n", "one\n  default: true\n", 1))
+    own = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
+    (root / "a.jinja").write_text(own)
+    (root / "b.jinja").write_text(own.replace("'content'] +", "'content'] + '!' +"))
+
+
+def argument(name: str) -> Observer:
+    """A field of the Trainer's arguments."""
+    return lambda spec: getattr(trainers.arguments(spec, Path("."), "cpu", 1), name)
+
+
+def found(spec: RunSpec) -> Any:
+    return model.find(spec, lambda text, share: None)
+
+
+@cache
+def parts(spec_text: str) -> tuple[Any, Any]:
+    spec = RunSpec.model_validate_json(spec_text)
+    source = found(spec)
+    return model.tokenizer(spec, source), source
+
+
+def tokens(spec: RunSpec) -> Any:
+    return parts(spec.model_dump_json())[0]
+
+
+def adapted(spec: RunSpec) -> Any:
+    tokenizer, source = parts(spec.model_dump_json())
+    return model.adapt(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
+
+
+def trained(spec: RunSpec) -> Any:
+    return {name: tuple(p.shape) for name, p in adapted(spec).named_parameters() if p.requires_grad}
+
+
+def lora(spec: RunSpec) -> Any:
+    """Scaling and dropout of an adapter, as its layer has them."""
+    layer = adapted(spec).base_model.model.model.layers[0].self_attn.q_proj
+    return layer.scaling["default"], str(layer.lora_dropout)
+
+
+def rows(spec: RunSpec) -> Any:
+    return [[item.value for item in part] for part in data.collect(spec)]
+
+
+def prepared(spec: RunSpec) -> data.Prepared:
+    return data.prepare(spec, tokens(spec), lambda done, of: True, lambda line: None)
+
+
+def table(spec: RunSpec) -> Any:
+    return prepared(spec).train[:5]
+
+
+def held(spec: RunSpec) -> Any:
+    return len(prepared(spec).held_out)
+
+
+def helpers(spec: RunSpec) -> int:
+    """Preparation processes that were there at once."""
+    seen = [0]
+
+    def tick(done: int, of: int) -> bool:
+        seen.append(len(multiprocessing.active_children()))
+        return True
+
+    data.prepare(spec, tokens(spec), tick, lambda line: None)
+    return max(seen)
+
+
+def trainer(spec: RunSpec) -> Any:
+    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    return trainers.build(config, adapted(spec), tokens(spec), prepared(spec), [])
+
+
+def packed(spec: RunSpec) -> Any:
+    return len(trainer(spec).train_dataset)
+
+
+def optimizer(spec: RunSpec) -> Any:
+    made = trainer(spec).create_optimizer()
+    return type(made).__name__, {k: v for k, v in made.defaults.items() if k != "params"}, made.param_groups[0]["lr"]
+
+
+def decay(spec: RunSpec) -> Any:
+    return [group["weight_decay"] for group in trainer(spec).create_optimizer().param_groups]
+
+
+def rates(spec: RunSpec) -> Any:
+    """The learning rate of 40 steps."""
+    made = trainer(spec)
+    made.create_optimizer_and_scheduler(40)
+    seen = []
+    for _ in range(40):
+        made.optimizer.step()
+        made.lr_scheduler.step()
+        seen.append(made.lr_scheduler.get_last_lr()[0])
+    return seen
+
+
+def order(spec: RunSpec) -> Any:
+    return list(trainer(spec)._get_train_sampler())[:20]
+
+
+def ranks(spec: RunSpec) -> Any:
+    return trainers._parallel(spec, "cpu", 2)
+
+
+def planned(spec: RunSpec) -> Any:
+    made = plan(spec, MACHINE)
+    return made.argv, made.env
+
+
+def computed(spec: RunSpec) -> Any:
+    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    return device.precision(spec, "cpu"), config.bf16
+
+
+def longest(spec: RunSpec) -> Any:
+    return answers.Answering.of(spec, None, device.Team(), torch.float32).longest
+
+
+def begun(spec: RunSpec) -> Any:
+    """Where a run with a complete checkpoint of step 4 begins."""
+    folder = Path(found(spec).name).parents[2] / f"begun-{spec.checkpoint.start}"
+    shutil.rmtree(folder, ignore_errors=True)
+    a_checkpoint(folder, 4)
+    team = device.Team()
+    work = Work(spec, folder, spec.checkpoint.start == "anew", team, Journal(folder))
+    start = _start(work)
+    return start.name if start else None
+
+
+def begun_elsewhere(spec: RunSpec) -> Any:
+    folder = Path(found(spec).name).parents[2] / "empty"
+    work = Work(spec, folder, False, device.Team(), Journal(folder))
+    return _start(work)
+
+
+def a_checkpoint(folder: Path, step: int) -> Path:
+    made = folder / "checkpoints" / f"checkpoint-{step}"
+    made.mkdir(parents=True)
+    for name in (checkpoints.OPTIMIZER, "trainer_state.json", checkpoints.COMPLETE):
+        (made / name).touch()
+    return made
+
+
+def reported(spec: RunSpec) -> Any:
+    try:
+        return trainers.arguments(spec, Path("."), "cpu", 1).report_to
+    except TrainError as error:
+        return str(error)  # a tracker that is not installed is named
+
+
+def heard(spec: RunSpec) -> Any:
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    quiet.calm(spec.logging.level, 0)
+    root.handlers = handlers
+    return quiet.transformers_logging.get_verbosity(), argument("log_level")(spec)
+
+
+@cache
+def left(root: str, save: bool, merge: bool) -> Any:
+    """The model's files that a run leaves."""
+    more = {"checkpoint.save_model": save, "checkpoint.merge": merge, "train.max_steps": 1}
+    folder = a_folder(Path(root), f"left-{save}-{merge}", more)
+    together(Path(root) / "cache", folder)
+    return sorted(p.name for p in folder.glob("model/*.safetensors"))
+
+
+def kept(spec: RunSpec) -> Any:
+    root = Path(found(spec).name).parents[2]
+    return left(str(root), spec.checkpoint.save_model, spec.checkpoint.merge)
+
+
+FILES = {"data.source": "files", "data.files": ("HERE/a.jsonl",)}
+HUB = {"data.source": "hub", "data.hub_id": "HERE/hub-a", "data.hub_config": "one"}
+PAIR = {**FILES, "data.format": "prompt_completion"}
+CUSTOM = {"method.lora_targets": "custom", "method.lora_target_modules": ("q_proj",)}
+FREEZE = {"method.kind": "freeze"}
+SAVED = {"checkpoint.when": "steps"}
+EVALUATED = {"evaluation.when": "steps"}
+DDP = {"parallel.strategy": "ddp"}
+CASES: dict[str, Case] = {
+    "model.source": Case("path", found, {"model.path": "HERE/one"}),
+    "model.builtin": Case("smollm2-135m-instruct", found),
+    "model.path": Case("HERE/two", found, {"model.source": "path", "model.path": "HERE/one"}),
+    "model.hub_id": Case("some/other", found, {"model.source": "hub", "model.hub_id": "some/model"}),
+    "model.revision": Case("v2", found, {"model.source": "hub", "model.hub_id": "some/model"}),
+    "model.trust_remote_code": Case(True, found, {"model.source": "hub", "model.hub_id": "some/model"}),
+    "data.source": Case("files", rows, {"data.files": ("HERE/a.jsonl",)}),
+    "data.files": Case(("HERE/b.jsonl",), rows, FILES),
+    "data.hub_id": Case("HERE/hub-b", rows, HUB),
+    "data.hub_config": Case("two", rows, HUB),
+    "data.hub_split": Case("train[:10]", rows, HUB),
+    "data.format": Case("text", rows, FILES),
+    "data.messages_column": Case("talk", rows, {**FILES, "data.format": "messages"}),
+    "data.prompt_column": Case("q", rows, PAIR),
+    "data.completion_column": Case("r", rows, PAIR),
+    "data.text_column": Case("q", rows, {**FILES, "data.format": "text"}),
+    "data.system": Case("Be brief.", rows, PAIR),
+    "data.template": Case("file", table, {"data.template_file": "HERE/a.jinja"}),
+    "data.template_file": Case("HERE/b.jinja", table, {"data.template": "file", "data.template_file": "HERE/a.jinja"}),
+    "data.learn": Case("all", table),
+    "data.max_length": Case(100, table),
+    "data.packing": Case(True, packed),
+    "data.max_samples": Case(7, rows),
+    "data.validation": Case("none", rows, FILES),
+    "data.validation_split": Case(0.5, rows, FILES),
+    "data.validation_files": Case(
+        ("HERE/a.jsonl",), rows, {**FILES, "data.validation": "files", "data.validation_files": ("HERE/b.jsonl",)}
+    ),
+    "data.workers": Case(2, helpers, {"data.max_samples": 0}),
+    "method.kind": Case("full", trained),
+    "method.lora_rank": Case(3, trained),
+    "method.lora_alpha": Case(5.0, lora),
+    "method.lora_dropout": Case(0.25, lora),
+    "method.lora_targets": Case("attention", trained),
+    "method.lora_target_modules": Case(("v_proj",), trained, CUSTOM),
+    "method.lora_modules_to_save": Case(("lm_head",), trained),
+    "method.freeze_layers": Case(-1, trained, FREEZE),
+    "method.freeze_also": Case(("embed_tokens",), trained, FREEZE),
+    "train.stage": Case("pretraining", table),
+    "train.length": Case("epochs", argument("max_steps")),
+    "train.epochs": Case(1.5, argument("num_train_epochs"), {"train.length": "epochs"}),
+    "train.max_steps": Case(5, argument("max_steps")),
+    "train.batch_size": Case(3, argument("train_batch_size")),
+    "train.accumulation": Case(2, argument("gradient_accumulation_steps")),
+    "train.learning_rate": Case(0.5, optimizer),
+    "train.scheduler": Case("cosine_with_min_lr", rates),
+    "train.warmup": Case(10, rates),
+    "train.optimizer": Case("sgd", optimizer),
+    "train.weight_decay": Case(0.1, decay),
+    "train.beta1": Case(0.8, optimizer),
+    "train.beta2": Case(0.9, optimizer),
+    "train.epsilon": Case(1e-6, optimizer),
+    "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
+    "train.neftune": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
+    "train.group_by_length": Case(True, order),
+    "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),
+    "train.dataloader_workers": Case(2, lambda spec: trainer(spec).get_train_dataloader().num_workers),
+    "train.seed": Case(7, rows),
+    "precision.compute": Case("bf16", computed),
+    "parallel.strategy": Case("ddp", planned),
+    "parallel.find_unused_parameters": Case(True, ranks, DDP),
+    "parallel.bucket_mb": Case(50, ranks, DDP),
+    "parallel.timeout": Case(60, ranks, DDP),
+    "evaluation.when": Case("epoch", argument("eval_strategy")),
+    "evaluation.steps": Case(3, argument("eval_steps"), EVALUATED),
+    "evaluation.batch_size": Case(3, argument("eval_batch_size"), EVALUATED),
+    "evaluation.samples": Case(3, held),
+    "evaluation.max_new_tokens": Case(9, longest),
+    "checkpoint.when": Case("epoch", argument("save_strategy")),
+    "checkpoint.steps": Case(3, argument("save_steps"), SAVED),
+    "checkpoint.keep": Case(1, lambda spec: Keeper(spec, Path("."), device.Team(), Journal(Path("."))).keep, SAVED),
+    "checkpoint.weights_only": Case(True, argument("save_only_model"), SAVED),
+    "checkpoint.best": Case(
+        True,
+        argument("load_best_model_at_end"),
+        {**SAVED, **EVALUATED, "checkpoint.steps": 10, "evaluation.steps": 5},
+    ),
+    "checkpoint.start": Case("anew", begun),
+    "checkpoint.path": Case(
+        "HERE/other/checkpoints/checkpoint-8",
+        begun_elsewhere,
+        {"checkpoint.start": "path", "checkpoint.path": "HERE/other/checkpoints/checkpoint-4"},
+    ),
+    "checkpoint.save_model": Case(True, kept),
+    "checkpoint.merge": Case(True, kept, {"checkpoint.save_model": True}),
+    "logging.name": Case("mine", argument("run_name")),
+    "logging.steps": Case(5, argument("logging_steps")),
+    "logging.level": Case("info", heard),
+    "logging.report_to": Case("mlflow", reported),
+    "launch.launcher": Case("python", planned),
+    "launch.device": Case("cuda", planned),
+    "launch.devices": Case((2, 3), planned, {"launch.device": "cuda"}),
+    "launch.processes": Case(4, planned, DDP),
+    "launch.threads": Case(3, planned),
+    "launch.environment": Case({"A": "b"}, planned),
+}
+ONLY_CHOICE = {"data.builtin"}  # a table of one row: nothing to change it to
+
+
+def here(value: Any, root: Path) -> Any:
+    if isinstance(value, str):
+        return value.replace("HERE", str(root))
+    return tuple(here(v, root) for v in value) if isinstance(value, tuple) else value
+
+
+def test_the_table_is_complete() -> None:
+    assert CASES.keys() | ONLY_CHOICE == {option.name for option in options()}
+    assert all(len(by_name()[name].choices) == 1 for name in ONLY_CHOICE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_has_its_effect(name: str, place: Path) -> None:
+    for step in (4, 8):
+        if not (place / f"other/checkpoints/checkpoint-{step}").exists():
+            a_checkpoint(place / "other", step)
+    case = CASES[name]
+    before = a_spec({key: here(value, place) for key, value in case.base.items()})
+    after = edit(before, {name: here(case.changed, place)})
+    assert effective(before) != effective(after), "the option is hidden in this case"
+    first = case.see(effective(before))
+    assert first == case.see(effective(before)), "what is seen must not change by itself"
+    assert first != case.see(effective(after))
+
+
+@pytest.mark.parametrize("name", [o.name for o in options() if o.when and o.name not in ONLY_CHOICE])
+def test_hidden_options_have_no_effect(name: str, place: Path) -> None:
+    """Where any one of its conditions does not hold, a changed value leaves the plan as it was."""
+    case, option = CASES[name], by_name()[name]
+    for other, allowed in option.when.items():
+        values = [value for value, _ in by_name()[other].choices] or ["true", "false"]
+        unlike = next((value for value in values if word(value) not in allowed), None)
+        assert unlike is not None, f"{other} always shows {name}"
+        base = a_spec({**{k: here(v, place) for k, v in case.base.items()}, other: unlike})
+        changed = edit(base, {name: here(case.changed, place)})
+        assert plan(changed, MACHINE) == plan(base, MACHINE)
