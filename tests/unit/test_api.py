@@ -311,7 +311,7 @@ def test_a_key_makes_one_run(place, one):
     assert one.delete(f"/api/runs/{name}").status_code == 409
     assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
     assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
-    stopped = one.post(f"/api/runs/{name}/stop", json={"save": False})
+    stopped = one.post(f"/api/runs/{name}/stop", json={"save": True})
     assert stopped.json()["summary"]["state"] == "stopping"
     ended(place / "runs" / name)
     assert not processes.carriers(place / "runs" / name)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from backend import presets
+from backend.catalog import DEVICES
+from backend.derived import device
 from backend.judge import Judgement, described, judge
-from backend.machine import Machine, describe
+from backend.machine import describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.rules import Finding
 from backend.spec import RunSpec
 from webui.api.asking import Ask, Refusal
 from webui.api.desk import Desk
-
-GIB = 1024**3
 
 
 def check(desk: Desk, ask: Ask) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "verdict": _verdict(found, problems),
         "findings": findings_of(found, spec),
         "invalid": [{"field": p.field, "message": p.message} for p in problems],
-        "memory": {**described(found.estimate), "device_label": _device_label(found.machine)},
+        "memory": {**described(found.estimate), "device_label": _device_label(found)},
         "preview": _preview(found, desk.runs),
         "title": found.title,
         "summary": found.summary,
@@ -176,7 +176,7 @@ def _preview(found: Judgement, runs: Path) -> dict[str, Any]:
     }
 
 
-def _device_label(machine: Machine) -> str:
-    if machine.gpus:
-        return machine.gpus[0].name
-    return f"{round(machine.ram_bytes / GIB)} GiB of RAM"
+def _device_label(found: Judgement) -> str:
+    """What the memory bar is about."""
+    family = device(found.spec, found.machine)
+    return found.machine.gpus[0].name if found.machine.gpus and family != "cpu" else DEVICES[family].label
