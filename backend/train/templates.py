@@ -1,8 +1,8 @@
-"""Chat templates: ChatML for models without one, and which tokens of a conversation are answers.
+"""The chat template of a run, and which tokens of a conversation are answers.
 
-Beside the floors. Imports journal. Three ways to find the answers, the first that works: the template's own
-{% generation %} marks; TRL's training twin of a known template; and the difference that each answer makes to the
-rendered text, which needs a template that only ever appends.
+Beside the floors. Imports spec, chatml, journal. Three ways to find the answers, the first that works: the
+template's own {% generation %} marks; TRL's training twin of a known template; and the difference that each answer
+makes to the rendered text, which needs a template that only ever appends.
 """
 
 from __future__ import annotations
@@ -17,37 +17,14 @@ from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from backend.spec import RunSpec
+from backend.train.chatml import chatml
 from backend.train.journal import TrainError
 
-# Between {% generation %} and {% endgeneration %} stands what is learned: the answer and its end. A tokenizer
-# without ChatML's tokens writes its own end of text behind, so that the trained model knows where to stop.
-CHATML = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}
-{{- message['content'] + '<|im_end|>' + END -}}
-{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] + '<|im_end|>' -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 Turns = Sequence[Mapping[str, Any]]
 
 
 class Unlearnable(ValueError):
     """A conversation that the template cannot write, in a sentence."""
-
-
-def chatml(tokenizer: Any) -> str:
-    """ChatML for this tokenizer."""
-    known = "<|im_end|>" in tokenizer.get_vocab()
-    return CHATML.replace(" + END", "" if known else " + eos_token")
 
 
 def choose(spec: RunSpec, tokenizer: Any) -> None:

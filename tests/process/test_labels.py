@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from backend.train import answers, builtin, data, templates
+from backend.train.chatml import chatml
 from backend.train.journal import TrainError
 from backend.train.templates import Writer
 
@@ -98,10 +99,10 @@ def test_a_model_without_template_is_told_what_to_do(tokenizer: Any) -> None:
 
 
 def test_chatml_ends_where_the_tokenizer_can_stop(tokenizer: Any) -> None:
-    assert "eos_token" not in templates.chatml(tokenizer)
+    assert "eos_token" not in chatml(tokenizer)
     foreign = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     foreign.get_vocab = lambda: {"a": 0}
-    assert "'<|im_end|>' + eos_token" in templates.chatml(foreign)
+    assert "'<|im_end|>' + eos_token" in chatml(foreign)
 
 
 def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> None:

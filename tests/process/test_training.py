@@ -41,6 +41,30 @@ METHODS: dict[str, dict[str, Any]] = {
     "freeze": {"method.kind": "freeze", "method.freeze_layers": 1, "method.freeze_also": ("lm_head",)},
 }
 
+# Other ways to the same steps: half the batch twice, activations computed again, batches made in another process.
+FRUGAL = {
+    "train.batch_size": 2,
+    "train.accumulation": 2,
+    "train.activation_checkpointing": True,
+    "train.dataloader_workers": 1,
+    "data.workers": 2,
+}
+# What changes the losses, but must work together.
+MANY_OPTIONS = {
+    "train.max_steps": 6,
+    "train.activation_checkpointing": True,
+    "train.neftune": 5.0,
+    "train.group_by_length": True,
+    "train.optimizer": "adafactor",
+    "train.scheduler": "cosine_with_min_lr",
+    "method.lora_modules_to_save": ("lm_head",),
+    "precision.compute": "bf16",
+    "evaluation.when": "steps",
+    "evaluation.steps": 1,
+    "checkpoint.best": True,
+    "checkpoint.weights_only": False,
+}
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -69,6 +93,8 @@ def alone(root: Path, cache: Path) -> dict[str, Path]:
     specs["adapter"] = {"checkpoint.save_model": True, "train.learning_rate": 1e-2}
     specs["saved"] = {"method.kind": "full", "checkpoint.save_model": True, "train.learning_rate": 1e-2}
     specs["packed"] = {"data.packing": True, "evaluation.when": "steps", "evaluation.steps": 3}
+    specs["frugal"] = {**EQUAL, **ALONE, **METHODS["full"], **FRUGAL}
+    specs["many"] = {**MANY_OPTIONS, "checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
     specs["anew"] = {"checkpoint.when": "steps", "checkpoint.steps": 2, "train.max_steps": 4}
     folders = {name: a_folder(root, name, spec) for name, spec in specs.items()}
@@ -186,6 +212,20 @@ def test_methods_train_what_they_say(alone: dict[str, Path]) -> None:
     assert trained["full"] == whole
     assert trained["freeze"] == layer + 2048 * 128
     assert trained["lora"] == 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 352))
+
+
+def test_frugal_ways_learn_the_same(alone: dict[str, Path]) -> None:
+    assert losses(alone["frugal"]) == pytest.approx(losses(alone["full"]), abs=2e-5)
+
+
+def test_many_options_at_once(alone: dict[str, Path]) -> None:
+    """bf16, best checkpoint and a wholly trained head among them; the best and the newest checkpoint are kept."""
+    found = [p for p in points(alone["many"]) if "eval_loss" in p]
+    assert len(found) == 6
+    saved = {p["step"]: p["eval_loss"] for p in found if p["step"] % 2 == 0}
+    kept = {int(p.name.rpartition("-")[2]) for p in (alone["many"] / "checkpoints").iterdir() if p.is_dir()}
+    assert kept == {6, min(saved, key=lambda step: saved[step])}
+    assert result(alone["many"])["trainable_parameters"] > 2048 * 128
 
 
 def logits(model: Any) -> torch.Tensor:

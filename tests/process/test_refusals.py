@@ -1,0 +1,172 @@
+"""What cannot be trained is told in one sentence; the demo data is what its script makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import Launch, a_folder, a_spec, text
+from transformers import AutoModelForCausalLM
+
+from backend.paths import ASSETS, HOME
+from backend.rows import problem, read_rows
+from backend.spec import Data
+from backend.train import builtin, checkpoints, model, trainers
+from backend.train.journal import Journal, TrainError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield builtin.prepare("tiny-llama", lambda text, share: None)
+
+
+def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> None:
+    """Two ranks, one sentence, no traceback; torchrun's error file has it."""
+    folder = a_folder(
+        tmp_path, "run", {"model.source": "path", "model.path": str(tmp_path), "parallel.strategy": "ddp"}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        Launch(folder, tmp_path / "cache", 2).done(1)
+    log = text(folder)
+    sentence = f"model.path: {tmp_path} has no config.json: name the folder that save_pretrained wrote."
+    ours, _, torchruns = log.partition("Traceback")
+    assert sentence in ours, "the ranks' own words are the sentence, with no traceback before it"
+    assert "ChildFailedError" in torchruns
+    assert sentence in json.dumps(json.loads((folder / "error.json").read_text()))
+
+
+def nothing(text: str, share: float | None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model.source": "path", "model.path": "/nowhere"}, "model.path: there is no folder /nowhere"),
+        ({"model.source": "hub"}, "model.hub_id is empty"),
+    ],
+)
+def test_models_that_are_not_there(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(TrainError, match=part):
+        model.find(a_spec(changes), nothing)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"method.lora_targets": "custom"}, "lora_target_modules is empty; the model has .*q_proj"),
+        ({"method.lora_targets": "custom", "method.lora_target_modules": "query"}, "has no query; it has .*q_proj"),
+        ({"method.lora_targets": "custom", "method.lora_target_modules": "lm_head"}, "lm_head cannot carry an adapter"),
+        ({"method.lora_modules_to_save": "head"}, "has no head; it has .*lm_head"),
+        ({"method.kind": "freeze", "method.freeze_layers": 5}, "the model has 4 layers, not 5"),
+        ({"method.kind": "freeze", "method.freeze_layers": 0}, "nothing would be trained"),
+        ({"method.kind": "freeze", "method.freeze_also": "head"}, "has no head; it has .*lm_head"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_modules_that_are_not_there_are_answered_with_those_that_are(
+    tiny: Path, changes: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(TrainError, match=part):
+        model.adapt(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+
+
+def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
+    odd = {"checkpoint.best": True, "checkpoint.when": "steps", "evaluation.when": "steps"}
+    with pytest.raises(TrainError, match=r"checkpoint\.best"):
+        trainers.arguments(a_spec({**odd, "checkpoint.steps": 10, "evaluation.steps": 4}), tmp_path, "cpu", 1)
+
+
+def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
+    made = tmp_path / "checkpoints/checkpoint-3"
+    with pytest.raises(TrainError, match="is no checkpoint"):
+        checkpoints.named(str(made))
+    made.mkdir(parents=True)
+    (made / "trainer_state.json").touch()
+    with pytest.raises(TrainError, match="cut off"):
+        checkpoints.named(str(made))
+    checkpoints.mark(made)
+    with pytest.raises(TrainError, match="weights only"):
+        checkpoints.named(str(made))
+    (made / checkpoints.OPTIMIZER).touch()
+    assert checkpoints.named(str(made)) == made.resolve() == checkpoints.last(tmp_path).resolve()  # type: ignore[union-attr]
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (2, 4, 10, 20):
+        (tmp_path / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+        checkpoints.mark(tmp_path / f"checkpoints/checkpoint-{step}")
+    checkpoints.rotate(tmp_path, 0, None)
+    assert len(checkpoints.complete(tmp_path)) == 4
+    checkpoints.rotate(tmp_path, 1, str(tmp_path / "checkpoints/checkpoint-4"))
+    assert [checkpoints.step_of(p) for p in checkpoints.complete(tmp_path)] == [4, 20]
+
+
+def test_points_are_strict_json(tmp_path: Path) -> None:
+    Journal(tmp_path).point({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    Journal(tmp_path, rank=1).point({"step": 2})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "note": "loss is nan, grad_norm is inf"}
+
+
+@pytest.mark.parametrize("way", ["offline", "unwritable"])
+def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: str) -> None:
+    """pip without an index; a cache that is a file."""
+    cache = tmp_path / "cache"
+    if way == "unwritable":
+        cache.write_text("no folder")
+    own = {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    ended = subprocess.run(
+        [sys.executable, "-m", "backend.train.builtin", "smollm2-135m-instruct"],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 1
+    said = ended.stderr.strip().splitlines()[-1]
+    assert ("tiny-llama" if way == "offline" else "FOOTPLATE_CACHE") in said
+    assert "Traceback" not in ended.stderr
+    assert [p.name for p in tmp_path.glob("cache/models/*")] == (
+        [".smollm2-135m-instruct.lock"] if way == "offline" else []
+    )
+
+
+def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(tmp_path))
+        again = builtin.prepare("tiny-llama", nothing)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (again / name).read_bytes() == (tiny / name).read_bytes()
+
+
+def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
+    script = ASSETS / "trains" / "make.py"
+    subprocess.run([sys.executable, "-I", str(script), str(tmp_path)], check=True, timeout=60)
+    for name in ("train.jsonl", "validation.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ASSETS / "trains" / name).read_bytes()
+
+
+def test_the_demo_data_is_sound() -> None:
+    parts = [[row for _, row in read_rows(ASSETS / "trains" / f"{p}.jsonl")] for p in ("train", "validation")]
+    assert [len(part) for part in parts] == [400, 60]
+    said = [{row["messages"][1]["content"] for row in part} for part in parts]
+    assert not said[0] & said[1]
+    assert len(said[0]) == 400
+    for row in parts[0] + parts[1]:
+        assert problem(row, "messages", Data()) is None
+        asked, answer = row["messages"][1]["content"], json.loads(row["messages"][2]["content"])
+        assert list(answer) == ["train", "from", "to", "time", "platform"]
+        assert all(answer[key] is None or answer[key] in asked for key in ("from", "to", "platform"))
+        assert answer["train"].split()[1] in asked
+        assert "{" not in asked
+        assert "[" not in asked
