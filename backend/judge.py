@@ -14,10 +14,10 @@ from backend import catalog
 from backend.derived import global_batch
 from backend.glance import Glance, look, settle
 from backend.machine import Machine
-from backend.memory import Estimate, estimate
+from backend.memory import Estimate
 from backend.options import effective
 from backend.plan import plan
-from backend.rules import Finding, check
+from backend.rules import Case, Finding, examine
 from backend.run import Plan
 from backend.shape import trainable
 from backend.spec import RunSpec
@@ -68,25 +68,18 @@ class Judgement:
         spec, parts = self.spec, []
         rows = global_batch(spec)
         steps = f"{spec.train.max_steps:,} steps" if spec.train.length == "steps" else f"{spec.train.epochs:g} epochs"
-        parts.append(f"{steps}, {rows:,} row{'s' if rows > 1 else ''} a step")
+        parts.append(f"{steps} of {rows:,} row{'s' if rows > 1 else ''}")
         if self.glance.shape:
             count, whole = trainable(spec, self.glance.shape), self.glance.shape.parameters
-            parts.append(f"{_short(count)} of {_short(whole)} parameters trained")
+            parts.append(f"{_short(count)} of {_short(whole)} trained")
         return "; ".join(parts)
 
 
 def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
     """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
     spec = settle(effective(spec), base)
-    glance = look(spec, base)
-    return Judgement(
-        spec=spec,
-        machine=machine,
-        glance=glance,
-        estimate=estimate(spec, machine, glance.shape),
-        findings=check(spec, machine, glance),
-        plan=plan(spec, machine),
-    )
+    case = Case(spec, machine, look(spec, base))
+    return Judgement(spec, machine, case.glance, case.estimate, examine(case), plan(spec, machine))
 
 
 def described(found: Estimate) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import annotated_types
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
@@ -106,14 +105,10 @@ def options() -> tuple[Option, ...]:
     found = []
     for section, info in RunSpec.model_fields.items():
         assert isinstance(info.annotation, type)
-        for key, leaf in info.annotation.model_fields.items():  # type: ignore[attr-defined]
+        for key, leaf in info.annotation.model_fields.items():
             ui = next(m for m in leaf.metadata if isinstance(m, Ui))
             kind, table = _kind(leaf.annotation, ui)
             table = next((m.table for m in leaf.metadata if isinstance(m, OneOf)), table)
-            low = next((m.ge for m in leaf.metadata if isinstance(m, annotated_types.Ge)), None)
-            low = next((m.gt for m in leaf.metadata if isinstance(m, annotated_types.Gt)), low)
-            high = next((m.le for m in leaf.metadata if isinstance(m, annotated_types.Le)), None)
-            high = next((m.lt for m in leaf.metadata if isinstance(m, annotated_types.Lt)), high)
             default = leaf.default if leaf.default is not PydanticUndefined else leaf.default_factory()
             found.append(
                 Option(
@@ -126,11 +121,16 @@ def options() -> tuple[Option, ...]:
                     widget=ui.widget,
                     unit=ui.unit,
                     choices=tuple((value, row.label) for value, row in table.items()),
-                    minimum=low,
-                    maximum=high,
+                    minimum=_limit(leaf.metadata, "ge", "gt"),
+                    maximum=_limit(leaf.metadata, "le", "lt"),
                 )
             )
     return tuple(found)
+
+
+def _limit(metadata: list[Any], *names: str) -> float | None:
+    """The first of an annotation's limits with one of these names: Ge has `ge`, Gt has `gt`, and so on."""
+    return next((getattr(mark, name) for mark in metadata for name in names if hasattr(mark, name)), None)
 
 
 @cache

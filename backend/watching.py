@@ -18,7 +18,8 @@ from backend.machine import probe
 from backend.run import LOG, METRICS, SPEC
 from backend.run.folder import ALIVE, Run, RunError, find, runs
 from backend.run.reading import Metrics, since
-from backend.shell import asked, print_findings, show as show_json
+from backend.shell import asked, print_findings
+from backend.shell import show as show_json
 
 OUTCOMES = {"done": 0, "stopped": 3}
 PAUSE = 0.25  # seconds between looks at a log

@@ -51,9 +51,7 @@ def widget(option: Option) -> Any:
         case "segments":
             return gr.Radio(choices=[(label, value) for value, label in option.choices], **common)
         case "menu":
-            return gr.Dropdown(
-                choices=[(label, value) for value, label in option.choices], filterable=False, **common
-            )
+            return gr.Dropdown(choices=[(label, value) for value, label in option.choices], filterable=False, **common)
         case "switch":
             return gr.Checkbox(**common)
         case "number":

@@ -79,9 +79,7 @@ def _train(form: Form) -> None:
             form.place("train.batch_size", "train.accumulation", "train.scheduler", "train.warmup")
             form.place("train.optimizer", "train.activation_checkpointing")
         with fields(more=True):
-            form.place(
-                "train.weight_decay", "train.max_grad_norm", "train.beta1", "train.beta2", "train.epsilon"
-            )
+            form.place("train.weight_decay", "train.max_grad_norm", "train.beta1", "train.beta2", "train.epsilon")
             form.place("train.seed", "train.dataloader_workers", "train.group_by_length")
     with section("launch", "Devices"):
         with fields():

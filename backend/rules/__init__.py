@@ -33,8 +33,12 @@ FAMILIES = {
 
 
 def check(spec: RunSpec, machine: Machine, glance: Glance) -> tuple[Finding, ...]:
-    """Every finding, errors first, in the order of codes. Hidden options have no effect, so they raise nothing."""
-    case = Case(effective(spec), machine, glance)
+    """Every finding on `spec`, errors first, in the order of codes."""
+    return examine(Case(effective(spec), machine, glance))
+
+
+def examine(case: Case) -> tuple[Finding, ...]:
+    """As `check`. The case's spec is effective: hidden options have no effect, so they raise nothing."""
     found = [finding for rule in RULES if (finding := rule.finding(case)) is not None]
     return tuple(sorted(found, key=lambda finding: (LEVELS[finding.level], finding.code)))
 

@@ -14,12 +14,18 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from backend.paths import HOME
+from backend.run.folder import ALIVE, runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 MARK = "FOOTPLATE_TEST_SERVER"  # in the environment of everything that a test's server starts
 
 
@@ -79,6 +85,9 @@ def server(tmp_path):
     made.start()
     yield made
     made.stop()
+    for run in runs(made.runs):  # what a failed test left going; none is left by one that passed
+        if run.state in ALIVE:
+            run.stop(save=False)
     deadline = time.monotonic() + 60
     while carriers(made.mark) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,0 +1,295 @@
+"""What people do, on a real server in a real browser, with real training of a tiny model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from backend.run import METRICS, SPEC
+from backend.run.folder import ALIVE, Run, runs
+from backend.run.processes import carriers as left_of
+
+SLOW = 120_000  # ms; two cores, libraries that load for ten seconds
+
+
+def opened(page, server, query=""):
+    page.goto(f"{server.url}/{query}")
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    verdict(page, "Can run|Cannot run")
+
+
+def verdict(page, pattern):
+    page.wait_for_function(
+        "pattern => new RegExp(pattern).test(document.querySelector('.fp-verdict-text').textContent)", arg=pattern
+    )
+
+
+def more(page, key):
+    page.locator(f"#fp-section-{key} .fp-more").click()
+
+
+def section(page, key):
+    head = page.locator(f"#fp-section-{key} .fp-head")
+    if head.get_attribute("aria-expanded") == "false":
+        head.click()
+
+
+def put(page, name, value):
+    """Type into a field as a person does."""
+    field = page.locator(f"#{name.replace('.', '-')} :is(input, textarea)").first
+    field.click()
+    field.press("Control+a")
+    field.press_sequentially(str(value))
+
+
+def choose(page, name, label):
+    """A menu's or a segment's choice, by what it says."""
+    place = page.locator(f"#{name.replace('.', '-')}")
+    if place.locator("input[type=radio]").count():
+        place.get_by_text(label, exact=True).click()
+    else:
+        place.locator("input").click()
+        page.get_by_role("option", name=label).first.click()
+
+
+def value(page, name):
+    return page.evaluate("name => FP.form.values()[name]", name)
+
+
+def tiny(page, steps):
+    """From the preset First run to a run that trains the tiny model for `steps`."""
+    choose(page, "model.builtin", "Tiny Llama (random)")
+    put(page, "train.max_steps", steps)
+    section(page, "evaluation")
+    put(page, "evaluation.samples", 2)
+    put(page, "evaluation.max_new_tokens", 4)
+    section(page, "checkpoint")
+    put(page, "checkpoint.steps", 5)
+    verdict(page, "^Can run")
+
+
+def started(page, server):
+    page.click("#fp-start")
+    page.wait_for_url(re.compile("run=2"), timeout=SLOW)
+    identity = re.search(r"run=([^&]+)", page.url).group(1)
+    return Run(server.runs / identity)
+
+
+def state(page, name, timeout=SLOW):
+    page.wait_for_selector(f'.fp-run[data-state="{name}"]', timeout=timeout)
+
+
+def drawn(page, step):
+    """Wait until a chart says that it shows this step."""
+    test = "step => new RegExp(`Latest .* at step ${step}`).test(document.querySelector('#fp-run-page').textContent)"
+    page.wait_for_function(test, arg=str(step), timeout=SLOW)
+
+
+def steps_on_disk(run):
+    lines = (run.path / METRICS).read_text().splitlines()
+    return [p["step"] for p in map(json.loads, lines) if "loss" in p]
+
+
+def test_preset_rule_fix_start_watch_reload_read(server, page):
+    """The whole way: preset, a rule fires, one click mends it, start, loss falls, reload, result."""
+    opened(page, server)
+    assert page.locator("#fp-presets").input_value() == "first-run"
+    tiny(page, 12)
+    section(page, "launch")
+    more(page, "launch")
+    choose(page, "launch.launcher", "python")
+    choose(page, "parallel.strategy", "DDP")
+    verdict(page, "^Cannot run")
+    assert page.locator("#fp-start").is_disabled()
+    card = page.locator('.fp-finding[data-level="error"]').first
+    card.locator(".fp-fix button").first.click()
+    verdict(page, "^Can run")
+    assert (value(page, "launch.launcher"), value(page, "parallel.strategy")) != ("python", "ddp")
+    command = page.locator("#fp-preview-text").inner_text()
+    run = started(page, server)
+    assert run.plan().command() == command
+    state(page, "running")
+    drawn(page, "[1-9]")
+    page.reload()
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    state(page, "done")
+    text = page.locator("#fp-run-page").inner_text()
+    assert "Exact match" in text
+    assert "at step 12" in text
+    result = run.result()
+    assert f"{100 * result['exact_match_before']:.3g} %" in text
+    assert steps_on_disk(run) == list(range(1, 13))
+    losses = [json.loads(line).get("loss") for line in (run.path / METRICS).read_text().splitlines()]
+    losses = [x for x in losses if x is not None]
+    assert losses[-1] < losses[0]
+    page.goto(f"{server.url}/?tab=runs")
+    page.wait_for_selector("#fp-runs-page tr:has-text('first run')", timeout=30_000)
+
+
+def test_server_killed_run_goes_on_and_every_point_and_byte_is_shown(server, page):
+    opened(page, server)
+    tiny(page, 40)
+    run = started(page, server)
+    drawn(page, "[1-9]")
+    server.kill()
+    before = len(steps_on_disk(run))
+    deadline = time.monotonic() + 60
+    while len(steps_on_disk(run)) <= before and run.state in ALIVE and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(steps_on_disk(run)) > before, "the run stopped with the server"
+    server.start()
+    state(page, "done")  # the open page found the new server by itself
+    drawn(page, 40)
+    assert steps_on_disk(run) == list(range(1, 41))
+    series = page.evaluate("id => FP.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
+    assert series == list(range(1, 41))
+    page.wait_for_timeout(1500)
+    shown = page.locator(".fp-log").inner_text().replace("\u200b", "")
+    lines = [line for line in (run.path / "log.txt").read_text().splitlines() if line.strip()]
+    seen = [line for line in shown.splitlines() if line.strip()]
+    assert [line.rstrip() for line in seen] == [line.rstrip() for line in lines]
+
+
+def test_stop_with_checkpoint_and_resume(server, page):
+    opened(page, server)
+    tiny(page, 60)
+    run = started(page, server)
+    drawn(page, "[1-9]")
+    page.get_by_role("button", name="Stop and save").click()
+    dialog = page.locator("dialog .fp-dialog-row button").last
+    if dialog.count():
+        dialog.click()
+    state(page, "stopped")
+    assert left_of(run.path) == []
+    saved = run.checkpoints()
+    assert saved and saved[-1] == steps_on_disk(run)[-1] < 60
+    page.get_by_role("button", name=re.compile("^Resume")).click()
+    state(page, "done")
+    events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
+    assert {"resumed"} == {e["event"] for e in events if "event" in e}
+    assert [e["step"] for e in events if "event" in e][-1] == saved[-1]
+    assert steps_on_disk(run) == list(range(1, 61))
+
+
+def test_killed_rank_is_failed_with_its_cause(server, page):
+    opened(page, server)
+    tiny(page, 500)
+    run = started(page, server)
+    drawn(page, "[1-9]")
+    ranks = [pid for pid in left_of(run.path) if b"backend.train\0.\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = [pid for pid in ranks if b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(ranks[0], signal.SIGKILL)
+    state(page, "failed")
+    assert re.search("SIGKILL|signal 9", page.locator(".fp-failure").inner_text())
+    assert left_of(run.path) == []
+
+
+def test_edits_survive_reload_restart_and_second_tab(server, page):
+    opened(page, server)
+    put(page, "method.lora_rank", 77)
+    put(page, "logging.name", "my <b>run</b>")
+    page.wait_for_function("() => document.querySelector('#fp-preview-text').textContent.length > 0")
+    page.wait_for_timeout(400)
+    server.kill()
+    server.start()
+    page.reload()
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    assert value(page, "method.lora_rank") == 77
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector("body[data-ready]", timeout=30_000)
+    assert value(other, "method.lora_rank") == 77
+    assert value(other, "logging.name") == "my <b>run</b>"
+    assert other.locator("#logging-name :is(input, textarea)").input_value() == "my <b>run</b>"
+
+
+def test_hidden_fields_keep_their_values(server, page):
+    opened(page, server)
+    put(page, "method.lora_rank", 33)
+    choose(page, "method.kind", "Full")
+    page.wait_for_selector("#method-lora_rank", state="hidden")
+    page.wait_for_timeout(300)
+    assert "lora_rank" not in page.evaluate("() => FP.verdict.script()")
+    choose(page, "method.kind", "LoRA")
+    page.wait_for_selector("#method-lora_rank", state="visible")
+    assert value(page, "method.lora_rank") == 33
+
+
+def test_bad_values_are_named_and_nothing_is_lost(server, page):
+    opened(page, server)
+    put(page, "train.batch_size", 3.7)
+    verdict(page, "^Cannot run")
+    assert "whole number" in page.locator("#fp-findings").inner_text()
+    assert page.locator("#train-batch_size").get_attribute("data-level") == "error"
+    put(page, "train.batch_size", 4)
+    verdict(page, "^Can run")
+    choose(page, "data.source", "Files")
+    put(page, "data.files", "/nowhere/rows.jsonl")
+    verdict(page, "^Cannot run")
+    assert "/nowhere/rows.jsonl" in page.locator("#fp-findings").inner_text()
+
+
+def test_malformed_rows_are_named_by_file_and_line(server, page, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    rows.write_text("\n".join([json.dumps(good)] * 6 + ['{"messages": ']) + "\n")
+    opened(page, server)
+    choose(page, "data.source", "Files")
+    put(page, "data.files", rows)
+    verdict(page, "^Cannot run")
+    assert re.search(r"rows\.jsonl.*(line )?7", page.locator("#fp-findings").inner_text())
+
+
+def test_import_export_round_trip(server, page, tmp_path):
+    opened(page, server)
+    path = tmp_path / "mine.yaml"
+    path.write_text("train:\n  learning_rate: 0.0007\n  scheduler: linear\n")
+    page.locator("#fp-import-file").set_input_files(path)
+    page.wait_for_function("() => FP.form.values()['train.learning_rate'] == 0.0007")
+    with page.expect_download() as download:
+        page.click("#fp-export")
+    assert download.value.path().read_text() == path.read_text()
+    path.write_text("train:\n  learning_rte: 1\n")
+    page.locator("#fp-import-file").set_input_files(path)
+    page.wait_for_selector(".fp-toast")
+    assert "learning_rte" in page.locator(".fp-toast").inner_text()
+    assert value(page, "train.learning_rate") == 0.0007
+
+
+@pytest.mark.parametrize("width", [390, 800, 1440])
+def test_nothing_is_wider_than_the_window(server, page, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    opened(page, server)
+    for tab in ("build", "runs"):
+        page.evaluate("tab => FP.view(tab)", tab)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_clean_shell_gives_the_same_losses(server, page):
+    """The preview's script, pasted in a clean shell, and run.sh: the same loss at every step as the page's run."""
+    opened(page, server)
+    tiny(page, 6)
+    script = page.evaluate("() => FP.verdict.script()")
+    run = started(page, server)
+    state(page, "done")
+    place = re.search(r"^cd (\S+)$", script, re.MULTILINE).group(1)
+    clean = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}"]
+    if cache := os.environ.get("FOOTPLATE_CACHE"):
+        clean.append(f"FOOTPLATE_CACHE={cache}")
+    subprocess.run([*clean, "bash", "-c", script], check=True, capture_output=True, timeout=180)
+    assert losses_of(Path(place)) == losses_of(run.path)
+    assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
+    first = losses_of(run.path)
+    subprocess.run([*clean, run.path / "run.sh", "--anew"], check=True, capture_output=True, timeout=180)
+    assert losses_of(run.path)[-6:] == first
+    assert [r.id for r in runs(server.runs)] == [run.id]
+
+
+def losses_of(folder):
+    points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [(p["step"], p["loss"]) for p in points if "loss" in p]
