@@ -126,9 +126,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         state_bytes=8,
     ),
     # Rows and columns instead of matrices: sums over a matrix are tiny beside it.
-    "adafactor": Optimizer(
-        "Adafactor", "Almost no state; slower to settle.", name="adafactor", state_bytes=0.1
-    ),
+    "adafactor": Optimizer("Adafactor", "Almost no state; slower to settle.", name="adafactor", state_bytes=0.1),
     "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", name="sgd", state_bytes=0),
     "rmsprop": Optimizer("RMSprop", "One moment instead of two.", name="rmsprop", state_bytes=4),
 }

@@ -184,9 +184,7 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
     found = _unpacked(value)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise Unfit(
-            f"turn {number} is a function_call without a name: it must be JSON with name and arguments"
-        )
+        raise Unfit(f"turn {number} is a function_call without a name: it must be JSON with name and arguments")
     return [{"type": "function", "function": dict(call)} for call in calls]
 
 
@@ -279,9 +277,7 @@ def read_rows(path: Path, limit: int = 0) -> Iterator[tuple[int, Row]]:
     try:
         for count, (line, row) in enumerate(reader(path), 1):
             if not isinstance(row, Mapping):
-                raise RowError(
-                    path, line, f"is {_kind(row)} and no row: a row is an object with named columns"
-                )
+                raise RowError(path, line, f"is {_kind(row)} and no row: a row is an object with named columns")
             yield line, row
             if count == limit:
                 return
@@ -338,9 +334,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the usual limit of 128 kB is shorter than some answers
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the usual limit of 128 kB is shorter than some answers
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         line = 2

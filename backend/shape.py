@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from backend.spec import Method, RunSpec

@@ -53,11 +53,7 @@ def _parts(pattern: str) -> BeforeValidator:
     """Accept one text for a list: a form's field, or a value on the command line."""
 
     def split(value: Any) -> Any:
-        return (
-            tuple(p.strip() for p in re.split(pattern, value) if p.strip())
-            if isinstance(value, str)
-            else value
-        )
+        return tuple(p.strip() for p in re.split(pattern, value) if p.strip()) if isinstance(value, str) else value
 
     return BeforeValidator(split)
 
@@ -121,9 +117,7 @@ class Model(Section):
     """As on the hub: organisation/name."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
     """Branch, tag or commit. A commit makes the run repeatable."""
-    trust_remote_code: Annotated[
-        bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})
-    ] = False
+    trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
     """Some models bring Python files. They run with your rights: only for sources that you trust."""
 
 
@@ -132,9 +126,7 @@ class Data(Section):
 
     source: Annotated[Literal["builtin", "files", "hub"], Ui("Data from")] = "builtin"
     """The demo needs no network; files lie on this machine; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(catalog.DATASETS), Ui("Dataset", when={"data.source": ("builtin",)})] = (
-        "trains"
-    )
+    builtin: Annotated[str, *one_of(catalog.DATASETS), Ui("Dataset", when={"data.source": ("builtin",)})] = "trains"
     """Small and made for Footplate."""
     files: Annotated[Lines, Ui("Files", when={"data.source": ("files",)}, widget="lines")] = ()
     """One path a line: .json, .jsonl, .csv or .parquet. Shell patterns (*.jsonl) work."""
@@ -201,9 +193,7 @@ class Method(Section):
     """The adapter is scaled by alpha / rank. Twice the rank is usual."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when=LORA)] = 0.0
     """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
-    lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = (
-        "all-linear"
-    )
+    lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
     """Where adapters are put."""
     lora_target_modules: Annotated[
         Names, Ui("Module names", when={**LORA, "method.lora_targets": ("custom",)}, widget="list")
@@ -293,9 +283,7 @@ class Evaluation(Section):
     """Rows a device evaluates at once."""
     samples: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=SFT)] = 0
     """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = (
-        128
-    )
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = 128
     """Where an answer is cut."""
 
 
