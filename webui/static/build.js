@@ -12,7 +12,9 @@
 
   function newKey() { return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join(""); }
 
-  function later() { clearTimeout(timer); timer = setTimeout(check, WAIT); }
+  // fresh: what is drawn is what the form holds.
+  const fresh = (yes) => ($("#fp-verdict").dataset.fresh = yes ? "yes" : "no");
+  function later() { fresh(false); clearTimeout(timer); timer = setTimeout(check, WAIT); }
 
   async function check() {
     const mine = ++seq;
@@ -23,6 +25,7 @@
       drawn = mine;
       last = answer;
       FP.verdict.draw(answer);
+      fresh(mine === seq);
       const name = document.querySelector("#logging-name input, #logging-name textarea");
       if (name) name.placeholder = answer.title || "Run name";
     } catch (error) {
@@ -73,6 +76,7 @@
     button.disabled = true;
     button.textContent = "Starting";
     try {
+      if ($("#fp-verdict").dataset.fresh === "no") { clearTimeout(timer); await check(); } // what runs is what is shown
       const { id } = await FP.post("api/runs", { values: FP.form.values(), key });
       key = newKey();
       view("run", id);
