@@ -15,7 +15,7 @@ from pathlib import Path
 SEED = 1825  # the first passengers behind a locomotive
 ROWS = {"train": 400, "validation": 60}
 CHANCES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # that a part is said
-SYSTEM = "Answer with one JSON object: train, from, to, time (24 hours, HH:MM), platform. null if not said."
+SYSTEM = "As JSON: train, from, to, time (HH:MM), platform."
 
 CITIES = """
 Aachen Amsterdam Antwerp Basel Berlin Bern Bologna Bordeaux Bratislava Bremen Brno Brussels Budapest
@@ -62,7 +62,7 @@ SENTENCES = (
     "{name}!! we need to run, {train}[ to {to}] leaves[ from platform {platform}][ at {time}]{extra_chat}",
     "ok so[ we meet in {from} and] we take {train}[ to {to}][, {time}][, platform {platform} i think]{extra_chat}",
     "can you pick me up? i come[ from {from}] with {train}[ and it starts at {time}][, track {platform}]{extra_chat}",
-    "my train is {train}[, {from}][ to {to}][, it goes at {time}]{extra_chat} dont be late {name}",
+    "my train is {train}[ out of {from}][ to {to}][, it goes at {time}]{extra_chat} dont be late {name}",
     # questions
     "Is it true that {train}[ to {to}] goes[ from platform {platform}][ at {time}] today?{extra}",
     "Could you tell {name} that {train}[ from {from}][ to {to}] is the one[ at {time}] to take?{extra}",
@@ -107,20 +107,25 @@ CHATTY = (
 
 
 def say_time(rng: random.Random, hour: int, minute: int) -> str:
-    """One of the ways to say a time of day, always clear about morning or evening."""
+    """One of the ways to say a time of day, always clear about morning or evening; half of them in figures."""
+    figures = f"{hour:02}:{minute:02}"
+    if rng.random() < 0.5:
+        return figures
     half = "am" if hour < 12 else "pm"
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    ways = [f"{hour:02}:{minute:02}", f"{hour}.{minute:02}" if hour > 12 else f"{hour:02}:{minute:02}"]
-    ways += [f"{(hour - 1) % 12 + 1}:{minute:02} {half}", f"{(hour - 1) % 12 + 1}.{minute:02} {half}"]
+    short = (hour - 1) % 12 + 1
+    ways = [
+        figures.replace(":", ".") if hour > 12 else figures,
+        f"{short}:{minute:02} {half}",
+        f"{short}.{minute:02} {half}",
+    ]
     if minute in MINUTES:
-        ways += [f"{MINUTES[minute]} {HOURS[hour % 12]} {part}"] * 2
+        ways += [f"{MINUTES[minute]} {HOURS[hour % 12]} {part}"]
     if minute in MINUTES_TO and hour not in (11, 17, 23):  # "to six in the evening" would begin in the afternoon
-        ways += [f"{MINUTES_TO[minute]} {HOURS[(hour + 1) % 12]} {part}"] * 2
+        ways += [f"{MINUTES_TO[minute]} {HOURS[(hour + 1) % 12]} {part}"]
     if minute == 0:
-        ways += [f"{HOURS[hour % 12]} o'clock {part}", f"{(hour - 1) % 12 + 1} {half}"]
-    if (hour, minute) == (12, 0):
-        ways = ["noon", "12:00", "twelve noon"]
-    return rng.choice(ways)
+        ways += [f"{HOURS[hour % 12]} o'clock {part}", f"{short} {half}"]
+    return "noon" if figures == "12:00" else rng.choice(ways)
 
 
 def a_train(rng: random.Random) -> tuple[str, str]:

@@ -148,7 +148,7 @@ def best_unseen(case: Case) -> Hit | None:
     title="These checkpoints cannot be resumed from",
     source="transformers 5.23 trainer.py: without optimizer.pt the optimizer would silently begin anew",
     fixes=(Fix("Whole checkpoints", {"checkpoint.weights_only": False}),),
-    bad=Example({"checkpoint.weights_only": True}, False),
+    bad=Example({"checkpoint.weights_only": True}),
     good=Example(),
 )
 def weights_only(case: Case) -> str | None:

@@ -185,7 +185,9 @@ def test_killed_rank_is_failed_with_its_cause(server, page):
     run = started(page, server)
     drawn(page, "[1-9]")
     asked = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in left_of(run.path)}
-    ranks = [pid for pid, words in asked.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words]
+    ranks = [
+        pid for pid, words in asked.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words
+    ]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
     state(page, "failed")

@@ -15,9 +15,7 @@ USER = {"role": "user", "content": "When?"}
 ANSWER = {"role": "assistant", "content": "At nine."}
 ROWS = {
     "messages": {"messages": [USER, ANSWER]},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At nine."}]
-    },
+    "sharegpt": {"conversations": [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At nine."}]},
     "alpaca": {"instruction": "When?", "input": "", "output": "At nine."},
     "prompt_completion": {"prompt": "When?", "completion": "At nine."},
     "text": {"text": "At nine."},
@@ -29,9 +27,7 @@ def test_each_format_is_recognised_and_converted(format: str) -> None:
     row = ROWS[format]
     assert recognise(row) == format
     assert problem(row, format, DATA) is None
-    assert convert(row, format, DATA) == (
-        {"text": "At nine."} if format == "text" else {"messages": [USER, ANSWER]}
-    )
+    assert convert(row, format, DATA) == ({"text": "At nine."} if format == "text" else {"messages": [USER, ANSWER]})
     assert plain(convert(row, format, DATA)) == ("At nine." if format == "text" else "When?\n\nAt nine.")
 
 
@@ -46,9 +42,7 @@ def test_system_prompt_is_put_before_conversations_without_one(format: str) -> N
 
 
 def test_other_columns_are_taken_where_they_are_named() -> None:
-    data = Data(
-        source="files", format="prompt_completion", prompt_column="question", completion_column="reply"
-    )
+    data = Data(source="files", format="prompt_completion", prompt_column="question", completion_column="reply")
     assert columns(data, "prompt_completion") == {"prompt_column": "question", "completion_column": "reply"}
     assert convert({"question": "When?", "reply": "At nine."}, "prompt_completion", data)["messages"] == [
         USER,
@@ -121,9 +115,7 @@ def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, object], pa
     assert part in told
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"question": "a"}, {"messages": "no"}, {"text": 1}, {"instruction": "a"}]
-)
+@pytest.mark.parametrize("row", [{}, {"question": "a"}, {"messages": "no"}, {"text": 1}, {"instruction": "a"}])
 def test_what_is_no_format_of_ours_is_not_guessed(row: dict[str, object]) -> None:
     assert recognise(row) is None
 
