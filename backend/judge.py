@@ -58,9 +58,7 @@ class Judgement:
     @property
     def about(self) -> Mapping[str, str]:
         """Model and method in a word each, for lists."""
-        model = self.spec.model
-        named = {"builtin": model.builtin, "path": Path(model.path).name, "hub": model.hub_id.rpartition("/")[2]}
-        return {"model": named[model.source], "method": catalog.METHODS[self.spec.method.kind].label}
+        return {"model": self.spec.model.name, "method": catalog.METHODS[self.spec.method.kind].label}
 
     @property
     def summary(self) -> str:

@@ -120,6 +120,12 @@ class Model(Section):
     trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
     """Some models bring Python files. They run with your rights: only for sources that you trust."""
 
+    @property
+    def name(self) -> str:
+        """In a word: a built-in's name, the last part of a path or of a hub id."""
+        last = (self.path if self.source == "path" else self.hub_id).rstrip("/").rpartition("/")[2]
+        return self.builtin if self.source == "builtin" else last
+
 
 class Data(Section):
     """What to learn from."""

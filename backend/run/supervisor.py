@@ -131,9 +131,9 @@ class Supervisor:
             return ""
 
     def _grace(self, wish: str) -> float:
-        if wish == "discard":
-            return self.patience.discard
-        return self.patience.early if _phase(self.folder) in NOTHING_TO_SAVE else self.patience.save
+        if _phase(self.folder) in NOTHING_TO_SAVE:
+            return self.patience.early
+        return self.patience.discard if wish == "discard" else self.patience.save
 
     def _end(self) -> None:
         """Sweep, whatever the end was (a launcher that is killed leaves its ranks holding devices), and say how."""

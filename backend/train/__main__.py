@@ -119,7 +119,7 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    journal.begin("loading model", f"Loading {source.name} for {work.family}, {work.precision}.")
+    journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
     set_seed(spec.train.seed)
     weights = model.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
     work.check_stop()

