@@ -200,6 +200,11 @@ def names(items: object) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things: '1 step', '60,000 steps', '2 processes'."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}{'es' if thing.endswith('s') else 's'}"
+
+
 def amount(count: float) -> str:
     """Bytes as people say them: 3.2 GB."""
     for size, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):

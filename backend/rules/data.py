@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.glance import Trouble
-from backend.rules.base import Case, Example, Fix, Hit, rule
+from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
 
 DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False)
@@ -196,8 +196,8 @@ def too_many_samples(case: Case) -> Hit | None:
     wanted, held = case.spec.evaluation.samples, case.held
     if case.spec.train.stage != "sft" or held is None or wanted <= held or not case.glance.exact:
         return None
-    fix = Fix(f"{held} answers" if held else "No answers", {"evaluation.samples": held})
-    return Hit(f"{wanted} answers, and {held} validation rows.", (fix,))
+    fix = Fix(counted(held, "answer") if held else "No answers", {"evaluation.samples": held})
+    return Hit(f"{counted(wanted, 'answer')}, and {counted(held, 'validation row')}.", (fix,))
 
 
 @rule(
@@ -219,9 +219,9 @@ def cut_off(case: Case) -> Hit | None:
     enough = 64 * -(-case.glance.longest * 5 // (4 * 64))
     most = case.shape.max_positions if case.shape else 0
     target = min(enough, most) if most else enough
-    fixes = (Fix(f"{target} tokens", {"data.max_length": target}, False),) if target > cut else ()
-    share = f"About {over / len(lengths):.0%} of the rows are longer than {cut} tokens"
-    return Hit(f"{share}; the longest seen has about {case.glance.longest}.", fixes)
+    fixes = (Fix(counted(target, "token"), {"data.max_length": target}, False),) if target > cut else ()
+    share = f"About {over / len(lengths):.0%} of the rows are longer than {cut:,} tokens"
+    return Hit(f"{share}; the longest seen has about {case.glance.longest:,}.", fixes)
 
 
 @rule(
@@ -238,8 +238,8 @@ def beyond_table(case: Case) -> Hit | None:
     shape, cut = case.shape, case.spec.data.max_length
     if shape is None or shape.model_type != "gpt2" or not shape.max_positions or cut <= shape.max_positions:
         return None
-    fix = Fix(f"{shape.max_positions} tokens", {"data.max_length": shape.max_positions}, False)
-    return Hit(f"{cut} tokens; the table ends at {shape.max_positions}.", (fix,))
+    fix = Fix(counted(shape.max_positions, "token"), {"data.max_length": shape.max_positions}, False)
+    return Hit(f"{cut:,} tokens; the table ends at {shape.max_positions:,}.", (fix,))
 
 
 @rule(
@@ -256,8 +256,8 @@ def beyond_training(case: Case) -> Hit | None:
     shape, cut = case.shape, case.spec.data.max_length
     if shape is None or shape.model_type == "gpt2" or not shape.max_positions or cut <= shape.max_positions:
         return None
-    fix = Fix(f"{shape.max_positions} tokens", {"data.max_length": shape.max_positions}, False)
-    return Hit(f"{cut} tokens; the model was trained for {shape.max_positions}.", (fix,))
+    fix = Fix(counted(shape.max_positions, "token"), {"data.max_length": shape.max_positions}, False)
+    return Hit(f"{cut:,} tokens; the model was trained for {shape.max_positions:,}.", (fix,))
 
 
 @rule(
@@ -338,7 +338,9 @@ def many_workers(case: Case) -> Hit | None:
     if not patch:
         return None
     return Hit(
-        f"{max(prepare, load)} processes beside the training, on {cores} cores.", (Fix("Fewer", patch),), tuple(patch)
+        f"{counted(max(prepare, load), 'process')} beside the training, on {counted(cores, 'core')}.",
+        (Fix("Fewer", patch),),
+        tuple(patch),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
-from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import H100, LAPTOP, TWO_H100
 
 ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
@@ -32,7 +32,7 @@ def python_launcher(case: Case) -> str | None:
     alone, on one device, with a smaller batch than asked for, and say nothing."""
     if case.spec.launch.launcher != "python" or case.processes == 1:
         return None
-    return f"{case.processes} processes were asked for; python starts 1."
+    return f"{counted(case.processes, 'process')} were asked for; python starts 1."
 
 
 @rule(
@@ -50,7 +50,7 @@ def too_many_processes(case: Case) -> Hit | None:
     if case.device == "cpu" or case.device != case.machine.device or case.processes <= max(there, 1):
         return None
     fixes = (_together(case, there),) if there > 1 else (ONE,)
-    return Hit(f"{case.processes} processes, and {there} device{'s' if there != 1 else ''}.", fixes)
+    return Hit(f"{counted(case.processes, 'process')}, and {counted(there, 'device')}.", fixes)
 
 
 def _together(case: Case, count: int) -> Fix:
@@ -61,7 +61,7 @@ def _together(case: Case, count: int) -> Fix:
         patch["train.accumulation"] = whole // count
     if len(case.spec.launch.devices) > count:
         patch["launch.devices"] = case.spec.launch.devices[:count]
-    return Fix(f"{count} processes", patch, safe=whole % count == 0)
+    return Fix(counted(count, "process"), patch, safe=whole % count == 0)
 
 
 @rule(
@@ -87,7 +87,11 @@ def unknown_device(case: Case) -> Hit | None:
         fixes = []  # fewer devices than processes: another rule's fix comes first
         if len(known) > 1:
             fixes = [
-                Fix(f"{len(known)} processes on all", {"launch.devices": (), "launch.processes": len(known)}, False)
+                Fix(
+                    f"{counted(len(known), 'process')} on all",
+                    {"launch.devices": (), "launch.processes": len(known)},
+                    False,
+                )
             ]
         else:
             fixes = [Fix("One process", {"launch.devices": (), "parallel.strategy": "single"}, False)]
@@ -131,8 +135,8 @@ def too_few_ids(case: Case) -> Hit | None:
         return None
     fixes = [_together(case, len(ids)) if len(ids) > 1 else ONE]
     if len(case.machine.gpus) >= case.processes:
-        fixes.insert(0, Fix(f"The first {case.processes} devices", {"launch.devices": ()}))
-    return Hit(f"{case.processes} processes on device {names(ids)}.", tuple(fixes))
+        fixes.insert(0, Fix(f"The first {counted(case.processes, 'device')}", {"launch.devices": ()}))
+    return Hit(f"{counted(case.processes, 'process')} on device {names(ids)}.", tuple(fixes))
 
 
 @rule(
@@ -152,7 +156,7 @@ def idle_devices(case: Case) -> Hit | None:
     first = tuple(dict.fromkeys(ids))[: case.processes]
     every = {"parallel.strategy": "ddp", "launch.processes": len(set(ids)), "launch.launcher": "torchrun"}
     fixes = (Fix(f"Only {names(first)}", {"launch.devices": first}), Fix("DDP on all of them", every, safe=False))
-    return Hit(f"{len(set(ids))} devices are named, and {case.processes} will be used.", fixes)
+    return Hit(f"{counted(len(set(ids)), 'device')} named, and {case.processes} will be used.", fixes)
 
 
 @rule(
@@ -189,7 +193,7 @@ def crowded_threads(case: Case) -> str | None:
     wanted = case.spec.launch.threads * case.processes
     if wanted <= case.machine.cores:
         return None
-    return f"{case.processes} x {case.spec.launch.threads} threads on {case.machine.cores} cores."
+    return f"{case.processes} x {case.spec.launch.threads} threads on {counted(case.machine.cores, 'core')}."
 
 
 @rule(
@@ -207,7 +211,10 @@ def crowded_cores(case: Case) -> Hit | None:
     cores = case.machine.cores
     if case.device != "cpu" or case.processes <= cores:
         return None
-    return Hit(f"{case.processes} processes on {cores} cores.", (_together(case, cores) if cores > 1 else ONE,))
+    return Hit(
+        f"{counted(case.processes, 'process')} on {counted(cores, 'core')}.",
+        (_together(case, cores) if cores > 1 else ONE,),
+    )
 
 
 # torchrun gives these to every process, or the supervisor finds the run's processes by them.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from backend.memory import estimate
-from backend.rules.base import Case, Example, Fix, Hit, amount, rule
+from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B
 from backend.spec import RunSpec
 
@@ -98,8 +98,12 @@ def _changes(case: Case) -> Iterator[Fix]:
     length = spec.data.max_length
     while length >= 256:
         length //= 2
-        yield Fix(f"Cut off at {length} tokens", {"data.max_length": length}, safe=False)
-        yield Fix(f"Cut off at {length} tokens, with less at once", {**least, "data.max_length": length}, safe=False)
+        yield Fix(f"Cut off at {counted(length, 'token')}", {"data.max_length": length}, safe=False)
+        yield Fix(
+            f"Cut off at {counted(length, 'token')}, with less at once",
+            {**least, "data.max_length": length},
+            safe=False,
+        )
     if spec.train.optimizer not in ("adafactor", "sgd"):
         yield Fix("Adafactor", {"train.optimizer": "adafactor", **least}, safe=False)
     if spec.model.source != "builtin":

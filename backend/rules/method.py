@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
 from backend.shape import ModelShape, adapted, matches, trainable
 
@@ -239,7 +239,7 @@ def too_many_layers(case: Case) -> Hit | None:
         return None
     every = shape.layers if wanted > 0 else -shape.layers
     fixes = (Fix(f"All {shape.layers}", {"method.freeze_layers": every}, False),)
-    return Hit(f"{abs(wanted)} layers are asked for; the model has {shape.layers}.", fixes)
+    return Hit(f"{counted(abs(wanted), 'layer')} asked for; the model has {shape.layers}.", fixes)
 
 
 @rule(

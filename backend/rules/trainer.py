@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.derived import global_batch
-from backend.rules.base import Case, Example, Fix, Hit, amount, rule
+from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, FULL_DISK
 
 STEPS = {"train.length": "steps"}
@@ -34,8 +34,8 @@ def batch_beyond_data(case: Case) -> Hit | None:
     patch = {"train.batch_size": size, "train.accumulation": accumulation}
     if size * accumulation * case.processes > rows:
         patch = {}
-    fixes = (Fix(f"{size * accumulation * case.processes} rows a step", patch, False),) if patch else ()
-    return Hit(f"{batch:,} rows a step, and {rows:,} rows.", fixes)
+    fixes = (Fix(f"{counted(size * accumulation * case.processes, 'row')} a step", patch, False),) if patch else ()
+    return Hit(f"{counted(batch, 'row')} a step, and {counted(rows, 'row')} in all.", fixes)
 
 
 @rule(
@@ -53,7 +53,7 @@ def long_warmup(case: Case) -> str | None:
     warmup, steps = case.spec.train.warmup, case.steps
     if steps is None or warmup < 1 or warmup < steps or case.spec.train.scheduler == "constant":
         return None
-    return f"{warmup:g} steps of warm-up, in a run of {steps}."
+    return f"{warmup:g} steps of warm-up, in a run of {steps:,}."
 
 
 @rule(
@@ -78,7 +78,10 @@ def _interval(case: Case, every: int, name: str, what: str) -> Hit | None:
     if steps is None or every <= steps:
         return None
     sooner = max(1, steps // 4)
-    return Hit(f"Every {every} steps, in a run of {steps}: {what}.", (Fix(f"Every {sooner} steps", {name: sooner}),))
+    return Hit(
+        f"Every {counted(every, 'step')}, in a run of {steps:,}: {what}.",
+        (Fix(f"Every {counted(sooner, 'step')}", {name: sooner}),),
+    )
 
 
 @rule(
@@ -131,14 +134,14 @@ def best_unseen(case: Case) -> Hit | None:
     if not checkpoint.best:
         return None
     if checkpoint.when != evaluation.when:
-        words = {"steps": f"every {checkpoint.steps} steps", "epoch": "every epoch"}
+        words = {"steps": f"every {counted(checkpoint.steps, 'step')}", "epoch": "every epoch"}
         patch = {"evaluation.when": checkpoint.when, "evaluation.steps": checkpoint.steps}
         return Hit("One goes by steps and the other by epochs.", (Fix(f"Evaluate {words[checkpoint.when]}", patch),))
     if checkpoint.when != "steps" or checkpoint.steps % evaluation.steps == 0:
         return None
     fitting = max(1, round(checkpoint.steps / evaluation.steps)) * evaluation.steps
-    message = f"Saved every {checkpoint.steps} steps, evaluated every {evaluation.steps}."
-    return Hit(message, (Fix(f"Save every {fitting} steps", {"checkpoint.steps": fitting}),))
+    message = f"Saved every {counted(checkpoint.steps, 'step')}, evaluated every {evaluation.steps:,}."
+    return Hit(message, (Fix(f"Save every {counted(fitting, 'step')}", {"checkpoint.steps": fitting}),))
 
 
 @rule(
@@ -192,7 +195,8 @@ def many_passes(case: Case) -> Hit | None:
         return None
     enough = max(1, 10 * rows // global_batch(case.spec))
     return Hit(
-        f"{passes:,.0f} passes over {rows:,} rows.", (Fix(f"{enough} steps", {"train.max_steps": enough}, False),)
+        f"{passes:,.0f} passes over {counted(rows, 'row')}.",
+        (Fix(counted(enough, "step"), {"train.max_steps": enough}, False),),
     )
 
 
