@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 SEED = 1825  # the first passengers behind a locomotive
-ROWS = {"train": 400, "validation": 60}
+ROWS = {"train": 400, "validation": 32}
 CHANCES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # that a part is said
 SYSTEM = "As JSON: train, from, to, time (HH:MM), platform."
 

@@ -205,7 +205,7 @@ def too_many_samples(case: Case) -> Hit | None:
     "warning",
     fields=("data.max_length",),
     title="Many rows are cut off",
-    source="the rows: about four characters make a token",
+    source="the rows: tokens are estimated from their characters",
     bad=Example({"data.max_length": 64}),
     good=Example({"data.max_length": 512}),
 )

@@ -158,7 +158,7 @@ def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
 
 def test_the_demo_data_is_sound() -> None:
     parts = [[row for _, row in read_rows(ASSETS / "trains" / f"{p}.jsonl")] for p in ("train", "validation")]
-    assert [len(part) for part in parts] == [400, 60]
+    assert [len(part) for part in parts] == [400, 32]
     said = [{row["messages"][1]["content"] for row in part} for part in parts]
     assert not said[0] & said[1]
     assert len(said[0]) == 400

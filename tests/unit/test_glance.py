@@ -32,9 +32,9 @@ def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
     assert found.shape is not None
     assert found.shape.parameters == catalog.MODELS["smollm2-135m-instruct"].parameters
     assert (found.has_template, found.fetched, found.format) == (True, False, "messages")
-    assert (found.rows, found.held, found.exact, found.troubles) == (400, 60, True, ())
+    assert (found.rows, found.held, found.exact, found.troubles) == (400, 32, True, ())
     assert found.training_rows(RunSpec().data) == 400
-    assert found.validation_rows(RunSpec().data) == 60
+    assert found.validation_rows(RunSpec().data) == 32
     assert 50 < found.longest < 400
 
 
@@ -44,7 +44,7 @@ def test_rows_are_read_and_counted(tmp_path: Path) -> None:
     asked = files("*.jsonl")
     found = look(asked, tmp_path)
     assert (found.format, found.columns, found.rows) == ("prompt_completion", ("prompt", "completion"), 3)
-    assert found.lengths == (0, 50, 100)
+    assert found.lengths == (4, 54, 84)
     assert found.validation_rows(asked.data) == 1
     assert found.training_rows(asked.data) == 2
     assert look(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data) == 1
@@ -76,7 +76,7 @@ def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
 def test_long_file_is_estimated_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "word " * 20} for _ in range(20_000)]
     write(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr("backend.glance.MOST_SECONDS", 0.01)
+    monkeypatch.setattr("backend.glance.data.MOST_SECONDS", 0.01)
     found = look(files("a.jsonl"), tmp_path)
     assert (found.rows, found.exact) == (20_000, False)
     (tmp_path / "b.csv").write_text("text\n" + "word word word\n" * 20_000)

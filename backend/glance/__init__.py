@@ -1,0 +1,89 @@
+"""Glance: what a quick look at the files of a spec shows, before anything is loaded.
+
+Floor 2. Imports: options, spec, and the rooms below. Rules read a Glance and never a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from backend import catalog
+from backend.glance.data import look_at_data
+from backend.glance.facts import Glance, Trouble
+from backend.glance.model import look_at_model
+from backend.options import edit
+from backend.spec import Data, RunSpec
+
+__all__ = ["Glance", "Trouble", "look", "settle"]
+
+
+def settle(spec: RunSpec, base: Path) -> RunSpec:
+    """`spec` with every path made absolute, starting at `base`: a run works in its own folder."""
+
+    def absolute(text: str) -> str:
+        return os.path.normpath(base / Path(text).expanduser()) if text else text
+
+    patch: dict[str, Any] = {
+        name: absolute(value)
+        for name, value in (
+            ("model.path", spec.model.path),
+            ("data.template_file", spec.data.template_file),
+            ("checkpoint.path", spec.checkpoint.path),
+        )
+        if value and absolute(value) != value
+    }
+    for name, files in (("data.files", spec.data.files), ("data.validation_files", spec.data.validation_files)):
+        settled = tuple(absolute(file) for file in files)
+        if settled != files:
+            patch[name] = settled
+    return edit(spec, patch) if patch else spec
+
+
+def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> Glance:
+    """Look at every file that `spec` names; relative paths start at `base`. Never raises."""
+    return Glance(
+        **look_at_model(spec, base, environment),
+        **look_at_data(spec.data, base),
+        template=_template(spec.data, base),
+        checkpoint=_checkpoint(spec, base),
+    )
+
+
+# --- The model ---
+
+
+def _template(data: Data, base: Path) -> str:
+    if data.template != "file":
+        return ""
+    if not data.template_file:
+        return "No template file is named."
+    path = base / Path(data.template_file).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}."
+    except UnicodeDecodeError:
+        return f"{path} is no text."
+    return "" if "messages" in text else f"{path} never names messages, so it is no chat template."
+
+
+def _checkpoint(spec: RunSpec, base: Path) -> str:
+    """What is wrong with the named checkpoint, in a sentence."""
+    if spec.checkpoint.start != "path":
+        return ""
+    if not spec.checkpoint.path:
+        return "No checkpoint folder is named."
+    folder = base / Path(spec.checkpoint.path).expanduser()
+    if not (folder / "trainer_state.json").is_file():
+        return f"{folder} is no checkpoint: name a checkpoint-N folder of a run."
+    if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
+        return f"{folder} was cut off while it was written: take an earlier one."
+    if not (folder / "optimizer.pt").is_file():
+        return f"{folder} holds weights only, so training cannot go on from it."
+    if (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
+        other = "whole weights" if spec.method.kind == "lora" else "an adapter"
+        return f"{folder} holds {other}, which {catalog.METHODS[spec.method.kind].label} cannot go on from."
+    return ""

@@ -1,0 +1,68 @@
+"""What a look can show. Floor 2. Imports spec, shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.shape import ModelShape
+from backend.spec import Data
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something wrong with a file: the option that names it, the file and line, and a sentence about it."""
+
+    field: str
+    where: str
+    sentence: str
+    row: bool = False  # one row of a file that can be read
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Facts about the files. None or '' means that nobody can know before the run."""
+
+    shape: ModelShape | None = None
+    unknown: str = "the model was not looked at"  # why there is no shape, as the end of a sentence
+    model: str = ""  # what is wrong with the model's folder
+    has_template: bool | None = None  # the tokenizer brings a chat template
+    fetched: bool = True  # nothing has to be downloaded
+    troubles: tuple[Trouble, ...] = ()  # of data files
+    format: str = ""  # of the rows: the one asked for, or recognised
+    columns: tuple[str, ...] = ()
+    rows: int | None = None  # in the data files, before a part is kept back
+    held: int | None = None  # in the validation files
+    exact: bool = True  # rows and held were counted to the end
+    lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
+    template: str = ""  # what is wrong with the template file
+    checkpoint: str = ""  # what is wrong with the checkpoint folder
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row seen, about; 0 if none was."""
+        return self.lengths[-1] if self.lengths else 0
+
+    def training_rows(self, data: Data) -> int | None:
+        """Rows that are trained on."""
+        if self.rows is None:
+            return None
+        kept = self.rows - (self.validation_rows(data) or 0 if splits(data) else 0)
+        return min(kept, data.max_samples) if data.max_samples else kept
+
+    def validation_rows(self, data: Data) -> int | None:
+        """Rows that are kept back or named for validation."""
+        if data.source != "builtin" and data.validation == "none":
+            return 0
+        if splits(data):
+            if self.rows is None or self.rows < 2:
+                return None if self.rows is None else 0
+            return min(self.rows - 1, max(1, round(self.rows * data.validation_split)))
+        return self.held
+
+
+def splits(data: Data) -> bool:
+    """Whether a part of the rows is kept back."""
+    return data.source != "builtin" and data.validation == "split"
