@@ -228,7 +228,7 @@ RESERVED |= {"FOOTPLATE_RUN"}
     fields=("launch.environment",),
     title="A variable that belongs to the launcher",
     source="torch 2.13 distributed/elastic: torchrun sets these for each worker",
-    bad=Example({"launch.environment": {"WORLD_SIZE": "2"}}),
+    bad=Example({"launch.launcher": "python", "launch.environment": {"WORLD_SIZE": "2"}}),
     good=Example({"launch.environment": {"NCCL_DEBUG": "INFO"}}),
     proof="launch",
 )

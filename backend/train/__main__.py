@@ -113,6 +113,7 @@ def run(work: Work) -> None:
     journal.phase("preparing model", "")
     work.family = device.choose(spec)
     device.check(work.family)
+    team.check(spec)
     config = trainers.arguments(spec, work.folder, work.family, team.world)
     work.precision = device.precision(spec, work.family)
     team.meet()

@@ -96,6 +96,15 @@ class Team:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._group: Any = None
 
+    def check(self, spec: RunSpec) -> None:
+        """Raise TrainError unless as many processes were started as the spec asks for."""
+        asked = spec.launch.processes if spec.parallel.strategy == "ddp" else 1
+        if self.world != asked:
+            raise TrainError(
+                f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "
+                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.environment of its own."
+            )
+
     def meet(self) -> None:
         """Make the group; torch's process group must be there if there are several ranks."""
         if self.world > 1:

@@ -1,0 +1,153 @@
+"""The rules tell the truth: what they refuse is launched past the checks and fails as they say, and its mended twin
+runs. Plans and files are real; the libraries are imported once, in a host that forks a process for each training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import SMALL, environment
+
+from backend.judge import Judgement, judge
+from backend.machine import probe
+from backend.options import edit
+from backend.rules import RULES, Rule
+from backend.run import COOKIE, SPEC, processes
+from backend.spec import RunSpec
+from backend.train import builtin
+
+PROVEN = [rule for rule in RULES if rule.proof == "launch"]
+
+HOST = """
+import json, os, sys
+from backend.train import __main__ as training
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if not child:
+        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=os.open(order["folder"], os.O_RDONLY))
+        os.dup2(log, 1), os.dup2(log, 2), os.chdir(order["folder"])
+        os.environ.update(order["env"])
+        sys.argv[1:], code = ["."], 0
+        try:
+            training.main()
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(20)
+]
+
+
+def write_rows(root: Path, rows: list[Any]) -> None:
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def without_template(root: Path) -> None:
+    (root / "model/chat_template.jinja").unlink()
+    assert "chat_template" not in (root / "model/tokenizer_config.json").read_text()
+
+
+# What lies in the folder when the rule's bad example is about files; otherwise 20 good rows and a good model.
+SCENES: dict[str, Callable[[Path], None]] = {
+    "DAT002": lambda root: (root / "rows.jsonl").unlink(),
+    "DAT003": lambda root: write_rows(root, [*ROWS[:2], {"messages": 7}, *ROWS[2:]]),
+    "DAT006": lambda root: write_rows(root, ROWS[:1]),
+    "MDL001": lambda root: (root / "model/config.json").unlink(),
+    "MDL003": without_template,
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Models that need no network: the tiny one under both names."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(folder))
+        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
+        shutil.copytree(tiny, tiny.parent / "smollm2-135m-instruct")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def host(cache: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOST]
+    with subprocess.Popen(
+        command, env=environment(cache, cache), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert not processes.carriers(cache)
+
+
+def good_scene(root: Path, cache: Path) -> None:
+    write_rows(root, ROWS)
+    shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
+
+
+def launch(found: Judgement, folder: Path, cache: Path, host: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit code, log) of the plan, whatever the findings say."""
+    folder.mkdir()
+    plan = found.plan
+    (folder / SPEC).write_text(plan.files[SPEC])
+    if found.spec.parallel.strategy == "ddp" and found.spec.launch.launcher == "torchrun":
+        with (folder / "log.txt").open("w") as log:
+            env = {**environment(folder, cache), **plan.env}
+            code = subprocess.run(
+                plan.argv, cwd=folder, env=env, stdout=log, stderr=log, timeout=100, check=False
+            ).returncode
+        assert not processes.carriers(folder)
+    else:
+        assert host.stdin
+        assert host.stdout
+        order = {"folder": str(folder), "env": {**plan.env, "OMP_NUM_THREADS": "1", COOKIE: str(folder)}}
+        host.stdin.write(json.dumps(order) + "\n")
+        host.stdin.flush()
+        code = int(host.stdout.readline())
+    return code, (folder / "log.txt").read_text()
+
+
+def test_some_are_proven() -> None:
+    assert {rule.code for rule in PROVEN} >= {*SCENES, "LCH001", "MTH002", "TRN006"}
+    assert all(rule.level == "error" for rule in PROVEN)
+
+
+@pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
+def test_what_is_refused_fails_and_its_twin_runs(
+    rule: Rule, tmp_path: Path, cache: Path, host: subprocess.Popen[str]
+) -> None:
+    machine = probe(tmp_path)
+    good_scene(tmp_path, cache)
+    SCENES.get(rule.code, lambda root: None)(tmp_path)
+    spec = edit(RunSpec(), {**SMALL, "data.max_length": 2048, **rule.bad.patch})
+    found = judge(spec, machine, tmp_path)
+    if rule.code == "HW001" and machine.device == "cuda":
+        pytest.skip("the device that the example misses is here")
+    finding = next(f for f in found.findings if f.code == rule.code)
+    code, log = launch(found, tmp_path / "refused", cache, host)
+    assert code == 1, log
+    said = log.strip().splitlines()[-1]
+    assert any(name in said for name in finding.fields) or said in finding.message, log
+    assert "Traceback" not in log
+
+    if finding.fixes:
+        spec = edit(spec, finding.fixes[0].patch)
+    else:
+        good_scene(tmp_path, cache)
+    twin = judge(spec, machine, tmp_path)
+    assert twin.can_run, twin.findings
+    code, log = launch(twin, tmp_path / "mended", cache, host)
+    assert code == 0, log
