@@ -206,8 +206,8 @@ def counted(number: int, thing: str) -> str:
 
 
 def amount(count: float) -> str:
-    """Bytes as people say them: 3.2 GB."""
-    for size, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
+    """Bytes in the units of the memory bar: 3.2 GiB."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1000:.0f} kB"
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1024:.0f} KiB"

@@ -86,7 +86,10 @@ window.FPCharts = (() => {
         else if (Number.isFinite(value) && newest[key] && newest[key].value !== value) newest[key] = { step: answer.last.step, value };
       }
     }
-    function draw() { for (const c of cards) c.draw(); }
+    function draw() {
+      node.hidden = over() && Boolean(answer) && !Object.keys(answer.series).length; // it ended before its first step: the log tells why
+      for (const c of cards) c.draw();
+    }
     function smooth() {
       share = Number(slider.value);
       said.textContent = share.toFixed(2);

@@ -147,7 +147,9 @@ window.FPRun = (() => {
   function plain({ state, sentence }) {
     let text = (sentence || "").replace(`${WORDS[state]}: `, "");
     if (detail.failure) text = text.replace(detail.failure.sentence, "");
-    return text.trim().replace(/^./, (first) => first.toUpperCase());
+    text = text.trim();
+    if (text === `${WORDS[state]}.`) return "";
+    return text.replace(/^./, (first) => first.toUpperCase());
   }
   function advance(summary) {
     const known = share(summary) !== null;
