@@ -94,7 +94,7 @@ def server(tmp_path):
     assert carriers(made.mark) == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright keeps an event loop in this thread until it is left
 def chromium():
     assert CHROMIUM, "these tests need Debian's chromium: apt-get install chromium"
     with sync_playwright() as playwright:

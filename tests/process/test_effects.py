@@ -45,6 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a cache of models, data files and templates; `HERE` in the table stands for it."""
     root = tmp_path_factory.mktemp("options")
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)  # Path(".") below
         patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
         tiny = builtin.prepare("tiny-llama", lambda text, share: None)
