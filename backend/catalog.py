@@ -46,6 +46,14 @@ class Device(Choice):
     fp16: bool = True
 
 
+@dataclass(frozen=True)
+class Strategy(Choice):
+    """How processes work together: the engine that does it ('' for one process) and its ZeRO stage."""
+
+    engine: str = ""
+    stage: int = 0
+
+
 MODELS: Mapping[str, BuiltinModel] = {
     "smollm2-135m-instruct": BuiltinModel(
         "SmolLM2 135M Instruct",
@@ -105,10 +113,33 @@ LORA_TARGETS: Mapping[str, Choice] = {
 }
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-STRATEGIES: Mapping[str, Choice] = {
-    "single": Choice("One process", "One device, no communication."),
-    "ddp": Choice("DDP", "A full copy a device; gradients are averaged."),
+STRATEGIES: Mapping[str, Strategy] = {
+    "single": Strategy("One process", "One device, no communication."),
+    "ddp": Strategy("DDP", "A full copy a device; gradients are averaged.", engine="ddp"),
+    "zero1": Strategy(
+        "DeepSpeed ZeRO-1",
+        "Optimizer state is spread over the devices.",
+        package="deepspeed",
+        engine="deepspeed",
+        stage=1,
+    ),
+    "zero2": Strategy(
+        "DeepSpeed ZeRO-2",
+        "Optimizer state and gradients are spread.",
+        package="deepspeed",
+        engine="deepspeed",
+        stage=2,
+    ),
+    "zero3": Strategy(
+        "DeepSpeed ZeRO-3",
+        "Weights are spread too, and gathered layer by layer: the least memory, the most messages.",
+        package="deepspeed",
+        engine="deepspeed",
+        stage=3,
+    ),
 }
+MANY = tuple(name for name, row in STRATEGIES.items() if row.engine)  # those of several processes
+DEEPSPEED = tuple(name for name, row in STRATEGIES.items() if row.engine == "deepspeed")
 
 PRECISIONS: Mapping[str, Choice] = {
     "auto": Choice("Automatic", "bf16 where the device computes in it, otherwise fp32."),

@@ -19,7 +19,7 @@ def device(spec: RunSpec, machine: Machine) -> str:
 
 def processes(spec: RunSpec) -> int:
     """Processes on this node."""
-    return spec.launch.processes if spec.parallel.strategy == "ddp" else 1
+    return spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
 
 
 def precision(spec: RunSpec, machine: Machine) -> str:

@@ -6,12 +6,12 @@ preview and launch are the same Plan.
 
 from __future__ import annotations
 
-from backend import catalog
+from backend import catalog, deepspeed
 from backend.derived import backend, device, processes
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
-from backend.run import RANK_LOGS, SPEC, Plan
+from backend.run import DEEPSPEED, RANK_LOGS, SPEC, Plan
 from backend.spec import RunSpec
 
 TRAINER = ("-m", "backend.train")
@@ -23,9 +23,16 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     return Plan(
         argv=_argv(spec, machine),
         env=_env(spec, machine),
-        files={SPEC: dump(spec)},
+        files=_files(spec),
         notes=_notes(spec, machine),
     )
+
+
+def _files(spec: RunSpec) -> dict[str, str]:
+    files = {SPEC: dump(spec)}
+    if spec.parallel.strategy in catalog.DEEPSPEED:
+        files[DEEPSPEED] = deepspeed.text(spec)
+    return files
 
 
 def _argv(spec: RunSpec, machine: Machine) -> tuple[str, ...]:
@@ -51,6 +58,8 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(spec.launch.threads or max(1, machine.cores // count))}
     env["PYTHONUNBUFFERED"] = "1"  # the log is live
     env["TOKENIZERS_PARALLELISM"] = "false"  # loader processes fork after the tokenizer was used
+    if spec.parallel.strategy in catalog.DEEPSPEED and device(spec, machine) == "cpu":
+        env["DS_ACCELERATOR"] = "cpu"  # otherwise it takes an accelerator that is there
     if family.visible:
         ids = spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[:count])
         env[family.visible] = ",".join(str(i) for i in ids)

@@ -87,6 +87,7 @@ LORA: When = {"method.kind": ("lora",)}
 FREEZE: When = {"method.kind": ("freeze",)}
 SFT: When = {"train.stage": ("sft",)}
 DDP: When = {"parallel.strategy": ("ddp",)}
+MANY: When = {"parallel.strategy": catalog.MANY}
 OWN_DATA: When = {"data.source": ("files", "hub")}
 TEMPLATED: When = {"train.stage": ("sft",)}
 BETAS: When = {"train.optimizer": ("adamw", "adamw_fused")}
@@ -272,9 +273,9 @@ class Parallel(Section):
     """How a model and its batches are spread over devices."""
     find_unused_parameters: Annotated[bool, Ui("Find unused parameters", when=DDP)] = False
     """For models whose parts are skipped in some steps. Costs time."""
-    bucket_mb: Annotated[int, Field(ge=1, le=4096), Ui("Gradient bucket", when=DDP, unit="MB")] = 25
+    bucket_mb: Annotated[int, Field(ge=1, le=4096), Ui("Gradient bucket", when=MANY, unit="MB")] = 25
     """Gradients are sent in parcels of this size."""
-    timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=DDP, unit="s")] = 1800
+    timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=MANY, unit="s")] = 1800
     """A rank that waits longer for the others ends the run."""
 
 
@@ -340,7 +341,7 @@ class Launch(Section):
         Ids, Ui("Device ids", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
     ] = ()
     """Which GPUs, by id: 0, 1. Empty takes the first ones."""
-    processes: Annotated[int, Field(ge=1, le=1024), Ui("Processes", when=DDP)] = 2
+    processes: Annotated[int, Field(ge=1, le=1024), Ui("Processes", when=MANY)] = 2
     """One for each device."""
     threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads a process")] = 0
     """0 shares the cores among the processes."""

@@ -23,6 +23,7 @@ FLOORS = {
     "backend.rules": 3,
     "backend.memory": 2,
     "backend.presets": 2,
+    "backend.deepspeed": 2,
     "backend.glance": 2,
     "backend.derived": 1,
     "backend.machine": 1,

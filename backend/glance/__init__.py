@@ -52,9 +52,6 @@ def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ)
     )
 
 
-# --- The model ---
-
-
 def _template(data: Data, base: Path) -> str:
     if data.template != "file":
         return ""
@@ -81,9 +78,26 @@ def _checkpoint(spec: RunSpec, base: Path) -> str:
         return f"{folder} is no checkpoint: name a checkpoint-N folder of a run."
     if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
         return f"{folder} was cut off while it was written: take an earlier one."
-    if not (folder / "optimizer.pt").is_file():
-        return f"{folder} holds weights only, so training cannot go on from it."
+    if wrong := _engine(spec, folder):
+        return wrong
     if (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
         other = "whole weights" if spec.method.kind == "lora" else "an adapter"
         return f"{folder} holds {other}, which {catalog.METHODS[spec.method.kind].label} cannot go on from."
+    return ""
+
+
+def _engine(spec: RunSpec, folder: Path) -> str:
+    """What is wrong with the optimizer's state in a checkpoint: each engine has its own files, a part a rank."""
+    parts = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
+    plain = (folder / "optimizer.pt").is_file()
+    if not parts and not plain:
+        return f"{folder} holds weights only, so training cannot go on from it."
+    deepspeed = spec.parallel.strategy in catalog.DEEPSPEED
+    if deepspeed != bool(parts):
+        writer = "DeepSpeed" if parts else "DDP or one process"
+        return (
+            f"{folder} was written by {writer}, which {catalog.STRATEGIES[spec.parallel.strategy].label} cannot read."
+        )
+    if parts and len(parts) != spec.launch.processes:
+        return f"{folder} was written by {len(parts)} processes: DeepSpeed goes on with as many."
     return ""

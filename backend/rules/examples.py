@@ -19,6 +19,7 @@ INSTALLED = {
     "peft": "0.21.2",
     "trl": "1.16.0",
     "datasets": "5.2.0",
+    "deepspeed": "0.19.8",
 }
 
 

@@ -163,19 +163,20 @@ def idle_devices(case: Case) -> Hit | None:
     "LCH007",
     "advice",
     fields=("parallel.strategy", "launch.processes"),
-    title="DDP with one process",
-    source="arithmetic: one process has nobody to average with",
-    fixes=(Fix("One process, without DDP", {"parallel.strategy": "single"}),),
+    title="A strategy of many with one process",
+    source="arithmetic: one process has nobody to share with",
+    fixes=(Fix("One process, without a strategy", {"parallel.strategy": "single"}),),
     bad=Example({**DDP, "launch.processes": 1}),
     good=Example({**DDP, "launch.processes": 2}),
 )
-def lonely_ddp(case: Case) -> str | None:
-    """DDP averages gradients among processes. With one it only costs memory for its buckets."""
-    return "One process has no others to average with." if _ddp(case) and case.processes == 1 else None
+def lonely(case: Case) -> str | None:
+    """These strategies average gradients among processes, and some spread what each would hold. With one process
+    they only cost memory for their buckets."""
+    return "One process has no others to share with." if _many(case) and case.processes == 1 else None
 
 
-def _ddp(case: Case) -> bool:
-    return case.spec.parallel.strategy == "ddp"
+def _many(case: Case) -> bool:
+    return case.spec.parallel.strategy in catalog.MANY
 
 
 @rule(

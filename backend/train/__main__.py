@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import set_seed
 
+from backend import catalog
 from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
@@ -98,7 +99,7 @@ def main() -> None:
         spec = effective(read(folder / SPEC))
     except SpecError as error:
         raise TrainError(f"{error}.") from error
-    quiet.calm(spec.logging.level, team.rank)
+    quiet.calm(spec.logging.level, team.rank, spec.parallel.strategy in catalog.DEEPSPEED)
     work = Work(spec, folder, given.anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
     try:
         run(work)
@@ -131,6 +132,10 @@ def run(work: Work) -> None:
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
+    if spec.parallel.strategy in catalog.DEEPSPEED:
+        journal.begin(
+            "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
+        )
     began = time.time()
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
@@ -141,6 +146,7 @@ def run(work: Work) -> None:
     _save(work, trainer, tokens, source)
     result["model"] = MODEL if spec.checkpoint.save_model else None
     result |= _after(work, how, trainer, asked, before)
+    result["held"] = team.gather(trainers.held(trainer))
     result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
     if team.rank == 0:
         write_json(work.folder / RESULT, result)
@@ -223,7 +229,7 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
     if trainer.args.eval_strategy != "no" and (not evaluated or evaluated[-1]["step"] < trainer.state.global_step):
         evaluated = [trainer.evaluate()]
     losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
-    trained, whole = _counts(trainer.model)
+    trained, whole = model.counts(trainer.model)
     return {
         "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
         "steps": trainer.state.global_step,
@@ -242,14 +248,13 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
     if work.spec.checkpoint.merge:
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
-
-    def save() -> None:
-        model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(source))
-
+    state = None
+    if catalog.STRATEGIES[work.spec.parallel.strategy].stage == 3:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all ranks gather; rank 0 gets it
     error = ""
     if work.team.rank == 0:
         try:
-            save()
+            model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(source), state)
         except TrainError as caught:
             error = str(caught)
     if error := work.team.gather(error)[0]:
@@ -270,13 +275,8 @@ def _after(
     return {**shares, "samples": samples}
 
 
-def _counts(weights: Any) -> tuple[int, int]:
-    parameters = list(weights.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-
-
 def _size(weights: Any) -> str:
-    trained, whole = _counts(weights)
+    trained, whole = model.counts(weights)
     return f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%})."
 
 

@@ -14,6 +14,7 @@ from backend.run import CHECKPOINTS, COMPLETE
 from backend.train.journal import TrainError
 
 OPTIMIZER = "optimizer.pt"
+ENGINE = "global_step*"  # where DeepSpeed keeps it, a file a rank
 
 
 def step_of(folder: Path) -> int:
@@ -43,7 +44,7 @@ def last(run: Path) -> Path | None:
 
 def resumable(folder: Path) -> bool:
     """Whether it holds the optimizer's state, and not weights alone."""
-    return (folder / OPTIMIZER).is_file()
+    return (folder / OPTIMIZER).is_file() or any(folder.glob(ENGINE))
 
 
 def named(path: str) -> Path:

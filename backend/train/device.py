@@ -89,6 +89,13 @@ def leave_alone() -> None:
             os.environ.pop(name, None)
 
 
+def start_deepspeed(family: str) -> None:
+    """Start DeepSpeed's own communication before the model is made: transformers enters zero.Init earlier, and would
+    see a world of one."""
+    deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
+    deepspeed.init_distributed(dist_backend=backend(family), auto_mpi_discovery=False)
+
+
 class Team:
     """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
 
@@ -98,7 +105,7 @@ class Team:
 
     def check(self, spec: RunSpec) -> None:
         """Raise TrainError unless as many processes were started as the spec asks for."""
-        asked = spec.launch.processes if spec.parallel.strategy == "ddp" else 1
+        asked = spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
         if self.world != asked:
             raise TrainError(
                 f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def load(spec: RunSpec, source: Source, precision: str, tokens: Any) -> nn.Modul
         model: Any = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
     except Exception as error:
         raise TrainError(_unloadable("model", source, error)) from error
-    vocabulary, known = model.get_input_embeddings().weight.shape[0], max(tokens.get_vocab().values()) + 1
+    vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
     if known > vocabulary:
         raise TrainError(
             f"The tokenizer knows {known:,} tokens and the model {vocabulary:,}: they do not belong together."
@@ -108,8 +108,16 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
     for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
+            continue
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[precision])
     return model
+
+
+def counts(weights: nn.Module) -> tuple[int, int]:
+    """(trained parameters, all parameters) of the whole model, also where a rank holds a part of it."""
+    found = [(int(getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in weights.parameters()]
+    return sum(size for size, taught in found if taught), sum(size for size, _ in found)
 
 
 def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
@@ -189,16 +197,19 @@ def _refuse_unknown(option: str, wanted: Iterable[str], names: list[str], model:
         raise TrainError(f"{option}: {type(model).__name__} has no {', '.join(unknown)}; it has {_ends(names)}.")
 
 
-def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Write weights and tokenizer into `folder`, which appears whole or not at all. Raises TrainError."""
+def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype, gathered: Mapping[str, Any] | None = None) -> None:
+    """Write weights and tokenizer into `folder`, which appears whole or not at all. Raises TrainError.
+
+    `gathered` are the weights where the model itself holds a part of them only.
+    """
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         if hasattr(model, "peft_config"):
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, state_dict=gathered)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-            state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in model.state_dict().items()}
+            state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in (gathered or model.state_dict()).items()}
             model.config.dtype = dtype
             model.save_pretrained(temporary, state_dict=state)
         tokens.save_pretrained(temporary)

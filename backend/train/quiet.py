@@ -19,7 +19,7 @@ from backend.train.journal import TrainError
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def calm(level: str, rank: int) -> None:
+def calm(level: str, rank: int, deepspeed: bool) -> None:
     """Libraries speak from `level` on, on rank 0 alone; errors are always heard."""
     number = LEVELS[level] if rank == 0 else logging.ERROR
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
@@ -35,12 +35,17 @@ def calm(level: str, rank: int) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator", category=UserWarning)
     # Libraries ask each other under the old name.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
-    _leave_deepspeed_alone()
+    if deepspeed:
+        logging.getLogger("DeepSpeed").setLevel(number)
+        # It calls torch's collectives by their old names, at every step.
+        warnings.filterwarnings("ignore", message=".torch.distributed.*is deprecated", category=FutureWarning)
+    else:
+        _leave_deepspeed_alone()
 
 
 def _leave_deepspeed_alone() -> None:
     """accelerate imports all of DeepSpeed (seconds, and lines in the log) at the first save, merely to ask whether the
-    model is one of its engines. No strategy here uses it."""
+    model is one of its engines."""
     accelerate.utils.other.is_deepspeed_available = lambda: False
 
 

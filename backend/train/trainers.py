@@ -11,13 +11,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl.trainer.utils
 from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from backend import catalog
-from backend.run import CHECKPOINTS
+from backend.run import CHECKPOINTS, DEEPSPEED
 from backend.spec import RunSpec
 from backend.train import device
 from backend.train.data import Prepared
@@ -53,8 +54,10 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
         dataset_kwargs=None if spec.data.packing else {"skip_prepare_dataset": True},
         **_training(spec),
         **_keeping(spec),
-        **_parallel(spec, family, world),
+        **_parallel(spec, run, family, world),
     )
+    if spec.parallel.strategy in catalog.DEEPSPEED:
+        device.start_deepspeed(family)
     if config.device.type != "cpu":
         config._n_gpu = 1  # one process drives one device, however many it sees
     return config
@@ -112,15 +115,32 @@ def _keeping(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _parallel(spec: RunSpec, family: str, world: int) -> dict[str, Any]:
+def _parallel(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
+    if spec.parallel.strategy in catalog.DEEPSPEED:
+        return {**common, "deepspeed": str(run / DEEPSPEED), "ddp_timeout": spec.parallel.timeout}
     if world == 1:
-        return {"dataloader_pin_memory": family == "cuda"}
+        return common
     return {
-        "dataloader_pin_memory": family == "cuda",
+        **common,
         "ddp_backend": device.backend(family),
         "ddp_timeout": spec.parallel.timeout,
         "ddp_find_unused_parameters": spec.parallel.find_unused_parameters,
         "ddp_bucket_cap_mb": spec.parallel.bucket_mb,
+    }
+
+
+def held(trainer: Trainer) -> dict[str, int]:
+    """DeepSpeed's stage, and the numbers that this rank holds of parameters and of the optimizer's state."""
+    optimizer: Any = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, then the engine's
+        optimizer = optimizer.optimizer
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    engine = trainer.model_wrapped
+    return {
+        "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0,
+        "parameters": sum(getattr(p, "ds_tensor", p).numel() for p in trainer.model.parameters()),
+        "optimizer": sum(t.numel() for t in tensors if t.dim()),
     }
 
 
@@ -134,6 +154,10 @@ def _check(spec: RunSpec) -> None:
             "checkpoint.best compares checkpoints by their validation loss: save at steps that are also evaluated "
             "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
         )
+    if checkpoint.merge and catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
+        raise TrainError("checkpoint.merge: ZeRO-3 spreads the weights, so adapters cannot be merged: switch it off.")
+    if evaluation.samples and spec.train.stage == "sft" and catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
+        raise TrainError("evaluation.samples: ZeRO-3 cannot train on after generating answers: set it to 0.")
     tracker = catalog.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")

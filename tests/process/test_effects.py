@@ -172,7 +172,7 @@ def order(spec: RunSpec) -> Any:
 
 
 def ranks(spec: RunSpec) -> Any:
-    return trainers._parallel(spec, "cpu", 2)
+    return trainers._parallel(spec, Path("."), "cpu", 2)
 
 
 def planned(spec: RunSpec) -> Any:
@@ -224,7 +224,7 @@ def reported(spec: RunSpec) -> Any:
 def heard(spec: RunSpec) -> Any:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    quiet.calm(spec.logging.level, 0)
+    quiet.calm(spec.logging.level, 0, False)
     root.handlers = handlers
     return quiet.transformers_logging.get_verbosity(), argument("log_level")(spec)
 

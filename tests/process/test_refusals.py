@@ -85,6 +85,16 @@ def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
         trainers.arguments(a_spec({**odd, "checkpoint.steps": 10, "evaluation.steps": 4}), tmp_path, "cpu", 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [({"checkpoint.save_model": True, "checkpoint.merge": True}, "checkpoint.merge"), ({}, "evaluation.samples")],
+)
+def test_what_spread_weights_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
+    asked = {"parallel.strategy": "zero3", "evaluation.samples": 0 if changes else 4}
+    with pytest.raises(TrainError, match=part):
+        trainers.arguments(a_spec({**asked, **changes}), tmp_path, "cpu", 2)
+
+
 def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
     made = tmp_path / "checkpoints/checkpoint-3"
     with pytest.raises(TrainError, match="is no checkpoint"):

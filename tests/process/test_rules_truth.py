@@ -18,7 +18,7 @@ from backend.judge import Judgement, judge
 from backend.machine import probe
 from backend.options import edit
 from backend.rules import RULES, Rule
-from backend.run import COOKIE, SPEC, processes
+from backend.run import COOKIE, processes
 from backend.spec import RunSpec
 from backend.train import builtin
 
@@ -102,7 +102,8 @@ def launch(found: Judgement, folder: Path, cache: Path, host: subprocess.Popen[s
     """(exit code, log) of the plan, whatever the findings say."""
     folder.mkdir()
     plan = found.plan
-    (folder / SPEC).write_text(plan.files[SPEC])
+    for name, text in plan.files.items():
+        (folder / name).write_text(text)
     if found.spec.parallel.strategy == "ddp" and found.spec.launch.launcher == "torchrun":
         with (folder / "log.txt").open("w") as log:
             env = {**environment(folder, cache), **plan.env}

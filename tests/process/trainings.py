@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from backend.machine import Machine
 from backend.options import edit
 from backend.paths import HOME
-from backend.presets import dump
-from backend.run import COOKIE, METRICS, RESULT, SPEC, STOP, processes
+from backend.plan import plan
+from backend.run import COOKIE, METRICS, RESULT, STOP, processes
 from backend.spec import RunSpec
 
 SMALL = {
@@ -47,13 +48,17 @@ def a_spec(changes: Mapping[str, Any] = {}) -> RunSpec:
 def a_folder(root: Path, name: str, changes: Mapping[str, Any]) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
-    (folder / SPEC).write_text(dump(a_spec(changes)), encoding="utf-8")
+    for file, body in plan(a_spec(changes), Machine()).files.items():
+        (folder / file).write_text(body, encoding="utf-8")
     return folder
 
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME), "PYTHONUNBUFFERED": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
+    # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
+    # leaves a lock on which all later ones wait for ever.
+    own |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(HOME / ".cache/torch_extensions")}
     return {**os.environ, **own}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,28 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
     (folder / "optimizer.pt").touch()
     assert checkpoint(str(folder), "full") == ""
     assert "LoRA" in checkpoint(str(folder))
+
+
+def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
+    """Each engine reads its own files; DeepSpeed's go on with as many processes as wrote them."""
+    folder = tmp_path / "checkpoint-3"
+    (folder / "global_step3").mkdir(parents=True)
+    for name in ("trainer_state.json", "adapter_config.json"):
+        (folder / name).touch()
+    for rank in range(2):
+        (folder / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+
+    def said(strategy: str, processes: int = 2) -> str:
+        named = {"checkpoint__start": "path", "checkpoint__path": str(folder)}
+        return look(spec(**named, parallel__strategy=strategy, launch__processes=processes), tmp_path).checkpoint
+
+    assert said("zero2") == ""
+    assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
+    assert "written by 2 processes" in said("zero2", 4)
+    shutil.rmtree(folder / "global_step3")
+    (folder / "optimizer.pt").touch()
+    assert said("ddp") == ""
+    assert "written by DDP or one process, which DeepSpeed ZeRO-2 cannot read" in said("zero2")
 
 
 def test_paths_are_settled(tmp_path: Path) -> None:

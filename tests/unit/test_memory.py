@@ -175,6 +175,24 @@ def test_what_makes_it_larger_and_smaller() -> None:
     assert packed > base
 
 
+def test_what_a_stage_spreads() -> None:
+    """Two devices, whole training of 8B in bf16: weights 2, gradients 2, masters and moments 12 bytes each."""
+    count = LLAMA_8B.parameters
+
+    def rows(stage: int) -> dict[str, int]:
+        found = total(TWO_H100, method__kind="full", parallel__strategy=f"zero{stage}", train__accumulation=2)
+        return {row.name: row.bytes for row in found.rows if row.where == "device"}
+
+    one, two, three = rows(1), rows(2), rows(3)
+    for found in (one, two, three):
+        assert found["Master weights"] == 2 * count
+        assert found["Optimizer state"] == 4 * count
+    assert (one["Trained weights"], one["Gradients"]) == (2 * count, 2 * count)
+    assert (two["Trained weights"], two["Gradients"]) == (2 * count, count)
+    assert (three["Trained weights"], three["Gradients"]) == (count, count)
+    assert three["Gathered weights"] == 2 * 10**9
+
+
 def test_capacity_is_of_what_the_run_uses() -> None:
     assert estimate(spec(**DDP), LAPTOP, SMOL).capacity_bytes == LAPTOP.ram_free_bytes // 2
     assert estimate(spec(launch__device="cpu"), H100, SMOL).capacity_bytes == H100.ram_free_bytes

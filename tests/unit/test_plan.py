@@ -1,5 +1,6 @@
 """Plans: pure, equal text for equal input, golden for every preset; run.sh and the script run in a clean shell."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_command(patch, machine, says):
     for part in says:
         assert part in command
     assert ("CUDA_VISIBLE_DEVICES" in command) == (machine is NODE and patch.get("launch.device") != "cpu")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_has_its_file(stage):
+    made = plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}", "parallel.bucket_mb": 50}), LAPTOP)
+    found = json.loads(made.files["deepspeed.json"])
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, 25 * 1024**2)
+    assert zero.get("stage3_gather_16bit_weights_on_model_save", False) is (stage == 3)
+    assert {found[name] for name in found if name.startswith(("train_", "gradient_"))} == {"auto"}
+    assert made.env["DS_ACCELERATOR"] == "cpu"
+    assert "DS_ACCELERATOR" not in plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}"}), NODE).env
+
+
+def test_other_strategies_have_no_engine_file():
+    assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml"}
 
 
 def test_script_writes_files_and_runs_to_the_letter(tmp_path):

@@ -63,7 +63,7 @@ window.FPCharts = (() => {
       el("div.fp-charts-bar", {}, el("h3", {}, "Charts"), el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"), el("span.fp-gap"),
         el("label", {}, "Smoothing", slider, said), log, reset),
       el("div.fp-charts-grid", {}, cards.map((c) => c.node)));
-    const poll = FPPoll(pull, { seen, pace: 1000, trouble });
+    const poll = FPPoll(pull, { seen, pace: 600, trouble });
     new MutationObserver(() => cards.forEach((c) => c.rebuild())).observe(document.body, { attributes: true, attributeFilter: ["class"] });
 
     async function pull(current) {

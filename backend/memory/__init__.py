@@ -1,0 +1,81 @@
+"""How much memory a run takes: bytes on each device, in the host's RAM and on disk, row by row with its formula.
+
+Floor 2. Imports: derived, machine, shape, spec, and the rooms below. Closed form, no torch. On a CPU run "device" means
+the RAM of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.derived import device, processes
+from backend.machine import Machine
+from backend.memory.account import Account
+from backend.memory.activations import Row
+from backend.shape import ModelShape
+from backend.spec import RunSpec
+
+__all__ = ["Account", "Estimate", "Row", "capacity", "estimate"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on each device, on the host and on disk. `fits` is None, with the reason in `unknown`, if nobody knows."""
+
+    rows: tuple[Row, ...] = ()
+    capacity_bytes: int = 0
+    unknown: str = ""
+
+    def total(self, where: str) -> int:
+        """Bytes of all rows of one place."""
+        return sum(row.bytes for row in self.rows if row.where == where)
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak on each device."""
+        return self.total("device")
+
+    @property
+    def host_bytes(self) -> int:
+        """The peak in RAM of all processes together, beside the devices."""
+        return self.total("host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the run leaves on disk at most."""
+        return self.total("disk")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak stays within what each device has free."""
+        return None if self.unknown or not self.capacity_bytes else self.device_bytes <= self.capacity_bytes
+
+
+def capacity(spec: RunSpec, machine: Machine) -> int:
+    """Bytes free on the fullest device that the run uses; of a CPU run, RAM for each process."""
+    family, count = device(spec, machine), processes(spec)
+    if family == "cpu":
+        return machine.ram_free_bytes // count
+    if family != machine.device:
+        return 0
+    used = [gpu for gpu in machine.gpus if gpu.id in spec.launch.devices] or list(machine.gpus[:count])
+    return min((gpu.free_bytes for gpu in used), default=0)
+
+
+def estimate(
+    spec: RunSpec,
+    machine: Machine,
+    shape: ModelShape | None,
+    why: str = "the model's config.json is not at hand",
+    longest: int = 0,
+    rows: int | None = None,
+) -> Estimate:
+    """The account of `spec`. `longest` is the longest row in tokens, `rows` how many there are, if known.
+
+    `why` says why there is no shape, as the end of a sentence.
+    """
+    room = capacity(spec, machine)
+    if shape is None:
+        return Estimate((), room, why)
+    account = Account(spec, machine, shape, longest)
+    return Estimate((*account.device(), *account.host(), *account.disk(rows)), room)

@@ -1,0 +1,195 @@
+"""The account of one spec on one machine: the rows of device, host and disk. Floor 2.
+
+There are three peaks: when the forward pass has ended (activations are full, gradients still empty), when the optimizer
+works (gradients are full, activations gone), and when an evaluation's loss is computed. The rows are those of the
+largest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backend import catalog
+from backend.derived import processes, steps
+from backend.machine import GIB
+from backend.memory.activations import TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations, Row
+
+MIB = 2**20
+STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# What a process holds before the model comes: Python and the libraries in RAM; on a GPU the context, the kernels
+# and the workspaces of cuBLAS; and for several GPUs the buffers of NCCL.
+LIBRARIES = 560 * MIB
+CONTEXT = 1 * GIB
+COLLECTIVES = GIB // 2
+# In RAM freed activations leave holes that glibc keeps: so much of what a step without checkpointing keeps. Adapters
+# make more short-lived tensors between the lasting ones. Measured on a CPU; devices have an allocator of torch's own.
+LIVE = 10**9  # deepspeed 0.19 runtime/zero/config.py: stage3_max_live_parameters
+HOLES = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
+PAPERS = 8 * MIB  # tokenizer, configuration and the trainer's notes in each saved folder
+
+
+@dataclass(frozen=True)
+class Account(Activations):
+    """All rows, each a method that says its formula."""
+
+    def device(self) -> list[Row]:
+        """What is held all the time, and the rows of the largest peak."""
+        steady = self._steady()
+        peak = max(self._forward(), self._step(), self._evaluation(), key=lambda rows: sum(row.bytes for row in rows))
+        return [row for row in (*steady, *peak) if row.bytes]
+
+    def _steady(self) -> list[Row]:
+        spec, width = self.spec, self.width
+        optimizer = self._optimizer
+        rows = [
+            Row("Frozen weights", self.frozen * width // self.holders, f"{self.frozen:,} x {width} bytes{self._held}"),
+            *self._learned(),
+            Row(
+                "Optimizer state",
+                round(self.trained * optimizer.state_bytes / self.sharers),
+                f"{self.trained:,} x {optimizer.state_bytes:g} bytes for {optimizer.label}{self._shared}",
+            ),
+        ]
+        if self.stage == 3:
+            live = min(self.shape.parameters, LIVE)
+            words = f"{live:,} x {width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
+            rows.append(Row("Gathered weights", live * width, words))
+        if self.stage:
+            size = 3 * spec.parallel.bucket_mb * MIB
+            rows.append(
+                Row("Gradient buckets", size, f"3 x {spec.parallel.bucket_mb} MiB: two to reduce, one to gather")
+            )
+        elif processes(spec) > 1:
+            rows.append(Row("Gradient buckets", self.trained * 4, f"{self.trained:,} x 4 bytes: DDP's parcels"))
+        base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if processes(spec) > 1 else 0)
+        words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
+        return [*rows, Row("Overhead", base, f"{words}, about")]
+
+    def _learned(self) -> list[Row]:
+        """Trained weights. DeepSpeed computes with a copy in the computing precision; fp32 masters are spread."""
+        trained = self.trained
+        if not self.stage:
+            return [Row("Trained weights", trained * 4, f"{trained:,} x 4 bytes: trained weights stay in fp32")]
+        masters = trained * 4 // self.sharers
+        return [
+            Row(
+                "Trained weights", trained * self.width // self.holders, f"{trained:,} x {self.width} bytes{self._held}"
+            ),
+            Row("Master weights", masters, f"{trained:,} x 4 bytes in fp32{self._shared}"),
+        ]
+
+    @property
+    def _held(self) -> str:
+        return f" / {self.holders} devices" if self.holders > 1 else ""
+
+    def _gradients(self, count: int) -> tuple[int, str]:
+        """(bytes, formula) of the gradients of `count` weights."""
+        width = self.width if self.stage else 4
+        spread = self.stage >= 2
+        words = f"{count:,} x {width} bytes{self._shared if spread else ''}"
+        return count * width // (self.sharers if spread else 1), words
+
+    def _forward(self) -> list[Row]:
+        """The end of the forward pass."""
+        spec, rows = self.spec, [self._activations(), self._loss()]
+        if self.width == 2 and not self.stage:
+            cast = self._cast()
+            rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
+        if spec.train.accumulation > 1:
+            size, words = self._gradients(self.trained)
+            rows.append(Row("Gradients", size, f"{words}, kept over accumulation"))
+        else:
+            size, words = self._gradients(self._head_gradient())
+            rows.append(Row("Gradients", size, f"{words} of the output layer, the first to come"))
+        if self.cpu:
+            share = HOLES[spec.method.kind]
+            kept = round(share * self._layers() * self.tokens * self._layer())
+            rows.append(Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured"))
+        return rows
+
+    def _step(self) -> list[Row]:
+        """The optimizer's step."""
+        adam = self.spec.train.optimizer == "adamw"
+        largest = max((leaf.parameters for leaf in (*self.shape.layer, *self.shape.outside)), default=0)
+        work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
+        work //= self.sharers
+        return [
+            Row("Gradients", *self._gradients(self.trained)),
+            Row("Optimizer's work", work * 4, f"{work:,} x 4 bytes while it steps"),
+        ]
+
+    def _evaluation(self) -> list[Row]:
+        """The loss of an evaluation's batch, which may be larger than one of training."""
+        if self.spec.evaluation.when == "no":
+            return []
+        batch = self.spec.evaluation.batch_size
+        tokens = batch * self.length
+        rows, words = min(tokens, TILE_TOKENS), min(self.shape.vocabulary, TILE_WORDS)
+        each = self.width + (TILE_FORWARD if self._plain_loss() else 0)
+        size = rows * words * each + tokens * self._layer()
+        return [Row("Evaluation", size, f"{batch} x {self.length} tokens: a layer, and a tile of the loss")]
+
+    def _cast(self) -> int:
+        """Trained weights of linear layers: autocast keeps a copy of each for the backward pass."""
+        if self.adapter:
+            return self.trained
+        linear = sum(leaf.parameters for leaf in self.shape.layer if leaf.inputs) * self.shape.layers
+        return min(linear, self.trained)
+
+    def _head_gradient(self) -> int:
+        """Parameters of the output layer, if it is trained: its gradient comes while activations are full."""
+        size = self.shape.vocabulary * self.shape.hidden
+        if self.spec.method.kind == "full":
+            return size
+        names = self.spec.method.lora_modules_to_save if self.adapter else self.spec.method.freeze_also
+        return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0
+
+    def host(self) -> list[Row]:
+        """RAM beside the devices: on a CPU run the processes themselves are the device."""
+        if self.cpu:
+            return []
+        count = processes(self.spec)
+        loaded = self.shape.parameters * (self.width if self.adapter else 4)
+        return [
+            Row("Libraries", count * LIBRARIES, f"{count} x Python and its libraries, about", "host"),
+            Row(
+                "Weights on their way", count * loaded, f"{count} x {loaded:,} bytes until the device has them", "host"
+            ),
+        ]
+
+    def disk(self, rows: int | None) -> list[Row]:
+        """Checkpoints and the trained model."""
+        spec, found = self.spec, []
+        weights = self.trained * 4 if self.adapter else self.trained * 4 + self.frozen * self.width
+        if spec.checkpoint.when != "no":
+            state = 0 if spec.checkpoint.weights_only else round(self.trained * self._optimizer.state_bytes)
+            count = self._checkpoints(rows)
+            each = weights + state + PAPERS
+            words = f"{count} x {each:,} bytes of weights{' and optimizer state' if state else ''}, tokenizer"
+            found.append(Row("Checkpoints", count * each, words, "disk"))
+        if spec.checkpoint.save_model:
+            whole = not self.adapter or spec.checkpoint.merge
+            stored = STORED.get(self.shape.dtype, 4)
+            size = self.shape.parameters * stored if whole else weights
+            words = f"{self.shape.parameters:,} x {stored} bytes" if whole else f"{self.trained:,} x 4 bytes"
+            found.append(Row("Trained model", size + PAPERS, f"{words}, tokenizer", "disk"))
+        return found
+
+    @property
+    def _optimizer(self) -> catalog.Optimizer:
+        return catalog.OPTIMIZERS[self.spec.train.optimizer]
+
+    def _checkpoints(self, rows: int | None) -> int:
+        """Checkpoints on the disk at once: the kept ones and the one that is being written."""
+        checkpoint, whole = self.spec.checkpoint, steps(self.spec, rows)
+        made = None
+        if checkpoint.when == "steps" and whole is not None:
+            made = math.ceil(whole / checkpoint.steps)
+        elif checkpoint.when == "epoch" and self.spec.train.length == "epochs":
+            made = math.ceil(self.spec.train.epochs)
+        if checkpoint.keep:
+            return min(checkpoint.keep + 1, made or checkpoint.keep + 1)
+        return made or 1

@@ -1,0 +1,183 @@
+"""What a step keeps for its way back, by the shape of the model. Floor 2. Imports catalog, derived, machine, shape,
+spec.
+
+Held against torch's own saved tensors, architecture by architecture (`tests/unit/test_memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from backend import catalog
+from backend.derived import device, precision, processes
+from backend.machine import Machine
+from backend.shape import Leaf, ModelShape, adapted, trainable
+from backend.spec import RunSpec
+
+BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+# TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
+# is no Triton a tile becomes about seven of fp32 on the way.
+TILE_TOKENS, TILE_WORDS = 4096, 32_768
+TILE_COPIES, TILE_FORWARD = 29, 12  # bytes, in training and in evaluation
+# Linear layers that lead back into the stream, and those that make several things at once.
+BACK = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
+FUSED = ("qkv_proj", "query_key_value", "c_attn")
+COMPOSED = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")  # activations made of several operations
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the account: `where` is device, host or disk; `formula` says in words how the bytes come about."""
+
+    name: str
+    bytes: int
+    formula: str
+    where: str = "device"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The quantities of one spec on one machine, each a method, and what a step keeps for its way back."""
+
+    spec: RunSpec
+    machine: Machine
+    shape: ModelShape
+    longest: int = 0
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it runs on the processor."""
+        return device(self.spec, self.machine) == "cpu"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the computing."""
+        return BYTES[precision(self.spec, self.machine)]
+
+    @cached_property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return trainable(self.spec, self.shape)
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's ZeRO stage; 0 without it."""
+        return catalog.STRATEGIES[self.spec.parallel.strategy].stage
+
+    @property
+    def sharers(self) -> int:
+        """Devices that the optimizer's state is spread over."""
+        return processes(self.spec) if self.stage else 1
+
+    @property
+    def holders(self) -> int:
+        """Devices that the weights themselves are spread over."""
+        return processes(self.spec) if self.stage == 3 else 1
+
+    @property
+    def _shared(self) -> str:
+        return f" / {self.sharers} devices" if self.sharers > 1 else ""
+
+    @property
+    def adapter(self) -> bool:
+        """Whether new weights are trained beside the model's own."""
+        return self.spec.method.kind == "lora"
+
+    @property
+    def frozen(self) -> int:
+        """Parameters that are not trained."""
+        return self.shape.parameters - (0 if self.adapter else self.trained)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row in a batch."""
+        cut = self.spec.data.max_length
+        return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a device works on at once."""
+        return self.spec.train.batch_size * self.length
+
+    def _plain_loss(self) -> bool:
+        """Whether the loss is computed without Triton."""
+        return device(self.spec, self.machine) not in ("cuda", "xpu")
+
+    def _layer(self) -> int:
+        """Bytes that one layer keeps for the backward pass, for each token."""
+        shape, width = self.shape, self.width
+        inner, wide = shape.intermediate, shape.heads * shape.head_dim
+        found = {leaf.path.rpartition(".")[2]: leaf for leaf in adapted(self.spec.method, shape)}
+        taught = [leaf for leaf in shape.layer if leaf.inputs and (not self.adapter or _end(leaf) in found)]
+        into = [leaf for leaf in taught if leaf.inputs == shape.hidden and _end(leaf) not in BACK]
+        # In mixed precision every linear layer casts its input for itself; in fp32 neighbours share one tensor.
+        inputs = (len(into) if width == 2 else min(2, len(into))) * shape.hidden * width
+        keys = 2 * (wide if self.cpu else shape.kv_heads * shape.head_dim)  # repeated for every head where it must be
+        fused = wide if any(_end(leaf) in FUSED for leaf in shape.layer) else 0
+        attention = (2 * wide + keys + fused) * width
+        kept = (3 if shape.gated else 4 if shape.activation in COMPOSED else 1) * inner * width
+        back = sum(leaf.inputs for leaf in taught if _end(leaf) in BACK) * width
+        if not self.adapter or width == 4:
+            back = inner * width  # the attention's own result, kept already, is the input of its projection
+        low_rank = self.spec.method.lora_rank * len(taught) * width if self.adapter else 0
+        return self._norms() + inputs + attention + kept + back + low_rank
+
+    def _norms(self) -> int:
+        """Bytes that the norms of a layer keep for each token: the input in fp32, and what a trained weight scaled."""
+        shape, bytes_ = self.shape, 0
+        for leaf in shape.layer:
+            if leaf.inputs:
+                continue
+            if not shape.gated:  # LayerNorm: one fused kernel
+                bytes_ += shape.hidden * 4
+                continue
+            inside = _end(leaf) in ("q_norm", "k_norm")
+            heads = shape.heads if _end(leaf) == "q_norm" else shape.kv_heads
+            size = heads * shape.head_dim if inside else shape.hidden
+            scaled = 0 if self.adapter else self.width if inside else 4
+            bytes_ += size * (4 + scaled)
+        return bytes_
+
+    def _layers(self) -> int:
+        """Layers that the backward pass goes through."""
+        method = self.spec.method
+        if method.kind == "freeze" and method.freeze_layers > 0 and "embed" not in " ".join(method.freeze_also):
+            return min(self.shape.layers, method.freeze_layers)
+        return self.shape.layers
+
+    def _activations(self) -> Row:
+        spec, shape, layers, each = self.spec, self.shape, self._layers(), self._layer()
+        size = f"{spec.train.batch_size} x {self.length} tokens"
+        stream = 4 if not self.adapter else self.width
+        ends = self.tokens * shape.hidden * (12 if not self.adapter else 4 + self.width)
+        mask = self._square()
+        if spec.train.activation_checkpointing:
+            total = self.tokens * (layers * shape.hidden * stream + each) + mask + ends
+            words = f"{size} x ({layers} layers x {shape.hidden * stream:,} bytes + {each:,} of one layer)"
+        else:
+            total = layers * (self.tokens * each + mask) + ends
+            words = f"{size} x {layers} layers x {each:,} bytes"
+        return Row("Activations", total, words + (", and the attention's masks" if mask else ""))
+
+    def _square(self) -> int:
+        """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
+        spec, shape = self.spec, self.shape
+        batch, length = spec.train.batch_size, self.length
+        if spec.data.packing:
+            batch, length = 1, batch * length  # packed rows lie one behind the other
+        masked = self.width if spec.data.packing or batch > 1 else 0
+        scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
+        return batch * length**2 * (masked + scores * shape.heads)
+
+    def _loss(self) -> Row:
+        shape, width = self.shape, self.width
+        rows, words = min(self.tokens, TILE_TOKENS), min(shape.vocabulary, TILE_WORDS)
+        each = width + (TILE_COPIES if self._plain_loss() else 0)
+        weights = words * shape.hidden * ((2 + 4 * self.cpu) if width == 2 else 0)
+        return Row("Loss", rows * words * each + weights, f"a tile of {rows:,} tokens x {words:,} words x {each} bytes")
+
+
+def _end(leaf: Leaf) -> str:
+    return leaf.path.rpartition(".")[2]
