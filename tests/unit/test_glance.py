@@ -190,7 +190,7 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     shutil.rmtree(folder / "global_step3")
     (folder / "optimizer.pt").touch()
     assert said("ddp") == ""
-    assert "written by DDP or one process, which DeepSpeed ZeRO-2 cannot read" in said("zero2")
+    assert "written by DDP or one process, which ZeRO-2 cannot read" in said("zero2")
 
 
 def test_paths_are_settled(tmp_path: Path) -> None:
