@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 7860
 RUNS ?= runs
 
-.PHONY: setup run test check soak bench docs chromium
+.PHONY: setup run test check soak bench docs tools
 
 setup: $(VENV)/ready  ## a virtual environment with everything, from constraints.txt
 
@@ -28,7 +28,7 @@ check: setup  ## linter, types and the quick tests
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
-test: setup chromium  ## everything
+test: setup tools  ## everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -37,12 +37,16 @@ test: setup chromium  ## everything
 soak: setup  ## the long proofs
 	$(BIN)/pytest -m soak
 
-bench: setup chromium  ## timings, printed as tables
+bench: setup tools  ## timings, printed as tables
 	$(BIN)/python -m tests.bench
 
 docs: setup  ## what is generated: docs/options.md, docs/rules.md
 	$(BIN)/python -m backend docs
 
-# Debian's browser, for the browser tests.
-chromium:
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y chromium || sudo apt-get install -y chromium; }
+# What tests need of Debian: a browser, and a compiler, since DeepSpeed builds parts of itself on first use.
+ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+tools:
+	@command -v chromium >/dev/null || $(ROOT) apt-get install -y chromium
+	@command -v c++ >/dev/null || $(ROOT) apt-get install -y g++
+	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" || \
+		$(ROOT) apt-get install -y python3-dev

@@ -15,6 +15,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from backend import catalog
 from backend.options import Problem, SpecError
 
 GIB = 1024**3
+STALE = 900  # seconds
 
 # Distributions whose presence or version some rule asks about.
 PACKAGES = (
@@ -84,6 +87,8 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
+    compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
+    stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed
 
 
 def describe(machine: Machine) -> str:
@@ -114,6 +119,8 @@ def probe(folder: Path) -> Machine:
         python=sys.executable,
         versions=_versions(),
         cpu_bf16=_cpu_bf16(),
+        compiler=_compiler(),
+        stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
     )
 
 
@@ -255,6 +262,20 @@ def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
         flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", info.read_text(encoding="utf-8", errors="replace"))
         return flags is not None and bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split()))
     return False
+
+
+def _compiler() -> bool:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return shutil.which(os.environ.get("CXX") or "c++") is not None and header.is_file()
+
+
+def _stale_lock(extensions: str | Path) -> str:
+    """The lock of a build that nobody can be at any more; builds take a minute or two."""
+    for lock in sorted(Path(extensions).glob("**/lock")):
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime > STALE:
+                return str(lock)
+    return ""
 
 
 def _versions() -> dict[str, str]:

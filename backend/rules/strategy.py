@@ -135,3 +135,37 @@ def little_to_spread(case: Case) -> Hit | str | None:
     if _row(case).stage not in (1, 2) or case.spec.method.kind != "lora" or case.processes == 1:
         return None
     return "Only adapters are trained."
+
+
+@rule(
+    "STR007",
+    "error",
+    fields=("parallel.strategy", "launch.device"),
+    title="DeepSpeed needs a C++ compiler on a CPU",
+    source="deepspeed 0.19 comm/torch.py: build_shm_op builds its kernels on first use",
+    fixes=(DDP,),
+    remedy="On Debian: apt-get install g++ python3-dev.",
+    bad=Example(ZERO, replace(LAPTOP, compiler=False)),
+    good=Example(ZERO),
+)
+def no_compiler(case: Case) -> str | None:
+    """On a CPU its processes talk through kernels that DeepSpeed builds on first use, in a minute or two."""
+    needed = _row(case).engine == "deepspeed" and case.device == "cpu"
+    return "There is no c++ on the path, or Python has no headers." if needed and not case.machine.compiler else None
+
+
+@rule(
+    "STR008",
+    "error",
+    fields=("parallel.strategy",),
+    title="A killed build would be waited for, without end",
+    source="torch 2.13 utils/file_baton.py: a process waits until the lock file is gone",
+    fixes=(DDP,),
+    bad=Example(ZERO, replace(LAPTOP, stale_lock="torch_extensions/deepspeed_shm_comm/lock")),
+    good=Example(ZERO),
+)
+def stale_lock(case: Case) -> str | None:
+    """A build of DeepSpeed's kernels that is killed leaves its lock file, and every later run waits for that build,
+    without a word."""
+    lock = case.machine.stale_lock
+    return f"Delete {lock}." if lock and _row(case).engine == "deepspeed" and case.device == "cpu" else None

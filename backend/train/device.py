@@ -10,7 +10,9 @@ import contextlib
 import importlib
 import os
 import resource
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +94,8 @@ def leave_alone() -> None:
 def start_deepspeed(family: str) -> None:
     """Start DeepSpeed's own communication before the model is made: transformers enters zero.Init earlier, and would
     see a world of one."""
+    tools = str(Path(sys.executable).parent)  # ninja, by which it builds, may be in the virtual environment alone
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{tools}"
     deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
     deepspeed.init_distributed(dist_backend=backend(family), auto_mpi_discovery=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,24 @@ def test_probe_finds_this_machine(tmp_path: Path) -> None:
     assert "torch" in found.versions
     assert "wandb" not in found.versions or found.versions["wandb"]
     assert (found.device == "cpu") == (not found.gpus)
+
+
+def test_a_killed_build_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that may be going on."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert probe(tmp_path).stale_lock == ""
+    os.utime(lock, (0, 0))
+    assert probe(tmp_path).stale_lock == str(lock)
+
+
+def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    assert probe(tmp_path).compiler
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not probe(tmp_path).compiler
 
 
 def test_label_names_what_counts() -> None:
