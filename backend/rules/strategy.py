@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
-from backend.rules.base import Case, Example, Fix, Hit, rule
+from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.examples import LAPTOP, TWO_H100
 
 DDP = Fix("DDP", {"parallel.strategy": "ddp"})
@@ -129,7 +129,7 @@ def answers_spread(case: Case) -> str | None:
     bad=Example(ZERO, TWO_H100),
     good=Example({**ZERO, "method.kind": "full", "train.learning_rate": 1e-5}, TWO_H100),
 )
-def little_to_spread(case: Case) -> Hit | str | None:
+def little_to_spread(case: Case) -> str | None:
     """ZeRO-1 and 2 spread what training adds to the weights. Adapters add so little that DDP is simpler and as
     small."""
     if _row(case).stage not in (1, 2) or case.spec.method.kind != "lora" or case.processes == 1:

@@ -93,13 +93,14 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="begin at step 0 instead of the last checkpoint")
     given = parser.parse_args()
     sys.excepthook = quiet.last_words
-    device.leave_alone()
     team, folder = device.Team(), given.folder.resolve()
     try:
         spec = effective(read(folder / SPEC))
     except SpecError as error:
         raise TrainError(f"{error}.") from error
-    quiet.calm(spec.logging.level, team.rank, spec.parallel.strategy in catalog.DEEPSPEED)
+    deepspeed = spec.parallel.strategy in catalog.DEEPSPEED
+    device.settle(deepspeed)
+    quiet.calm(spec.logging.level, team.rank, deepspeed)
     work = Work(spec, folder, given.anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
     try:
         run(work)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import resource
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -84,11 +85,21 @@ def precision(spec: RunSpec, family: str) -> str:
     return "bf16" if family in ("npu", "xpu") else "fp32"
 
 
-def leave_alone() -> None:
-    """Let the libraries see a plain process where torchrun started only one: no group, no DDP around the model."""
-    if os.environ.get("WORLD_SIZE") == "1":
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def settle(deepspeed: bool) -> None:
+    """Let the libraries see a plain process where only one was started: no group, no DDP around the model. DeepSpeed
+    wants a group all the same, and the plain python launcher gives it none."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return
+    if not deepspeed:
+        for name in (*ALONE, "MASTER_PORT"):
             os.environ.pop(name, None)
+    elif "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ.update(ALONE, MASTER_PORT=str(probe.getsockname()[1]))
 
 
 def start_deepspeed(family: str) -> None:

@@ -89,6 +89,17 @@ def test_the_trained_model_loads_as_a_whole(alone: Path, spread: dict[str, Path]
     assert torch.allclose(logits(spread[name] / "model"), learned, atol=5e-3)
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+def test_an_engine_with_one_process(root: Path, cache: Path, alone: Path, launcher: str) -> None:
+    more = {"parallel.strategy": "zero2", "launch.processes": 1, "launch.launcher": launcher, "train.batch_size": 4}
+    folder = a_folder(root, f"lone-{launcher}", {**FULL, **more})
+    if launcher == "torchrun":
+        Launch(folder, cache, 1).done()
+    else:
+        together(cache, folder)
+    assert losses(folder) == pytest.approx(losses(alone), abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_it_goes_on_from_its_checkpoint(spread: dict[str, Path], cache: Path, name: str) -> None:
     folder = spread[name]
