@@ -21,7 +21,7 @@ from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
 from backend.spec import RunSpec
-from backend.train import answers, checkpoints, data, device, model, quiet, trainers
+from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers
 from backend.train.callbacks import Keeper, Reporter
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
@@ -124,7 +124,7 @@ def run(work: Work) -> None:
     prepared = _prepared(work, tokens)
     journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
     set_seed(spec.train.seed)
-    weights = model.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
+    weights = adapters.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
     work.check_stop()
     start = _start(work)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
@@ -147,7 +147,7 @@ def run(work: Work) -> None:
     _save(work, trainer, tokens, source)
     result["model"] = MODEL if spec.checkpoint.save_model else None
     result |= _after(work, how, trainer, asked, before)
-    result["held"] = team.gather(trainers.held(trainer))
+    result["held"] = team.gather(engine.held(trainer))
     result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
     if team.rank == 0:
         write_json(work.folder / RESULT, result)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.pytorch_utils import Conv1D
 
 from backend.spec import RunSpec
 from backend.train import builtin, templates
@@ -99,102 +97,10 @@ def saved_dtype(source: Source) -> torch.dtype:
     return getattr(torch, str(name), torch.float32)
 
 
-def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
-    """Make trainable what the method trains. Raises TrainError naming the modules that are there."""
-    if spec.method.kind == "lora":
-        model = get_peft_model(model, lora_config(spec, model))
-    elif spec.method.kind == "freeze":
-        chosen = set(_trained(spec, model))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
-            continue
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[precision])
-    return model
-
-
 def counts(weights: nn.Module) -> tuple[int, int]:
     """(trained parameters, all parameters) of the whole model, also where a rank holds a part of it."""
     found = [(int(getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in weights.parameters()]
     return sum(size for size, taught in found if taught), sum(size for size, _ in found)
-
-
-def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
-    """The adapter that `spec` asks for. Raises TrainError."""
-    method = spec.method
-    also = list(method.lora_modules_to_save)
-    _refuse_unknown("method.lora_modules_to_save", also, [name for name, _ in model.named_modules()], model)
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        r=method.lora_rank,
-        lora_alpha=method.lora_alpha,
-        lora_dropout=method.lora_dropout,
-        target_modules=_targets(spec, model),
-        modules_to_save=also or None,
-    )
-
-
-def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
-    method = spec.method
-    if method.lora_targets == "all-linear":
-        return "all-linear"
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    if method.lora_targets == "attention":
-        # Two parts of the name, since c_proj of GPT-2, for one, is also the end of a layer outside of attention.
-        inside = [name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]
-        if not inside:
-            raise TrainError(
-                f"method.lora_targets: no attention layers were found; choose custom and name some of {_ends(linear)}."
-            )
-        return sorted({".".join(parts[-2:]) for parts in inside})
-    names = list(method.lora_target_modules)
-    if not names:
-        raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
-    _refuse_unknown("method.lora_target_modules", names, linear, model)
-    head = next((n for n, m in model.named_modules() if m is _head(model)), "")
-    if any(_matches(head, name) for name in names):
-        raise TrainError(
-            f"method.lora_target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
-            "take it out, or name it in method.lora_modules_to_save."
-        )
-    return names
-
-
-def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
-    """Names of the modules that the freeze method trains."""
-    wanted, also = spec.method.freeze_layers, list(spec.method.freeze_also)
-    depth = model.config.get_text_config().num_hidden_layers
-    stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if abs(wanted) > depth:
-        raise TrainError(f"method.freeze_layers: the model has {depth} layers, not {abs(wanted)}.")
-    if not wanted and not also:
-        raise TrainError("method.freeze_layers is 0 and method.freeze_also is empty, so nothing would be trained.")
-    if wanted and not stacks:
-        raise TrainError(f"method.freeze_layers: {type(model).__name__} has no list of {depth} layers to choose from.")
-    modules = [name for name, _ in model.named_modules()]
-    _refuse_unknown("method.freeze_also", also, modules, model)
-    layers = range(depth)[-wanted:] if wanted > 0 else range(-wanted)
-    named = [name for name in modules if any(_matches(name, end) for end in also)]
-    return [*(f"{stacks[0]}.{number}" for number in layers if wanted), *named]
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
-def _matches(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def _ends(names: Iterable[str]) -> str:
-    return ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdigit() and part}))
-
-
-def _refuse_unknown(option: str, wanted: Iterable[str], names: list[str], model: nn.Module) -> None:
-    unknown = [end for end in wanted if not any(_matches(name, end) for name in names)]
-    if unknown:
-        raise TrainError(f"{option}: {type(model).__name__} has no {', '.join(unknown)}; it has {_ends(names)}.")
 
 
 def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype, gathered: Mapping[str, Any] | None = None) -> None:

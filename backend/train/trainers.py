@@ -11,16 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl.trainer.utils
 from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from backend import catalog
-from backend.run import CHECKPOINTS, DEEPSPEED
+from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device
+from backend.train import device, engine
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
@@ -54,7 +53,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
         dataset_kwargs=None if spec.data.packing else {"skip_prepare_dataset": True},
         **_training(spec),
         **_keeping(spec),
-        **_parallel(spec, run, family, world),
+        **engine.arguments(spec, run, family, world),
     )
     if spec.parallel.strategy in catalog.DEEPSPEED:
         device.start_deepspeed(family)
@@ -112,35 +111,6 @@ def _keeping(spec: RunSpec) -> dict[str, Any]:
         "log_level": logging.level,
         "report_to": [] if logging.report_to == "none" else [logging.report_to],
         "run_name": logging.name or None,
-    }
-
-
-def _parallel(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
-    common: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
-    if spec.parallel.strategy in catalog.DEEPSPEED:
-        return {**common, "deepspeed": str(run / DEEPSPEED), "ddp_timeout": spec.parallel.timeout}
-    if world == 1:
-        return common
-    return {
-        **common,
-        "ddp_backend": device.backend(family),
-        "ddp_timeout": spec.parallel.timeout,
-        "ddp_find_unused_parameters": spec.parallel.find_unused_parameters,
-        "ddp_bucket_cap_mb": spec.parallel.bucket_mb,
-    }
-
-
-def held(trainer: Trainer) -> dict[str, int]:
-    """DeepSpeed's stage, and the numbers that this rank holds of parameters and of the optimizer's state."""
-    optimizer: Any = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, then the engine's
-        optimizer = optimizer.optimizer
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    engine = trainer.model_wrapped
-    return {
-        "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0,
-        "parameters": sum(getattr(p, "ds_tensor", p).numel() for p in trainer.model.parameters()),
-        "optimizer": sum(t.numel() for t in tensors if t.dim()),
     }
 
 

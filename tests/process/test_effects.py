@@ -20,7 +20,7 @@ from backend.machine import Gpu, Machine
 from backend.options import by_name, edit, effective, options, word
 from backend.plan import plan
 from backend.spec import RunSpec
-from backend.train import answers, builtin, checkpoints, data, device, model, quiet, trainers
+from backend.train import adapters, answers, builtin, checkpoints, data, device, model, quiet, trainers
 from backend.train.__main__ import Work, _start
 from backend.train.callbacks import Keeper
 from backend.train.journal import Journal, TrainError
@@ -96,7 +96,7 @@ def tokens(spec: RunSpec) -> Any:
 
 def adapted(spec: RunSpec) -> Any:
     tokenizer, source = parts(spec.model_dump_json())
-    return model.adapt(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
+    return adapters.adapt(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
 
 
 def trained(spec: RunSpec) -> Any:

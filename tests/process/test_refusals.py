@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from backend.paths import ASSETS, HOME
 from backend.rows import problem, read_rows
 from backend.spec import Data
-from backend.train import builtin, checkpoints, model, trainers
+from backend.train import adapters, builtin, checkpoints, model, trainers
 from backend.train.journal import Journal, TrainError
 
 
@@ -76,7 +76,7 @@ def test_modules_that_are_not_there_are_answered_with_those_that_are(
     tiny: Path, changes: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(TrainError, match=part):
-        model.adapt(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+        adapters.adapt(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
 
 
 def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:

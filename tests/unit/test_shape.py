@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from backend import catalog
 from backend.shape import FAMILIES, Unknown, adapted, from_config, trainable
 from backend.spec import Method, RunSpec
-from backend.train import model as trainer
+from backend.train import adapters
 
 SMALL = {
     "num_hidden_layers": 3,
@@ -84,7 +84,7 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
     embedding = shape.outside[0].path.rpartition(".")[2]
     for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
         method = Method(kind="freeze", freeze_layers=layers, freeze_also=also)
-        chosen = set(trainer._trained(RunSpec(method=method), model))
+        chosen = set(adapters._trained(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
         assert trainable(RunSpec(method=method), shape) == count(model, trainable=True)

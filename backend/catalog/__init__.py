@@ -1,0 +1,86 @@
+"""The tables that options choose from: one row a choice, with what the form, the rules and the memory need.
+
+Floor 0. Imports nothing of ours. A new optimizer or model is one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backend.catalog.kinds import BuiltinModel, Choice, Device, Optimizer, Strategy
+from backend.catalog.models import MODELS
+from backend.catalog.optimizers import OPTIMIZERS
+from backend.catalog.strategies import DEEPSPEED, MANY, STRATEGIES
+
+__all__ = [
+    "DEEPSPEED", "MANY", "MODELS", "OPTIMIZERS", "STRATEGIES",
+    "BuiltinModel", "Choice", "Device", "Optimizer", "Strategy",
+]  # fmt: skip
+
+STAGES: Mapping[str, Choice] = {
+    "sft": Choice("Supervised fine-tuning", "Learn to answer: conversations, or prompts with completions."),
+    "pretraining": Choice("Pre-training", "Learn every token of plain text."),
+}
+
+METHODS: Mapping[str, Choice] = {
+    "lora": Choice("LoRA", "Train small adapters beside frozen weights. Least memory."),
+    "freeze": Choice("Freeze", "Train some of the layers and keep the others."),
+    "full": Choice("Full", "Train every weight. Most memory."),
+}
+
+LORA_TARGETS: Mapping[str, Choice] = {
+    "all-linear": Choice("All linear layers", "Learns best for its size."),
+    "attention": Choice("Attention projections", "q, k, v and o: smaller and a little weaker."),
+    "custom": Choice("By name", "The module names that you give."),
+}
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+PRECISIONS: Mapping[str, Choice] = {
+    "auto": Choice("Automatic", "bf16 where the device computes in it, otherwise fp32."),
+    "bf16": Choice("bf16", "Mixed precision: half the activations, fast on Ampere and later."),
+    "fp16": Choice("fp16", "Mixed precision with loss scaling, for GPUs before Ampere."),
+    "fp32": Choice("fp32", "Full precision: the most memory, works everywhere."),
+}
+
+SCHEDULERS: Mapping[str, Choice] = {
+    "cosine": Choice("Cosine", "Falls to zero along a half cosine."),
+    "linear": Choice("Linear", "Falls to zero in a straight line."),
+    "constant": Choice("Constant", "Stays as it is, without warm-up."),
+    "constant_with_warmup": Choice("Constant after warm-up", "Rises, then stays."),
+    "cosine_with_min_lr": Choice("Cosine to a floor", "Falls to a tenth of the peak."),
+    "inverse_sqrt": Choice("Inverse square root", "Falls slowly; for open-ended runs."),
+}
+
+DATASETS: Mapping[str, Choice] = {
+    "trains": Choice("Trains (demo)", "Free sentences about trains, each with one JSON object to extract."),
+}
+
+FORMATS: Mapping[str, Choice] = {
+    "auto": Choice("Recognise it", "From the column names of the first row."),
+    "messages": Choice("Messages (OpenAI)", "A column with a list of {role, content}."),
+    "sharegpt": Choice("ShareGPT", "A column with a list of {from, value}."),
+    "alpaca": Choice("Alpaca", "instruction, input, output."),
+    "prompt_completion": Choice("Prompt and completion", "Two columns of text."),
+    "text": Choice("Plain text", "One column of text, every token is learned."),
+}
+
+TEMPLATES: Mapping[str, Choice] = {
+    "model": Choice("The model's own", "As stored with its tokenizer."),
+    "chatml": Choice("ChatML", "<|im_start|>role ... <|im_end|>; for base models without a template."),
+    "file": Choice("From a file", "A Jinja chat template of your own."),
+}
+
+DEVICES: Mapping[str, Device] = {
+    "cuda": Device("CUDA (or ROCm) GPU", visible="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
+    "npu": Device("Ascend NPU", visible="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)),
+    "xpu": Device("Intel XPU", visible="ZE_AFFINITY_MASK", backends=("xccl", "ccl")),
+    "mps": Device("Apple GPU", bf16=True, fp16=False),
+    "cpu": Device("CPU", fp16=False),
+}
+
+REPORTERS: Mapping[str, Choice] = {
+    "none": Choice("Nowhere else", "The run's own page has log and plots."),
+    "tensorboard": Choice("TensorBoard", "Event files in the run's folder.", package="tensorboard"),
+    "wandb": Choice("Weights & Biases", "Needs WANDB_API_KEY, or WANDB_MODE=offline.", package="wandb"),
+    "mlflow": Choice("MLflow", "Needs MLFLOW_TRACKING_URI.", package="mlflow"),
+}

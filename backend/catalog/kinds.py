@@ -1,0 +1,54 @@
+"""What a row of each table holds.
+
+Floor 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row: what a person reads (`label`, `help`) and the package it needs beyond the installed base."""
+
+    label: str
+    help: str = ""
+    package: str = ""
+
+
+@dataclass(frozen=True)
+class BuiltinModel(Choice):
+    """A model that needs no hub. `config` is what its config.json says, known before it was made or fetched."""
+
+    parameters: int = 0
+    download_bytes: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Optimizer(Choice):
+    """`name` is the Trainer's `optim`; `state_bytes` is bytes of state a trained parameter."""
+
+    name: str = ""
+    state_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device(Choice):
+    """A family of devices: the variable that selects them, and the collective backends in order of preference."""
+
+    visible: str = ""
+    backends: tuple[str, ...] = ("gloo",)
+    bf16: bool = True
+    fp16: bool = True
+
+
+@dataclass(frozen=True)
+class Strategy(Choice):
+    """How processes work together: the engine that does it ('' for one process) and its ZeRO stage."""
+
+    engine: str = ""
+    stage: int = 0

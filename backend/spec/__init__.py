@@ -1,0 +1,31 @@
+"""RunSpec: everything a person decides about a run, each option declared once.
+
+Floor 1. An option is one line (type, limits, label, when it is shown, default) and its help is the docstring
+below it. Nothing derived and nothing about this machine stands here. Type and limits of one field are pydantic's;
+whatever needs two fields, or the machine, is a rule (`backend/rules`). Hidden options are without effect: a
+spec is written without them (`options.effective`).
+"""
+
+from __future__ import annotations
+
+from backend.spec.data import Data, Model
+from backend.spec.kinds import OneOf, Section, Ui, When
+from backend.spec.running import Checkpoint, Evaluation, Launch, Logging, Parallel
+from backend.spec.training import Method, Precision, Train
+
+__all__ = ["Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui", "When"]
+
+
+class RunSpec(Section):
+    """A run, as a person described it."""
+
+    model: Model = Model()
+    data: Data = Data()
+    method: Method = Method()
+    train: Train = Train()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    launch: Launch = Launch()

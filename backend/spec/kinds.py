@@ -1,0 +1,101 @@
+"""How an option is declared: its label, when it is shown, and the kinds of values that a form or a shell may send.
+
+Floor 1. Imports: catalog.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from backend import catalog
+
+When = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Ui:
+    """How an option is shown: its label, when (option -> allowed values, all must hold), the widget's kind."""
+
+    label: str
+    when: When = field(default_factory=dict)
+    widget: Literal["", "lines", "text", "list"] = ""
+    unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)  # labels of a Literal's values
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The table that a text option chooses from."""
+
+    table: Mapping[str, catalog.Choice]
+
+
+def one_of(table: Mapping[str, catalog.Choice]) -> tuple[OneOf, AfterValidator]:
+    """Annotations for a text option whose value is a key of `table`."""
+
+    def known(value: str) -> str:
+        if value not in table:
+            raise ValueError(f"must be one of {', '.join(table)}")
+        return value
+
+    return OneOf(table), AfterValidator(known)
+
+
+def _parts(pattern: str) -> BeforeValidator:
+    """Accept one text for a list: a form's field, or a value on the command line."""
+
+    def split(value: Any) -> Any:
+        return tuple(p.strip() for p in re.split(pattern, value) if p.strip()) if isinstance(value, str) else value
+
+    return BeforeValidator(split)
+
+
+def _pairs(value: Any) -> Any:
+    """Accept lines of NAME=value for a table of environment variables."""
+    if not isinstance(value, str):
+        return value
+    pairs = {}
+    for line in filter(None, (line.strip() for line in value.splitlines())):
+        name, equals, text = line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
+            raise ValueError(f"write one NAME=value a line, not {line!r}")
+        pairs[name.strip()] = text.strip()
+    return pairs
+
+
+def _named(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name for an environment variable")
+    return value
+
+
+Lines = Annotated[tuple[str, ...], _parts(r"[\n]")]
+Names = Annotated[tuple[str, ...], _parts(r"[\s,]+")]
+Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _parts(r"[\s,]+")]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs), AfterValidator(_named)]
+
+
+class Section(BaseModel):
+    """A part of the spec; unknown names are refused, nothing is changed in place."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+LORA: When = {"method.kind": ("lora",)}
+FREEZE: When = {"method.kind": ("freeze",)}
+SFT: When = {"train.stage": ("sft",)}
+DDP: When = {"parallel.strategy": ("ddp",)}
+MANY: When = {"parallel.strategy": catalog.MANY}
+OWN_DATA: When = {"data.source": ("files", "hub")}
+TEMPLATED: When = {"train.stage": ("sft",)}
+BETAS: When = {"train.optimizer": ("adamw", "adamw_fused")}
+EVALUATED: When = {"evaluation.when": ("steps", "epoch")}
+SAVED: When = {"checkpoint.when": ("steps", "epoch")}

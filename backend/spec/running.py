@@ -1,0 +1,96 @@
+"""How a run is spread, watched, kept and started.
+
+Floor 1. Imports: catalog, kinds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from backend import catalog
+from backend.spec.kinds import DDP, EVALUATED, LORA, MANY, SAVED, SFT, Ids, Pairs, Section, Ui, one_of
+
+
+class Parallel(Section):
+    """How many processes work together, and how."""
+
+    strategy: Annotated[str, *one_of(catalog.STRATEGIES), Ui("Strategy")] = "single"
+    """How a model and its batches are spread over devices."""
+    find_unused_parameters: Annotated[bool, Ui("Find unused parameters", when=DDP)] = False
+    """For models whose parts are skipped in some steps. Costs time."""
+    bucket_mb: Annotated[int, Field(ge=1, le=4096), Ui("Gradient bucket", when=MANY, unit="MB")] = 25
+    """Gradients are sent in parcels of this size."""
+    timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=MANY, unit="s")] = 1800
+    """A rank that waits longer for the others ends the run."""
+
+
+class Evaluation(Section):
+    """What is looked at beside the loss."""
+
+    when: Annotated[Literal["no", "steps", "epoch"], Ui("Evaluate")] = "epoch"
+    """The loss on validation rows, drawn beside the training loss."""
+    steps: Annotated[int, Field(ge=1), Ui("Every", when={"evaluation.when": ("steps",)}, unit="steps")] = 50
+    """Steps between evaluations."""
+    batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size", when=EVALUATED)] = 8
+    """Rows a device evaluates at once."""
+    samples: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=SFT)] = 0
+    """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = 128
+    """Where an answer is cut."""
+
+
+class Checkpoint(Section):
+    """What is kept on the way, and at the end."""
+
+    when: Annotated[Literal["no", "steps", "epoch"], Ui("Save checkpoints")] = "epoch"
+    """A stopped or failed run goes on from the last complete one."""
+    steps: Annotated[int, Field(ge=1), Ui("Every", when={"checkpoint.when": ("steps",)}, unit="steps")] = 100
+    """Steps between checkpoints."""
+    keep: Annotated[int, Field(ge=0), Ui("Keep", when=SAVED)] = 2
+    """Older checkpoints are deleted; 0 keeps all."""
+    weights_only: Annotated[bool, Ui("Weights only", when=SAVED)] = False
+    """Smaller, but such a checkpoint cannot be resumed from."""
+    best: Annotated[bool, Ui("End with the best", when={**SAVED, **EVALUATED})] = False
+    """Load the checkpoint with the lowest validation loss at the end."""
+    start: Annotated[Literal["continue", "anew", "path"], Ui("Start from")] = "continue"
+    """Started again, a run continues from its last complete checkpoint, begins anew, or takes one that you name."""
+    path: Annotated[str, Ui("Checkpoint folder", when={"checkpoint.start": ("path",)})] = ""
+    """A checkpoint-N folder of a run with the same model and method."""
+    save_model: Annotated[bool, Ui("Save the trained model")] = True
+    """In the run's folder under model/, as `from_pretrained` loads it."""
+    merge: Annotated[bool, Ui("Merge the adapter", when={**LORA, "checkpoint.save_model": ("true",)})] = False
+    """Save whole weights with the adapter added in, instead of the adapter alone."""
+
+
+class Logging(Section):
+    """What is written down while it runs."""
+
+    name: Annotated[str, Field(max_length=80), Ui("Run name")] = ""
+    """Part of the folder's name; empty takes model and method."""
+    steps: Annotated[int, Field(ge=1), Ui("Log every", unit="steps")] = 1
+    """Steps between points of the curves."""
+    level: Annotated[Literal["info", "warning", "error"], Ui("Log level")] = "warning"
+    """How much the libraries say in the log."""
+    report_to: Annotated[str, *one_of(catalog.REPORTERS), Ui("Also report to")] = "none"
+    """A tracker that you use already."""
+
+
+class Launch(Section):
+    """Where it runs."""
+
+    launcher: Annotated[Literal["torchrun", "python"], Ui("Launcher")] = "torchrun"
+    """torchrun starts and watches the processes; python starts one process alone, a little sooner."""
+    device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device")] = "auto"
+    """Automatic takes the accelerator that is there, otherwise the CPU."""
+    devices: Annotated[
+        Ids, Ui("Device ids", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
+    ] = ()
+    """Which GPUs, by id: 0, 1. Empty takes the first ones."""
+    processes: Annotated[int, Field(ge=1, le=1024), Ui("Processes", when=MANY)] = 2
+    """One for each device."""
+    threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads a process")] = 0
+    """0 shares the cores among the processes."""
+    environment: Annotated[Pairs, Ui("Environment", widget="lines")] = Field(default_factory=dict)
+    """Added for the run, one NAME=value a line."""

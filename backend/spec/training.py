@@ -1,0 +1,90 @@
+"""Method, training and precision: which weights learn, how long, in what numbers.
+
+Floor 1. Imports: catalog, kinds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from backend import catalog
+from backend.spec.kinds import BETAS, FREEZE, LORA, Names, Section, Ui, one_of
+
+
+class Method(Section):
+    """Which weights are trained."""
+
+    kind: Annotated[str, *one_of(catalog.METHODS), Ui("Method")] = "lora"
+    """What is trained decides most of the memory."""
+    lora_rank: Annotated[int, Field(ge=1, le=4096), Ui("Rank", when=LORA)] = 16
+    """Width of the adapter. 8 to 64 is usual; more learns more and costs more."""
+    lora_alpha: Annotated[float, Field(gt=0, le=65536), Ui("Alpha", when=LORA)] = 32.0
+    """The adapter is scaled by alpha / rank. Twice the rank is usual."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when=LORA)] = 0.0
+    """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
+    lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
+    """Where adapters are put."""
+    lora_target_modules: Annotated[
+        Names, Ui("Module names", when={**LORA, "method.lora_targets": ("custom",)}, widget="list")
+    ] = ()
+    """The ends of module names, such as q_proj, v_proj."""
+    lora_modules_to_save: Annotated[Names, Ui("Also train in full", when=LORA, widget="list")] = ()
+    """Modules trained and saved whole beside the adapters, such as embed_tokens, lm_head."""
+    freeze_layers: Annotated[int, Field(ge=-1024, le=1024), Ui("Trained layers", when=FREEZE)] = 2
+    """The last so many layers are trained; a negative number takes the first."""
+    freeze_also: Annotated[Names, Ui("Also train", when=FREEZE, widget="list")] = ()
+    """Names of further modules to train, such as embed_tokens, norm, lm_head."""
+
+
+class Train(Section):
+    """How long, how fast, with what."""
+
+    stage: Annotated[str, *one_of(catalog.STAGES), Ui("Stage")] = "sft"
+    """What is learned from the rows."""
+    length: Annotated[Literal["epochs", "steps"], Ui("Length in", choices={"steps": "Steps"})] = "epochs"
+    """Count passes over the data, or optimizer steps."""
+    epochs: Annotated[float, Field(gt=0, le=10_000), Ui("Epochs", when={"train.length": ("epochs",)})] = 3.0
+    """Passes over the data."""
+    max_steps: Annotated[int, Field(ge=1), Ui("Steps", when={"train.length": ("steps",)})] = 100
+    """Optimizer steps."""
+    batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size per device")] = 4
+    """Rows a device works on at once. Memory grows with it."""
+    accumulation: Annotated[int, Field(ge=1, le=65536), Ui("Accumulation")] = 1
+    """Batches added up before a step. The batch that counts: size x accumulation x processes."""
+    learning_rate: Annotated[float, Field(gt=0, le=10), Ui("Learning rate")] = 2e-4
+    """The peak. 1e-4 to 1e-3 for LoRA, 1e-5 to 5e-5 for full training."""
+    scheduler: Annotated[str, *one_of(catalog.SCHEDULERS), Ui("Schedule")] = "cosine"
+    """How the learning rate moves after warm-up."""
+    warmup: Annotated[float, Field(ge=0), Ui("Warm-up")] = 0.03
+    """Steps of rising rate; below 1 it is a share of all steps."""
+    optimizer: Annotated[str, *one_of(catalog.OPTIMIZERS), Ui("Optimizer")] = "adamw"
+    """Turns gradients into steps; its state takes memory."""
+    weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay")] = 0.0
+    """Pulls weights towards zero; 0.01 to 0.1 is usual for full training."""
+    beta1: Annotated[float, Field(ge=0, lt=1), Ui("Beta 1", when=BETAS)] = 0.9
+    """Memory of the gradient's mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1), Ui("Beta 2", when=BETAS)] = 0.999
+    """Memory of its square; 0.95 is usual for pre-training."""
+    epsilon: Annotated[float, Field(gt=0, le=1), Ui("Epsilon", when=BETAS)] = 1e-8
+    """Keeps the division finite."""
+    max_grad_norm: Annotated[float, Field(ge=0), Ui("Gradient clipping")] = 1.0
+    """Longest gradient that is let through; 0 switches clipping off."""
+    neftune: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise")] = 0.0
+    """Noise on the embeddings, often better answers on small data; 5 is usual, 0 is off."""
+    group_by_length: Annotated[bool, Ui("Group by length")] = False
+    """Rows of like length together: less padding, a less random order."""
+    activation_checkpointing: Annotated[bool, Ui("Activation checkpointing")] = False
+    """Compute activations twice instead of keeping them: far less memory, about a third slower."""
+    dataloader_workers: Annotated[int, Field(ge=0, le=256), Ui("Loader processes")] = 0
+    """Processes a device that put batches together; 0 does it in the training process."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1), Ui("Seed")] = 42
+    """Order of the rows, split, adapters and dropout."""
+
+
+class Precision(Section):
+    """In what numbers to compute."""
+
+    compute: Annotated[str, *one_of(catalog.PRECISIONS), Ui("Precision")] = "auto"
+    """Trained weights stay in fp32; frozen ones are held in this precision."""
