@@ -20,7 +20,7 @@ from backend.machine import Gpu, Machine
 from backend.options import by_name, edit, effective, options, word
 from backend.plan import plan
 from backend.spec import RunSpec
-from backend.train import adapters, answers, builtin, checkpoints, data, device, model, quiet, trainers
+from backend.train import adapters, answers, builtin, checkpoints, data, device, engine, model, quiet, trainers
 from backend.train.__main__ import Work, _start
 from backend.train.callbacks import Keeper
 from backend.train.journal import Journal, TrainError
@@ -172,7 +172,7 @@ def order(spec: RunSpec) -> Any:
 
 
 def ranks(spec: RunSpec) -> Any:
-    return trainers._parallel(spec, Path("."), "cpu", 2)
+    return engine.arguments(spec, Path("."), "cpu", 2)
 
 
 def planned(spec: RunSpec) -> Any:

@@ -6,44 +6,23 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host import Host, a_host
 from trainings import SMALL, environment
 
 from backend.judge import Judgement, judge
 from backend.machine import probe
 from backend.options import edit
 from backend.rules import RULES, Rule
-from backend.run import COOKIE, processes
+from backend.run import processes
 from backend.spec import RunSpec
 from backend.train import builtin
 
 PROVEN = [rule for rule in RULES if rule.proof == "launch"]
-
-HOST = """
-import json, os, sys
-from backend.train import __main__ as training
-for line in sys.stdin:
-    order = json.loads(line)
-    child = os.fork()
-    if not child:
-        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, dir_fd=os.open(order["folder"], os.O_RDONLY))
-        os.dup2(log, 1), os.dup2(log, 2), os.chdir(order["folder"])
-        os.environ.update(order["env"])
-        sys.argv[1:], code = ["."], 0
-        try:
-            training.main()
-        except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-            code = 1
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(20)
@@ -81,16 +60,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def host(cache: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOST]
-    with subprocess.Popen(
-        command, env=environment(cache, cache), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        assert process.stdin
-        process.stdin.close()
-        assert process.wait(30) == 0
-    assert not processes.carriers(cache)
+def host(cache: Path) -> Iterator[Host]:
+    with a_host(cache) as found:
+        yield found
 
 
 def good_scene(root: Path, cache: Path) -> None:
@@ -98,7 +70,7 @@ def good_scene(root: Path, cache: Path) -> None:
     shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
 
 
-def launch(found: Judgement, folder: Path, cache: Path, host: subprocess.Popen[str]) -> tuple[int, str]:
+def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int, str]:
     """(exit code, log) of the plan, whatever the findings say."""
     folder.mkdir()
     plan = found.plan
@@ -112,12 +84,7 @@ def launch(found: Judgement, folder: Path, cache: Path, host: subprocess.Popen[s
             ).returncode
         assert not processes.carriers(folder)
     else:
-        assert host.stdin
-        assert host.stdout
-        order = {"folder": str(folder), "env": {**plan.env, "OMP_NUM_THREADS": "1", COOKIE: str(folder)}}
-        host.stdin.write(json.dumps(order) + "\n")
-        host.stdin.flush()
-        code = int(host.stdout.readline())
+        code = host.run(folder, env=plan.env)
     return code, (folder / "log.txt").read_text()
 
 
@@ -127,9 +94,7 @@ def test_some_are_proven() -> None:
 
 
 @pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
-def test_what_is_refused_fails_and_its_twin_runs(
-    rule: Rule, tmp_path: Path, cache: Path, host: subprocess.Popen[str]
-) -> None:
+def test_what_is_refused_fails_and_its_twin_runs(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> None:
     machine = probe(tmp_path)
     good_scene(tmp_path, cache)
     SCENES.get(rule.code, lambda root: None)(tmp_path)

@@ -1,0 +1,115 @@
+"""A host that imports the libraries once and forks the ranks of one training after another, about a second each.
+
+What a rank runs is backend.train's own main, told of its rank by the environment as torchrun tells it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainings import environment, text
+
+from backend.machine import Machine
+from backend.plan import plan
+from backend.run import COOKIE, processes
+from backend.spec import RunSpec
+
+HOST = """
+import importlib, json, os, socket, sys, time
+from backend.train import __main__ as training
+import deepspeed, torch.distributed.fsdp, trl.experimental
+
+def rank(order, number, port):
+    log = os.open(os.path.join(order["folder"], "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1), os.dup2(log, 2), os.chdir(order["folder"])
+    os.environ.update(order["env"])
+    if order["ranks"]:
+        os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(order["ranks"]),
+            LOCAL_WORLD_SIZE=str(order["ranks"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv[1:], code = [".", *order["arguments"]], 0
+    try:
+        training.main()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)
+
+for line in sys.stdin:
+    order = json.loads(line)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alive, worst, until = set(), 0, time.monotonic() + order["seconds"]
+    for number in range(order["ranks"] or 1):
+        child = os.fork()
+        if not child:
+            rank(order, number, port)
+        alive.add(child)
+    while alive:
+        for child in list(alive):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                alive.discard(child)
+                worst = worst or os.waitstatus_to_exitcode(status)
+        if worst or time.monotonic() > until:  # as torchrun: one that fails ends the others
+            worst = worst or 124
+            for child in alive:
+                os.kill(child, 9)
+        time.sleep(0.02)
+    print(worst, flush=True)
+"""
+
+
+class Host:
+    """Starts trainings on a CPU, one at a time."""
+
+    def __init__(self, process: subprocess.Popen[str], cache: Path) -> None:
+        self.process, self.cache = process, cache
+
+    def run(
+        self, folder: Path, ranks: int = 0, *arguments: str, env: Mapping[str, str] = {}, seconds: float = 150
+    ) -> int:
+        """The exit code of the training in `folder`, by `ranks` ranks; 0 ranks: one plain process. 124: too long.
+
+        As under a launcher, the first rank that fails ends the others. Nothing of it is left.
+        """
+        own = {**env, "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
+        order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def train(self, folder: Path, spec: RunSpec, ranks: int = 0) -> Path:
+        """Plan `spec` into the new `folder`, train it, and insist that it ended well."""
+        write(folder, spec)
+        assert self.run(folder, ranks) == 0, text(folder)
+        return folder
+
+
+def write(folder: Path, spec: RunSpec) -> None:
+    """The files of a plan."""
+    folder.mkdir(parents=True)
+    for name, body in plan(spec, Machine()).files.items():
+        (folder / name).write_text(body, encoding="utf-8")
+
+
+@contextmanager
+def a_host(cache: Path) -> Iterator[Host]:
+    """A host with its models in `cache`; at the end nothing of it is left."""
+    command = [sys.executable, "-c", HOST]
+    with subprocess.Popen(
+        command, env=environment(cache, cache), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Host(process, cache)
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert not processes.carriers(cache)
