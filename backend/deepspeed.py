@@ -13,6 +13,7 @@ from backend import catalog
 from backend.spec import RunSpec
 
 MIB = 1024**2
+NONE, NVME = "none", "nvme"
 
 
 def configuration(spec: RunSpec) -> dict[str, Any]:
@@ -28,7 +29,8 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     }
     if zero["stage"] == 3:
         zero |= {"stage3_gather_16bit_weights_on_model_save": True}
-    return {
+    zero |= _offload(spec)
+    found = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -37,6 +39,40 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         "fp16": {"enabled": "auto"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any of the Trainer's optimizers
+    }
+    return {**found, "aio": _aio(spec)} if NVME in (_optimizer(spec), _weights(spec)) else found
+
+
+def _optimizer(spec: RunSpec) -> str:
+    return spec.parallel.offload_optimizer if catalog.STRATEGIES[spec.parallel.strategy].stage else NONE
+
+
+def _weights(spec: RunSpec) -> str:
+    return spec.parallel.offload_parameters if catalog.STRATEGIES[spec.parallel.strategy].stage == 3 else NONE
+
+
+def _offload(spec: RunSpec) -> dict[str, Any]:
+    """Where state and weights lie; source: deepspeed 0.19 runtime/zero/offload_config.py."""
+    found: dict[str, Any] = {}
+    parallel = spec.parallel
+    disk = {"nvme_path": parallel.nvme_path, "buffer_count": parallel.nvme_buffers}
+    for key, device in (("offload_optimizer", _optimizer(spec)), ("offload_param", _weights(spec))):
+        if device != NONE:
+            found[key] = {"device": device, "pin_memory": parallel.pin_memory, **(disk if device == NVME else {})}
+    if _weights(spec) == NVME:
+        found["offload_param"]["buffer_size"] = parallel.nvme_buffer_mb * MIB // 2  # numbers of two bytes
+    return found
+
+
+def _aio(spec: RunSpec) -> dict[str, Any]:
+    """How the disk is asked; source: deepspeed 0.19 runtime/swap_tensor/constants.py."""
+    parallel = spec.parallel
+    return {
+        "block_size": parallel.aio_block_kb * 1024,
+        "queue_depth": parallel.aio_queue_depth,
+        "intra_op_parallelism": parallel.aio_threads,
+        "single_submit": False,
+        "overlap_events": True,
     }
 
 

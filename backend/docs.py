@@ -42,7 +42,7 @@ def options_markdown() -> str:
 
 def _row(option: Option) -> str:
     default = str(text(option, option.default)).lower() if option.kind == "bool" else text(option, option.default)
-    when = "; ".join(f"{name} is {' or '.join(allowed)}" for name, allowed in option.when.items())
+    when = ", or ".join("; ".join(f"{k} is {' or '.join(allowed)}" for k, allowed in c.items()) for c in option.when)
     cells = [
         f"`{option.name}`",
         f"{default}".replace("\n", " "),

@@ -16,21 +16,24 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from backend.catalog import Choice
-from backend.spec import OneOf, RunSpec, Ui, When
+from backend.spec import Condition, OneOf, RunSpec, Ui
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of RunSpec. `kind` is bool, int, float, str, choice, list or table; limits are inclusive or None."""
+    """One leaf of RunSpec. `kind` is bool, int, float, str, choice, list or table; limits are inclusive or None.
+
+    It is shown if one of the conditions of `when` holds.
+    """
 
     name: str
     kind: str
     default: Any
     label: str
     help: str
-    when: When
+    when: tuple[Condition, ...]
     widget: str
     unit: str
     choices: tuple[tuple[str, str], ...] = ()  # (value, label)
@@ -117,7 +120,7 @@ def options() -> tuple[Option, ...]:
                     default=default,
                     label=ui.label,
                     help=" ".join((leaf.description or "").split()),
-                    when=ui.when,
+                    when=ui.when if isinstance(ui.when, tuple) else (ui.when,),
                     widget=ui.widget,
                     unit=ui.unit,
                     choices=tuple((value, row.label) for value, row in table.items()),
@@ -211,8 +214,8 @@ def _problem(error: Any) -> Problem:
 
 
 def shown(spec: RunSpec, option: Option) -> bool:
-    """Whether `option` has an effect in `spec`: every condition of its `when` holds."""
-    return all(word(get(spec, name)) in allowed for name, allowed in option.when.items())
+    """Whether `option` has an effect in `spec`: one of the conditions of its `when` holds."""
+    return any(all(word(get(spec, name)) in allowed for name, allowed in c.items()) for c in option.when)
 
 
 def word(value: Any) -> str:

@@ -6,12 +6,12 @@ preview and launch are the same Plan.
 
 from __future__ import annotations
 
-from backend import catalog, deepspeed
+from backend import catalog, deepspeed, fsdp
 from backend.derived import backend, device, processes
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
-from backend.run import DEEPSPEED, RANK_LOGS, SPEC, Plan
+from backend.run import DEEPSPEED, FSDP, RANK_LOGS, SPEC, Plan
 from backend.spec import RunSpec
 
 TRAINER = ("-m", "backend.train")
@@ -32,6 +32,8 @@ def _files(spec: RunSpec) -> dict[str, str]:
     files = {SPEC: dump(spec)}
     if spec.parallel.strategy in catalog.DEEPSPEED:
         files[DEEPSPEED] = deepspeed.text(spec)
+    if spec.parallel.strategy in catalog.FSDP:
+        files[FSDP] = fsdp.text(spec)
     return files
 
 

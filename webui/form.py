@@ -6,6 +6,7 @@ twice, and `missing()` must be empty at the end.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -89,15 +90,21 @@ def step(option: Option) -> float:
 
 def deciding() -> list[str]:
     """Options that decide whether others are shown."""
-    return sorted({name for option in options() for name in option.when})
+    return sorted({name for option in options() for condition in option.when for name in condition})
 
 
 def visibility_css(found: Iterable[Option] = ()) -> str:
     """CSS that hides each option whose `when` does not hold, keyed on `body[data-*]`: the same data as Python's."""
     rules = []
     for option in found or options():
-        for name, allowed in option.when.items():
-            key = "data-" + name.replace(".", "-").replace("_", "-")
-            nots = "".join(f':not([{key}="{value}"])' for value in allowed)
-            rules.append(f"body[{key}]{nots} #{option.element_id}{{display:none!important}}")
+        # Hidden if of every condition one part fails: a rule for each way to choose those parts.
+        for failing in itertools.product(*(condition.items() for condition in option.when)):
+            nots = "".join(_other(name, allowed) for name, allowed in dict.fromkeys(failing))
+            rules.append(f"body{nots} #{option.element_id}{{display:none!important}}")
     return "\n".join(rules)
+
+
+def _other(name: str, allowed: Iterable[str]) -> str:
+    """A selector of a page on which `name` has another value than these."""
+    key = "data-" + name.replace(".", "-").replace("_", "-")
+    return f"[{key}]" + "".join(f':not([{key}="{value}"])' for value in allowed)

@@ -145,7 +145,7 @@ def _described(form: Form) -> dict[str, Any]:
                 "unit": found[name].unit,
                 "default": text(found[name], found[name].default),
                 "choices": dict(found[name].choices),
-                "when": {k: list(v) for k, v in found[name].when.items()},
+                "when": [{k: list(v) for k, v in c.items()} for c in found[name].when],
             }
             for name in form.widgets
         },

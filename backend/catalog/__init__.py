@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from backend.catalog.kinds import BuiltinModel, Choice, Device, Optimizer, Strategy
 from backend.catalog.models import MODELS
 from backend.catalog.optimizers import OPTIMIZERS
-from backend.catalog.strategies import DEEPSPEED, MANY, STRATEGIES
+from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 
 __all__ = [
-    "DEEPSPEED", "MANY", "MODELS", "OPTIMIZERS", "STRATEGIES",
+    "DEEPSPEED", "FSDP", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS", "SHARDINGS", "STATE_DICTS", "STRATEGIES",
     "BuiltinModel", "Choice", "Device", "Optimizer", "Strategy",
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ class Device(Choice):
 
 @dataclass(frozen=True)
 class Strategy(Choice):
-    """How processes work together: the engine that does it ('' for one process) and its ZeRO stage."""
+    """How processes work together: the engine that does it ('' for one process) and its ZeRO stage.
 
-    engine: str = ""
+    `spread`: no process holds the weights whole between steps.
+    """
+
+    engine: Literal["", "ddp", "deepspeed", "fsdp", "tensor"] = ""
     stage: int = 0
+    version: int = 0  # of FSDP
+    spread: bool = False

@@ -18,6 +18,7 @@ from pathlib import Path
 SPEC = "spec.yaml"  # what was asked                       written once, by create
 PLAN = "plan.json"  # what is started                      written once, by create
 DEEPSPEED = "deepspeed.json"  # its configuration, if the strategy is one of its    written once, by create
+FSDP = "fsdp.json"  # the same for FSDP                     written once, by create
 SCRIPT = "run.sh"  # starts the same run from a shell      written once, by create
 LOCK = "lock"  # held (flock) while the run lives          by its keeper, who writes SUPERVISOR or SHELL into it
 STATE = "state.json"  # started, ended, exit code, how     replaced atomically, by the supervisor only

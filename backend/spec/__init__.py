@@ -9,11 +9,11 @@ spec is written without them (`options.effective`).
 from __future__ import annotations
 
 from backend.spec.data import Data, Model
-from backend.spec.kinds import OneOf, Section, Ui, When
+from backend.spec.kinds import Condition, OneOf, Section, Ui
 from backend.spec.running import Checkpoint, Evaluation, Launch, Logging, Parallel
 from backend.spec.training import Method, Precision, Train
 
-__all__ = ["Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui", "When"]
+__all__ = ["Condition", "Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui"]
 
 
 class RunSpec(Section):

@@ -14,12 +14,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from backend import catalog
 
-When = Mapping[str, tuple[str, ...]]
+Condition = Mapping[str, tuple[str, ...]]
+When = Condition | tuple[Condition, ...]
 
 
 @dataclass(frozen=True)
 class Ui:
-    """How an option is shown: its label, when (option -> allowed values, all must hold), the widget's kind."""
+    """How an option is shown: its label, when (option -> allowed values, all must hold; of several conditions one
+    is enough), the widget's kind."""
 
     label: str
     when: When = field(default_factory=dict)
@@ -89,13 +91,26 @@ class Section(BaseModel):
     )
 
 
-LORA: When = {"method.kind": ("lora",)}
-FREEZE: When = {"method.kind": ("freeze",)}
-SFT: When = {"train.stage": ("sft",)}
-DDP: When = {"parallel.strategy": ("ddp",)}
-MANY: When = {"parallel.strategy": catalog.MANY}
-OWN_DATA: When = {"data.source": ("files", "hub")}
-TEMPLATED: When = {"train.stage": ("sft",)}
-BETAS: When = {"train.optimizer": ("adamw", "adamw_fused")}
-EVALUATED: When = {"evaluation.when": ("steps", "epoch")}
-SAVED: When = {"checkpoint.when": ("steps", "epoch")}
+LORA: Condition = {"method.kind": ("lora",)}
+FREEZE: Condition = {"method.kind": ("freeze",)}
+SFT: Condition = {"train.stage": ("sft",)}
+DDP: Condition = {"parallel.strategy": ("ddp",)}
+MANY: Condition = {"parallel.strategy": catalog.MANY}
+BUCKETS: Condition = {"parallel.strategy": ("ddp", *catalog.DEEPSPEED)}
+OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
+ZERO3: Condition = {"parallel.strategy": ("zero3",)}
+FSDP: Condition = {"parallel.strategy": catalog.FSDP}
+FSDP1: Condition = {"parallel.strategy": ("fsdp1",)}
+FSDP2: Condition = {"parallel.strategy": ("fsdp2",)}
+TENSOR: Condition = {"parallel.strategy": ("tensor",)}
+NVME_WEIGHTS: Condition = {**ZERO3, "parallel.offload_parameters": ("nvme",)}
+NVME = ({**OFFLOADING, "parallel.offload_optimizer": ("nvme",)}, NVME_WEIGHTS)
+OFFLOADED = (
+    {**OFFLOADING, "parallel.offload_optimizer": ("cpu", "nvme")},
+    {**ZERO3, "parallel.offload_parameters": ("cpu", "nvme")},
+)
+OWN_DATA: Condition = {"data.source": ("files", "hub")}
+TEMPLATED: Condition = {"train.stage": ("sft",)}
+BETAS: Condition = {"train.optimizer": ("adamw", "adamw_fused")}
+EVALUATED: Condition = {"evaluation.when": ("steps", "epoch")}
+SAVED: Condition = {"checkpoint.when": ("steps", "epoch")}

@@ -116,6 +116,7 @@ def run(work: Work) -> None:
     work.family = device.choose(spec)
     device.check(work.family)
     team.check(spec)
+    disk = engine.Disk(spec)
     config = trainers.arguments(spec, work.folder, work.family, team.world)
     work.precision = device.precision(spec, work.family)
     team.meet()
@@ -124,7 +125,8 @@ def run(work: Work) -> None:
     prepared = _prepared(work, tokens)
     journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
     set_seed(spec.train.seed)
-    weights = adapters.adapt(spec, model.load(spec, source, work.precision, tokens), work.precision)
+    whole = model.load(spec, source, work.precision, tokens, engine.slices(spec, team.world, work.precision))
+    weights = adapters.adapt(spec, whole, work.precision)
     work.check_stop()
     start = _start(work)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
@@ -149,6 +151,8 @@ def run(work: Work) -> None:
     result |= _after(work, how, trainer, asked, before)
     result["held"] = team.gather(engine.held(trainer))
     result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
+    team.agree()  # all have read what they needed
+    disk.clear()
     if team.rank == 0:
         write_json(work.folder / RESULT, result)
     journal.begin("done", "Done.", fraction=1.0, step=trainer.state.global_step, max_steps=trainer.state.max_steps)
@@ -249,9 +253,7 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
     if work.spec.checkpoint.merge:
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
-    state = None
-    if catalog.STRATEGIES[work.spec.parallel.strategy].stage == 3:
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all ranks gather; rank 0 gets it
+    state = engine.whole(work.spec, trainer)
     error = ""
     if work.team.rank == 0:
         try:
@@ -287,3 +289,4 @@ def _finite(value: float) -> float | None:
 
 if __name__ == "__main__":
     main()
+    quiet.leave()

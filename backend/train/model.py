@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,11 +63,13 @@ def tokenizer(spec: RunSpec, source: Source) -> Any:
     return found
 
 
-def load(spec: RunSpec, source: Source, precision: str, tokens: Any) -> nn.Module:
-    """The untouched model. Raises TrainError."""
+def load(
+    spec: RunSpec, source: Source, precision: str, tokens: Any, sliced: Mapping[str, Any] = MappingProxyType({})
+) -> nn.Module:
+    """The untouched model; `sliced` says how to load it in slices. Raises TrainError."""
     dtype = DTYPES[precision] if spec.method.kind == "lora" else torch.float32
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
+        model: Any = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options, **sliced)
     except Exception as error:
         raise TrainError(_unloadable("model", source, error)) from error
     vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
@@ -117,6 +120,8 @@ def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype, gathered: Ma
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
             state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in (gathered or model.state_dict()).items()}
             model.config.dtype = dtype
+            # Gathered already: the library would gather once more, and wait for ranks that do not come.
+            vars(model.config).pop("distributed_config", None)
             model.save_pretrained(temporary, state_dict=state)
         tokens.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)

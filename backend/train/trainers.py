@@ -55,8 +55,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
-    if spec.parallel.strategy in catalog.DEEPSPEED:
-        device.start_deepspeed(family)
+    engine.start(spec, config, family, precision)
     if config.device.type != "cpu":
         config._n_gpu = 1  # one process drives one device, however many it sees
     return config

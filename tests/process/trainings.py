@@ -34,10 +34,11 @@ SMALL = {
 # Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.
 MANY = """
 import sys
-from backend.train.__main__ import main
+from backend.train.__main__ import main, quiet
 for line in sys.argv[1:]:
     sys.argv[1:] = line.split("|")
     main()
+quiet.leave()
 """
 
 

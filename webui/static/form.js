@@ -57,7 +57,8 @@ FP.form = (() => {
     }
   }
   const same = (a, b) => String(a ?? "") === String(b ?? "");
-  const shown = (name) => Object.entries(about.options[name].when).every(([other, allowed]) => allowed.includes(word(values[other])));
+  const holds = (condition) => Object.entries(condition).every(([other, allowed]) => allowed.includes(word(values[other])));
+  const shown = (name) => about.options[name].when.some(holds);
 
   // What a closed section says: its first value, and what differs from the defaults.
   function said(section) {
