@@ -37,9 +37,16 @@ def old(capability: tuple[int, int]) -> bool:
     return (0, 0) < capability < (8, 0)
 
 
+def learners(spec: RunSpec) -> int:
+    """Processes, or groups of them, that work on rows of their own: those of a group share theirs."""
+    row = catalog.STRATEGIES[spec.parallel.strategy]
+    shared = spec.parallel.tensor if row.engine == "tensor" else spec.parallel.context if row.version == 2 else 1
+    return max(1, processes(spec) // shared)
+
+
 def global_batch(spec: RunSpec) -> int:
     """Rows that one optimizer step learns from, over all processes."""
-    return spec.train.batch_size * spec.train.accumulation * processes(spec)
+    return spec.train.batch_size * spec.train.accumulation * learners(spec)
 
 
 def backend(family: str) -> str:
@@ -59,5 +66,5 @@ def steps_per_epoch(spec: RunSpec, rows: int | None) -> int | None:
     """Optimizer steps of one pass over `rows`; the last, smaller batch counts too."""
     if rows is None or spec.data.packing:
         return None
-    batches = math.ceil(math.ceil(rows / spec.train.batch_size) / processes(spec))
+    batches = math.ceil(math.ceil(rows / spec.train.batch_size) / learners(spec))
     return max(1, math.ceil(batches / spec.train.accumulation))

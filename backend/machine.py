@@ -88,6 +88,7 @@ class Machine:
     name: str = ""
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
     compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
+    libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
     stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed
 
 
@@ -120,6 +121,7 @@ def probe(folder: Path) -> Machine:
         versions=_versions(),
         cpu_bf16=_cpu_bf16(),
         compiler=_compiler(),
+        libaio=Path("/usr/include/libaio.h").is_file(),
         stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
     )
 

@@ -24,6 +24,7 @@ FLOORS = {
     "backend.memory": 2,
     "backend.presets": 2,
     "backend.deepspeed": 2,
+    "backend.fsdp": 2,
     "backend.glance": 2,
     "backend.derived": 1,
     "backend.machine": 1,

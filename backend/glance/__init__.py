@@ -12,6 +12,7 @@ from typing import Any
 
 from backend import catalog
 from backend.glance.data import look_at_data
+from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
 from backend.glance.model import look_at_model
 from backend.options import edit
@@ -32,6 +33,7 @@ def settle(spec: RunSpec, base: Path) -> RunSpec:
             ("model.path", spec.model.path),
             ("data.template_file", spec.data.template_file),
             ("checkpoint.path", spec.checkpoint.path),
+            ("parallel.nvme_path", spec.parallel.nvme_path),
         )
         if value and absolute(value) != value
     }
@@ -49,6 +51,7 @@ def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ)
         **look_at_data(spec.data, base),
         template=_template(spec.data, base),
         checkpoint=_checkpoint(spec, base),
+        **look_at_disk(spec, base),
     )
 
 

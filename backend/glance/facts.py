@@ -39,6 +39,9 @@ class Glance:
     lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
     template: str = ""  # what is wrong with the template file
     checkpoint: str = ""  # what is wrong with the checkpoint folder
+    nvme: str = ""  # what is wrong with the NVMe folder
+    nvme_slow: str = ""  # why it is no fast disk
+    classes: tuple[str, ...] = ()  # of the model's modules, those with weights first; empty if nobody knows
 
     @property
     def longest(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -76,9 +78,22 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"shape": from_config(config), "unknown": ""}
+        return {"shape": from_config(config), "unknown": "", "classes": _classes(str(config.get("model_type")))}
     except Unknown as error:
         return {"unknown": str(error)}
+
+
+@lru_cache(maxsize=64)
+def _classes(kind: str) -> tuple[str, ...]:
+    """Classes of the modules of this model type, its layers first: read in the installed library, not loaded."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ()
+    with suppress(OSError):
+        code = (Path(found.origin).parent / "models" / kind / f"modeling_{kind}.py").read_text(encoding="utf-8")
+        layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", code)
+        return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", code))
+    return ()
 
 
 def _missing(folder: Path) -> str:

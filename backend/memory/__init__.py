@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from backend.derived import device, processes
 from backend.machine import Machine
 from backend.memory.account import Account
-from backend.memory.activations import Row
+from backend.memory.spread import Row
 from backend.shape import ModelShape
 from backend.spec import RunSpec
 

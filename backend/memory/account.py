@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from backend import catalog
 from backend.derived import processes, steps
 from backend.machine import GIB
-from backend.memory.activations import TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations, Row
+from backend.memory.activations import TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
+from backend.memory.spread import MIB, Row
 
-MIB = 2**20
 STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 # What a process holds before the model comes: Python and the libraries in RAM; on a GPU the context, the kernels
@@ -26,7 +26,6 @@ CONTEXT = 1 * GIB
 COLLECTIVES = GIB // 2
 # In RAM freed activations leave holes that glibc keeps: so much of what a step without checkpointing keeps. Adapters
 # make more short-lived tensors between the lasting ones. Measured on a CPU; devices have an allocator of torch's own.
-LIVE = 10**9  # deepspeed 0.19 runtime/zero/config.py: stage3_max_live_parameters
 HOLES = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
 PAPERS = 8 * MIB  # tokenizer, configuration and the trainer's notes in each saved folder
 
@@ -42,60 +41,45 @@ class Account(Activations):
         return [row for row in (*steady, *peak) if row.bytes]
 
     def _steady(self) -> list[Row]:
-        spec, width = self.spec, self.width
-        optimizer = self._optimizer
-        rows = [
-            Row("Frozen weights", self.frozen * width // self.holders, f"{self.frozen:,} x {width} bytes{self._held}"),
-            *self._learned(),
-            Row(
-                "Optimizer state",
-                round(self.trained * optimizer.state_bytes / self.sharers),
-                f"{self.trained:,} x {optimizer.state_bytes:g} bytes for {optimizer.label}{self._shared}",
-            ),
-        ]
-        if self.stage == 3:
-            live = min(self.shape.parameters, LIVE)
-            words = f"{live:,} x {width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
-            rows.append(Row("Gathered weights", live * width, words))
-        if self.stage:
-            size = 3 * spec.parallel.bucket_mb * MIB
-            rows.append(
-                Row("Gradient buckets", size, f"3 x {spec.parallel.bucket_mb} MiB: two to reduce, one to gather")
-            )
-        elif processes(spec) > 1:
-            rows.append(Row("Gradient buckets", self.trained * 4, f"{self.trained:,} x 4 bytes: DDP's parcels"))
+        spec = self.spec
+        rows = [*self._weights(), *self.gathered(), *self.parcels()]
         base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if processes(spec) > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row("Overhead", base, f"{words}, about")]
 
-    def _learned(self) -> list[Row]:
-        """Trained weights. DeepSpeed computes with a copy in the computing precision; fp32 masters are spread."""
-        trained = self.trained
-        if not self.stage:
-            return [Row("Trained weights", trained * 4, f"{trained:,} x 4 bytes: trained weights stay in fp32")]
-        masters = trained * 4 // self.sharers
-        return [
+    def _weights(self) -> list[Row]:
+        """Weights and optimizer state, each where it lives. DeepSpeed computes with a copy in the computing precision;
+        its masters in fp32 lie with the optimizer's state."""
+        trained, frozen, width, state = self.trained, self.frozen, self.width, self._optimizer.state_bytes
+        copy = width if self.zero else 4
+        near, far = not self.weights_away, not self.optimizer_away
+        label = f"{trained:,} x {state:g} bytes for {self._optimizer.label}{self.shared}"
+        rows = [
             Row(
-                "Trained weights", trained * self.width // self.holders, f"{trained:,} x {self.width} bytes{self._held}"
+                "Frozen weights",
+                near * frozen * width // self.holders,
+                f"{frozen:,} x {width} bytes{self.held}",
             ),
-            Row("Master weights", masters, f"{trained:,} x 4 bytes in fp32{self._shared}"),
+            Row("Trained weights", near * trained * copy // self.holders, f"{trained:,} x {copy} bytes{self.held}"),
+            Row("Optimizer state", round(far * trained * state / self.sharers), label),
         ]
-
-    @property
-    def _held(self) -> str:
-        return f" / {self.holders} devices" if self.holders > 1 else ""
+        if self.zero:
+            masters = far * trained * 4 // self.sharers
+            rows.append(Row("Master weights", masters, f"{trained:,} x 4 bytes in fp32{self.shared}"))
+        return rows
 
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
-        width = self.width if self.stage else 4
-        spread = self.stage >= 2
-        words = f"{count:,} x {width} bytes{self._shared if spread else ''}"
-        return count * width // (self.sharers if spread else 1), words
+        width = self.width if self.zero else 4
+        away = self.optimizer_away and self.strategy.stage != 1
+        words = f"{count:,} x {width} bytes{self.shared if self.spreads_gradients else ''}"
+        size = count * width // (self.sharers if self.spreads_gradients else 1)
+        return (0, words) if away else (size, words)
 
     def _forward(self) -> list[Row]:
         """The end of the forward pass."""
         spec, rows = self.spec, [self._activations(), self._loss()]
-        if self.width == 2 and not self.stage:
+        if self.width == 2 and not self.zero:
             cast = self._cast()
             rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
         if spec.train.accumulation > 1:
@@ -115,7 +99,7 @@ class Account(Activations):
         adam = self.spec.train.optimizer == "adamw"
         largest = max((leaf.parameters for leaf in (*self.shape.layer, *self.shape.outside)), default=0)
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
-        work //= self.sharers
+        work = 0 if self.optimizer_away else work // self.sharers
         return [
             Row("Gradients", *self._gradients(self.trained)),
             Row("Optimizer's work", work * 4, f"{work:,} x 4 bytes while it steps"),
@@ -153,12 +137,27 @@ class Account(Activations):
             return []
         count = processes(self.spec)
         loaded = self.shape.parameters * (self.width if self.adapter else 4)
+        words = f"{count} x {loaded:,} bytes until the device has them"
         return [
             Row("Libraries", count * LIBRARIES, f"{count} x Python and its libraries, about", "host"),
-            Row(
-                "Weights on their way", count * loaded, f"{count} x {loaded:,} bytes until the device has them", "host"
-            ),
+            *self._away(),
+            Row("Weights on their way", count * loaded, words, "host"),
         ]
+
+    def _away(self) -> list[Row]:
+        """What is kept in RAM instead of on the devices, of all devices together."""
+        trained, rows, copies = self.trained, [], processes(self.spec) // self.sharers
+        state = self._optimizer.state_bytes
+        if self.optimizer_away == "cpu":
+            # fp32 weights and gradients lie beside the state: deepspeed 0.19 stage_1_and_2.py, torch CPUOffloadPolicy.
+            each = state + 8
+            words = f"{trained:,} x ({state:g} + 8) bytes: state, fp32 weights and gradients"
+            rows.append(Row("Optimizer state", round(copies * trained * each), words, "host"))
+        if self.weights_away == "cpu":
+            width = self.width
+            whole = self.frozen + (trained if self.zero else 0)
+            rows.append(Row("Weights", copies * whole * width, f"{whole:,} x {width} bytes", "host"))
+        return rows
 
     def disk(self, rows: int | None) -> list[Row]:
         """Checkpoints and the trained model."""

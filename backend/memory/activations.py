@@ -6,17 +6,12 @@ Held against torch's own saved tensors, architecture by architecture (`tests/uni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-from backend import catalog
-from backend.derived import device, precision, processes
-from backend.machine import Machine
-from backend.shape import Leaf, ModelShape, adapted, trainable
-from backend.spec import RunSpec
+from backend.derived import device
+from backend.memory.spread import Row, Spread
+from backend.shape import Leaf, adapted
 
-BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 # TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
 # is no Triton a tile becomes about seven of fp32 on the way.
 TILE_TOKENS, TILE_WORDS = 4096, 32_768
@@ -28,67 +23,8 @@ COMPOSED = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")  # activations 
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the account: `where` is device, host or disk; `formula` says in words how the bytes come about."""
-
-    name: str
-    bytes: int
-    formula: str
-    where: str = "device"
-
-
-@dataclass(frozen=True)
-class Activations:
-    """The quantities of one spec on one machine, each a method, and what a step keeps for its way back."""
-
-    spec: RunSpec
-    machine: Machine
-    shape: ModelShape
-    longest: int = 0
-
-    @property
-    def cpu(self) -> bool:
-        """Whether it runs on the processor."""
-        return device(self.spec, self.machine) == "cpu"
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number in the computing."""
-        return BYTES[precision(self.spec, self.machine)]
-
-    @cached_property
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return trainable(self.spec, self.shape)
-
-    @property
-    def stage(self) -> int:
-        """DeepSpeed's ZeRO stage; 0 without it."""
-        return catalog.STRATEGIES[self.spec.parallel.strategy].stage
-
-    @property
-    def sharers(self) -> int:
-        """Devices that the optimizer's state is spread over."""
-        return processes(self.spec) if self.stage else 1
-
-    @property
-    def holders(self) -> int:
-        """Devices that the weights themselves are spread over."""
-        return processes(self.spec) if self.stage == 3 else 1
-
-    @property
-    def _shared(self) -> str:
-        return f" / {self.sharers} devices" if self.sharers > 1 else ""
-
-    @property
-    def adapter(self) -> bool:
-        """Whether new weights are trained beside the model's own."""
-        return self.spec.method.kind == "lora"
-
-    @property
-    def frozen(self) -> int:
-        """Parameters that are not trained."""
-        return self.shape.parameters - (0 if self.adapter else self.trained)
+class Activations(Spread):
+    """What a step keeps for its way back."""
 
     @property
     def length(self) -> int:

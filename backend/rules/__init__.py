@@ -10,7 +10,7 @@ from __future__ import annotations
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.options import effective
-from backend.rules import data, hardware, launch, memory, method, strategy, trainer
+from backend.rules import data, hardware, launch, memory, method, sharding, strategy, trainer
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
 from backend.spec import RunSpec
@@ -28,7 +28,7 @@ FAMILIES = {
     "MTH": (method, "Method"),
     "OUT": (trainer, "What is kept"),
     "PRC": (hardware, "Precision"),
-    "STR": (strategy, "Strategy"),
+    "STR": ((strategy, sharding), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
 }
 

@@ -64,6 +64,11 @@ class Case:
         return derived.processes(self.spec)
 
     @cached_property
+    def learners(self) -> int:
+        """Processes, or groups of them, with rows of their own."""
+        return derived.learners(self.spec)
+
+    @cached_property
     def precision(self) -> str:
         """bf16, fp16 or fp32."""
         return derived.precision(self.spec, self.machine)

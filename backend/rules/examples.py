@@ -49,6 +49,7 @@ FULL_DISK = replace(LAPTOP, disk_free_bytes=GIB)
 BARE = replace(LAPTOP, versions={"torch": "2.13.0"})
 
 SMOL: ModelShape = from_config(catalog.MODELS["smollm2-135m-instruct"].config)
+TINY: ModelShape = from_config(catalog.MODELS["tiny-llama"].config)
 LLAMA_8B: ModelShape = from_config(
     {
         "model_type": "llama",

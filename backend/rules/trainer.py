@@ -29,12 +29,12 @@ def batch_beyond_data(case: Case) -> Hit | None:
     rows, batch = case.rows, global_batch(case.spec)
     if rows is None or rows < 1 or batch <= rows or case.spec.data.packing or not case.glance.exact:
         return None
-    size = min(case.spec.train.batch_size, max(1, rows // case.processes))
-    accumulation = max(1, rows // (size * case.processes))
+    size = min(case.spec.train.batch_size, max(1, rows // case.learners))
+    accumulation = max(1, rows // (size * case.learners))
     patch = {"train.batch_size": size, "train.accumulation": accumulation}
-    if size * accumulation * case.processes > rows:
+    if size * accumulation * case.learners > rows:
         patch = {}
-    fixes = (Fix(f"{counted(size * accumulation * case.processes, 'row')} a step", patch, False),) if patch else ()
+    fixes = (Fix(f"{counted(size * accumulation * case.learners, 'row')} a step", patch, False),) if patch else ()
     return Hit(f"{counted(batch, 'row')} a step, and {counted(rows, 'row')} in all.", fixes)
 
 

@@ -102,10 +102,11 @@ def main() -> None:
     device.settle(deepspeed)
     quiet.calm(spec.logging.level, team.rank, deepspeed)
     work = Work(spec, folder, given.anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
-    try:
-        run(work)
-    except Stopped:
-        work.journal.say("Stopped.")
+    with engine.disk(spec):
+        try:
+            run(work)
+        except Stopped:
+            work.journal.say("Stopped.")
     team.leave()
 
 
@@ -116,7 +117,6 @@ def run(work: Work) -> None:
     work.family = device.choose(spec)
     device.check(work.family)
     team.check(spec)
-    disk = engine.Disk(spec)
     config = trainers.arguments(spec, work.folder, work.family, team.world)
     work.precision = device.precision(spec, work.family)
     team.meet()
@@ -126,6 +126,7 @@ def run(work: Work) -> None:
     journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
     set_seed(spec.train.seed)
     whole = model.load(spec, source, work.precision, tokens, engine.slices(spec, team.world, work.precision))
+    engine.check_layers(spec, whole)
     weights = adapters.adapt(spec, whole, work.precision)
     work.check_stop()
     start = _start(work)
@@ -147,15 +148,7 @@ def run(work: Work) -> None:
         return
     result = _result(work, trainer, time.time() - began, reporter.tokens)
     _save(work, trainer, tokens, source)
-    result["model"] = MODEL if spec.checkpoint.save_model else None
-    result |= _after(work, how, trainer, asked, before)
-    result["held"] = team.gather(engine.held(trainer))
-    result["peak_bytes"] = team.gather(device.peak_bytes(work.family))
-    team.agree()  # all have read what they needed
-    disk.clear()
-    if team.rank == 0:
-        write_json(work.folder / RESULT, result)
-    journal.begin("done", "Done.", fraction=1.0, step=trainer.state.global_step, max_steps=trainer.state.max_steps)
+    _finish(work, trainer, result | _after(work, how, trainer, asked, before))
 
 
 def _source(work: Work) -> model.Source:
@@ -244,6 +237,17 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
         "trainable_parameters": trained,
         "parameters": whole,
     }
+
+
+def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
+    """Write down what came out, with what each rank held."""
+    state = trainer.state
+    result["model"] = MODEL if work.spec.checkpoint.save_model else None
+    result["held"] = work.team.gather(engine.held(trainer))
+    result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
+    if work.team.rank == 0:
+        write_json(work.folder / RESULT, result)
+    work.journal.begin("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
 def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:

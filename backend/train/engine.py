@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,42 @@ from backend.train import device
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def check(spec: RunSpec) -> None:
+    """Raise TrainError for what the strategy cannot do, and would end in words of the library's own."""
+    row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
+    if row.spread and checkpoint.merge:
+        raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
+    if row.spread and spec.evaluation.samples and spec.train.stage == "sft":
+        raise TrainError(f"evaluation.samples: {row.label} cannot generate answers: set it to 0.")
+    if row.engine == "tensor" and spec.method.kind == "lora":
+        raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
+    if row.engine == "tensor" and checkpoint.when != "no" and not checkpoint.weights_only:
+        raise TrainError("checkpoint.weights_only: a run of slices cannot be resumed: switch it on, or save none.")
+    if (
+        row.engine == "fsdp"
+        and checkpoint.when != "no"
+        and checkpoint.weights_only
+        and spec.parallel.state_dict != "full"
+    ):
+        raise TrainError("checkpoint.weights_only: weights alone cannot be sharded: set parallel.state_dict to full.")
+    stepped = catalog.OPTIMIZERS[spec.train.optimizer].name
+    if row.stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
+        raise TrainError("train.optimizer: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
+
 
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
-    """The Trainer's arguments that belong to the strategy."""
+    """The Trainer's arguments that belong to the strategy. Raises TrainError."""
     parallel, row = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy]
     found: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
+    if row.engine in ("fsdp", "tensor") and world == 1:
+        raise TrainError(f"launch.processes: {row.label} spreads a model over processes, and there is one.")
+    if row.version == 1 and family == "cpu":
+        raise TrainError("parallel.strategy: FSDP1 does not run on a CPU: take FSDP2.")
+    if row.version == 2 and parallel.context > 1 and family == "cpu":
+        raise TrainError("parallel.context: context parallel needs GPUs: set it to 1.")
     if row.engine == "deepspeed":
         return {**found, "deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.timeout}
     if world == 1:
@@ -108,29 +141,37 @@ def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
     return dict(found)
 
 
-class Disk:
-    """The NVMe folder of a run, held while it lives: DeepSpeed's files have fixed names, so two runs in one folder
-    would overwrite each other's state. `clear` deletes what DeepSpeed leaves there, gigabytes."""
+def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
+    """Raise TrainError if the layers to gather one by one are not in the model."""
+    if catalog.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
+        return
+    known = {type(module).__name__ for module in weights.modules()}
+    if missing := [name for name in spec.parallel.wrap_layers if name not in known]:
+        layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
+        raise TrainError(f"parallel.wrap_layers: the model has no {', '.join(missing)}; it has {', '.join(layers)}.")
 
-    def __init__(self, spec: RunSpec) -> None:
-        """Take the folder. Raises TrainError if another run has it."""
-        parallel, stage = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy].stage
-        used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
-        self.folder = Path(parallel.nvme_path).expanduser() if used else None
-        if self.folder is None or os.environ.get("LOCAL_RANK", "0") != "0":
-            return
-        if not parallel.nvme_path or not self.folder.is_dir():
-            raise TrainError(f"parallel.nvme_path: there is no folder {parallel.nvme_path or '(empty)'}.")
-        self._lock = (self.folder / "footplate.lock").open("w")
+
+@contextmanager
+def disk(spec: RunSpec) -> Iterator[None]:
+    """Hold the run's NVMe folder while it lives, and delete what DeepSpeed leaves in it, gigabytes. Its files have
+    fixed names, so two runs in one folder would overwrite each other's state. Raises TrainError."""
+    parallel, stage = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy].stage
+    used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
+    if not used or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    folder = Path(parallel.nvme_path).expanduser()
+    if not parallel.nvme_path or not folder.is_dir():
+        raise TrainError(f"parallel.nvme_path: there is no folder {parallel.nvme_path or '(empty)'}.")
+    with (folder / "footplate.lock").open("w") as lock:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise TrainError(f"parallel.nvme_path: another run works in {self.folder}: name another folder.") from None
-
-    def clear(self) -> None:
-        """Delete the state; the run is over."""
-        if self.folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            shutil.rmtree(self.folder / "zero_stage_3", ignore_errors=True)
+            raise TrainError(f"parallel.nvme_path: another run works in {folder}: name another folder.") from None
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / "zero_stage_3", ignore_errors=True)
 
 
 def held(trainer: Any) -> dict[str, Any]:

@@ -123,10 +123,7 @@ def _check(spec: RunSpec) -> None:
             "checkpoint.best compares checkpoints by their validation loss: save at steps that are also evaluated "
             "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
         )
-    if checkpoint.merge and catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
-        raise TrainError("checkpoint.merge: ZeRO-3 spreads the weights, so adapters cannot be merged: switch it off.")
-    if evaluation.samples and spec.train.stage == "sft" and catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
-        raise TrainError("evaluation.samples: ZeRO-3 cannot train on after generating answers: set it to 0.")
+    engine.check(spec)
     tracker = catalog.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")

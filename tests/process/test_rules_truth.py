@@ -14,6 +14,7 @@ import pytest
 from host import Host, a_host
 from trainings import SMALL, environment
 
+from backend import catalog, derived
 from backend.judge import Judgement, judge
 from backend.machine import probe
 from backend.options import edit
@@ -84,7 +85,8 @@ def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int
             ).returncode
         assert not processes.carriers(folder)
     else:
-        code = host.run(folder, env=plan.env)
+        ranks = derived.processes(found.spec) if found.spec.parallel.strategy in catalog.MANY else 0
+        code = host.run(folder, ranks, env=plan.env)
     return code, (folder / "log.txt").read_text()
 
 

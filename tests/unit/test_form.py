@@ -46,7 +46,7 @@ def test_css_hides_by_the_same_conditions():
     neither = (  # one of two conditions is enough
         'body[data-parallel-offload-optimizer]:not([data-parallel-offload-optimizer="nvme"])'
         '[data-parallel-offload-parameters]:not([data-parallel-offload-parameters="nvme"])'
-        " #parallel-nvme-path{display:none!important}"
+        " #parallel-nvme_path{display:none!important}"
     )
     assert neither in css
     assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-system{display:none!important}' in css

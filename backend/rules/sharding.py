@@ -1,0 +1,337 @@
+"""Rules of FSDP, of slices and meshes, and of what is kept away from the devices.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.machine import Machine
+from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
+
+ZERO2, ZERO3 = Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("ZeRO-3", {"parallel.strategy": "zero3"})
+FSDP2, DDP = Fix("FSDP2", {"parallel.strategy": "fsdp2"}), Fix("DDP", {"parallel.strategy": "ddp"})
+FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
+OFFLOADED = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}
+SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
+ON_DISK = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+SLICED = {**FULL, "parallel.strategy": "tensor", "checkpoint.when": "no"}
+FOUR = {"launch.processes": 4}
+
+
+def _row(case: Case) -> catalog.Strategy:
+    return catalog.STRATEGIES[case.spec.parallel.strategy]
+
+
+def _disk(case: Case) -> bool:
+    parallel, stage = case.spec.parallel, _row(case).stage
+    weights = stage == 3 and parallel.offload_parameters == "nvme"
+    return weights or (bool(stage) and parallel.offload_optimizer == "nvme")
+
+
+def _cores(machine: Machine, cores: int) -> Machine:
+    return replace(machine, cores=cores)
+
+
+@rule(
+    "STR009",
+    "error",
+    fields=("parallel.strategy", "launch.device"),
+    title="FSDP1 does not run on a CPU",
+    source="accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin wants an accelerator for version 1",
+    fixes=(FSDP2, DDP),
+    bad=Example({"parallel.strategy": "fsdp1"}),
+    good=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
+    proof="launch",
+)
+def first_on_cpu(case: Case) -> str | None:
+    """The library starts the first FSDP on accelerators alone. FSDP2 runs on both."""
+    return "The run would take the CPU." if _row(case).version == 1 and case.device == "cpu" else None
+
+
+@rule(
+    "STR010",
+    "warning",
+    fields=("parallel.strategy",),
+    title="FSDP1 is deprecated",
+    source="transformers 5.23 training_args.py: deprecated, to be removed",
+    fixes=(FSDP2,),
+    bad=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+)
+def first_is_old(case: Case) -> str | None:
+    """FSDP2 shards each weight by itself: less memory, exact mixed precision, and checkpoints that fit other numbers of
+    devices."""
+    return "It is kept for old configurations." if _row(case).version == 1 else None
+
+
+@rule(
+    "STR011",
+    "error",
+    fields=("parallel.strategy", "launch.processes"),
+    title="One process has nobody to share weights with",
+    source="transformers 5.23 trainer.py: FSDP only works in distributed training",
+    fixes=(Fix("Two processes", {"launch.processes": 2}), Fix("One process", {"parallel.strategy": "single"})),
+    bad=Example({"parallel.strategy": "fsdp2", "launch.processes": 1}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+    proof="launch",
+)
+def alone(case: Case) -> str | None:
+    """FSDP and tensor parallel spread a model over processes."""
+    return "There is one process." if _row(case).engine in ("fsdp", "tensor") and case.processes == 1 else None
+
+
+@rule(
+    "STR012",
+    "error",
+    fields=("parallel.offload_optimizer", "train.optimizer"),
+    title="The CPU's step is AdamW's",
+    source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
+    fixes=(
+        Fix("AdamW", {"train.optimizer": "adamw"}, safe=False),
+        Fix("State on the device", {"parallel.offload_optimizer": "none"}),
+    ),
+    bad=Example({**OFFLOADED, "train.optimizer": "sgd"}, TWO_H100),
+    good=Example(OFFLOADED, TWO_H100),
+    proof="launch",
+)
+def offloaded_optimizer(case: Case) -> str | None:
+    """With the optimizer's state away from the device DeepSpeed steps by its own CPU Adam, whatever was asked for."""
+    optimizer = catalog.OPTIMIZERS[case.spec.train.optimizer]
+    if not _row(case).stage or case.spec.parallel.offload_optimizer == "none":
+        return None
+    if optimizer.name in ("adamw_torch", "adamw_torch_fused"):
+        return None
+    return f"{optimizer.label} would be replaced by Adam, without a word."
+
+
+@rule(
+    "STR013",
+    "error",
+    fields=("parallel.offload_optimizer", "parallel.strategy"),
+    title="Only ZeRO-3 keeps state on a disk",
+    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU alone",
+    fixes=(ZERO3, Fix("CPU memory", {"parallel.offload_optimizer": "cpu"})),
+    bad=Example({**ON_DISK, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, nvme="")),
+    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+)
+def disk_below_three(case: Case) -> str | None:
+    """ZeRO-1 and 2 offload to RAM."""
+    return f"{_row(case).label} was chosen." if _disk(case) and _row(case).stage < 3 else None
+
+
+@rule(
+    "STR014",
+    "error",
+    fields=("parallel.nvme_path",),
+    title="The NVMe folder cannot be used",
+    source="deepspeed 0.19 runtime/swap_tensor: files are made in the folder that is named",
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    bad=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
+    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+)
+def disk_missing(case: Case) -> str | None:
+    """State and weights travel to files in that folder all the time."""
+    return case.glance.nvme or None if _disk(case) else None
+
+
+@rule(
+    "STR015",
+    "error",
+    fields=("parallel.offload_optimizer", "parallel.offload_parameters"),
+    title="libaio is missing",
+    source="deepspeed 0.19 ops/op_builder/async_io.py: builds against libaio on first use",
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    remedy="On Debian: apt-get install libaio-dev g++ python3-dev.",
+    bad=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
+    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+)
+def no_libaio(case: Case) -> str | None:
+    """DeepSpeed reads and writes the disk through libaio."""
+    return "Its headers are not installed." if _disk(case) and not case.machine.libaio else None
+
+
+@rule(
+    "STR016",
+    "warning",
+    fields=("parallel.nvme_path",),
+    title="This folder is not on an NVMe disk",
+    source="deepspeed.ai ZeRO-Infinity: made for several GB/s",
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    bad=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="", nvme_slow="/nvme lies on a turning disk.")),
+    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+)
+def disk_slow(case: Case) -> str | None:
+    """Every step reads and writes twelve bytes a trained weight."""
+    return case.glance.nvme_slow or None if _disk(case) else None
+
+
+@rule(
+    "STR017",
+    "error",
+    fields=("parallel.wrap_layers",),
+    title="The model has no such layers",
+    source="accelerate 1.15 utils/dataclasses.py: could not find the transformer layer class",
+    fixes=(Fix("The model's own", {"parallel.wrap_layers": ()}),),
+    bad=Example(
+        {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("GPT2Block",)},
+        TWO_H100,
+        replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
+    ),
+    good=Example(
+        {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("LlamaDecoderLayer",)},
+        TWO_H100,
+        replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
+    ),
+)
+def unknown_layers(case: Case) -> Hit | None:
+    """FSDP gathers a model layer by layer, and finds the layers by the names of their classes."""
+    known, asked = case.glance.classes, case.spec.parallel.wrap_layers
+    missing = [name for name in asked if known and name not in known]
+    if _row(case).engine != "fsdp" or not missing:
+        return None
+    layers = [name for name in known if name.endswith(("Layer", "Block"))] or list(known)
+    fixes = (Fix(layers[0], {"parallel.wrap_layers": (layers[0],)}),) if layers else ()
+    return Hit(f"{names(missing)} is not among its classes, such as {names(layers[:4])}.", fixes)
+
+
+@rule(
+    "STR018",
+    "error",
+    fields=("parallel.replicas", "parallel.context", "parallel.tensor", "launch.processes"),
+    title="The processes do not fill the mesh",
+    source="accelerate 1.15 parallelism_config.py, transformers 5.23 distributed: sizes multiply to the world's",
+    fixes=(Fix("No further dimensions", {"parallel.replicas": 1, "parallel.context": 1}),),
+    bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 3}, _cores(LAPTOP, 4)),
+    good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 2}, _cores(LAPTOP, 4)),
+)
+def mesh_arithmetic(case: Case) -> Hit | str | None:
+    """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
+    parallel, row, count = case.spec.parallel, _row(case), case.processes
+    if row.engine == "tensor":
+        if count % parallel.tensor == 0:
+            return None
+        wanted = max(1, count // parallel.tensor) * parallel.tensor
+        fixes = (Fix(counted(wanted, "process"), {"launch.processes": wanted}),)
+        return Hit(f"{counted(count, 'process')} cannot form groups of {parallel.tensor}.", fixes)
+    whole = parallel.replicas * parallel.context
+    if row.version != 2 or whole == 1 or (count % whole == 0 and count // parallel.replicas > 1):
+        return None
+    wanted = 2 * whole if count < 2 * whole else count // whole * whole
+    fix = Fix(counted(wanted, "process"), {"launch.processes": wanted})
+    return Hit(f"{counted(count, 'process')} for {parallel.replicas} replicas x {parallel.context} context.", (fix,))
+
+
+@rule(
+    "STR019",
+    "error",
+    fields=("parallel.strategy", "method.kind"),
+    title="Adapters do not fit slices of layers",
+    source="seen with peft 0.21 and transformers 5.23: the adapter's shapes are those of the whole layer",
+    fixes=(FSDP2, Fix("Full training", FULL, safe=False)),
+    bad=Example({"parallel.strategy": "tensor", "checkpoint.when": "no"}, TWO_H100, SMALL),
+    good=Example(SLICED, TWO_H100, SMALL),
+    proof="launch",
+)
+def adapters_on_slices(case: Case) -> str | None:
+    """Tensor parallel loads a slice of every layer; an adapter beside it expects the whole."""
+    return "LoRA was chosen." if _row(case).engine == "tensor" and case.spec.method.kind == "lora" else None
+
+
+@rule(
+    "STR020",
+    "error",
+    fields=("parallel.strategy", "checkpoint.when", "checkpoint.weights_only"),
+    title="A run of slices cannot be resumed",
+    source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
+    fixes=(
+        Fix("Weights only", {"checkpoint.weights_only": True}),
+        Fix("No checkpoints", {"checkpoint.when": "no"}),
+        FSDP2,
+    ),
+    bad=Example({**SLICED, "checkpoint.when": "epoch"}, TWO_H100, SMALL),
+    good=Example(SLICED, TWO_H100, SMALL),
+    proof="launch",
+)
+def slices_resume(case: Case) -> str | None:
+    """The library keeps no optimizer state of a model that was loaded in slices."""
+    checkpoint = case.spec.checkpoint
+    whole = checkpoint.when != "no" and not checkpoint.weights_only
+    return "Whole checkpoints are asked for." if _row(case).engine == "tensor" and whole else None
+
+
+@rule(
+    "STR021",
+    "error",
+    fields=("parallel.tensor",),
+    title="The heads cannot be shared out",
+    source="transformers 5.23 distributed/tensor_parallel.py: each device takes whole heads",
+    fixes=(FSDP2,),
+    bad=Example({**SLICED, **FOUR, "parallel.tensor": 4}, _cores(LAPTOP, 4)),
+    good=Example({**SLICED, "parallel.tensor": 3, "launch.processes": 3}, _cores(LAPTOP, 3)),
+)
+def heads_in_slices(case: Case) -> str | None:
+    """A layer is sliced between its attention heads."""
+    shape, size = case.shape, case.spec.parallel.tensor
+    if _row(case).engine != "tensor" or shape is None or shape.kv_heads % size == 0:
+        return None
+    return f"{shape.kv_heads} key and value heads, {size} slices."
+
+
+@rule(
+    "STR022",
+    "error",
+    fields=("parallel.context", "launch.device"),
+    title="Context parallel needs GPUs",
+    source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
+    fixes=(Fix("Without", {"parallel.context": 1}),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}),
+    good=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    proof="launch",
+)
+def context_on_cpu(case: Case) -> str | None:
+    """The pieces of a row meet in the attention's kernel."""
+    asked = _row(case).version == 2 and case.spec.parallel.context > 1
+    return "The run would take the CPU." if asked and case.device == "cpu" else None
+
+
+@rule(
+    "STR023",
+    "warning",
+    fields=("parallel.context",),
+    title="Context parallel is not proven here",
+    source="Footplate's own tests run without GPUs",
+    fixes=(Fix("Without", {"parallel.context": 1}),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+)
+def context_unproven(case: Case) -> str | None:
+    """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
+    asked = _row(case).version == 2 and case.spec.parallel.context > 1
+    return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
+
+
+@rule(
+    "STR024",
+    "error",
+    fields=("checkpoint.weights_only", "parallel.state_dict"),
+    title="Weights alone cannot be sharded",
+    source="transformers 5.23 trainer.py: save_only_model is not compatible with SHARDED_STATE_DICT",
+    fixes=(
+        Fix("One file", {"parallel.state_dict": "full"}),
+        Fix("Whole checkpoints", {"checkpoint.weights_only": False}),
+    ),
+    bad=Example(
+        {"parallel.strategy": "fsdp2", "parallel.state_dict": "sharded", "checkpoint.weights_only": True}, TWO_H100
+    ),
+    good=Example({"parallel.strategy": "fsdp2", "parallel.state_dict": "sharded"}, TWO_H100),
+    proof="launch",
+)
+def sharded_weights(case: Case) -> str | None:
+    """The library writes sharded checkpoints whole."""
+    checkpoint, sharded = case.spec.checkpoint, case.spec.parallel.state_dict == "sharded"
+    alone = checkpoint.when != "no" and checkpoint.weights_only
+    return "Weights only, sharded." if _row(case).engine == "fsdp" and sharded and alone else None
