@@ -83,24 +83,34 @@ def _checkpoint(spec: RunSpec, base: Path) -> str:
         return f"{folder} was cut off while it was written: take an earlier one."
     if wrong := _engine(spec, folder):
         return wrong
-    if (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
+    sharded = (folder / WRITERS["sharded"][0]).exists()  # says nothing of adapters
+    if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
         other = "whole weights" if spec.method.kind == "lora" else "an adapter"
         return f"{folder} holds {other}, which {catalog.METHODS[spec.method.kind].label} cannot go on from."
     return ""
 
 
+# What each engine writes of the optimizer's state, and who can go on from it.
+WRITERS = {
+    "deepspeed": ("global_step*/*zero_pp_rank_*_optim_states.pt", "DeepSpeed"),
+    "fsdp": ("optimizer.bin", "FSDP"),
+    "sharded": ("optimizer_0", "FSDP, sharded"),
+    "ddp": ("optimizer.pt", "DDP or one process"),
+}
+
+
 def _engine(spec: RunSpec, folder: Path) -> str:
-    """What is wrong with the optimizer's state in a checkpoint: each engine has its own files, a part a rank."""
-    parts = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
-    plain = (folder / "optimizer.pt").is_file()
-    if not parts and not plain:
+    """What is wrong with the optimizer's state in a checkpoint: each engine has files of its own."""
+    row = catalog.STRATEGIES[spec.parallel.strategy]
+    found = {kind: list(folder.glob(pattern)) for kind, (pattern, _) in WRITERS.items()}
+    writer = next((kind for kind, files in found.items() if files), "")
+    if not writer:
         return f"{folder} holds weights only, so training cannot go on from it."
-    deepspeed = spec.parallel.strategy in catalog.DEEPSPEED
-    if deepspeed != bool(parts):
-        writer = "DeepSpeed" if parts else "DDP or one process"
-        return (
-            f"{folder} was written by {writer}, which {catalog.STRATEGIES[spec.parallel.strategy].label} cannot read."
-        )
-    if parts and len(parts) != spec.launch.processes:
-        return f"{folder} was written by {len(parts)} processes: DeepSpeed goes on with as many."
+    own = "sharded" if row.engine == "fsdp" and spec.parallel.state_dict == "sharded" else row.engine or "ddp"
+    if own != writer:
+        label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
+        return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
+    parts = len(found["deepspeed"])
+    if own == "deepspeed" and parts != spec.launch.processes:
+        return f"{folder} was written by {parts} processes: DeepSpeed goes on with as many."
     return ""

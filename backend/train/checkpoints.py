@@ -13,8 +13,8 @@ from pathlib import Path
 from backend.run import CHECKPOINTS, COMPLETE
 from backend.train.journal import TrainError
 
-OPTIMIZER = "optimizer.pt"
-ENGINE = "global_step*"  # where DeepSpeed keeps it, a file a rank
+# Where each engine keeps the optimizer's state: DeepSpeed a file a rank, FSDP one file, or a folder of all parts.
+OPTIMIZERS = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
 
 
 def step_of(folder: Path) -> int:
@@ -44,7 +44,7 @@ def last(run: Path) -> Path | None:
 
 def resumable(folder: Path) -> bool:
     """Whether it holds the optimizer's state, and not weights alone."""
-    return (folder / OPTIMIZER).is_file() or any(folder.glob(ENGINE))
+    return any(any(folder.glob(name)) for name in OPTIMIZERS)
 
 
 def named(path: str) -> Path:

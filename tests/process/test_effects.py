@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,26 @@ def ranks(spec: RunSpec) -> Any:
     return engine.arguments(spec, Path("."), "cpu", 2)
 
 
+def told(file: str) -> Observer:
+    """What the engine's own file says."""
+    return lambda spec: json.loads(plan(spec, MACHINE).files[file])
+
+
+def plugged(spec: RunSpec) -> Any:
+    """The mixed precision that FSDP is started with."""
+    config = SimpleNamespace(fsdp_plugin_args={})
+    engine._plugin(spec, config, "cpu", "bf16")
+    return config.fsdp_plugin_args["mixed_precision_policy"]
+
+
+def meshed(spec: RunSpec) -> Any:
+    return engine.mesh(spec, 4)._sizes
+
+
+def sliced(spec: RunSpec) -> Any:
+    return engine.slices(spec, 4, "fp32")["distributed_config"]
+
+
 def planned(spec: RunSpec) -> Any:
     made = plan(spec, MACHINE)
     return made.argv, made.env
@@ -252,6 +273,9 @@ FREEZE = {"method.kind": "freeze"}
 SAVED = {"checkpoint.when": "steps"}
 EVALUATED = {"evaluation.when": "steps"}
 DDP = {"parallel.strategy": "ddp"}
+ZERO3 = {"parallel.strategy": "zero3"}
+NVME = {**ZERO3, "parallel.offload_optimizer": "nvme"}
+FSDP2 = {"parallel.strategy": "fsdp2"}
 CASES: dict[str, Case] = {
     "model.source": Case("path", found, {"model.path": "HERE/one"}),
     "model.builtin": Case("smollm2-135m-instruct", found),
@@ -316,6 +340,24 @@ CASES: dict[str, Case] = {
     "parallel.find_unused_parameters": Case(True, ranks, DDP),
     "parallel.bucket_mb": Case(50, ranks, DDP),
     "parallel.timeout": Case(60, ranks, DDP),
+    "parallel.offload_optimizer": Case("cpu", told("deepspeed.json"), ZERO3),
+    "parallel.offload_parameters": Case("cpu", told("deepspeed.json"), ZERO3),
+    "parallel.pin_memory": Case(False, told("deepspeed.json"), {**ZERO3, "parallel.offload_optimizer": "cpu"}),
+    "parallel.nvme_path": Case("/disk", told("deepspeed.json"), NVME),
+    "parallel.nvme_buffers": Case(9, told("deepspeed.json"), NVME),
+    "parallel.nvme_buffer_mb": Case(64, told("deepspeed.json"), {**NVME, "parallel.offload_parameters": "nvme"}),
+    "parallel.aio_block_kb": Case(512, told("deepspeed.json"), NVME),
+    "parallel.aio_queue_depth": Case(32, told("deepspeed.json"), NVME),
+    "parallel.aio_threads": Case(2, told("deepspeed.json"), NVME),
+    "parallel.sharding": Case("hybrid_shard", told("fsdp.json"), {"parallel.strategy": "fsdp1"}),
+    "parallel.reshard_after_forward": Case(False, told("fsdp.json"), FSDP2),
+    "parallel.cpu_offload": Case(True, told("fsdp.json"), FSDP2),
+    "parallel.wrap_layers": Case(("LlamaMLP",), told("fsdp.json"), FSDP2),
+    "parallel.reduce_precision": Case("compute", plugged, {**FSDP2, "precision.compute": "bf16"}),
+    "parallel.state_dict": Case("sharded", told("fsdp.json"), FSDP2),
+    "parallel.replicas": Case(2, meshed, FSDP2),
+    "parallel.context": Case(2, meshed, FSDP2),
+    "parallel.tensor": Case(4, sliced, {"parallel.strategy": "tensor"}),
     "evaluation.when": Case("epoch", argument("eval_strategy")),
     "evaluation.steps": Case(3, argument("eval_steps"), EVALUATED),
     "evaluation.batch_size": Case(3, argument("eval_batch_size"), EVALUATED),

@@ -4,75 +4,150 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trainings import Launch, a_folder, losses, result, text, together
-from transformers import AutoModelForCausalLM
+from host import Host, a_host, write
+from trainings import Launch, a_folder, a_spec, losses, result, text, together
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from backend import catalog
 from backend.paths import HOME
 from backend.train import builtin
 
-FULL = {"method.kind": "full", "train.max_steps": 3, "train.batch_size": 2}
+FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
-STAGES = {name: row.stage for name, row in catalog.STRATEGIES.items() if row.stage}
+PLAIN = {"checkpoint.when": "no", "checkpoint.save_model": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is set, on how many ranks; the engine that must report itself; over how many ranks it spreads the weights
+    and the optimizer's state."""
+
+    changes: Mapping[str, Any]
+    engine: str
+    weights: int = 1
+    state: int = 1
+    ranks: int = 2
+    stage: int = 0
+    steps_by: str = "AdamW"
+
+
+def zero(stage: int, **more: Any) -> Case:
+    changes = {"parallel.strategy": f"zero{stage}", **{f"parallel.{k}": v for k, v in more.items()}}
+    by = "DeepSpeedCPUAdam" if "offload_optimizer" in more else "AdamW"
+    return Case(changes, "DEEPSPEED", 2 if stage == 3 else 1, 2 if stage else 1, stage=stage, steps_by=by)
+
+
+def fsdp(ranks: int = 2, **more: Any) -> Case:
+    changes = {"parallel.strategy": "fsdp2", **{f"parallel.{k}": v for k, v in more.items()}}
+    return Case(changes, "FSDP", 2, 2, ranks)
+
+
+def sliced(ranks: int = 2) -> Case:
+    changes = {"parallel.strategy": "tensor", "train.batch_size": 4 if ranks == 2 else 2, **PLAIN}
+    return Case(changes, "MULTI_XPU", ranks, ranks, ranks)
+
+
+CASES = {
+    "ddp": Case({"parallel.strategy": "ddp"}, "MULTI_CPU"),
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero2-offload": zero(2, offload_optimizer="cpu"),
+    "zero3": zero(3),
+    "zero3-offload": zero(3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "fsdp2": fsdp(),
+    "fsdp2-offload": fsdp(cpu_offload=True),
+    "fsdp2-sharded": fsdp(state_dict="sharded", reshard_after_forward=False),
+    "hsdp": fsdp(4, replicas=2),
+    "tensor": sliced(),
+    "tensor-fsdp2": sliced(4),
+}
+RESUMED = ["zero2", "zero3", "fsdp2", "fsdp2-sharded", "hsdp"]
+# An adapter's losses on the strategies that spread frozen weights too.
+ADAPTED = ["ddp", "zero2", "zero3", "fsdp2", "hsdp"]
+
+
+@dataclass
+class Trained:
+    """Runs by name, each trained once, when it is first asked for."""
+
+    root: Path
+    host: Host
+    made: dict[str, Path] = field(default_factory=dict)
+
+    def run(self, name: str, changes: Mapping[str, Any], ranks: int) -> Path:
+        if name not in self.made:
+            spec = a_spec({**changes, "launch.processes": max(ranks, 1)})
+            self.made[name] = self.host.train(self.root / name, spec, ranks)
+        return self.made[name]
+
+    def full(self, name: str) -> Path:
+        case = CASES[name]
+        rows = {"train.batch_size": 4 // case.ranks}
+        return self.run(name, {**FULL, **KEPT, **rows, **case.changes}, case.ranks)
+
+    def adapter(self, name: str) -> Path:
+        case = CASES[name]
+        return self.run(f"{name}-lora", {**KEPT, "train.batch_size": 4 // case.ranks, **case.changes}, case.ranks)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("strategies")
-
-
-@pytest.fixture(scope="module")
-def cache(root: Path) -> Iterator[Path]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     for lock in (HOME / ".cache/torch_extensions").rglob("lock"):
         lock.unlink()  # of a build that was killed
+    root = tmp_path_factory.mktemp("strategies")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
         builtin.prepare("tiny-llama", lambda text, share: None)
-        yield root / "cache"
+        with a_host(root / "cache") as host:
+            yield Trained(root, host)
 
 
 @pytest.fixture(scope="module")
-def alone(root: Path, cache: Path) -> Path:
-    folder = a_folder(root, "alone", {**FULL, **KEPT, "train.batch_size": 4})
-    together(cache, folder)
-    return folder
+def alone(trained: Trained) -> Path:
+    return trained.run("alone", {**FULL, **KEPT, "train.batch_size": 4}, 0)
 
 
 @pytest.fixture(scope="module")
-def spread(root: Path, cache: Path) -> dict[str, Path]:
-    """Each engine on two ranks, with the same effective batch as alone."""
-    found = {}
-    for name, stage in STAGES.items():
-        more = {"evaluation.when": "steps", "evaluation.steps": 1} if stage == 3 else {"evaluation.samples": 3}
-        found[name] = a_folder(root, name, {**FULL, **KEPT, **more, "parallel.strategy": name})
-        Launch(found[name], cache, 2).done()
-    return found
+def alone_adapter(trained: Trained) -> Path:
+    return trained.run("alone-lora", {**KEPT, "train.batch_size": 4}, 0)
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_the_losses_are_those_of_one_process(alone: Path, spread: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name: str) -> None:
     one = losses(alone)
     assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
-    assert losses(spread[name]) == pytest.approx(one, abs=1e-4)
+    assert losses(trained.full(name)) == pytest.approx(one, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_each_rank_holds_its_part(alone: Path, spread: dict[str, Path], name: str) -> None:
-    whole = result(alone)["parameters"]
-    assert result(alone)["held"] == [{"stage": 0, "parameters": whole, "optimizer": 2 * whole}]
-    assert result(spread[name])["trainable_parameters"] == result(spread[name])["parameters"] == whole
-    held = result(spread[name])["held"]
-    assert len(held) == 2
-    for rank in held:
-        assert rank["stage"] == STAGES[name]
-        assert rank["optimizer"] == pytest.approx(whole, rel=0.01), "two moments of half of the weights"
-        assert rank["parameters"] == pytest.approx(whole / (2 if STAGES[name] == 3 else 1), rel=0.01)
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> None:
+    case, whole = CASES[name], result(alone)["parameters"]
+    only = {"engine": "NO", "stage": 0, "optimizer_class": "AdamW", "parameters": whole, "optimizer": 2 * whole}
+    assert result(alone)["held"] == [only]
+    found = result(trained.full(name))
+    assert found["trainable_parameters"] == found["parameters"] == whole
+    assert len(found["held"]) == case.ranks
+    for rank in found["held"]:
+        assert (rank["engine"], rank["stage"], rank["optimizer_class"]) == (case.engine, case.stage, case.steps_by)
+        assert rank["parameters"] == pytest.approx(whole / case.weights, rel=0.01)
+        assert rank["optimizer"] == pytest.approx(2 * whole / case.state, rel=0.01), "two moments"
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_learns_the_same(alone_adapter: Path, trained: Trained, name: str) -> None:
+    folder, case = trained.adapter(name), CASES[name]
+    assert losses(folder) == pytest.approx(losses(alone_adapter), abs=1e-4)
+    whole = result(alone_adapter)["parameters"]
+    assert result(folder)["trainable_parameters"] == result(alone_adapter)["trainable_parameters"]
+    for rank in result(folder)["held"]:
+        assert rank["parameters"] == pytest.approx(whole / case.weights, rel=0.01), "frozen weights are spread too"
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -82,17 +157,75 @@ def logits(folder: Path) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_the_trained_model_loads_as_a_whole(alone: Path, spread: dict[str, Path], cache: Path, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_trained_model_loads_as_a_whole(alone: Path, trained: Trained, name: str) -> None:
     learned = logits(alone / "model")
-    assert not torch.allclose(learned, logits(cache / "models/tiny-llama"), atol=1e-2), "nothing was learned"
-    assert torch.allclose(logits(spread[name] / "model"), learned, atol=5e-3)
+    untaught = logits(trained.root / "cache/models/tiny-llama")
+    assert not torch.allclose(learned, untaught, atol=1e-2), "nothing was learned"
+    assert torch.allclose(logits(trained.full(name) / "model"), learned, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_the_trained_adapter_loads(alone_adapter: Path, trained: Trained, name: str) -> None:
+    assert torch.allclose(logits(trained.adapter(name) / "model"), logits(alone_adapter / "model"), atol=5e-3)
+
+
+def go_on(trained: Trained, folder: Path, ranks: int) -> list[int]:
+    """Train step 3 once more from the checkpoint of step 2; the steps of all points."""
+    shutil.rmtree(folder / "checkpoints/checkpoint-3")
+    assert trained.host.run(folder, ranks) == 0, text(folder)
+    assert "Going on from checkpoint-2." in text(folder)
+    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [point["step"] for point in points if "loss" in point]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_goes_on_from_its_checkpoint(trained: Trained, name: str) -> None:
+    folder = trained.full(name)
+    before = losses(folder)
+    assert go_on(trained, folder, CASES[name].ranks) == [1, 2, 3, 3]
+    assert losses(folder) == pytest.approx(before, abs=1e-5)
+
+
+def test_an_adapter_goes_on_from_its_checkpoint(trained: Trained) -> None:
+    folder = trained.adapter("fsdp2")
+    before = losses(folder)
+    assert go_on(trained, folder, 2) == [1, 2, 3, 3]
+    assert losses(folder) == pytest.approx(before, abs=1e-5)
+
+
+def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_path: Path) -> None:
+    """Its checkpoints are written by DCP, which deals the parts out anew."""
+    source = trained.full("fsdp2-sharded")
+    spec = {**FULL, **KEPT, **CASES["fsdp2-sharded"].changes, "train.batch_size": 1, "launch.processes": 4}
+    write(tmp_path / "four", a_spec(spec))
+    shutil.copytree(source / "checkpoints/checkpoint-2", tmp_path / "four/checkpoints/checkpoint-2")
+    assert trained.host.run(tmp_path / "four", 4) == 0, text(tmp_path / "four")
+    assert "Going on from checkpoint-2." in text(tmp_path / "four")
+    assert losses(tmp_path / "four")[3] == pytest.approx(losses(source)[3], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "tensor", "zero3"])
+def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
+    """Input and output layer that share their weights still do, and the saved model says what the trained one said."""
+    tied = trained.root / "tied"
+    if not tied.exists():
+        shutil.copytree(trained.root / "cache/models/tiny-llama", tied)
+        config = LlamaConfig.from_pretrained(tied, tie_word_embeddings=True)
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).save_pretrained(tied)
+    of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(tied)}
+    one = trained.run("alone-tied", {**of, "train.batch_size": 4}, 0)
+    size = {"train.batch_size": 4 if name == "tensor" else 2}
+    folder = trained.run(f"{name}-tied", {**of, "parallel.strategy": name, **size}, 2)
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
+    assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "python"])
-def test_an_engine_with_one_process(root: Path, cache: Path, alone: Path, launcher: str) -> None:
+def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str) -> None:
     more = {"parallel.strategy": "zero2", "launch.processes": 1, "launch.launcher": launcher, "train.batch_size": 4}
-    folder = a_folder(root, f"lone-{launcher}", {**FULL, **more})
+    folder, cache = a_folder(trained.root, f"lone-{launcher}", {**FULL, **more}), trained.root / "cache"
     if launcher == "torchrun":
         Launch(folder, cache, 1).done()
     else:
@@ -100,20 +233,8 @@ def test_an_engine_with_one_process(root: Path, cache: Path, alone: Path, launch
     assert losses(folder) == pytest.approx(losses(alone), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_it_goes_on_from_its_checkpoint(spread: dict[str, Path], cache: Path, name: str) -> None:
-    folder = spread[name]
-    before = losses(folder)
-    shutil.rmtree(folder / "checkpoints/checkpoint-3")
-    Launch(folder, cache, 2).done()
-    assert "Going on from checkpoint-2." in text(folder)
-    again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 3]
-    assert losses(folder) == pytest.approx(before, abs=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name, stage in STAGES.items() if stage < 3])
-def test_whole_weights_answer(spread: dict[str, Path], name: str) -> None:
-    found = result(spread[name])["samples"]
+def test_whole_weights_answer(trained: Trained) -> None:
+    folder = trained.run("answers", {**FULL, "parallel.strategy": "zero2", "evaluation.samples": 3}, 2)
+    found = result(folder)["samples"]
     assert len(found) == 3
     assert all(sample["before"] and sample["after"] for sample in found)
