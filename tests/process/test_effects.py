@@ -231,7 +231,7 @@ def begun_elsewhere(spec: RunSpec) -> Any:
 def a_checkpoint(folder: Path, step: int) -> Path:
     made = folder / "checkpoints" / f"checkpoint-{step}"
     made.mkdir(parents=True)
-    for name in (checkpoints.OPTIMIZER, "trainer_state.json", checkpoints.COMPLETE):
+    for name in (checkpoints.OPTIMIZERS[0], "trainer_state.json", checkpoints.COMPLETE):
         (made / name).touch()
     return made
 
