@@ -299,3 +299,39 @@ def test_clean_shell_gives_the_same_losses(server, page):
 def losses_of(folder):
     points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     return [(p["step"], p["loss"]) for p in points if "loss" in p]
+
+
+def test_strategies_to_and_fro_lose_no_value(server, page):
+    """From DDP to ZeRO-3 with offload to FSDP2 and back: each shows its own fields, and they keep their values."""
+
+    def seen(*names):
+        return [name for name in names if page.locator(f'[id="{name.replace(".", "-")}"]').is_visible()]
+
+    own = ("parallel.find_unused_parameters", "parallel.offload_optimizer", "parallel.nvme_path", "parallel.replicas")
+    opened(page, server)
+    section(page, "launch")
+    more(page, "launch")
+    choose(page, "parallel.strategy", "DDP")
+    assert seen(*own) == ["parallel.find_unused_parameters"]
+    put(page, "parallel.bucket_mb", 31)
+    choose(page, "parallel.strategy", "ZeRO-3")
+    assert seen(*own) == ["parallel.offload_optimizer"]
+    choose(page, "parallel.offload_optimizer", "NVMe")
+    assert seen(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    put(page, "parallel.nvme_path", "/nowhere")
+    verdict(page, "^Cannot run")
+    page.wait_for_selector('.fp-finding:has-text("no folder /nowhere")', timeout=30_000)
+    choose(page, "parallel.strategy", "FSDP2")
+    assert seen(*own) == ["parallel.replicas"]
+    put(page, "parallel.replicas", 2)
+    choose(page, "parallel.strategy", "ZeRO-3")
+    assert seen(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    assert (
+        page.locator('[id="parallel-nvme_path"] input, [id="parallel-nvme_path"] textarea').input_value() == "/nowhere"
+    )
+    choose(page, "parallel.strategy", "FSDP2")
+    page.reload()
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    assert value(page, "parallel.replicas") == 2
+    assert value(page, "parallel.offload_optimizer") == "nvme"
+    assert value(page, "parallel.bucket_mb") == 31
