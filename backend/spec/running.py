@@ -75,7 +75,10 @@ class Parallel(Section):
     """Weights, gradients and optimizer state live in RAM, and the CPU makes the step."""
     wrap_layers: Annotated[Names, Ui("Wrapped layers", when=FSDP, widget="list")] = ()
     """Class names of the layers that are gathered one by one. Empty: the model's own, such as LlamaDecoderLayer."""
-    reduce_precision: Annotated[Literal["fp32", "compute"], Ui("Reduce gradients in", when=FSDP)] = "fp32"
+    reduce_precision: Annotated[
+        Literal["fp32", "compute"],
+        Ui("Reduce gradients in", when=FSDP, choices={"fp32": "fp32", "compute": "as computed"}),
+    ] = "fp32"
     """In which numbers gradients are added up between devices."""
     state_dict: Annotated[str, *one_of(catalog.STATE_DICTS), Ui("Checkpoint as", when=FSDP)] = "full"
     """How weights and optimizer state lie in a checkpoint. The trained model is one file either way."""
