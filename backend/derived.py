@@ -1,13 +1,13 @@
 """What follows from a spec and a machine without any doubt: device family, processes, precision, batch.
 
-Floor 1. Imports: catalog, spec, machine. One place, so that plan, estimate and rules never differ.
+Floor 1. Imports: catalog, hostfile, spec, machine. One place, so that plan, estimate and rules never differ.
 """
 
 from __future__ import annotations
 
 import math
 
-from backend import catalog
+from backend import catalog, hostfile
 from backend.machine import Machine
 from backend.spec import RunSpec
 
@@ -20,6 +20,23 @@ def device(spec: RunSpec, machine: Machine) -> str:
 def processes(spec: RunSpec) -> int:
     """Processes on this node."""
     return spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
+
+
+def nodes(spec: RunSpec) -> int:
+    """Machines that train together; of an elastic run, the most."""
+    launch = spec.launch
+    alone = launch.rendezvous == "standalone" or launch.launcher == "python"
+    return 1 if alone or spec.parallel.strategy not in catalog.MANY else launch.nodes
+
+
+def world(spec: RunSpec) -> int:
+    """Processes of all nodes together."""
+    return processes(spec) * nodes(spec)
+
+
+def include(spec: RunSpec) -> str:
+    """Hosts and slots of the hostfile that DeepSpeed's launcher is to take: those named, or the device ids on each."""
+    return spec.launch.include or hostfile.included(spec.launch.hosts, spec.launch.devices)
 
 
 def precision(spec: RunSpec, machine: Machine) -> str:
@@ -41,7 +58,7 @@ def learners(spec: RunSpec) -> int:
     """Processes, or groups of them, that work on rows of their own: those of a group share theirs."""
     row = catalog.STRATEGIES[spec.parallel.strategy]
     shared = spec.parallel.tensor if row.engine == "tensor" else spec.parallel.context if row.version == 2 else 1
-    return max(1, processes(spec) // shared)
+    return max(1, world(spec) // shared)
 
 
 def global_batch(spec: RunSpec) -> int:

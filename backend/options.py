@@ -93,6 +93,8 @@ LITERAL_LABELS = {
     "cpu": "CPU",
     "auto": "Automatic",
     "torchrun": "torchrun",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
     "python": "python",
     "split": "Part of the data",
     "answers": "Answers only",

@@ -6,70 +6,158 @@ preview and launch are the same Plan.
 
 from __future__ import annotations
 
-from backend import catalog, deepspeed, fsdp
-from backend.derived import backend, device, processes
+from collections.abc import Callable, Mapping
+
+from backend import accelerate, catalog, deepspeed, fsdp, hostfile
+from backend.derived import backend, device, include, nodes, processes, world
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
-from backend.run import DEEPSPEED, FSDP, RANK_LOGS, SPEC, Plan
+from backend.run import ACCELERATE, ALIASES, DEEPSPEED, FSDP, HOSTFILE, JOIN, RANK_LOGS, SPEC, Plan
 from backend.spec import RunSpec
 
-TRAINER = ("-m", "backend.train")
+PORT = accelerate.PORT
+TRAINER = ("backend.train", ".")
+# torch 2.13 still takes the first under this name, and does the second by itself, as it has since 2.8.
+MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+# The lines of a rank begin with its number among all nodes' ranks, instead of its number on the node.
+PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
+
+# A node that joins later asks for the address where the ranks meet, which torch 2.13 otherwise tells in the first round
+# alone (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait a minute, and end.
+TELL_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def plan(spec: RunSpec, machine: Machine) -> Plan:
     """What runs `spec` on `machine`. Never raises: what cannot work is the rules' business."""
     spec = effective(spec)
     return Plan(
-        argv=_argv(spec, machine),
+        argv=_argv(spec, machine, spec.launch.node_rank),
         env=_env(spec, machine),
-        files=_files(spec),
+        files=_files(spec, machine),
         notes=_notes(spec, machine),
+        defaults=_defaults(spec, machine),
+        others=_others(spec, machine),
     )
 
 
-def _files(spec: RunSpec) -> dict[str, str]:
+def _files(spec: RunSpec, machine: Machine) -> dict[str, str]:
     files = {SPEC: dump(spec)}
     if spec.parallel.strategy in catalog.DEEPSPEED:
         files[DEEPSPEED] = deepspeed.text(spec)
     if spec.parallel.strategy in catalog.FSDP:
         files[FSDP] = fsdp.text(spec)
+    if spec.launch.launcher == "accelerate":
+        files[ACCELERATE] = accelerate.text(spec, machine)
+    if spec.launch.hosts:
+        files[HOSTFILE] = "\n".join(spec.launch.hosts) + "\n"
     return files
 
 
-def _argv(spec: RunSpec, machine: Machine) -> tuple[str, ...]:
-    if spec.launch.launcher == "python":
-        return (machine.python, *TRAINER, ".")
-    return (
-        machine.python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",  # one node: the rendezvous finds a free port by itself
-        f"--nproc-per-node={processes(spec)}",
-        f"--log-dir={RANK_LOGS}",
-        "--tee=3",
-        *TRAINER,
-        ".",
-    )
+def _argv(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
+    return (machine.python, "-m", *LAUNCHERS[spec.launch.launcher](spec, machine, node))
+
+
+def _python(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
+    return TRAINER
+
+
+def _torchrun(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
+    each = (f"--nproc-per-node={processes(spec)}", f"--log-dir={RANK_LOGS}", "--tee=3")
+    return ("torch.distributed.run", *_meeting(spec, node), *each, "-m", *TRAINER)
+
+
+def _meeting(spec: RunSpec, node: int) -> tuple[str, ...]:
+    """Where the nodes meet, and as which of them this one comes."""
+    launch, port = spec.launch, spec.launch.port or PORT
+    if launch.rendezvous == "static":
+        numbers = (f"--nnodes={launch.nodes}", f"--node-rank={node}")
+        return (*numbers, f"--master-addr={launch.address}", f"--master-port={port}")
+    if launch.rendezvous == "elastic":
+        where = f"{launch.address}:{port}" if launch.nodes > 1 else f"localhost:{launch.port}"
+        numbers = (f"--nnodes={launch.min_nodes}:{launch.nodes}", f"--max-restarts={launch.max_restarts}")
+        return (*numbers, f"--rdzv-id={launch.rendezvous_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}")
+    return (f"--master-port={launch.port}",) if launch.port else ("--standalone",)  # which finds a free one
+
+
+def _accelerate(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
+    rank = (f"--machine_rank={node}",) if nodes(spec) > 1 else ()
+    each = (f"--log_dir={RANK_LOGS}", "--tee=3")
+    return ("accelerate.commands.launch", f"--config_file={ACCELERATE}", *rank, *each, "-m", *TRAINER)
+
+
+def _deepspeed(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
+    launch, port = spec.launch, (f"--master_port={spec.launch.port or PORT}",)
+    if nodes(spec) > 1:
+        # Each node starts its own part. By ssh it would end a run by `pkill -f backend.train` on every host, and with
+        # it every other run there.
+        chosen = (f"--hostfile={HOSTFILE}", *((f"--include={include(spec)}",) if include(spec) else ()))
+        where = (*chosen, "--no_ssh", f"--node_rank={node}", f"--master_addr={launch.address}")
+    else:
+        visible = catalog.DEVICES[device(spec, machine)].visible
+        ids = hostfile.included(("localhost",), _ids(spec, machine)) if visible else ""
+        where = (f"--include={ids}" if ids else f"--num_gpus={processes(spec)}",)
+    calm = ("--no_local_rank", "--log_level=error")
+    return ("deepspeed.launcher.runner", *where, *port, *calm, "--module", *TRAINER)
+
+
+LAUNCHERS: Mapping[str, Callable[[RunSpec, Machine, int], tuple[str, ...]]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "python": _python,
+}
+
+
+def _others(spec: RunSpec, machine: Machine) -> dict[str, tuple[str, ...]]:
+    """What the other nodes start: one command each, or, where the nodes have no numbers, one for all."""
+    if nodes(spec) == 1:
+        return {}
+    if spec.launch.rendezvous == "elastic":
+        return {JOIN: _argv(spec, machine, 0)}
+    ranks = (rank for rank in range(nodes(spec)) if rank != spec.launch.node_rank)
+    return {f"{JOIN}-{rank}": _argv(spec, machine, rank) for rank in ranks}
+
+
+def _ids(spec: RunSpec, machine: Machine) -> tuple[int, ...]:
+    """The devices of a node that the run uses."""
+    return spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[: processes(spec)])
 
 
 def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Additions to the environment; what the user gave wins."""
-    family = catalog.DEVICES[device(spec, machine)]
-    count = processes(spec)
-    env = {"OMP_NUM_THREADS": str(spec.launch.threads or max(1, machine.cores // count))}
+    family, launcher = catalog.DEVICES[device(spec, machine)], spec.launch.launcher
+    env = {"OMP_NUM_THREADS": str(spec.launch.threads or max(1, machine.cores // processes(spec)))}
     env["PYTHONUNBUFFERED"] = "1"  # the log is live
     env["TOKENIZERS_PARALLELISM"] = "false"  # loader processes fork after the tokenizer was used
-    if spec.parallel.strategy in catalog.DEEPSPEED and device(spec, machine) == "cpu":
+    if device(spec, machine) == "cpu" and (spec.parallel.strategy in catalog.DEEPSPEED or launcher == "deepspeed"):
         env["DS_ACCELERATOR"] = "cpu"  # otherwise it takes an accelerator that is there
-    if family.visible:
-        ids = spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[:count])
-        env[family.visible] = ",".join(str(i) for i in ids)
+    if family.visible and launcher != "deepspeed":  # which sets it itself, by --include
+        env[family.visible] = ",".join(map(str, _ids(spec, machine)))
+    if nodes(spec) > 1 and launcher in ("torchrun", "accelerate"):
+        env |= PREFIX
+    if nodes(spec) > 1 and spec.launch.rendezvous == "elastic":
+        env |= TELL_AGAIN
     return {**env, **spec.launch.environment}
 
 
+def _defaults(spec: RunSpec, machine: Machine) -> dict[str, str]:
+    """Additions that give way to what is set already, under whatever name."""
+    if not spec.launch.memory_settings or device(spec, machine) != "cuda":
+        return {}
+    own = spec.launch.environment.keys()
+    return {name: value for name, value in MEMORY.items() if not {name, *ALIASES.get(name, ())} & own}
+
+
 def _notes(spec: RunSpec, machine: Machine) -> tuple[str, ...]:
-    family = catalog.DEVICES[device(spec, machine)]
+    family, count = catalog.DEVICES[device(spec, machine)], nodes(spec)
     where = f"{processes(spec)} x {family.label}" if processes(spec) > 1 else family.label
-    talk = f", {backend(device(spec, machine))} backend" if processes(spec) > 1 else ""
-    return (f"Trains on {where}{talk}.",)
+    where = f"{count} nodes, each {where}" if count > 1 else where
+    talk = f", {backend(device(spec, machine))} backend" if world(spec) > 1 else ""
+    notes = [f"Trains on {where}{talk}."]
+    if count > 1:
+        script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"
+        notes.append(
+            f"Every node needs the same Python, and this run's folder under the same path: start {script} there."
+        )
+    return tuple(notes)

@@ -92,9 +92,12 @@ def plan(arguments: argparse.Namespace) -> int:
         spec = edit(spec, {"launch.launcher": arguments.launcher})
     made = judge(spec, target(arguments), Path.cwd()).plan
     if arguments.json:
-        show({**asdict(made), "command": made.command()})
+        commands = {node: made.command(node) for node in made.others}
+        show({**asdict(made), "command": made.command(), "others": commands})
         return 0
     print(made.command())
+    for node in made.others:
+        print(f"\n# {node}, on another node\n{made.command(node)}")
     for name, text in made.files.items():
         print(f"\n# {name}\n{text.rstrip()}")
     for note in made.notes:

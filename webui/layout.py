@@ -86,12 +86,16 @@ def _train(form: Form) -> None:
             form.place("parallel.strategy", "launch.processes", "launch.device", "launch.devices")
             form.place("parallel.offload_optimizer", "parallel.offload_parameters", "parallel.nvme_path")
             form.place("parallel.sharding", "parallel.cpu_offload", "parallel.replicas", "parallel.tensor")
+            form.place("launch.rendezvous", "launch.nodes", "launch.min_nodes", "launch.node_rank", "launch.address")
+            form.place("launch.max_restarts", "launch.hosts", "launch.include")
         with fields(more=True):
-            form.place("launch.launcher", "launch.threads", "parallel.bucket_mb", "parallel.timeout")
+            form.place("launch.launcher", "launch.port", "launch.rendezvous_id", "launch.threads")
+            form.place("parallel.bucket_mb", "parallel.timeout")
             form.place("parallel.find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffers")
             form.place("parallel.nvme_buffer_mb", "parallel.aio_block_kb", "parallel.aio_queue_depth")
             form.place("parallel.aio_threads", "parallel.reshard_after_forward", "parallel.reduce_precision")
-            form.place("parallel.state_dict", "parallel.wrap_layers", "parallel.context", "launch.environment")
+            form.place("parallel.state_dict", "parallel.wrap_layers", "parallel.context")
+            form.place("launch.memory_settings", "launch.environment")
 
 
 def _watch(form: Form) -> None:

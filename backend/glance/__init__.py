@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import catalog
+from backend.derived import world
 from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
@@ -111,6 +112,6 @@ def _engine(spec: RunSpec, folder: Path) -> str:
         label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
         return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
     parts = len(found["deepspeed"])
-    if own == "deepspeed" and parts != spec.launch.processes:
+    if own == "deepspeed" and parts != world(spec):
         return f"{folder} was written by {parts} processes: DeepSpeed goes on with as many."
     return ""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backend import catalog
-from backend.derived import processes, steps
+from backend.derived import processes, steps, world
 from backend.machine import GIB
 from backend.memory.activations import TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
 from backend.memory.spread import MIB, Row
@@ -43,7 +43,7 @@ class Account(Activations):
     def _steady(self) -> list[Row]:
         spec = self.spec
         rows = [*self._weights(), *self.gathered(), *self.parcels()]
-        base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if processes(spec) > 1 else 0)
+        base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if world(spec) > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row("Overhead", base, f"{words}, about")]
 
@@ -145,8 +145,8 @@ class Account(Activations):
         ]
 
     def _away(self) -> list[Row]:
-        """What is kept in RAM instead of on the devices, of all devices together."""
-        trained, rows, copies = self.trained, [], processes(self.spec) // self.sharers
+        """What is kept in RAM instead of on the devices, of a node's devices together."""
+        trained, rows, copies = self.trained, [], processes(self.spec) / self.sharers
         state = self._optimizer.state_bytes
         if self.optimizer_away == "cpu":
             # fp32 weights and gradients lie beside the state: deepspeed 0.19 stage_1_and_2.py, torch CPUOffloadPolicy.
@@ -156,7 +156,7 @@ class Account(Activations):
         if self.weights_away == "cpu":
             width = self.width
             whole = self.frozen + (trained if self.zero else 0)
-            rows.append(Row("Weights", copies * whole * width, f"{whole:,} x {width} bytes", "host"))
+            rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows
 
     def disk(self, rows: int | None) -> list[Row]:

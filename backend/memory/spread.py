@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backend import catalog
-from backend.derived import device, precision, processes
+from backend.derived import device, precision, world
 from backend.machine import Machine
 from backend.shape import ModelShape, trainable
 from backend.spec import RunSpec
@@ -80,12 +80,12 @@ class Spread:
         parallel, row = self.spec.parallel, self.strategy
         if not row.spread or (row.version == 1 and parallel.sharding == "no_shard"):
             return 1
-        return max(1, processes(self.spec) // (parallel.replicas if row.version == 2 else 1))
+        return max(1, world(self.spec) // (parallel.replicas if row.version == 2 else 1))
 
     @property
     def sharers(self) -> int:
         """Devices that the optimizer's state is spread over."""
-        return processes(self.spec) if self.strategy.stage else self.holders
+        return world(self.spec) if self.strategy.stage else self.holders
 
     @property
     def spreads_gradients(self) -> bool:
@@ -148,6 +148,6 @@ class Spread:
         if self.zero:
             mb = self.spec.parallel.bucket_mb
             return [Row("Gradient buckets", 3 * mb * MIB, f"3 x {mb} MiB: two to reduce, one to gather")]
-        if self.strategy.engine == "ddp" and processes(self.spec) > 1:
+        if self.strategy.engine == "ddp" and world(self.spec) > 1:
             return [Row("Gradient buckets", self.trained * 4, f"{self.trained:,} x 4 bytes: DDP's parcels")]
         return []

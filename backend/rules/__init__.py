@@ -10,7 +10,7 @@ from __future__ import annotations
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.options import effective
-from backend.rules import data, hardware, launch, memory, method, sharding, strategy, trainer
+from backend.rules import data, hardware, launch, memory, method, nodes, sharding, strategy, trainer
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
 from backend.spec import RunSpec
@@ -26,6 +26,7 @@ FAMILIES = {
     "MDL": (method, "Model and template"),
     "MEM": (memory, "Memory"),
     "MTH": (method, "Method"),
+    "NOD": (nodes, "Nodes"),
     "OUT": (trainer, "What is kept"),
     "PRC": (hardware, "Precision"),
     "STR": ((strategy, sharding), "Strategy"),

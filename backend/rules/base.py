@@ -60,13 +60,23 @@ class Case:
 
     @cached_property
     def processes(self) -> int:
-        """Processes of the run."""
+        """Processes of the run on a node."""
         return derived.processes(self.spec)
 
     @cached_property
     def learners(self) -> int:
         """Processes, or groups of them, with rows of their own."""
         return derived.learners(self.spec)
+
+    @cached_property
+    def nodes(self) -> int:
+        """Machines that train together."""
+        return derived.nodes(self.spec)
+
+    @cached_property
+    def world(self) -> int:
+        """Processes of all nodes together."""
+        return derived.world(self.spec)
 
     @cached_property
     def precision(self) -> str:

@@ -94,14 +94,16 @@ def missing_tracker(case: Case) -> str | None:
     "advice",
     fields=("parallel.strategy",),
     title="Only one of the nodes is used",
-    source="the plan: torchrun --standalone stays on its node",
-    remedy="Start it on the node that is meant.",
+    source="the plan: what stands alone stays on its node",
+    remedy="launch.rendezvous spreads it over several.",
     bad=Example(machine=replace(H100, nodes=2)),
     good=Example(machine=H100),
 )
 def other_nodes(case: Case) -> str | None:
-    """A run works on the node that it is started on."""
-    return f"{case.machine.nodes} nodes are described; the run uses one." if case.machine.nodes > 1 else None
+    """A run works on the node that it is started on, unless it is spread over several."""
+    if case.machine.nodes == 1 or case.nodes > 1:
+        return None
+    return f"{case.machine.nodes} nodes are described; the run uses one."
 
 
 @rule(

@@ -172,7 +172,7 @@ def idle_devices(case: Case) -> Hit | None:
 def lonely(case: Case) -> str | None:
     """These strategies average gradients among processes, and some spread what each would hold. With one process
     they only cost memory for their buckets."""
-    return "One process has no others to share with." if _many(case) and case.processes == 1 else None
+    return "One process has no others to share with." if _many(case) and case.world == 1 else None
 
 
 def _many(case: Case) -> bool:
@@ -237,10 +237,14 @@ def reserved_variables(case: Case) -> Hit | None:
     """The launcher tells each process its rank by these variables, and Footplate finds a run's processes by
     FOOTPLATE_RUN. A value of one's own makes processes wait for others that never come, or escape a stop."""
     found = [n for n in case.spec.launch.environment if n in RESERVED or n.startswith("TORCHELASTIC_")]
-    return Hit(f"{names(found)} cannot be set by hand.", (_without(case, found),)) if found else None
+    return Hit(f"{names(found)} cannot be set by hand.", (without(case, found),)) if found else None
 
 
-def _without(case: Case, drop: list[str]) -> Fix:
+VISIBLE = tuple(row.visible for row in catalog.DEVICES.values() if row.visible)
+
+
+def without(case: Case, drop: list[str]) -> Fix:
+    """Leave variables of one's own out."""
     kept = {name: value for name, value in case.spec.launch.environment.items() if name not in drop}
     return Fix(f"Leave out {names(drop)}", {"launch.environment": kept})
 
@@ -257,9 +261,10 @@ def _without(case: Case, drop: list[str]) -> Fix:
 def overriding_variables(case: Case) -> Hit | None:
     """The option says one thing and the variable another; the variable wins, and checks and estimate do not know."""
     options = {"OMP_NUM_THREADS": "launch.threads"}
-    options |= {row.visible: "launch.devices" for row in catalog.DEVICES.values() if row.visible}
+    if case.spec.launch.launcher != "deepspeed":  # which sets them itself
+        options |= dict.fromkeys(VISIBLE, "launch.devices")
     found = [name for name in case.spec.launch.environment if name in options]
     if not found:
         return None
     fields = ("launch.environment", *dict.fromkeys(options[name] for name in found))
-    return Hit(f"{names(found)} overrides {names([options[n] for n in found])}.", (_without(case, found),), fields)
+    return Hit(f"{names(found)} overrides {names([options[n] for n in found])}.", (without(case, found),), fields)

@@ -81,7 +81,7 @@ def first_is_old(case: Case) -> str | None:
 )
 def alone(case: Case) -> str | None:
     """FSDP and tensor parallel spread a model over processes."""
-    return "There is one process." if _row(case).engine in ("fsdp", "tensor") and case.processes == 1 else None
+    return "There is one process." if _row(case).engine in ("fsdp", "tensor") and case.world == 1 else None
 
 
 @rule(
@@ -210,19 +210,25 @@ def unknown_layers(case: Case) -> Hit | None:
 )
 def mesh_arithmetic(case: Case) -> Hit | str | None:
     """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
-    parallel, row, count = case.spec.parallel, _row(case), case.processes
+    parallel, row, count = case.spec.parallel, _row(case), case.world
     if row.engine == "tensor":
         if count % parallel.tensor == 0:
             return None
         wanted = max(1, count // parallel.tensor) * parallel.tensor
-        fixes = (Fix(counted(wanted, "process"), {"launch.processes": wanted}),)
-        return Hit(f"{counted(count, 'process')} cannot form groups of {parallel.tensor}.", fixes)
+        message = f"{counted(count, 'process')} cannot form groups of {parallel.tensor}."
+        return Hit(message, _as_many(case, wanted))
     whole = parallel.replicas * parallel.context
     if row.version != 2 or whole == 1 or (count % whole == 0 and count // parallel.replicas > 1):
         return None
     wanted = 2 * whole if count < 2 * whole else count // whole * whole
-    fix = Fix(counted(wanted, "process"), {"launch.processes": wanted})
-    return Hit(f"{counted(count, 'process')} for {parallel.replicas} replicas x {parallel.context} context.", (fix,))
+    message = f"{counted(count, 'process')} for {parallel.replicas} replicas x {parallel.context} context."
+    return Hit(message, _as_many(case, wanted))
+
+
+def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
+    """So many processes on all nodes together, if they can be shared out."""
+    each, rest = divmod(wanted, case.nodes)
+    return () if rest else (Fix(counted(wanted, "process"), {"launch.processes": each}),)
 
 
 @rule(

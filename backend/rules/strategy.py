@@ -133,7 +133,7 @@ def answers_spread(case: Case) -> str | None:
 def little_to_spread(case: Case) -> str | None:
     """ZeRO-1 and 2 spread what training adds to the weights. Adapters add so little that DDP is simpler and as
     small."""
-    if _row(case).stage not in (1, 2) or case.spec.method.kind != "lora" or case.processes == 1:
+    if _row(case).stage not in (1, 2) or case.spec.method.kind != "lora" or case.world == 1:
         return None
     return "Only adapters are trained."
 

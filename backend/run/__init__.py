@@ -19,11 +19,15 @@ SPEC = "spec.yaml"  # what was asked                       written once, by crea
 PLAN = "plan.json"  # what is started                      written once, by create
 DEEPSPEED = "deepspeed.json"  # its configuration, if the strategy is one of its    written once, by create
 FSDP = "fsdp.json"  # the same for FSDP                     written once, by create
+ACCELERATE = "accelerate.yaml"  # its launcher's configuration      written once, by create
+HOSTFILE = "hostfile"  # the nodes, for deepspeed's launcher       written once, by create
 SCRIPT = "run.sh"  # starts the same run from a shell      written once, by create
+JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node      written once, by create
 LOCK = "lock"  # held (flock) while the run lives          by its keeper, who writes SUPERVISOR or SHELL into it
 STATE = "state.json"  # started, ended, exit code, how     replaced atomically, by the supervisor only
 LOG = "log.txt"  # stdout and stderr of the launcher       appended
 RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*          by torchrun: what each rank said, its error.json
+RANK = "rank"  # beside a rank's error.json: its number among all nodes' ranks    by that rank
 METRICS = "metrics.jsonl"  # one point a line              appended, by rank 0 only
 PROGRESS = "progress.json"  # what it is doing now         replaced atomically, by rank 0 only
 RESULT = "result.json"  # what came out                    replaced atomically, by rank 0 only
@@ -39,22 +43,36 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment: where torch puts the root
 COOKIE = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
 
 
+# The same setting under other names: who has set one of them has set it (c10/cuda/CUDAAllocatorConfig.h of torch 2.13).
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will run, to the letter. `env` holds additions only; `files` is name -> text, relative to the run's folder.
 
-    `argv` is started with the run's folder as working directory.
+    `argv` is started with the run's folder as working directory. `defaults` are additions too, but what the
+    environment has already stays. `others` is what the other nodes start there: name of its script -> argv.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def command(self) -> str:
-        """The command as one would type it: environment additions, then one argument group a line."""
-        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " \\\n  ".join([*env, *_groups(self.argv)])
+    def command(self, node: str = "") -> str:
+        """The command as one would type it, here or on another node: environment, then one argument group a line."""
+        argv = self.others[node] if node else self.argv
+        return " \\\n  ".join([*self._additions(), *_groups(argv)])
+
+    def _additions(self) -> list[str]:
+        """Additions to the environment, in a shell's words."""
+        defaults = [f'{name}="{_default(name, value)}"' for name, value in self.defaults.items()]
+        return [*defaults, *(f"{name}={shlex.quote(value)}" for name, value in self.env.items())]
 
     def script(self, folder: str) -> str:
         """A self-contained bash script: makes `folder`, writes the files, runs the command."""
@@ -69,11 +87,34 @@ class Plan:
         The command replaces the shell and inherits the lock's file (descriptor 9), so the lock is free when, and
         only when, the command has ended. Its output is seen in the terminal and on the run's page.
         """
-        command = self.command() if not self.env else "env " + self.command()
         return RUNNER.format(
             LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, COOKIE=COOKIE, SEPARATOR=SEPARATOR, ERROR=ERROR,
-            ERROR_FILE=ERROR_FILE, command=command,
+            ERROR_FILE=ERROR_FILE, command=self._executed(),
         )  # fmt: skip
+
+    def joiner(self, node: str) -> str:
+        """The text of a script that joins the run from another node, in the same folder. It takes no lock: the node
+        that the run was started on holds it."""
+        return JOINER.format(COOKIE=COOKIE, node=node, command=self._executed(node))
+
+    def _executed(self, node: str = "") -> str:
+        return ("env " if self._additions() else "") + self.command(node)
+
+
+def start_env(environment: Mapping[str, str], defaults: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """`environment` with a plan's additions, as its command makes it."""
+    found = {**environment, **env}
+    for name, value in defaults.items():
+        there = (found[known] for known in (name, *ALIASES.get(name, ())) if known in found)
+        found[name] = next(there, value)
+    return found
+
+
+def _default(name: str, value: str) -> str:
+    """A shell's words for `name`'s own value, one of its aliases', or `value`."""
+    for known in reversed((name, *ALIASES.get(name, ()))):
+        value = f"${{{known}-{value}}}"
+    return value
 
 
 RUNNER = """\
@@ -93,12 +134,24 @@ exec {command} "$@"
 """
 
 
+JOINER = """\
+#!/usr/bin/env bash
+# Joins the run from another node, which must see this folder under the same path.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "$0")")"
+export {COOKIE}="$PWD"
+exec > >(exec tee -ai "{node}.$(uname -n).txt") 2>&1
+exec {command} "$@"
+"""
+
+
 def _groups(argv: tuple[str, ...]) -> list[str]:
     """Arguments with each option on a line beside its value: `a -m b --n=1 c` -> ['a -m b', '--n=1', 'c']."""
     lines: list[str] = []
     for argument in argv:
         quoted = shlex.quote(argument)
-        if lines and (not argument.startswith("--") or lines[-1].endswith(" -m")) and not lines[-1].startswith("--"):
+        own = lines and lines[-1].startswith("--") and not lines[-1].startswith("--module")
+        if lines and (not argument.startswith("--") or lines[-1].endswith(" -m")) and not own:
             lines[-1] += " " + quoted
         else:
             lines.append(quoted)

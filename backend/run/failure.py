@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.run import ERROR, LOG, RANK_LOGS, SEPARATOR
+from backend.run import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 LONGEST = 400  # characters of a sentence
@@ -81,8 +81,16 @@ KNOWN = (
     Known(
         r"(?i)EADDRINUSE|address already in use",
         "The network port on which the ranks meet is taken.",
-        "Start again: a free port is looked for each time. If MASTER_PORT is set in launch.environment, change it.",
-        ("launch.environment",),
+        "Choose another launch.port; on one node 0 takes a free one each time, unless deepspeed is the launcher.",
+        ("launch.port",),
+        anywhere=True,
+    ),
+    Known(
+        r"in _assign_worker_ranks|Rendezvous(Timeout|Connection)Error",
+        "The nodes did not meet.",
+        "Start all of them within ten minutes, the one with launch.address first (of an elastic run, within one); "
+        "launch.port must be open there.",
+        ("launch.address", "launch.port", "launch.nodes"),
         anywhere=True,
     ),
     Known(
@@ -240,11 +248,20 @@ def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
     for path in (folder / RANK_LOGS).glob(f"*/attempt_*/*/{ERROR}"):
         when, traceback = _error(path)
         if traceback and when >= since_ns and path.parent.name.isdigit():
-            found.append((when, int(path.parent.name), traceback))
+            attempt = int(path.parent.parent.name.rpartition("_")[2])
+            found.append((-attempt, when, _rank(path.parent), traceback))  # of ranks started again the last ones count
     if found:
-        return min(found)[1:]
+        return min(found)[2:]
     when, traceback = _error(folder / ERROR)
     return None, traceback if when >= since_ns else ""
+
+
+def _rank(folder: Path) -> int:
+    """The rank whose folder this is: named by its number on the node, with its rank among all nodes' written in."""
+    try:
+        return int((folder / RANK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return int(folder.name)
 
 
 def _error(path: Path) -> tuple[int, str]:

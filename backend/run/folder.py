@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -66,15 +67,18 @@ class Run:
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
+        kept |= {"defaults": dict(plan.defaults), "others": dict(plan.others)}
+        scripts = {SCRIPT: plan.runner(), **{f"{node}.sh": plan.joiner(node) for node in plan.others}}
         half = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             half = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
             half.chmod(0o777 & ~_umask())
-            for file, text in {**plan.files, PLAN: json.dumps(kept, indent=1), SCRIPT: plan.runner()}.items():
+            for file, text in {**plan.files, PLAN: json.dumps(kept, indent=1), **scripts}.items():
                 (half / file).parent.mkdir(parents=True, exist_ok=True)
                 (half / file).write_text(text, encoding="utf-8")
-            (half / SCRIPT).chmod(0o777 & ~_umask())
+                if file in scripts:
+                    (half / file).chmod(0o777 & ~_umask())
             return cls(_settle(half, root / f"{now:%Y-%m-%d_%H%M%S}_{slug}"))
         except OSError as error:
             if half:
@@ -171,7 +175,13 @@ class Run:
         """What is started, read back."""
         kept = self._json(PLAN)
         files = {name: self._text(name) for name in kept.get("files", ())}
-        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, tuple(kept.get("notes", ())))
+        others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
+        notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
+        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, notes, defaults, others)
+
+    def joining(self) -> dict[str, str]:
+        """What the other nodes are to start, once the run is started here: name -> command."""
+        return {node: f"bash {shlex.quote(str(self.path / node))}.sh" for node in self._json(PLAN).get("others", {})}
 
     def progress(self) -> dict[str, Any]:
         """What rank 0 of the last start is doing; empty before it has said so."""
@@ -253,7 +263,10 @@ class Run:
         if state == "new":
             return "Ready to start."
         if state == "starting":
-            return "Starting: the processes load their libraries."
+            names = [f"{node}.sh" for node in self.joining()]
+            others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
+            wait = f" It begins once {others} in the run's folder is started on the other nodes." if others else ""
+            return f"Starting: the processes load their libraries.{wait}"
         if state == "running":
             return pace.running(summary, progress, usual, now)
         if state == "stopping":

@@ -39,6 +39,7 @@ from backend.run import (
     SUPERVISOR,
     processes,
     replace_text,
+    start_env,
 )
 
 TICK = 0.1  # seconds between looks
@@ -68,7 +69,8 @@ class Supervisor:
         self.folder, self.patience = folder, patience
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--anew"] if anew else [])]
-        self.env = {**os.environ, ERROR_FILE: str(folder / ERROR), **plan["env"], COOKIE: str(folder)}
+        inherited = {**os.environ, ERROR_FILE: str(folder / ERROR)}
+        self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), COOKIE: str(folder)}
         self.state: dict[str, Any] = {"started": time.time(), "anew": anew}
         self.unsaved = self.told_to_end = False
         self.oom_kills = _oom_kills()

@@ -77,6 +77,17 @@ def _named(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def word_like() -> tuple[AfterValidator]:
+    """Annotation for a name that becomes part of a command and of a file's path."""
+
+    def plain(value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
+            raise ValueError("must be a word of letters, digits, _, . and -")
+        return value
+
+    return (AfterValidator(plain),)
+
+
 Lines = Annotated[tuple[str, ...], _parts(r"[\n]")]
 Names = Annotated[tuple[str, ...], _parts(r"[\s,]+")]
 Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _parts(r"[\s,]+")]
@@ -96,6 +107,11 @@ FREEZE: Condition = {"method.kind": ("freeze",)}
 SFT: Condition = {"train.stage": ("sft",)}
 DDP: Condition = {"parallel.strategy": ("ddp",)}
 MANY: Condition = {"parallel.strategy": catalog.MANY}
+STARTED: Condition = {**MANY, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
+NODES: Condition = {**STARTED, "launch.rendezvous": ("static", "elastic")}
+STATIC: Condition = {**STARTED, "launch.rendezvous": ("static",)}
+ELASTIC: Condition = {**STARTED, "launch.rendezvous": ("elastic",)}
+HOSTS: Condition = {**MANY, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
 BUCKETS: Condition = {"parallel.strategy": ("ddp", *catalog.DEEPSPEED)}
 OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
 ZERO3: Condition = {"parallel.strategy": ("zero3",)}

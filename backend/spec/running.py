@@ -13,26 +13,33 @@ from backend import catalog
 from backend.spec.kinds import (
     BUCKETS,
     DDP,
+    ELASTIC,
     EVALUATED,
     FSDP,
     FSDP1,
     FSDP2,
+    HOSTS,
     LORA,
     MANY,
+    NODES,
     NVME,
     NVME_WEIGHTS,
     OFFLOADED,
     OFFLOADING,
     SAVED,
     SFT,
+    STARTED,
+    STATIC,
     TENSOR,
     ZERO3,
     Ids,
+    Lines,
     Names,
     Pairs,
     Section,
     Ui,
     one_of,
+    word_like,
 )
 
 
@@ -142,10 +149,10 @@ class Logging(Section):
 
 
 class Launch(Section):
-    """Where it runs."""
+    """Where it runs, and what starts it."""
 
-    launcher: Annotated[Literal["torchrun", "python"], Ui("Launcher")] = "torchrun"
-    """torchrun starts and watches the processes; python starts one process alone, a little sooner."""
+    launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher")] = "torchrun"
+    """What starts the processes of a node; python starts one process alone, a little sooner."""
     device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device")] = "auto"
     """Automatic takes the accelerator that is there, otherwise the CPU."""
     devices: Annotated[
@@ -153,8 +160,33 @@ class Launch(Section):
     ] = ()
     """Which GPUs, by id: 0, 1. Empty takes the first ones."""
     processes: Annotated[int, Field(ge=1, le=1024), Ui("Processes", when=MANY)] = 2
-    """One for each device."""
+    """On each node, one for each device."""
+    rendezvous: Annotated[
+        Literal["standalone", "static", "elastic"],
+        Ui("Nodes", when=STARTED, choices={"standalone": "One", "static": "Several", "elastic": "Elastic"}),
+    ] = "standalone"
+    """Several wait for one another; elastic nodes may come and go, and a rank that dies comes back."""
+    nodes: Annotated[int, Field(ge=1, le=128), Ui("Number of nodes", when=NODES)] = 2
+    """Machines that train together; of an elastic run, the most."""
+    min_nodes: Annotated[int, Field(ge=1, le=128), Ui("At least", when=ELASTIC, unit="nodes")] = 1
+    """It begins, and goes on, with as few."""
+    node_rank: Annotated[int, Field(ge=0, le=127), Ui("This node's rank", when=STATIC)] = 0
+    """Which of the nodes the run is started on, from 0."""
+    address: Annotated[str, Ui("Address of node 0", when=NODES)] = ""
+    """The name or IP by which the other nodes reach it; the ranks meet there."""
+    port: Annotated[int, Field(ge=0, le=65535), Ui("Port", when=STARTED)] = 0
+    """Where the ranks meet. 0 takes a free one on one node; 29500 for several, and for deepspeed."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Restarts", when=ELASTIC)] = 3
+    """How often the ranks start again, from the last checkpoint, when one of them dies."""
+    rendezvous_id: Annotated[str, *word_like(), Ui("Rendezvous id", when=ELASTIC)] = "footplate"
+    """The same on all nodes; another one for each run that meets at the same address and port."""
+    hosts: Annotated[Lines, Ui("Hostfile", when=HOSTS, widget="lines")] = ()
+    """A node a line, node 0 first: worker-1 slots=4."""
+    include: Annotated[str, Ui("Include", when=HOSTS)] = ""
+    """Only these hosts and slots: worker-1@worker-2:0,1. Empty takes all of the hostfile."""
     threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads a process")] = 0
     """0 shares the cores among the processes."""
+    memory_settings: Annotated[bool, Ui("Memory settings", when={"launch.device": ("auto", "cuda")})] = True
+    """On CUDA: expandable_segments for the allocator, no recorded streams for NCCL. What you have set stays."""
     environment: Annotated[Pairs, Ui("Environment", widget="lines")] = Field(default_factory=dict)
     """Added for the run, one NAME=value a line."""

@@ -94,6 +94,7 @@ def main() -> None:
     given = parser.parse_args()
     sys.excepthook = quiet.last_words
     team, folder = device.Team(), given.folder.resolve()
+    team.sign()
     try:
         spec = effective(read(folder / SPEC))
     except SpecError as error:
@@ -119,7 +120,7 @@ def run(work: Work) -> None:
     team.check(spec)
     config = trainers.arguments(spec, work.folder, work.family, team.world)
     work.precision = device.precision(spec, work.family)
-    team.meet()
+    team.meet(work.folder)
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
@@ -182,7 +183,7 @@ def _start(work: Work) -> Path | None:
     """The checkpoint to go on from; None for step 0. Tells readers of the curves."""
 
     def choose() -> Path | None:
-        checkpoints.sweep(work.folder, everything=work.anew)
+        checkpoints.sweep(work.folder, work.anew)
         start = checkpoints.last(work.folder)
         if start is None and work.spec.checkpoint.start == "path":
             start = checkpoints.named(work.spec.checkpoint.path)

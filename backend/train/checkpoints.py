@@ -10,7 +10,7 @@ import re
 import shutil
 from pathlib import Path
 
-from backend.run import CHECKPOINTS, COMPLETE
+from backend.run import CHECKPOINTS, COMPLETE, LOCK
 from backend.train.journal import TrainError
 
 # Where each engine keeps the optimizer's state: DeepSpeed a file a rank, FSDP one file, or a folder of all parts.
@@ -29,12 +29,18 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def sweep(run: Path, everything: bool = False) -> None:
-    """Delete what a kill left half-written, or all checkpoints."""
-    kept = [] if everything else complete(run)
+def sweep(run: Path, anew: bool = False) -> None:
+    """Delete what a kill left half-written; `anew`: also those of earlier starts. A torchrun that starts its ranks
+    again is still the same start, which goes on from what it has saved."""
+    kept = [folder for folder in complete(run) if not anew or _of_this_start(run, folder)]
     for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
         if folder not in kept:
             _delete(folder)
+
+
+def _of_this_start(run: Path, folder: Path) -> bool:
+    started = run / LOCK  # its change time is when the run was last started
+    return started.exists() and (folder / COMPLETE).stat().st_mtime_ns >= started.stat().st_mtime_ns
 
 
 def last(run: Path) -> Path | None:

@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import sys
+import uuid
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from backend import catalog
+from backend.run import ERROR_FILE, RANK
 from backend.spec import RunSpec
 from backend.train.journal import TrainError
 
@@ -91,6 +93,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 def settle(deepspeed: bool) -> None:
     """Let the libraries see a plain process where only one was started: no group, no DDP around the model. DeepSpeed
     wants a group all the same, and the plain python launcher gives it none."""
+    if "LOCAL_SIZE" in os.environ:
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # as DeepSpeed's launcher calls it
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     if not deepspeed:
@@ -118,19 +122,43 @@ class Team:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._group: Any = None
 
+    def sign(self) -> None:
+        """Say whose error file it would be: torchrun's folders have a rank's number on its node."""
+        path = os.environ.get(ERROR_FILE, "")
+        if path and "TORCHELASTIC_RUN_ID" in os.environ:
+            with contextlib.suppress(OSError):
+                Path(path).with_name(RANK).write_text(str(self.rank), encoding="utf-8")
+
     def check(self, spec: RunSpec) -> None:
         """Raise TrainError unless as many processes were started as the spec asks for."""
-        asked = spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
-        if self.world != asked:
+        launch, each = spec.launch, spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
+        most = 1 if launch.rendezvous == "standalone" else launch.nodes
+        least = launch.min_nodes if launch.rendezvous == "elastic" else most
+        if self.world not in range(each * least, each * most + 1, each):
+            asked = f"{each * least} to {each * most}" if least < most else f"{each * most}"
             raise TrainError(
                 f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "
                 "start it by the run's own run.sh, with launch.launcher torchrun and no launch.environment of its own."
             )
 
-    def meet(self) -> None:
-        """Make the group; torch's process group must be there if there are several ranks."""
-        if self.world > 1:
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    def meet(self, folder: Path) -> None:
+        """Make the group; torch's process group must be there if there are several ranks. Raises TrainError unless
+        all of them see the run's `folder`."""
+        if self.world == 1:
+            return
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        mark = folder / f".met-{self.gather(uuid.uuid4().hex)[0]}"
+        if self.rank == 0:
+            mark.touch()
+        self.agree()
+        blind = [host for host in self.gather("" if mark.exists() else socket.gethostname()) if host]
+        if self.rank == 0:
+            mark.unlink()
+        if blind:
+            raise TrainError(
+                f"launch.nodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
+                "all nodes share, under the same path."
+            )
 
     def agree(self, number: int = 0) -> int:
         """The largest `number` of any rank. All ranks must call it, and wait for one another in it."""

@@ -98,6 +98,29 @@ def steps_on_disk(run):
     return [p["step"] for p in map(json.loads, lines) if "loss" in p]
 
 
+def test_nodes_have_a_command_each(server, page):
+    """Options appear when there are several nodes; a rank that is none is refused, and mended by a click."""
+    opened(page, server)
+    section(page, "launch")
+    assert not page.locator("#launch-rendezvous").is_visible()
+    choose(page, "parallel.strategy", "DDP")
+    assert not page.locator("#launch-address").is_visible()
+    choose(page, "launch.rendezvous", "Several")
+    verdict(page, "^Cannot run")
+    put(page, "launch.address", "10.0.0.1")
+    put(page, "launch.node_rank", 5)
+    verdict(page, "^Cannot run")
+    card = page.locator('.fp-finding[data-code="NOD001"]')
+    card.locator(".fp-fix button").click()
+    verdict(page, "^Can run")
+    assert value(page, "launch.node_rank") == 1
+    tabs = page.locator("#fp-preview-tabs")
+    assert "--node-rank=1" in page.locator("#fp-preview-text").inner_text()
+    tabs.get_by_text("node-0", exact=True).click()
+    assert "--node-rank=0" in page.locator("#fp-preview-text").inner_text()
+    assert not tabs.get_by_text("node-1", exact=True).count()
+
+
 def test_preset_rule_fix_start_watch_reload_read(server, page):
     """The whole way: preset, a rule fires, one click mends it, start, loss falls, reload, result."""
     opened(page, server)

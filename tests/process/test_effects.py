@@ -21,6 +21,7 @@ from trainings import a_folder, a_spec, together
 from backend.machine import Gpu, Machine
 from backend.options import by_name, edit, effective, options, word
 from backend.plan import plan
+from backend.run import SPEC
 from backend.spec import RunSpec
 from backend.train import adapters, answers, builtin, checkpoints, data, device, engine, model, quiet, trainers
 from backend.train.__main__ import Work, _start
@@ -199,7 +200,7 @@ def sliced(spec: RunSpec) -> Any:
 
 def planned(spec: RunSpec) -> Any:
     made = plan(spec, MACHINE)
-    return made.argv, made.env
+    return made.argv, made.env, made.defaults, made.others, {k: v for k, v in made.files.items() if k != SPEC}
 
 
 def computed(spec: RunSpec) -> Any:
@@ -276,6 +277,9 @@ DDP = {"parallel.strategy": "ddp"}
 ZERO3 = {"parallel.strategy": "zero3"}
 NVME = {**ZERO3, "parallel.offload_optimizer": "nvme"}
 FSDP2 = {"parallel.strategy": "fsdp2"}
+STATIC = {**DDP, "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
+ELASTIC = {**STATIC, "launch.rendezvous": "elastic"}
+HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hosts": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
     "model.source": Case("path", found, {"model.path": "HERE/one"}),
     "model.builtin": Case("smollm2-135m-instruct", found),
@@ -384,10 +388,21 @@ CASES: dict[str, Case] = {
     "logging.steps": Case(5, argument("logging_steps")),
     "logging.level": Case("info", heard),
     "logging.report_to": Case("mlflow", reported),
-    "launch.launcher": Case("python", planned),
+    "launch.launcher": Case("accelerate", planned),
     "launch.device": Case("cuda", planned),
     "launch.devices": Case((2, 3), planned, {"launch.device": "cuda"}),
     "launch.processes": Case(4, planned, DDP),
+    "launch.rendezvous": Case("elastic", planned, DDP),
+    "launch.nodes": Case(3, planned, STATIC),
+    "launch.min_nodes": Case(2, planned, ELASTIC),
+    "launch.node_rank": Case(1, planned, STATIC),
+    "launch.address": Case("10.0.0.2", planned, STATIC),
+    "launch.port": Case(29511, planned, DDP),
+    "launch.max_restarts": Case(5, planned, ELASTIC),
+    "launch.rendezvous_id": Case("mine", planned, ELASTIC),
+    "launch.hosts": Case(("a slots=2", "c slots=2"), planned, HOSTS),
+    "launch.include": Case("a@b:0,1", planned, HOSTS),
+    "launch.memory_settings": Case(False, planned, {"launch.device": "cuda"}),
     "launch.threads": Case(3, planned),
     "launch.environment": Case({"A": "b"}, planned),
 }

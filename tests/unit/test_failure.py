@@ -147,7 +147,8 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. insufficient", "/dev/shm", "workers"),
         ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "checkpoint.keep"),
-        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.environment"),
+        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.port"),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The", "not meet", "launch.address"),
         (
             "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
             "waited",
@@ -176,5 +177,5 @@ def test_a_build_that_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_every_known_end_is_a_sentence_and_has_its_test() -> None:
-    assert len(KNOWN) == 16
+    assert len(KNOWN) == 17
     assert all(known.sentence.endswith((".", "}")) for known in KNOWN)

@@ -3,17 +3,22 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from backend.__main__ import main
 from backend.machine import GIB, Gpu, Machine
 from backend.options import edit
 from backend.plan import plan
 from backend.presets import presets
-from backend.run import Plan
+from backend.run import Plan, start_env
+from backend.run.folder import Run
 from backend.spec import RunSpec
 
+NOW = datetime(2026, 11, 21, 9, 5, 12)
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 LAPTOP = Machine(cores=8, python="/usr/bin/python3")
 GPUS = tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i in range(4))
@@ -22,17 +27,39 @@ NODE = Machine(device="cuda", gpus=GPUS, cores=64, python="/usr/bin/python3")
 
 def text(made: Plan) -> str:
     files = "".join(f"\n# {name}\n{body}" for name, body in made.files.items())
-    return f"{made.command()}\n{files}\n# {' '.join(made.notes)}\n"
+    others = "".join(f"\n# {node}\n{made.command(node)}\n" for node in made.others)
+    return f"{made.command()}\n{others}{files}\n# {' '.join(made.notes)}\n"
+
+
+TWO = {"launch.rendezvous": "static", "launch.address": "10.0.0.1", "launch.processes": 4}
+HOSTS = {"launch.hosts": ("worker-1 slots=4", "worker-2 slots=4")}
+# One of each launcher, alone and over two nodes of four GPUs.
+LAUNCHED = {
+    f"{launcher}-{where}": {"parallel.strategy": strategy, "launch.launcher": launcher, **more}
+    for launcher, strategy in (("torchrun", "ddp"), ("accelerate", "zero3"), ("deepspeed", "zero2"))
+    for where, more in (("one-node", {"launch.processes": 4}), ("two-nodes", TWO))
+}
+LAUNCHED["deepspeed-two-nodes"] |= HOSTS
+LAUNCHED["torchrun-elastic"] = {"parallel.strategy": "ddp", **TWO, "launch.rendezvous": "elastic"}
+LAUNCHED["python"] = {"launch.launcher": "python"}
+
+
+def golden(name, made):
+    """UPDATE_GOLDEN=1 writes them anew; the difference is then reviewed."""
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(made)
+    assert path.read_text() == made
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda p: p.name)
 def test_golden(preset):
-    """UPDATE_GOLDEN=1 writes them anew; the difference is then reviewed."""
-    path = GOLDEN / f"{preset.name}.txt"
-    made = text(plan(preset.spec, LAPTOP))
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(made)
-    assert path.read_text() == made
+    golden(preset.name, text(plan(preset.spec, LAPTOP)))
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_golden_launchers(name):
+    golden(f"launch-{name}", text(plan(edit(RunSpec(), LAUNCHED[name]), NODE)))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +97,66 @@ def test_deepspeed_has_its_file(stage):
 
 def test_other_strategies_have_no_engine_file():
     assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "allocator", "streams"),
+    [
+        ({}, {}, "expandable_segments:True", "1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {}, "backend:native", "1"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {}, "backend:native", "1"),
+        ({"PYTORCH_HIP_ALLOC_CONF": "backend:native"}, {}, "backend:native", "1"),
+        ({"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"}, {}, "expandable_segments:True", "0"),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native", "1"),
+        ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, None, "1"),  # torch reads that name too
+    ],
+)
+def test_memory_settings_leave_what_is_set(own, given, allocator, streams):
+    """In the shell's command and from the supervisor alike."""
+    made = plan(edit(RunSpec(), {"launch.environment": given}), NODE)
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS")
+    shown = replace(made, argv=("printenv", *names) if allocator else ("printenv", names[1]))
+    shell = {"PATH": os.defpath, **own}
+    out = subprocess.run(["bash", "-c", shown.command()], env=shell, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [value for value in (allocator, streams) if value]
+    started = start_env(own, made.defaults, made.env)
+    assert [started.get(name) for name in names] == [allocator, streams]
+
+
+def test_memory_settings_are_cudas_and_can_be_left_out():
+    assert plan(RunSpec(), NODE).defaults
+    assert not plan(RunSpec(), LAPTOP).defaults
+    assert not plan(edit(RunSpec(), {"launch.device": "cpu"}), NODE).defaults
+    assert not plan(edit(RunSpec(), {"launch.memory_settings": False}), NODE).defaults
+
+
+def test_other_nodes_have_their_scripts(tmp_path):
+    """One command a node, each the same but for its rank; the elastic form has no rank."""
+    made = plan(edit(RunSpec(), {**LAUNCHED["torchrun-two-nodes"], "launch.nodes": 3, "launch.node_rank": 1}), NODE)
+    assert list(made.others) == ["node-0", "node-2"]
+    assert made.command("node-2").replace("--node-rank=2", "--node-rank=1") == made.command()
+    run = Run.create(tmp_path, "three", made, NOW)
+    assert run.plan() == made
+    for node in made.others:
+        script = run.path / f"{node}.sh"
+        assert os.access(script, os.X_OK)
+        assert made.command(node) in script.read_text()
+        assert run.joining()[node] == f"bash {script}"
+    elastic = plan(edit(RunSpec(), LAUNCHED["torchrun-elastic"]), NODE)
+    assert list(elastic.others) == ["node"]
+    assert elastic.command("node") == elastic.command()
+    assert "rank=" not in elastic.command()
+
+
+def test_the_shell_shows_every_nodes_command(capsys):
+    more = [f"--set={name}={value}" for name, value in LAUNCHED["torchrun-two-nodes"].items()]
+    assert main(["plan", "first-run", *more]) == 0
+    said = capsys.readouterr().out
+    assert "# node-1, on another node" in said
+    assert "--node-rank=0" in said
+    assert "--node-rank=1" in said
+    assert main(["plan", "first-run", "--json", *more]) == 0
+    assert "--node-rank=1" in json.loads(capsys.readouterr().out)["others"]["node-1"]
 
 
 def test_script_writes_files_and_runs_to_the_letter(tmp_path):

@@ -17,7 +17,7 @@ from backend.rules import FAMILIES, RULES, Example, Finding, Rule, check, rules_
 from backend.rules.examples import DEMO, FULL_DISK, GPT2, H100, LAPTOP, LLAMA_8B, NPU, SMALL, T4, TWO_H100, trouble
 from backend.spec import RunSpec
 
-COUNT = 87
+COUNT = 101
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -93,9 +93,24 @@ GLANCES = (
 )
 WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
 
+NODES: dict[str, tuple[Any, ...]] = {
+    "launch.hosts": (
+        (),
+        ("worker-1 slots=2", "worker-2 slots=2"),
+        ("worker-1 slots=2", "worker-2"),
+        ("a slots=1",) * 2,
+    ),
+    "launch.include": ("", "worker-1", "worker-3", "worker-1:0@worker-2:1", "worker-1:9", ":"),
+    "launch.address": ("", "localhost", "10.0.0.1", "::1", "node-0", "a b"),
+}
+SPREAD = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
+BASES: tuple[dict[str, Any], ...] = ({}, {}, SPREAD, {**SPREAD, "launch.launcher": "deepspeed"})
+
 
 def value(option: Option, dice: random.Random) -> Any:
     """A value that `option` may take, often at its limits."""
+    if option.name in NODES:
+        return dice.choice(NODES[option.name])
     if option.kind == "bool":
         return dice.random() < 0.5
     if option.kind == "choice":
@@ -114,7 +129,7 @@ def value(option: Option, dice: random.Random) -> Any:
 
 
 def drawn(dice: random.Random) -> RunSpec:
-    patch = {o.name: value(o, dice) for o in dice.sample(options(), dice.randrange(1, 30))}
+    patch = dice.choice(BASES) | {o.name: value(o, dice) for o in dice.sample(options(), dice.randrange(1, 30))}
     while True:
         try:
             return edit(RunSpec(), patch)

@@ -169,6 +169,7 @@ def _preview(found: Judgement, runs: Path) -> dict[str, Any]:
     plan = found.plan
     return {
         "command": plan.command(),
+        "others": [{"name": node, "text": plan.command(node)} for node in plan.others],
         "files": [{"name": name, "text": body} for name, body in plan.files.items()],
         "env": dict(plan.env),
         "notes": list(plan.notes),

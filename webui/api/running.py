@@ -107,6 +107,7 @@ def show(desk: Desk, ask: Ask) -> dict[str, Any]:
         "yaml": yaml,
         "command": plan.command(),
         "script": _script(run),
+        "joining": "\n".join(f"# {node}\n{command}" for node, command in run.joining().items()),
         "notes": list(plan.notes),
         "ranks": sorted(run.rank_logs()),
         "checkpoints": run.checkpoints(),

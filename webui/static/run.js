@@ -131,7 +131,7 @@ window.FPRun = (() => {
     page.log.ranks(detail.ranks || []);
     once("failure", detail.failure, failure);
     once("samples", detail.result && detail.result.samples, samples);
-    once("details", [detail.spec, detail.command, detail.yaml, detail.script, steps], details);
+    once("details", [detail.spec, detail.command, detail.joining, detail.yaml, detail.script, steps], details);
     once("downloads", id, downloads);
     if (over()) once("over", summary.state, page.charts.redraw);
     cards();
@@ -249,12 +249,13 @@ window.FPRun = (() => {
   function flat(tree, before = "") {
     return Object.entries(tree || {}).flatMap(([name, value]) => (value && typeof value === "object" && !Array.isArray(value) ? flat(value, `${before}${name}.`) : [[before + name, value]]));
   }
-  function details([spec, command, yaml, script, steps]) {
+  function details([spec, command, joining, yaml, script, steps]) {
     const rows = flat(spec);
     const text = (body) => el("pre.fp-code", { tabindex: 0 }, body);
     page.details.replaceChildren(...[
       fold("Configuration", rows.length ? el("table.fp-pairs", {}, el("tbody", {}, rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, said(value)))))) : el("p.fp-dim", {}, "All options have their defaults.")),
       command && fold("Command", text(command), () => FP.copy(command, "Command")),
+      joining && fold("Other nodes", text(joining), () => FP.copy(joining, "Commands")),
       yaml && fold("spec.yaml", text(yaml), () => FP.copy(yaml, "spec.yaml")),
       script && fold("run.sh", text(script), () => FP.copy(script, "run.sh")),
       steps.length ? fold(steps.length === 1 ? "1 checkpoint" : `${steps.length} checkpoints`, el("p", {}, `At step ${[...steps].sort((a, b) => a - b).map((n) => FP.num(n)).join(", ")}.`)) : null,

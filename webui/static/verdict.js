@@ -95,7 +95,7 @@ FP.verdict = (() => {
     box.hidden = !p;
     if (!p) return;
     script = p.script;
-    const texts = { command: p.command, ...Object.fromEntries(p.files.map((f) => [f.name, f.text])) };
+    const texts = { command: p.command, ...Object.fromEntries([...p.others, ...p.files].map((f) => [f.name, f.text])) };
     if (!(tab in texts)) tab = "command";
     $("#fp-preview-tabs").replaceChildren(...Object.keys(texts).map((name) => el("button", { type: "button", role: "tab", "aria-selected": String(name === tab), onclick: () => { tab = name; preview(p); } }, name === "command" ? "Command" : name)),
       el("span.fp-gap"), el("button.fp-link", { type: "button", onclick: () => FP.copy(texts[tab], tab === "command" ? "Command" : tab) }, "Copy"));

@@ -1,0 +1,321 @@
+"""Rules of several nodes: who meets where, what may come and go, and DeepSpeed's hostfile.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import replace
+
+from backend import catalog, derived
+from backend.hostfile import HostError, Slots, chosen, hosts
+from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.examples import LAPTOP, TWO_H100
+from backend.rules.launch import VISIBLE, without
+
+TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
+ELASTIC = {**TWO, "launch.rendezvous": "elastic", "checkpoint.when": "steps"}
+HOSTS = {**TWO, "launch.launcher": "deepspeed", "launch.hosts": ("worker-1 slots=2", "worker-2 slots=2")}
+WITHOUT = replace(LAPTOP, versions={name: v for name, v in LAPTOP.versions.items() if name != "deepspeed"})
+BY_TORCHRUN = Fix("Start with torchrun", {"launch.launcher": "torchrun"})
+
+
+@rule(
+    "NOD001",
+    "error",
+    fields=("launch.node_rank", "launch.nodes"),
+    title="A node rank beyond the nodes",
+    source="seen with torch 2.13: torchrun does not look, and waits for ever",
+    bad=Example({**TWO, "launch.node_rank": 2}),
+    good=Example({**TWO, "launch.node_rank": 1}),
+)
+def rank_beyond(case: Case) -> Hit | None:
+    """Ranks of nodes count from 0. With one that is too large the nodes wait for each other, without a word."""
+    launch = case.spec.launch
+    if launch.rendezvous != "static" or launch.node_rank < case.nodes:
+        return None
+    fix = Fix(f"The last one, {case.nodes - 1}", {"launch.node_rank": case.nodes - 1})
+    return Hit(f"Rank {launch.node_rank} of {counted(case.nodes, 'node')}: the last one is {case.nodes - 1}.", (fix,))
+
+
+@rule(
+    "NOD002",
+    "error",
+    fields=("launch.address",),
+    title="No address to meet at",
+    source="torch 2.13 distributed/run.py: the store is looked for at the master's address",
+    fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
+    remedy="Give the name or the IP of node 0, without a port.",
+    bad=Example({**TWO, "launch.address": ""}),
+    good=Example(TWO),
+)
+def no_address(case: Case) -> str | None:
+    """All nodes meet at node 0, so each of them must know where that is."""
+    address = case.spec.launch.address
+    if case.nodes == 1 or _ip(address) or re.fullmatch(r"[\w.-]+", address):
+        return None
+    return f"{address!r} is no address." if address else "The address of node 0 is empty."
+
+
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(address)
+    except ValueError:
+        return None
+
+
+@rule(
+    "NOD003",
+    "error",
+    fields=("launch.address",),
+    title="An address that only node 0 can reach",
+    source="seen with torch 2.13: each node finds a store of its own, or none, and waits",
+    fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
+    remedy="Give the name or the IP by which the other nodes reach node 0.",
+    bad=Example({**TWO, "launch.address": "127.0.0.1"}),
+    good=Example(TWO),
+)
+def loopback(case: Case) -> str | None:
+    """On every node localhost is another machine: each would meet itself."""
+    address = case.spec.launch.address
+    found = _ip(address)
+    local = address == "localhost" or (found is not None and found.is_loopback)
+    return f"{address} is every node's own." if case.nodes > 1 and local else None
+
+
+@rule(
+    "NOD004",
+    "error",
+    fields=("launch.min_nodes", "launch.nodes"),
+    title="At least more than at most",
+    source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
+    bad=Example({**ELASTIC, "launch.min_nodes": 3}),
+    good=Example({**ELASTIC, "launch.min_nodes": 2}),
+)
+def range_turned(case: Case) -> Hit | None:
+    """An elastic run goes on with any number of nodes in a range; its lower end cannot lie above the upper one."""
+    launch = case.spec.launch
+    if launch.rendezvous != "elastic" or launch.min_nodes <= launch.nodes:
+        return None
+    fix = Fix(f"At least {launch.nodes}", {"launch.min_nodes": launch.nodes})
+    return Hit(f"At least {launch.min_nodes}, at most {launch.nodes}.", (fix,))
+
+
+@rule(
+    "NOD005",
+    "error",
+    fields=("launch.rendezvous", "launch.launcher"),
+    title="Only torchrun is elastic",
+    source="accelerate 1.15 utils/launch.py and deepspeed 0.19 launcher/launch.py: a fixed number of nodes",
+    fixes=(BY_TORCHRUN, Fix("Several nodes", {"launch.rendezvous": "static"})),
+    bad=Example({**ELASTIC, "launch.launcher": "accelerate"}),
+    good=Example(ELASTIC),
+)
+def elastic_launcher(case: Case) -> str | None:
+    """The other launchers start a fixed number of nodes once, and know no rendezvous that can be joined later."""
+    launch = case.spec.launch
+    if launch.rendezvous != "elastic" or launch.launcher == "torchrun":
+        return None
+    return f"{launch.launcher} starts a fixed number of nodes."
+
+
+@rule(
+    "NOD006",
+    "error",
+    fields=("launch.min_nodes", "parallel.strategy"),
+    title="Checkpoints in parts need all their nodes",
+    source="deepspeed 0.19 runtime/engine.py: the world size of a checkpoint must be that of the run",
+    bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
+    good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "launch.min_nodes": 2}),
+)
+def elastic_parts(case: Case) -> Hit | None:
+    """DeepSpeed saves a part a rank, and only as many ranks can go on from them. Where all nodes must be there, ranks
+    that die still come back. With DDP every rank holds everything, so any number goes on."""
+    launch = case.spec.launch
+    parts = catalog.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    if launch.rendezvous != "elastic" or not parts or launch.min_nodes >= launch.nodes:
+        return None
+    fixes = (
+        Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}),
+        Fix("DDP", {"parallel.strategy": "ddp"}),
+    )
+    return Hit(f"With {launch.min_nodes} of {launch.nodes} nodes no checkpoint could be read.", fixes)
+
+
+@rule(
+    "NOD007",
+    "advice",
+    fields=("launch.min_nodes",),
+    title="Fewer nodes make a smaller step",
+    source="arithmetic: rows of a step = batch size x accumulation x processes",
+    bad=Example(ELASTIC),
+    good=Example({**ELASTIC, "launch.min_nodes": 2}),
+)
+def elastic_batch(case: Case) -> Hit | None:
+    """While a node is away, a step learns from fewer rows at the same learning rate, and a pass has more steps."""
+    launch = case.spec.launch
+    if launch.rendezvous != "elastic" or launch.min_nodes >= launch.nodes:
+        return None
+    most = derived.global_batch(case.spec)
+    least = most // launch.nodes * launch.min_nodes
+    fix = Fix("Wait for all nodes", {"launch.min_nodes": launch.nodes})
+    return Hit(f"{most:,} rows a step with all nodes, {least:,} with the fewest.", (fix,))
+
+
+@rule(
+    "NOD008",
+    "warning",
+    fields=("launch.max_restarts", "checkpoint.when", "checkpoint.weights_only"),
+    title="Restarts that begin at step 0",
+    source="torch 2.13 distributed/elastic: ranks start again as new processes; the trainer goes on from a checkpoint",
+    bad=Example({**ELASTIC, "checkpoint.when": "no"}),
+    good=Example(ELASTIC),
+)
+def nothing_to_return_to(case: Case) -> Hit | None:
+    """When a rank dies, or a node comes or goes, all ranks start again. What was learned since the last whole
+    checkpoint is lost, and without one everything is."""
+    checkpoint = case.spec.checkpoint
+    if case.spec.launch.rendezvous != "elastic" or (checkpoint.when != "no" and not checkpoint.weights_only):
+        return None
+    patch: dict[str, object] = {"checkpoint.weights_only": False}
+    if checkpoint.when == "no":
+        patch["checkpoint.when"] = "steps"
+    return Hit("No checkpoint is kept that training could go on from.", (Fix("Keep whole checkpoints", patch),))
+
+
+@rule(
+    "NOD009",
+    "error",
+    fields=("launch.hosts",),
+    title="Not a hostfile",
+    source="deepspeed 0.19 launcher/runner.py: _parse_hostfile",
+    fixes=(BY_TORCHRUN,),
+    bad=Example({**HOSTS, "launch.hosts": ("worker-1 slots=2", "worker-2")}),
+    good=Example(HOSTS, TWO_H100),
+)
+def not_a_hostfile(case: Case) -> str | None:
+    """DeepSpeed's launcher reads a name and a number of slots a line, each name once, in the order of node ranks."""
+    if not _by_hostfile(case):
+        return None
+    try:
+        hosts(case.spec.launch.hosts)
+    except HostError as error:
+        return str(error)
+    return None
+
+
+def _by_hostfile(case: Case) -> bool:
+    launch = case.spec.launch
+    return launch.launcher == "deepspeed" and launch.rendezvous == "static" and case.nodes > 1
+
+
+@rule(
+    "NOD010",
+    "error",
+    fields=("launch.include", "launch.devices", "launch.hosts"),
+    title="Included, but not in the hostfile",
+    source="deepspeed 0.19 launcher/runner.py: parse_resource_filter",
+    fixes=(Fix("The whole hostfile", {"launch.include": "", "launch.devices": ()}),),
+    bad=Example({**HOSTS, "launch.include": "worker-1@worker-3"}),
+    good=Example({**HOSTS, "launch.include": "worker-1:0,1@worker-2"}),
+)
+def include_unknown(case: Case) -> str | None:
+    """An include chooses among the hosts and slots of the hostfile; DeepSpeed ends with an exception at any other."""
+    if not _by_hostfile(case) or _selected(case, "") is None:
+        return None
+    try:
+        chosen(case.spec.launch.hosts, derived.include(case.spec))
+    except HostError as error:
+        return str(error)
+    return None
+
+
+def _selected(case: Case, include: str) -> Slots | None:
+    try:
+        return chosen(case.spec.launch.hosts, include)
+    except HostError:
+        return None
+
+
+@rule(
+    "NOD011",
+    "error",
+    fields=("launch.hosts", "launch.include", "launch.nodes", "launch.processes"),
+    title="Hostfile and numbers disagree",
+    source="arithmetic: DeepSpeed's launcher starts a process a slot, on every host that is chosen",
+    remedy="Let the hostfile choose as many hosts as nodes, each with as many slots as processes.",
+    bad=Example({**HOSTS, "launch.nodes": 3}),
+    good=Example(HOSTS),
+)
+def hostfile_differs(case: Case) -> Hit | None:
+    """Batch, memory and checkpoints are reckoned for nodes x processes, and the trainer insists on that number."""
+    found = _selected(case, derived.include(case.spec)) if _by_hostfile(case) else None
+    if found is None:
+        return None
+    slots = [len(ids) for ids in found.values()]
+    if len(slots) == case.nodes and set(slots) == {case.processes}:
+        return None
+    said = f"{counted(len(slots), 'host')} with {', '.join(map(str, slots))} slots"
+    message = f"The hostfile chooses {said}; asked for are {case.nodes} x {case.processes}."
+    if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
+        return Hit(message)
+    patch = {"launch.nodes": len(slots), "launch.processes": slots[0]}
+    return Hit(message, (Fix(f"{len(slots)} nodes with {counted(slots[0], 'process')}", patch, safe=False),))
+
+
+@rule(
+    "NOD012",
+    "error",
+    fields=("launch.devices", "launch.include"),
+    title="Devices named twice over",
+    source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
+    fixes=(
+        Fix("By the include", {"launch.devices": ()}),
+        Fix("By the ids, on every host", {"launch.include": ""}),
+    ),
+    bad=Example({**HOSTS, "launch.include": "worker-1@worker-2", "launch.devices": (0, 1)}, TWO_H100),
+    good=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
+)
+def two_choices(case: Case) -> str | None:
+    """Device ids become an include for every host; an include of one's own says the same again, or something else."""
+    launch = case.spec.launch
+    both = _by_hostfile(case) and launch.include and launch.devices and case.gpu
+    return "The include and the device ids both choose devices." if both else None
+
+
+@rule(
+    "NOD013",
+    "error",
+    fields=("launch.launcher",),
+    title="The launcher is not installed",
+    source="arithmetic: the list of installed packages",
+    fixes=(BY_TORCHRUN,),
+    bad=Example({"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}, WITHOUT),
+    good=Example({"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}),
+)
+def missing_launcher(case: Case) -> str | None:
+    """The deepspeed launcher comes with a package of its own."""
+    there, launcher = case.machine.versions, case.spec.launch.launcher
+    engine = catalog.STRATEGIES[case.spec.parallel.strategy].package  # a rule of its own says so
+    if launcher != "deepspeed" or not there or launcher in there or launcher == engine:
+        return None
+    return "It needs the package deepspeed: pip install deepspeed."
+
+
+@rule(
+    "NOD014",
+    "warning",
+    fields=("launch.environment", "launch.devices"),
+    title="deepspeed chooses the devices itself",
+    source="deepspeed 0.19 launcher/runner.py: beside --include the variable is ignored",
+    bad=Example({**HOSTS, "launch.environment": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
+    good=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
+)
+def ignored_variable(case: Case) -> Hit | None:
+    """Its launcher sets what each process sees from the devices that it was told of, over any value of one's own."""
+    found = [name for name in case.spec.launch.environment if name in VISIBLE]
+    if case.spec.launch.launcher != "deepspeed" or not found:
+        return None
+    return Hit(f"{names(found)} will have no effect; launch.devices has one.", (without(case, found),))
