@@ -34,7 +34,7 @@ test: setup tools  ## everything
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not soak and not gpu"
 
-soak: setup  ## the long proofs
+soak: setup tools  ## the long proofs
 	$(BIN)/pytest -m soak
 
 bench: setup tools  ## timings, printed as tables
@@ -43,10 +43,11 @@ bench: setup tools  ## timings, printed as tables
 docs: setup  ## what is generated: docs/options.md, docs/rules.md
 	$(BIN)/python -m backend docs
 
-# What tests need of Debian: a browser, and a compiler, since DeepSpeed builds parts of itself on first use.
+# What tests need of Debian: a browser; a compiler and libaio, since DeepSpeed builds parts of itself on first use.
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 tools:
 	@command -v chromium >/dev/null || $(ROOT) apt-get install -y chromium
 	@command -v c++ >/dev/null || $(ROOT) apt-get install -y g++
 	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" || \
 		$(ROOT) apt-get install -y python3-dev
+	@test -e /usr/include/libaio.h || $(ROOT) apt-get install -y libaio-dev

@@ -1,0 +1,67 @@
+"""ZeRO-3 with weights and state on a disk: the losses of one process, the bytes really there, and gone after."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from host import Host, a_host, write
+from trainings import a_spec, losses, result, text
+
+from backend.train import builtin
+
+pytestmark = pytest.mark.soak  # its first use builds a part of DeepSpeed, minutes
+FULL = {"method.kind": "full", "train.batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    cache = tmp_path_factory.mktemp("disk") / "cache"
+    cache.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(cache))
+        builtin.prepare("tiny-llama", lambda text, share: None)
+        with a_host(cache) as found:
+            yield found
+
+
+def size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*.swp") if p.exists())
+
+
+def test_state_and_weights_live_on_the_disk(host: Host, tmp_path: Path) -> None:
+    disk, largest, over = tmp_path / "nvme", [0], threading.Event()
+    disk.mkdir()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            largest[0] = max(largest[0], size(disk))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        both = {"parallel.offload_optimizer": "nvme", "parallel.offload_parameters": "nvme"}
+        spec = a_spec({**FULL, **both, "parallel.strategy": "zero3", "parallel.nvme_path": str(disk)})
+        write(tmp_path / "spread", spec)
+        assert host.run(tmp_path / "spread", 2, seconds=500) == 0, text(tmp_path / "spread")
+    finally:
+        over.set()
+        watcher.join()
+    alone = host.train(tmp_path / "alone", a_spec({**FULL, "train.batch_size": 4}))
+    assert losses(tmp_path / "spread") == pytest.approx(losses(alone), abs=1e-4)
+    whole = result(alone)["parameters"]
+    assert largest[0] > 0.99 * 12 * whole, "weights in fp32 and two moments; norms stay"
+    assert all(rank["optimizer"] < 0.01 * whole for rank in result(tmp_path / "spread")["held"]), "not in RAM"
+    assert size(disk) == 0, "gigabytes would be left behind"
+
+
+def test_a_folder_in_use_is_refused(host: Host, tmp_path: Path) -> None:
+    with (tmp_path / "footplate.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        more = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme"}
+        write(tmp_path / "run", a_spec({**FULL, **more, "parallel.nvme_path": str(tmp_path)}))
+        assert host.run(tmp_path / "run", 2) == 1
+    assert f"parallel.nvme_path: another run works in {tmp_path}" in text(tmp_path / "run")
