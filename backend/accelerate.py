@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from backend import catalog, fsdp
+from backend import catalog, fsdp, keys
 from backend.derived import device, nodes, precision, world
 from backend.machine import Machine
 from backend.run import DEEPSPEED
@@ -77,4 +77,5 @@ def _fsdp(spec: RunSpec) -> dict[str, Any]:
 
 def text(spec: RunSpec, machine: Machine) -> str:
     """As a file."""
-    return yaml.safe_dump(configuration(spec, machine))
+    further = keys.parse(spec.launch.accelerate_keys)
+    return yaml.safe_dump(keys.over(configuration(spec, machine), further))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from backend import catalog
+from backend import catalog, keys
 from backend.spec import RunSpec
 
 MIB = 1024**2
@@ -30,7 +30,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     if zero["stage"] == 3:
         zero |= {"stage3_gather_16bit_weights_on_model_save": True}
     zero |= _offload(spec)
-    found = {
+    found: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -40,7 +40,9 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # any of the Trainer's optimizers
     }
-    return {**found, "aio": _aio(spec)} if NVME in (_optimizer(spec), _weights(spec)) else found
+    if NVME in (_optimizer(spec), _weights(spec)):
+        found["aio"] = _aio(spec)
+    return keys.over(found, keys.parse(spec.parallel.engine_keys))
 
 
 def _optimizer(spec: RunSpec) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from backend import catalog
+from backend import catalog, keys
 from backend.spec import RunSpec
 
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
@@ -27,7 +27,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     }
     if parallel.wrap_layers:
         found["transformer_layer_cls_to_wrap"] = list(parallel.wrap_layers)
-    return found
+    return keys.over(found, keys.parse(parallel.engine_keys))
 
 
 def text(spec: RunSpec) -> str:

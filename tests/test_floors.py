@@ -25,6 +25,7 @@ FLOORS = {
     "backend.presets": 2,
     "backend.deepspeed": 2,
     "backend.fsdp": 2,
+    "backend.foreign": 2.2,
     "backend.accelerate": 2.1,
     "backend.glance": 2,
     "backend.derived": 1,
@@ -35,6 +36,7 @@ FLOORS = {
     "backend.options": 1,
     "backend.spec": 1,
     "backend.catalog": 0,
+    "backend.keys": 0,
     "backend.paths": 0,
     "backend.run": 0,
 }

@@ -52,7 +52,7 @@ START_FROM = """
   <span class="fp-gap"></span>
   <button type="button" class="fp-link" id="fp-import">Import</button>
   <button type="button" class="fp-link" id="fp-export">Export</button>
-  <input type="file" id="fp-import-file" accept=".yaml,.yml" hidden>
+  <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
 </div>
 """
 

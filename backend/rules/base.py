@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from backend import derived
+from backend import catalog, derived
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.memory import Estimate, estimate
@@ -62,6 +62,11 @@ class Case:
     def processes(self) -> int:
         """Processes of the run on a node."""
         return derived.processes(self.spec)
+
+    @property
+    def strategy(self) -> catalog.Strategy:
+        """The row of the strategy."""
+        return catalog.STRATEGIES[self.spec.parallel.strategy]
 
     @cached_property
     def learners(self) -> int:

@@ -9,7 +9,7 @@ import ipaddress
 import re
 from dataclasses import replace
 
-from backend import catalog, derived
+from backend import derived
 from backend.hostfile import HostError, Slots, chosen, hosts
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import LAPTOP, TWO_H100
@@ -134,7 +134,7 @@ def elastic_parts(case: Case) -> Hit | None:
     """DeepSpeed saves a part a rank, and only as many ranks can go on from them. Where all nodes must be there, ranks
     that die still come back. With DDP every rank holds everything, so any number goes on."""
     launch = case.spec.launch
-    parts = catalog.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    parts = case.strategy.engine == "deepspeed"
     if launch.rendezvous != "elastic" or not parts or launch.min_nodes >= launch.nodes:
         return None
     fixes = (
@@ -179,6 +179,9 @@ def nothing_to_return_to(case: Case) -> Hit | None:
     checkpoint = case.spec.checkpoint
     if case.spec.launch.rendezvous != "elastic" or (checkpoint.when != "no" and not checkpoint.weights_only):
         return None
+    if case.strategy.engine == "tensor":  # which has none
+        fix = Fix("Several nodes", {"launch.rendezvous": "static"})
+        return Hit("A run of slices keeps no checkpoint that training could go on from.", (fix,))
     patch: dict[str, object] = {"checkpoint.weights_only": False}
     if checkpoint.when == "no":
         patch["checkpoint.when"] = "steps"
@@ -298,7 +301,7 @@ def two_choices(case: Case) -> str | None:
 def missing_launcher(case: Case) -> str | None:
     """The deepspeed launcher comes with a package of its own."""
     there, launcher = case.machine.versions, case.spec.launch.launcher
-    engine = catalog.STRATEGIES[case.spec.parallel.strategy].package  # a rule of its own says so
+    engine = case.strategy.package  # a rule of its own says so
     if launcher != "deepspeed" or not there or launcher in there or launcher == engine:
         return None
     return "It needs the package deepspeed: pip install deepspeed."

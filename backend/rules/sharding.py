@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
+from backend import catalog, deepspeed, fsdp, keys
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
@@ -22,12 +22,8 @@ SLICED = {**FULL, "parallel.strategy": "tensor", "checkpoint.when": "no"}
 FOUR = {"launch.processes": 4}
 
 
-def _row(case: Case) -> catalog.Strategy:
-    return catalog.STRATEGIES[case.spec.parallel.strategy]
-
-
 def _disk(case: Case) -> bool:
-    parallel, stage = case.spec.parallel, _row(case).stage
+    parallel, stage = case.spec.parallel, case.strategy.stage
     weights = stage == 3 and parallel.offload_parameters == "nvme"
     return weights or (bool(stage) and parallel.offload_optimizer == "nvme")
 
@@ -49,7 +45,7 @@ def _cores(machine: Machine, cores: int) -> Machine:
 )
 def first_on_cpu(case: Case) -> str | None:
     """The library starts the first FSDP on accelerators alone. FSDP2 runs on both."""
-    return "The run would take the CPU." if _row(case).version == 1 and case.device == "cpu" else None
+    return "The run would take the CPU." if case.strategy.version == 1 and case.device == "cpu" else None
 
 
 @rule(
@@ -65,7 +61,7 @@ def first_on_cpu(case: Case) -> str | None:
 def first_is_old(case: Case) -> str | None:
     """FSDP2 shards each weight by itself: less memory, exact mixed precision, and checkpoints that fit other numbers of
     devices."""
-    return "It is kept for old configurations." if _row(case).version == 1 else None
+    return "It is kept for old configurations." if case.strategy.version == 1 else None
 
 
 @rule(
@@ -81,7 +77,7 @@ def first_is_old(case: Case) -> str | None:
 )
 def alone(case: Case) -> str | None:
     """FSDP and tensor parallel spread a model over processes."""
-    return "There is one process." if _row(case).engine in ("fsdp", "tensor") and case.world == 1 else None
+    return "There is one process." if case.strategy.engine in ("fsdp", "tensor") and case.world == 1 else None
 
 
 @rule(
@@ -101,7 +97,7 @@ def alone(case: Case) -> str | None:
 def offloaded_optimizer(case: Case) -> str | None:
     """With the optimizer's state away from the device DeepSpeed steps by its own CPU Adam, whatever was asked for."""
     optimizer = catalog.OPTIMIZERS[case.spec.train.optimizer]
-    if not _row(case).stage or case.spec.parallel.offload_optimizer == "none":
+    if not case.strategy.stage or case.spec.parallel.offload_optimizer == "none":
         return None
     if optimizer.name in ("adamw_torch", "adamw_torch_fused"):
         return None
@@ -120,7 +116,7 @@ def offloaded_optimizer(case: Case) -> str | None:
 )
 def disk_below_three(case: Case) -> str | None:
     """ZeRO-1 and 2 offload to RAM."""
-    return f"{_row(case).label} was chosen." if _disk(case) and _row(case).stage < 3 else None
+    return f"{case.strategy.label} was chosen." if _disk(case) and case.strategy.stage < 3 else None
 
 
 @rule(
@@ -191,7 +187,7 @@ def unknown_layers(case: Case) -> Hit | None:
     """FSDP gathers a model layer by layer, and finds the layers by the names of their classes."""
     known, asked = case.glance.classes, case.spec.parallel.wrap_layers
     missing = [name for name in asked if known and name not in known]
-    if _row(case).engine != "fsdp" or not missing:
+    if case.strategy.engine != "fsdp" or not missing:
         return None
     layers = [name for name in known if name.endswith(("Layer", "Block"))] or list(known)
     fixes = (Fix(layers[0], {"parallel.wrap_layers": (layers[0],)}),) if layers else ()
@@ -210,7 +206,7 @@ def unknown_layers(case: Case) -> Hit | None:
 )
 def mesh_arithmetic(case: Case) -> Hit | str | None:
     """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
-    parallel, row, count = case.spec.parallel, _row(case), case.world
+    parallel, row, count = case.spec.parallel, case.strategy, case.world
     if row.engine == "tensor":
         if count % parallel.tensor == 0:
             return None
@@ -244,7 +240,7 @@ def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
 )
 def adapters_on_slices(case: Case) -> str | None:
     """Tensor parallel loads a slice of every layer; an adapter beside it expects the whole."""
-    return "LoRA was chosen." if _row(case).engine == "tensor" and case.spec.method.kind == "lora" else None
+    return "LoRA was chosen." if case.strategy.engine == "tensor" and case.spec.method.kind == "lora" else None
 
 
 @rule(
@@ -266,7 +262,7 @@ def slices_resume(case: Case) -> str | None:
     """The library keeps no optimizer state of a model that was loaded in slices."""
     checkpoint = case.spec.checkpoint
     whole = checkpoint.when != "no" and not checkpoint.weights_only
-    return "Whole checkpoints are asked for." if _row(case).engine == "tensor" and whole else None
+    return "Whole checkpoints are asked for." if case.strategy.engine == "tensor" and whole else None
 
 
 @rule(
@@ -282,7 +278,7 @@ def slices_resume(case: Case) -> str | None:
 def heads_in_slices(case: Case) -> str | None:
     """A layer is sliced between its attention heads."""
     shape, size = case.shape, case.spec.parallel.tensor
-    if _row(case).engine != "tensor" or shape is None or shape.kv_heads % size == 0:
+    if case.strategy.engine != "tensor" or shape is None or shape.kv_heads % size == 0:
         return None
     return f"{shape.kv_heads} key and value heads, {size} slices."
 
@@ -300,7 +296,7 @@ def heads_in_slices(case: Case) -> str | None:
 )
 def context_on_cpu(case: Case) -> str | None:
     """The pieces of a row meet in the attention's kernel."""
-    asked = _row(case).version == 2 and case.spec.parallel.context > 1
+    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
     return "The run would take the CPU." if asked and case.device == "cpu" else None
 
 
@@ -316,7 +312,7 @@ def context_on_cpu(case: Case) -> str | None:
 )
 def context_unproven(case: Case) -> str | None:
     """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
-    asked = _row(case).version == 2 and case.spec.parallel.context > 1
+    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
     return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
 
 
@@ -340,4 +336,27 @@ def sharded_weights(case: Case) -> str | None:
     """The library writes sharded checkpoints whole."""
     checkpoint, sharded = case.spec.checkpoint, case.spec.parallel.state_dict == "sharded"
     alone = checkpoint.when != "no" and checkpoint.weights_only
-    return "Weights only, sharded." if _row(case).engine == "fsdp" and sharded and alone else None
+    return "Weights only, sharded." if case.strategy.engine == "fsdp" and sharded and alone else None
+
+
+@rule(
+    "STR025",
+    "warning",
+    fields=("parallel.engine_keys",),
+    title="Further keys win over the form",
+    source="Footplate lays them over the file that the form makes",
+    fixes=(Fix("Drop them", {"parallel.engine_keys": ""}),),
+    bad=Example(
+        {"parallel.strategy": "zero2", "parallel.engine_keys": '{"zero_optimization": {"stage": 3}}'}, TWO_H100
+    ),
+    good=Example({"parallel.strategy": "zero2", "parallel.engine_keys": '{"wall_clock_breakdown": true}'}, TWO_H100),
+)
+def keys_over_form(case: Case) -> str | None:
+    """A value that stands in both is that of the further keys, and what is estimated and checked is the form's."""
+    spec, engine = case.spec, case.strategy.engine
+    if engine not in ("deepspeed", "fsdp") or not spec.parallel.engine_keys:
+        return None
+    form = case.with_patch({"parallel.engine_keys": ""})
+    made = deepspeed.configuration(form) if engine == "deepspeed" else fsdp.configuration(form)
+    over = keys.paths(keys.clashes(keys.parse(spec.parallel.engine_keys), made))
+    return f"{names(over)} would be another." if over else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.examples import LAPTOP, TWO_H100
 
@@ -15,10 +14,6 @@ DDP = Fix("DDP", {"parallel.strategy": "ddp"})
 ZERO = {"parallel.strategy": "zero2"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "deepspeed"}
 APPLE = replace(LAPTOP, device="mps", name="Apple")
-
-
-def _row(case: Case) -> catalog.Strategy:
-    return catalog.STRATEGIES[case.spec.parallel.strategy]
 
 
 @rule(
@@ -33,10 +28,10 @@ def _row(case: Case) -> catalog.Strategy:
 )
 def missing_engine(case: Case) -> str | None:
     """A strategy is done by its engine, a package of its own."""
-    package = _row(case).package
+    package = case.strategy.package
     if not package or not case.machine.versions or package in case.machine.versions:
         return None
-    return f"{_row(case).label} needs the package {package}: pip install {package}."
+    return f"{case.strategy.label} needs the package {package}: pip install {package}."
 
 
 @rule(
@@ -54,7 +49,7 @@ def missing_engine(case: Case) -> str | None:
 )
 def deepspeed_on_mps(case: Case) -> str | None:
     """Its processes exchange gradients through a collective backend, and there is none for Apple's GPUs."""
-    return "The run would take the Apple GPU." if _row(case).engine == "deepspeed" and case.device == "mps" else None
+    return "The run would take the Apple GPU." if case.strategy.engine == "deepspeed" and case.device == "mps" else None
 
 
 @rule(
@@ -73,7 +68,7 @@ def deepspeed_on_mps(case: Case) -> str | None:
 def best_without_state(case: Case) -> str | None:
     """To end with the best checkpoint the engine loads it whole, its optimizer's parts included."""
     checkpoint = case.spec.checkpoint
-    if _row(case).engine not in ("deepspeed", "fsdp") or not (checkpoint.best and checkpoint.weights_only):
+    if case.strategy.engine not in ("deepspeed", "fsdp") or not (checkpoint.best and checkpoint.weights_only):
         return None
     return "The best checkpoint is wanted at the end, and checkpoints hold weights alone."
 
@@ -96,7 +91,7 @@ def merge_spread(case: Case) -> str | None:
     by peft's merge_and_unload."""
     checkpoint = case.spec.checkpoint
     merged = checkpoint.merge and checkpoint.save_model and case.spec.method.kind == "lora"
-    return "The trained model is asked for in one piece." if _row(case).spread and merged else None
+    return "The trained model is asked for in one piece." if case.strategy.spread and merged else None
 
 
 @rule(
@@ -117,7 +112,7 @@ def answers_spread(case: Case) -> str | None:
     """Every rank must use every layer in the same order to gather it. ZeRO-3 learns that order from training, and
     answers of different lengths break it everywhere."""
     asked = case.spec.evaluation.samples and case.spec.train.stage == "sft"
-    return "Answers are asked for." if asked and _row(case).spread else None
+    return "Answers are asked for." if asked and case.strategy.spread else None
 
 
 @rule(
@@ -133,7 +128,7 @@ def answers_spread(case: Case) -> str | None:
 def little_to_spread(case: Case) -> str | None:
     """ZeRO-1 and 2 spread what training adds to the weights. Adapters add so little that DDP is simpler and as
     small."""
-    if _row(case).stage not in (1, 2) or case.spec.method.kind != "lora" or case.world == 1:
+    if case.strategy.stage not in (1, 2) or case.spec.method.kind != "lora" or case.world == 1:
         return None
     return "Only adapters are trained."
 
@@ -151,7 +146,7 @@ def little_to_spread(case: Case) -> str | None:
 )
 def no_compiler(case: Case) -> str | None:
     """On a CPU its processes talk through kernels that DeepSpeed builds on first use, in a minute or two."""
-    needed = _row(case).engine == "deepspeed" and case.device == "cpu"
+    needed = case.strategy.engine == "deepspeed" and case.device == "cpu"
     return "There is no c++ on the path, or Python has no headers." if needed and not case.machine.compiler else None
 
 
@@ -169,4 +164,4 @@ def stale_lock(case: Case) -> str | None:
     """A build of DeepSpeed's kernels that is killed leaves its lock file, and every later run waits for that build,
     without a word."""
     lock = case.machine.stale_lock
-    return f"Delete {lock}." if lock and _row(case).engine == "deepspeed" and case.device == "cpu" else None
+    return f"Delete {lock}." if lock and case.strategy.engine == "deepspeed" and case.device == "cpu" else None

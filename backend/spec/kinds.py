@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from backend import catalog
+from backend import catalog, keys
 
 Condition = Mapping[str, tuple[str, ...]]
 When = Condition | tuple[Condition, ...]
@@ -88,6 +88,12 @@ def word_like() -> tuple[AfterValidator]:
     return (AfterValidator(plain),)
 
 
+def _json(text: str) -> str:
+    keys.parse(text)
+    return text
+
+
+JsonText = Annotated[str, AfterValidator(_json)]
 Lines = Annotated[tuple[str, ...], _parts(r"[\n]")]
 Names = Annotated[tuple[str, ...], _parts(r"[\s,]+")]
 Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _parts(r"[\s,]+")]
@@ -116,6 +122,7 @@ BUCKETS: Condition = {"parallel.strategy": ("ddp", *catalog.DEEPSPEED)}
 OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
 ZERO3: Condition = {"parallel.strategy": ("zero3",)}
 FSDP: Condition = {"parallel.strategy": catalog.FSDP}
+ENGINE: Condition = {"parallel.strategy": (*catalog.DEEPSPEED, *catalog.FSDP)}
 FSDP1: Condition = {"parallel.strategy": ("fsdp1",)}
 FSDP2: Condition = {"parallel.strategy": ("fsdp2",)}
 TENSOR: Condition = {"parallel.strategy": ("tensor",)}

@@ -14,6 +14,7 @@ from backend.spec.kinds import (
     BUCKETS,
     DDP,
     ELASTIC,
+    ENGINE,
     EVALUATED,
     FSDP,
     FSDP1,
@@ -33,6 +34,7 @@ from backend.spec.kinds import (
     TENSOR,
     ZERO3,
     Ids,
+    JsonText,
     Lines,
     Names,
     Pairs,
@@ -95,6 +97,8 @@ class Parallel(Section):
     """So many devices share every layer and work on the same rows. More processes than that are FSDP2 shards."""
     context: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel", when=FSDP2)] = 1
     """So many devices share a row's tokens, for long rows. Not proven without GPUs."""
+    engine_keys: Annotated[JsonText, Ui("Further keys", when=ENGINE, widget="text")] = ""
+    """JSON, laid over the engine's own file: for what has no field here."""
 
 
 class Evaluation(Section):
@@ -188,5 +192,9 @@ class Launch(Section):
     """0 shares the cores among the processes."""
     memory_settings: Annotated[bool, Ui("Memory settings", when={"launch.device": ("auto", "cuda")})] = True
     """On CUDA: expandable_segments for the allocator, no recorded streams for NCCL. What you have set stays."""
+    accelerate_keys: Annotated[
+        JsonText, Ui("Further keys of accelerate", when={"launch.launcher": ("accelerate",)}, widget="text")
+    ] = ""
+    """JSON, laid over accelerate.yaml: for what has no field here."""
     environment: Annotated[Pairs, Ui("Environment", widget="lines")] = Field(default_factory=dict)
     """Added for the run, one NAME=value a line."""

@@ -183,6 +183,11 @@ def told(file: str) -> Observer:
     return lambda spec: json.loads(plan(spec, MACHINE).files[file])
 
 
+def file(name: str) -> Observer:
+    """The text of a generated file."""
+    return lambda spec: plan(spec, MACHINE).files[name]
+
+
 def plugged(spec: RunSpec) -> Any:
     """The mixed precision that FSDP is started with."""
     config = SimpleNamespace(fsdp_plugin_args={})
@@ -361,6 +366,8 @@ CASES: dict[str, Case] = {
     "parallel.state_dict": Case("sharded", told("fsdp.json"), FSDP2),
     "parallel.replicas": Case(2, meshed, FSDP2),
     "parallel.context": Case(2, meshed, FSDP2),
+    "parallel.engine_keys": Case('{"wall_clock_breakdown": true}', told("deepspeed.json"), ZERO3),
+    "launch.accelerate_keys": Case('{"debug": true}', file("accelerate.yaml"), {"launch.launcher": "accelerate"}),
     "parallel.tensor": Case(4, sliced, {"parallel.strategy": "tensor"}),
     "evaluation.when": Case("epoch", argument("eval_strategy")),
     "evaluation.steps": Case(3, argument("eval_steps"), EVALUATED),

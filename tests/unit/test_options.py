@@ -28,6 +28,8 @@ def other(option):
             return (1,) if option.name == "launch.devices" else ("a", "b")
         case "table":
             return {"A": "1"}
+        case _ if option.name.endswith("_keys"):  # JSON
+            return '{"a": 1}'
         case _:
             return "something"
 

@@ -17,7 +17,7 @@ from backend.rules import FAMILIES, RULES, Example, Finding, Rule, check, rules_
 from backend.rules.examples import DEMO, FULL_DISK, GPT2, H100, LAPTOP, LLAMA_8B, NPU, SMALL, T4, TWO_H100, trouble
 from backend.spec import RunSpec
 
-COUNT = 101
+COUNT = 102
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:

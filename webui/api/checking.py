@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend import presets
+from backend import foreign, presets
 from backend.catalog import DEVICES
 from backend.derived import device
 from backend.judge import Judgement, described, judge
@@ -106,8 +106,13 @@ def load_preset(desk: Desk, ask: Ask) -> dict[str, Any]:
 
 
 def import_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """A YAML file's values. SpecError names the line, or each field, that is wrong."""
-    return {"values": values_of(presets.load(ask.text("yaml")))}
+    """A YAML file's values; a configuration of DeepSpeed or accelerate is laid over the form's, and `kept` names what
+    became further keys. SpecError names the line, or each field, that is wrong."""
+    text = ask.text("yaml")
+    if not foreign.recognise(text):
+        return {"values": values_of(presets.load(text)), "kept": []}
+    spec, kept = foreign.read(text, valid(ask.table("values")) if "values" in ask.body else RunSpec())
+    return {"values": values_of(spec), "kept": kept}
 
 
 def export_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:

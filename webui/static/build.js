@@ -115,8 +115,9 @@
     event.target.value = "";
     if (!file) return;
     try {
-      const { values } = await FP.post("api/import", { yaml: await file.text() });
-      FP.form.fill(values, { undo: `${file.name} loaded.` });
+      const { values, kept } = await FP.post("api/import", { yaml: await file.text(), values: FP.form.values() });
+      const rest = kept.length ? ` Kept as further keys: ${kept.join(", ")}.` : "";
+      FP.form.fill(values, { undo: `${file.name} loaded.${rest}` });
     } catch (error) {
       FP.toast(`${file.name}: ${error.message}`, "error");
     }

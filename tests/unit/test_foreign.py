@@ -1,0 +1,125 @@
+"""Configurations of others fill the form, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from backend import accelerate, deepspeed, foreign, keys
+from backend.machine import Machine
+from backend.options import SpecError, changes
+from backend.spec import RunSpec
+
+OFFLOADED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False, "buffer_count": 6},
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32},
+    "wall_clock_breakdown": False,
+}
+
+
+def test_a_deepspeed_file_comes_back_as_it_was() -> None:
+    spec, kept = foreign.read(json.dumps(OFFLOADED), RunSpec())
+    found = changes(spec)
+    assert found["parallel.strategy"] == "zero3"
+    assert (found["parallel.offload_optimizer"], found["parallel.offload_parameters"]) == ("nvme", "cpu")
+    assert (found["parallel.nvme_path"], found["parallel.nvme_buffers"]) == ("/nvme", 6)
+    assert (found["train.batch_size"], found["train.accumulation"], found["train.max_grad_norm"]) == (2, 8, 0.5)
+    assert (found["precision.compute"], found["parallel.pin_memory"]) == ("bf16", False)
+    assert (found["parallel.aio_block_kb"], found["parallel.aio_queue_depth"]) == (256, 32)
+    assert set(kept) == {
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "zero_optimization.sub_group_size",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "wall_clock_breakdown",
+    }
+    assert keys.beyond(foreign._plain(OFFLOADED), deepspeed.configuration(spec)) == {}
+
+
+def test_a_second_import_keeps_what_the_first_set() -> None:
+    spec, _ = foreign.read(json.dumps(OFFLOADED), RunSpec())
+    again, kept = foreign.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    assert (again.parallel.strategy, again.train.accumulation, kept) == ("zero2", 8, [])
+    assert again.parallel.engine_keys == ""
+
+
+ACCELERATE: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": True,
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP",
+        "fsdp_activation_checkpointing": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+    },
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29501,
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 16,
+    "tpu_env": [],
+}
+
+
+def test_an_accelerate_file_fills_the_form() -> None:
+    spec, kept = foreign.read(yaml.safe_dump(ACCELERATE), RunSpec())
+    found = changes(spec)
+    assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
+    assert (found.get("launch.nodes", spec.launch.nodes), spec.launch.processes) == (2, 8)
+    assert (found["launch.address"], found["launch.port"], found["launch.node_rank"]) == ("10.0.0.1", 29501, 1)
+    assert found["parallel.wrap_layers"] == ("LlamaDecoderLayer", "LlamaMLP")
+    assert found["parallel.cpu_offload"] and found["train.activation_checkpointing"]
+    assert not spec.parallel.reshard_after_forward
+    assert (spec.parallel.state_dict, spec.precision.compute) == ("sharded", "bf16")
+    assert set(kept) == {"debug", "tpu_env", "fsdp_config.fsdp_cpu_ram_efficient_loading"}
+    assert yaml.safe_load(accelerate.text(spec, Machine()))["debug"] is True
+
+
+@pytest.mark.parametrize(
+    ("theirs", "part"),
+    [
+        ({"zero_optimization": {"stage": 7}}, "stage must be"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "none, cpu or nvme"),
+        ({"distributed_type": "TPU"}, "none that Footplate starts"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            "import that file",
+        ),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_taken_is_said(theirs: dict[str, Any], part: str) -> None:
+    with pytest.raises(SpecError, match=part):
+        foreign.read(json.dumps(theirs), RunSpec())
+
+
+def test_our_own_files_are_no_others() -> None:
+    assert foreign.recognise("model:\n  builtin: tiny-llama\n") == ""
+    assert foreign.recognise(": :") == ""
+    assert foreign.recognise(json.dumps(OFFLOADED)) == "deepspeed"
