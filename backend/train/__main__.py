@@ -21,8 +21,8 @@ from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers
-from backend.train.callbacks import Keeper, Reporter
+from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, stages, trainers
+from backend.train.callbacks import Keeper, Reporter, compared
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
 
@@ -132,8 +132,9 @@ def run(work: Work) -> None:
     work.check_stop()
     start = _start(work)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
-    trainer = trainers.build(config, weights, tokens, prepared, [reporter, keeper])
-    journal.say(_size(trainer.model))
+    held = model.load(spec, source, work.precision, tokens, True) if stages.needs_reference(spec) else None
+    trainer = trainers.build(spec, config, weights, tokens, prepared, [reporter, keeper], held)
+    _built(work, trainer)
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
@@ -172,11 +173,17 @@ def _prepared(work: Work, tokens: Any) -> data.Prepared:
         return made
 
     made: data.Prepared | None = work.first(prepare)
-    found = made if made is not None else data.load(folder)
-    team.agree()
-    if team.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # mapped files live on until the last rank lets go
-    return found
+    # Several ranks all read the same files: what a trainer keeps beside them is then found by each.
+    return made if made is not None and team.world == 1 else data.load(folder)
+
+
+def _built(work: Work, trainer: Any) -> None:
+    """Tell what is trained, and remove the files of the tables; mapped ones live on until the last rank lets go."""
+    trained, whole = model.counts(trainer.model)
+    work.journal.say(f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%}).")
+    work.team.agree()
+    if work.team.rank == 0:
+        shutil.rmtree(work.folder / PREPARED, ignore_errors=True)
 
 
 def _start(work: Work) -> Path | None:
@@ -229,7 +236,9 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
         evaluated = [trainer.evaluate()]
     losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
     trained, whole = model.counts(trainer.model)
+    figures = {key: _finite(value) for key, value in compared(evaluated[-1] if evaluated else {}).items()}
     return {
+        **figures,
         "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
@@ -267,6 +276,8 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
             error = str(caught)
     if error := work.team.gather(error)[0]:
         raise TrainError(error)
+    if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
+        work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
 
 
 def _after(
@@ -281,11 +292,6 @@ def _after(
     ]
     shares = {"exact_match_before": answers.share(asked, before), "exact_match_after": answers.share(asked, after)}
     return {**shares, "samples": samples}
-
-
-def _size(weights: Any) -> str:
-    trained, whole = model.counts(weights)
-    return f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%})."
 
 
 def _finite(value: float) -> float | None:

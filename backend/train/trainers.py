@@ -1,7 +1,7 @@
 """RunSpec -> the Trainer: every option under the name that the library knows.
 
-Beside the floors. Imports spec, catalog, run, device, data, callbacks, journal. TRL's SFTTrainer does the work for
-both stages; rows come to it as tokens with labels, so that what is learned is decided in one place (data, templates).
+Beside the floors. Imports spec, catalog, run, device, engine, stages, data, journal. TRL's trainers do the work; rows
+come to them as tokens, so that what is learned is decided in one place (data, pairs, templates).
 """
 
 from __future__ import annotations
@@ -13,45 +13,30 @@ from typing import Any
 
 import trl.trainer.utils
 from transformers import PrinterCallback
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 from backend import catalog
 from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device, engine
+from backend.train import device, engine, stages
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
 
-class Trainer(SFTTrainer):
-    """TRL's trainer without the model card that it writes beside every checkpoint."""
-
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
-
-
-def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
+def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
     _check(spec)
     precision = device.precision(spec, family)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
-    config = SFTConfig(
+    config = stages.config(spec)(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
         bf16=precision == "bf16",
         fp16=precision == "fp16",
         disable_tqdm=True,
-        # Rows come as tokens with labels, already cut.
-        max_length=spec.data.max_length if spec.data.packing else None,
-        packing=spec.data.packing,
-        packing_strategy="bfd",  # whole examples, each with its own positions: they do not see each other
-        eval_packing=False,
-        dataset_kwargs=None if spec.data.packing else {"skip_prepare_dataset": True},
-        **_training(spec),
+        **{**_training(spec), **stages.arguments(spec)},
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
@@ -137,19 +122,22 @@ def _score_learned_tokens_only() -> None:
         trl.trainer.utils._use_triton = lambda device: True
 
 
-def build(config: SFTConfig, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any]) -> Trainer:
-    """The trainer, with the model on its device."""
+def build(
+    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any], reference: Any = None
+) -> Any:
+    """The trainer, with the model on its device, and beside it the one that it is held to, if there is one."""
     if prepared.validation is None:
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    trainer = Trainer(
+    trainer = stages.trainer(spec.train.stage)(
         model=model,
         args=config,
         train_dataset=prepared.train,
         eval_dataset=prepared.validation,
         processing_class=tokens,
         callbacks=callbacks,
+        **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
     )
     trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read
     return trainer
