@@ -49,6 +49,11 @@ class Prepared(Own):
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset
 
+    def _set_signature_columns_if_needed(self: Any) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        if "length" not in self._signature_columns:
+            self._signature_columns.append("length")  # what grouping by length looks at
+
 
 class Counting(Own):
     """ORPO's trainer counts no tokens."""
