@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from backend.catalog.kinds import BuiltinModel, Choice, Dataset, Device, Optimizer, Stage, Strategy
 from backend.catalog.models import MODELS
 from backend.catalog.optimizers import OPTIMIZERS
-from backend.catalog.stages import COMPARING, DATASETS, DPO_LOSSES, KTO_LOSSES, PLAIN, STAGES
+from backend.catalog.stages import ANSWERED, COMPARING, DATASETS, DPO_LOSSES, KTO_LOSSES, PLAIN, STAGES
 from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 
 __all__ = [
-    "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FSDP", "KTO_LOSSES", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
-    "PLAIN", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
+    "ANSWERED", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FSDP", "KTO_LOSSES", "MANY", "MODELS", "OFFLOADS",
+    "OPTIMIZERS", "PLAIN", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
     "BuiltinModel", "Choice", "Dataset", "Device", "Optimizer", "Stage", "Strategy",
 ]  # fmt: skip
 

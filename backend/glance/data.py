@@ -44,6 +44,7 @@ class _Seen:
     format: str
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
+    labels: tuple[int, int]
     troubles: tuple[tuple[str, str, bool], ...]  # where, sentence, row
 
 
@@ -76,6 +77,7 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
         "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
         "exact": all(seen.exact for seen in (*train[0], *held[0])),
         "lengths": tuple(lengths),
+        "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
     }
 
 
@@ -118,7 +120,7 @@ def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _See
 
 def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
-        return _Seen(0, False, "", (), (), ())  # it could only be read as a whole
+        return _Seen(0, False, "", (), (), (0, 0), ())  # it could only be read as a whole
     data = Data().model_copy(update=dict(zip(COLUMNS, asked.columns, strict=True)))
     look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
@@ -135,7 +137,9 @@ def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     count = look.count if exact else _count(path, size, look.count, look.characters)
     if not count and not look.troubles:
         look.troubles.append((str(path), "holds no rows", False))
-    return _Seen(count, exact, look.format, look.columns, tuple(look.lengths), tuple(look.troubles))
+    return _Seen(
+        count, exact, look.format, look.columns, tuple(look.lengths), (look.good, look.bad), tuple(look.troubles)
+    )
 
 
 @dataclass
@@ -149,6 +153,8 @@ class _Look:
     columns: tuple[str, ...] = ()
     count: int = 0
     characters: int = 0
+    good: int = 0
+    bad: int = 0
     lengths: list[int] = field(default_factory=list)
     troubles: list[tuple[str, str, bool]] = field(default_factory=list)
 
@@ -170,13 +176,16 @@ class _Look:
         return True
 
     def _length(self, row: Mapping[str, Any], texts: list[str]) -> int:
-        """Tokens of a row, about; of two answers the longer one counts."""
-        if self.format != "pairs":
+        """Tokens of a row, about; of two answers the longer one counts, and labels are counted."""
+        if self.format not in rows.PREFERENCES:
             return _tokens(texts)
         try:
             found = rows.convert(row, self.format, self.data)
         except rows.Unfit:
             return 0
+        if "label" in found:
+            self.good, self.bad = self.good + found["label"], self.bad + (not found["label"])
+            return _tokens(texts)
         prompt = _texts([turn["content"] for turn in found["prompt"]])
         answers = ([turn["content"] for turn in found[name]] for name in ("chosen", "rejected"))
         return max(_tokens([*prompt, *_texts(answer)]) for answer in answers)

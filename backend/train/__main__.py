@@ -124,17 +124,9 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
-    set_seed(spec.train.seed)
-    whole = model.load(spec, source, work.precision, tokens, engine.slices(spec, team.world, work.precision))
-    engine.check_layers(spec, whole)
-    weights = adapters.adapt(spec, whole, work.precision)
-    work.check_stop()
-    start = _start(work)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
-    held = model.load(spec, source, work.precision, tokens, True) if stages.needs_reference(spec) else None
-    trainer = trainers.build(spec, config, weights, tokens, prepared, [reporter, keeper], held)
-    _built(work, trainer)
+    trainer = _trainer(work, config, source, tokens, prepared, [reporter, keeper])
+    start = _start(work)
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
@@ -177,13 +169,27 @@ def _prepared(work: Work, tokens: Any) -> data.Prepared:
     return made if made is not None and team.world == 1 else data.load(folder)
 
 
-def _built(work: Work, trainer: Any) -> None:
-    """Tell what is trained, and remove the files of the tables; mapped ones live on until the last rank lets go."""
-    trained, whole = model.counts(trainer.model)
-    work.journal.say(f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%}).")
+def _trainer(
+    work: Work, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
+) -> Any:
+    """The weights, what they are held to if the stage wants that, and the trainer of both."""
+    spec, precision = work.spec, work.precision
+    work.journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {precision}.")
+    set_seed(spec.train.seed)
+    sliced = engine.slices(spec, work.team.world, precision)
+    whole = model.load(spec, source, precision, tokens, sliced)
+    engine.check_layers(spec, whole)
+    weights = adapters.adapt(spec, whole, precision)
+    work.check_stop()
+    held = stages.needs_reference(spec)
+    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
+    trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
+    trained, count = model.counts(trainer.model)
+    work.journal.say(f"Training {trained:,} of {count:,} weights ({trained / count:.2%}).")
     work.team.agree()
     if work.team.rank == 0:
-        shutil.rmtree(work.folder / PREPARED, ignore_errors=True)
+        shutil.rmtree(work.folder / PREPARED, ignore_errors=True)  # mapped files live on until the last rank lets go
+    return trainer
 
 
 def _start(work: Work) -> Path | None:

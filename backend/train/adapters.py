@@ -67,7 +67,7 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     if not names:
         raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
     _refuse_unknown("method.lora_target_modules", names, linear, model)
-    head = next((n for n, m in model.named_modules() if m is _head(model)), "")
+    head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(
             f"method.lora_target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "

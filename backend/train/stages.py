@@ -139,8 +139,9 @@ def _plain(spec: RunSpec) -> dict[str, Any]:
 
 def needs_reference(spec: RunSpec) -> bool:
     """Whether a second model is held: an adapter is its own reference, once it is switched off."""
-    held = catalog.STAGES[spec.train.stage].reference and not spec.preference.precompute
-    return held and spec.method.kind != "lora"
+    held = catalog.STAGES[spec.train.stage].reference and spec.method.kind != "lora"
+    # FSDP spreads a model only once it trains, so what is computed beforehand is asked of another one.
+    return held and (not spec.preference.precompute or spec.parallel.strategy in catalog.FSDP)
 
 
 def given(stage: str, reference: Any, *tables: Any) -> dict[str, Any]:

@@ -109,9 +109,20 @@ def _check(spec: RunSpec) -> None:
             "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
         )
     engine.check(spec)
+    _check_preference(spec)
     tracker = catalog.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")
+
+
+def _check_preference(spec: RunSpec) -> None:
+    asked, stage = spec.preference, spec.train.stage
+    if stage == "kto" and asked.kto_loss == "kto" and spec.train.batch_size == 1:
+        raise TrainError("train.batch_size: KTO compares the rows of a batch, so it must be 2 or more.")
+    if stage == "dpo" and asked.dpo_loss == "exo_pair" and not asked.label_smoothing:
+        raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
+    if catalog.STAGES[stage].reference and asked.precompute and spec.parallel.strategy == "tensor":
+        raise TrainError("preference.precompute: tensor parallel slices every layer, of which TRL takes no sum.")
 
 
 def _score_learned_tokens_only() -> None:
@@ -139,5 +150,7 @@ def build(
         callbacks=callbacks,
         **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
     )
+    if reference is not None and spec.preference.precompute:
+        trainer.ref_model = None  # it was asked about every row
     trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read
     return trainer
