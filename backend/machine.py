@@ -308,11 +308,16 @@ def read(path: str | Path) -> Machine:
 
 
 def parse(text: str) -> Machine:
-    """A machine from YAML text. Raises SpecError."""
+    """A machine from YAML text, as `described`. Raises SpecError."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise _wrong("", f"is no YAML: {' '.join(str(error).split())}") from None
+    return described(value)
+
+
+def described(value: Any) -> Machine:
+    """A machine from a table of KEYS. Raises SpecError."""
     if not isinstance(value, dict):
         raise _wrong("", f"is no machine: a machine has some of {', '.join(KEYS)}")
     for key in value:

@@ -1,7 +1,7 @@
 """RunSpec <-> YAML: the files under presets/, a run's spec.yaml, and what people import and export.
 
-Floor 2. Imports: options, spec, paths. A YAML file holds sections with only what differs from the defaults, and
-may open with `title`, `about` and `machine` (which machine it is meant for).
+Floor 2. Imports: machine, options, spec, paths. A YAML file holds sections with only what differs from the defaults,
+and may open with `title`, `about` and `machine` (the one it is meant for, described as `machine.read` reads it).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from backend.machine import Machine, described
 from backend.options import Problem, SpecError, build, changes, nest
 from backend.paths import PRESETS
 from backend.spec import RunSpec
@@ -22,12 +23,12 @@ HEAD = ("title", "about", "machine")
 
 @dataclass(frozen=True)
 class Preset:
-    """A named starting point. `machine` says in words what it is meant for."""
+    """A named starting point, and the machine that it is meant for: there it raises no error."""
 
     name: str
     title: str
     about: str
-    machine: str
+    machine: Machine
     spec: RunSpec
 
 
@@ -63,8 +64,8 @@ def presets(folder: Path = PRESETS) -> list[Preset]:
     found = []
     for path in sorted(folder.glob("*.yaml")):
         head = _mapping(path.read_text(encoding="utf-8"))
-        title, about, machine = (str(head.get(key, "")) for key in HEAD)
-        found.append(Preset(path.stem, title, about, machine, read(path)))
+        title, about = (str(head.get(key, "")) for key in ("title", "about"))
+        found.append(Preset(path.stem, title, about, described(head.get("machine") or {}), read(path)))
     return found
 
 

@@ -7,11 +7,13 @@ a sum over it: all parameters, what LoRA adds, what freeze leaves. Checked again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from backend.spec import Method, RunSpec
+
+SCORE = "score"  # transformers' name for the head of a model that gives numbers instead of words
 
 
 class Unknown(ValueError):
@@ -75,6 +77,11 @@ class ModelShape:
         """The output layer, which cannot carry an adapter."""
         return self.outside[-1].path
 
+    @property
+    def scoring(self) -> ModelShape:
+        """The same model with a head that gives one number, in the place of the output layer."""
+        return replace(self, tied=False, outside=(*self.outside[:-1], Leaf(SCORE, self.hidden, self.hidden, 1)))
+
     def leaves(self) -> Iterable[Leaf]:
         """Every leaf module with its full name."""
         for number in range(self.layers):
@@ -110,11 +117,12 @@ def trainable(spec: RunSpec, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
-        low_rank = sum(method.lora_rank * (leaf.inputs + leaf.outputs) for leaf in adapted(method, shape))
+        low_rank = kept(shape, SCORE)
+        low_rank += sum(method.lora_rank * (leaf.inputs + leaf.outputs) for leaf in adapted(method, shape))
         return low_rank + sum(kept(shape, name) for name in method.lora_modules_to_save)
     wanted = method.freeze_layers
     layers = range(shape.layers)[-wanted:] if wanted > 0 else range(min(-wanted, shape.layers))
-    names = [*method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
+    names = [SCORE, *method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
     return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
 
 

@@ -125,10 +125,10 @@ def presets(arguments: argparse.Namespace) -> int:
     """Print the presets."""
     found = files.presets()
     if arguments.json:
-        show([{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine} for p in found])
+        show([{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine.name} for p in found])
         return 0
     for preset in found:
-        print(f"{preset.name:24}  {preset.title}: {preset.about} ({preset.machine})")
+        print(f"{preset.name:24}  {preset.title}: {preset.about} ({preset.machine.name})")
     return 0
 
 

@@ -100,7 +100,15 @@ def show(arguments: argparse.Namespace) -> int:
         show_json(about)
         return 0
     print(f"{found.id}\n{about['summary']['sentence']}\n\n{(found.path / SPEC).read_text(encoding='utf-8')}")
-    for name in ("exact_match_before", "exact_match_after", "eval_loss", "train_loss", "seconds"):
+    for name in (
+        "exact_match_before",
+        "exact_match_after",
+        "eval_reward_accuracy",
+        "eval_reward_margin",
+        "eval_loss",
+        "train_loss",
+        "seconds",
+    ):
         if (value := about["result"].get(name)) is not None:
             print(f"{name.replace('_', ' ')}: {value:.4g}")
     if about["failure"]:

@@ -58,7 +58,8 @@ def _learn(form: Form) -> None:
         with fields():
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
             form.place("data.hub_split", "data.format", "data.messages_column", "data.prompt_column")
-            form.place("data.completion_column", "data.text_column", "data.learn", "data.max_length")
+            form.place("data.completion_column", "data.chosen_column", "data.rejected_column", "data.label_column")
+            form.place("data.text_column", "data.learn", "data.max_length")
             form.place("data.validation", "data.validation_split", "data.validation_files")
         with fields(more=True):
             form.place("data.template", "data.template_file", "data.max_samples", "data.workers")
@@ -69,6 +70,9 @@ def _train(form: Form) -> None:
     with section("method", "Method"):
         with fields():
             form.place("method.kind", "train.stage")
+            form.place("preference.dpo_loss", "preference.kto_loss", "preference.beta", "preference.label_smoothing")
+            form.place("preference.sft_weight", "preference.desirable_weight", "preference.undesirable_weight")
+            form.place("preference.precompute", "preference.center_rewards")
             form.place("method.lora_rank", "method.lora_alpha", "method.lora_dropout", "method.lora_targets")
             form.place("method.lora_target_modules", "method.freeze_layers", "method.freeze_also")
         with fields(more=True):

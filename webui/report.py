@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 INCHES, DPI = (9.0, 5.6), 150
 INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
 TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
+# Series of stages that compare answers.
+COMPARED = (("reward_margin", "margin"), ("reward_accuracy", "better ahead"))
 MOST_DRAWN = 5000
 LONGEST_LINE = 130
 SMOOTHED_FROM = 20  # points; fewer are clear without
@@ -25,7 +27,9 @@ SMOOTHED_FROM = 20  # points; fewer are clear without
 def picture(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> bytes:
     """The PNG of a run: its summary, its points (see `reading`), its result ({} before the end)."""
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    more = [(key, name) for key, name in COMPARED if column(points, key)[0]]
+    loss, *others = figure.subplots(2 + len(more), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(more))))
+    rate = others[-1]
     # parse_math off: a name with dollar signs is a name.
     figure.suptitle(str(summary.get("name") or summary.get("id")), color=INK, weight="bold", parse_math=False)
     loss.set_title(outcome(summary, result), color=DIM, fontsize=9, loc="left", parse_math=False)
@@ -34,7 +38,11 @@ def picture(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], res
     loss.set_ylabel("loss", color=DIM)
     rate.set_ylabel("learning rate", color=DIM)
     rate.set_xlabel("step", color=DIM)
-    for axes in (loss, rate):
+    for axes, (key, name) in zip(others, more, strict=False):
+        _line(axes, *column(points, key), color=TRAIN, width=1.4)
+        _line(axes, *column(points, f"eval_{key}"), color=EVAL, width=1.6, marker="o")
+        axes.set_ylabel(name, color=DIM)
+    for axes in (loss, *others):
         _calm(axes)
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -48,6 +56,8 @@ def outcome(summary: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     before, after = result.get("exact_match_before"), result.get("exact_match_after")
     if before is not None and after is not None:
         parts.append(f"exact match {before:.0%} before, {after:.0%} after")
+    if result.get("eval_reward_accuracy") is not None:
+        parts.append(f"better answer ahead in {result['eval_reward_accuracy']:.0%}")
     if result.get("eval_loss") is not None:
         parts.append(f"validation loss {result['eval_loss']:.4g}")
     return textwrap.shorten(" | ".join(part for part in parts if part), LONGEST_LINE, placeholder=" ...")

@@ -1,8 +1,8 @@
 """Makes the demo data: free sentences about trains, each with the one JSON object that is said in it.
 
-Standard library only. `python assets/trains/make.py` writes train.jsonl and validation.jsonl beside itself, always
-the same bytes. A part that is not said is null; numbers that are not asked for (prices, seats, delays, other
-trains) stand in the way.
+Standard library only. `python assets/trains/make.py` writes train.jsonl and validation.jsonl beside itself and, with
+a wrong answer to each sentence too, into ../train-pairs, always the same bytes. A part that is not said is null;
+numbers that are not asked for (prices, seats, delays, other trains) stand in the way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 SEED = 1825  # the first passengers behind a locomotive
 ROWS = {"train": 400, "validation": 32}
+PAIRS = {"train": 300, "validation": 32}
 CHANCES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # that a part is said
 SYSTEM = "As JSON: train, from, to, time (HH:MM), platform."
 
@@ -93,6 +94,12 @@ EXTRAS = (
     " A change to {other} is possible in {city}.",
     " Lift {n} is out of order.",
     " {m} people are waiting already.",
+)
+CHATTER = (
+    "Sure! Here is the JSON you asked for: {json}",
+    "{json} Have a good trip!",
+    "The train is the following: {json}. Let me know if you need anything else.",
+    "{json} {json}",
 )
 CHATTY = (
     ",",
@@ -213,12 +220,59 @@ def line(text: str, answer: dict[str, str | None]) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
+def mistaken(rng: random.Random, answer: dict[str, str | None]) -> str:
+    """A wrong answer that looks right: one of what small models do."""
+    said = [key for key in CHANCES if answer[key]]
+    unsaid = [key for key in CHANCES if not answer[key]]
+    ways = ["chatter", "kind"] + ["swapped"] * 3 * ("from" in said and "to" in said) + ["time"] * 3 * ("time" in said)
+    ways += ["dropped"] * bool(said) + ["invented"] * 2 * bool(unsaid)
+    wrong, way = dict(answer), rng.choice(ways)
+    if way == "chatter":
+        return rng.choice(CHATTER).format(json=json.dumps(answer))
+    if way == "swapped":
+        wrong["from"], wrong["to"] = answer["to"], answer["from"]
+    elif way == "time":
+        hour, minute = map(int, str(answer["time"]).split(":"))
+        hour, minute = rng.choice(((hour + 12, minute), (hour + 1, minute), (hour, minute + 30), (hour, minute + 55)))
+        wrong["time"] = f"{hour % 24:02}:{minute % 60:02}"
+    elif way == "kind":
+        kind, number = str(answer["train"]).split()
+        wrong["train"] = f"{rng.choice([k for k in KINDS if k != kind])} {number}"
+    elif way == "dropped":
+        wrong[rng.choice(said)] = None
+    else:
+        invented = {"from": rng.choice(CITIES), "to": rng.choice(CITIES), "time": "12:00", "platform": "1"}
+        part = rng.choice(unsaid)
+        wrong[part] = invented[part]
+    return json.dumps(wrong)
+
+
+def pairs() -> dict[str, list[str]]:
+    """File name -> its lines, each with a chosen and a rejected answer."""
+    rng = random.Random(SEED + 1)
+    made: dict[str, str] = {}
+    while len(made) < sum(PAIRS.values()):
+        text, answer = a_row(rng)
+        made.setdefault(text, pair(text, json.dumps(answer), mistaken(rng, answer)))
+    lines = list(made.values())
+    return {"train.jsonl": lines[: PAIRS["train"]], "validation.jsonl": lines[PAIRS["train"] :]}
+
+
+def pair(text: str, chosen: str, rejected: str) -> str:
+    """One compared row as it stands in the file."""
+    row = {"prompt": [("system", SYSTEM), ("user", text)]}
+    row |= {"chosen": [("assistant", chosen)], "rejected": [("assistant", rejected)]}
+    return json.dumps({name: [{"role": who, "content": what} for who, what in part] for name, part in row.items()})
+
+
 def main() -> None:
-    """Write both files beside this one, or into the folder that the command line names."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).resolve()
-    folder = folder if folder.is_dir() else folder.parent
-    for name, lines in rows().items():
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Write the files beside this one and into ../train-pairs, or into two folders below the one that is named."""
+    here = Path(__file__).resolve().parent.parent
+    root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else here
+    for folder, files in (("trains", rows()), ("train-pairs", pairs())):
+        (root / folder).mkdir(exist_ok=True)
+        for name, lines in files.items():
+            (root / folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.catalog.kinds import BuiltinModel, Choice, Device, Optimizer, Strategy
+from backend.catalog.kinds import BuiltinModel, Choice, Dataset, Device, Optimizer, Stage, Strategy
 from backend.catalog.models import MODELS
 from backend.catalog.optimizers import OPTIMIZERS
+from backend.catalog.stages import ANSWERED, COMPARING, DATASETS, DPO_LOSSES, KTO_LOSSES, PLAIN, STAGES
 from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 
 __all__ = [
-    "DEEPSPEED", "FSDP", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS", "SHARDINGS", "STATE_DICTS", "STRATEGIES",
-    "BuiltinModel", "Choice", "Device", "Optimizer", "Strategy",
+    "ANSWERED", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FSDP", "KTO_LOSSES", "MANY", "MODELS", "OFFLOADS",
+    "OPTIMIZERS", "PLAIN", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
+    "BuiltinModel", "Choice", "Dataset", "Device", "Optimizer", "Stage", "Strategy",
 ]  # fmt: skip
-
-STAGES: Mapping[str, Choice] = {
-    "sft": Choice("Supervised fine-tuning", "Learn to answer: conversations, or prompts with completions."),
-    "pretraining": Choice("Pre-training", "Learn every token of plain text."),
-}
 
 METHODS: Mapping[str, Choice] = {
     "lora": Choice("LoRA", "Train small adapters beside frozen weights. Least memory."),
@@ -51,10 +48,6 @@ SCHEDULERS: Mapping[str, Choice] = {
     "inverse_sqrt": Choice("Inverse square root", "Falls slowly; for open-ended runs."),
 }
 
-DATASETS: Mapping[str, Choice] = {
-    "trains": Choice("Trains (demo)", "Free sentences about trains, each with one JSON object to extract."),
-}
-
 FORMATS: Mapping[str, Choice] = {
     "auto": Choice("Recognise it", "From the column names of the first row."),
     "messages": Choice("Messages (OpenAI)", "A column with a list of {role, content}."),
@@ -62,6 +55,8 @@ FORMATS: Mapping[str, Choice] = {
     "alpaca": Choice("Alpaca", "instruction, input, output."),
     "prompt_completion": Choice("Prompt and completion", "Two columns of text."),
     "text": Choice("Plain text", "One column of text, every token is learned."),
+    "pairs": Choice("Chosen and rejected", "Two answers to one question: texts, or lists of turns."),
+    "labels": Choice("Answers with a label", "A question, an answer, and whether it is a good one."),
 }
 
 TEMPLATES: Mapping[str, Choice] = {

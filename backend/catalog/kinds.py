@@ -20,6 +20,25 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Stage(Choice):
+    """`formats` that its rows may have, first the one it is made for; whether the model still `answers` in words or
+    `scores` them; whether it is held to a `reference`; `sequences` that one row makes."""
+
+    formats: tuple[str, ...] = ()
+    answers: bool = False
+    scores: bool = False
+    reference: bool = False
+    sequences: int = 1
+
+
+@dataclass(frozen=True)
+class Dataset(Choice):
+    """An embedded dataset: the `format` of its rows."""
+
+    format: str = ""
+
+
+@dataclass(frozen=True)
 class BuiltinModel(Choice):
     """A model that needs no hub. `config` is what its config.json says, known before it was made or fetched."""
 

@@ -49,7 +49,7 @@ def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ)
     """Look at every file that `spec` names; relative paths start at `base`. Never raises."""
     return Glance(
         **look_at_model(spec, base, environment),
-        **look_at_data(spec.data, base),
+        **look_at_data(spec, base),
         template=_template(spec.data, base),
         checkpoint=_checkpoint(spec, base),
         **look_at_disk(spec, base),

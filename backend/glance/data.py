@@ -1,4 +1,4 @@
-"""A look at data files: format, columns, rows, lengths and what is wrong. Floor 2. Imports paths, rows, spec, facts.
+"""A look at data files: format, columns, rows, lengths, wrongs. Floor 2. Imports catalog, paths, rows, spec, facts.
 
 A look is bounded (64 MB and 0.2 s of rows, the rest is counted or estimated) and remembered as long as a file's time
 and size stay.
@@ -14,16 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend import rows
+from backend import catalog, rows
 from backend.glance.facts import Trouble
 from backend.paths import ASSETS
-from backend.spec import Data
+from backend.spec import Data, RunSpec
 
 MOST_BYTES = 64 * 2**20
 MOST_SECONDS = 0.2
 MOST_TROUBLES = 3  # a file
 MOST_LENGTHS = 2000  # a file
 SINGLE = re.compile(r"[^\sA-Za-z]")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What rows are read as: the formats that the stage takes, the one that is named, the columns."""
+
+    wanted: tuple[str, ...]
+    format: str
+    columns: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -35,42 +44,50 @@ class _Seen:
     format: str
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
+    labels: tuple[int, int]
     troubles: tuple[tuple[str, str, bool], ...]  # where, sentence, row
 
 
-def look_at_data(data: Data, base: Path) -> dict[str, Any]:
+COLUMNS = tuple(name for name in Data.model_fields if name.endswith("_column"))
+
+
+def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
     """The fields of a Glance that speak of rows."""
+    data, wanted = spec.data, catalog.STAGES[spec.train.stage].formats
     if data.source == "hub":
         return {}
     until = time.monotonic() + MOST_SECONDS
     if data.source == "builtin":
         folder, plain = ASSETS / data.builtin, Data()
-        train = _files((str(folder / "train.jsonl"),), "data.builtin", plain, base, until)
-        held = _files((str(folder / "validation.jsonl"),), "data.builtin", plain, base, until)
+        train = _files((str(folder / "train.jsonl"),), "data.builtin", plain, wanted, base, until)
+        held = _files((str(folder / "validation.jsonl"),), "data.builtin", plain, wanted, base, until)
     else:
-        train = _files(data.files, "data.files", data, base, until)
+        train = _files(data.files, "data.files", data, wanted, base, until)
         names = data.validation_files if data.validation == "files" else ()
-        held = _files(names, "data.validation_files", data, base, until)
+        held = _files(names, "data.validation_files", data, wanted, base, until)
     first = next((seen for seen in train[0] if seen.columns), None)
+    format = next((seen.format for seen in train[0] if seen.format), "")
+    each = 2 if spec.train.stage == "kto" and format == "pairs" else 1  # two labelled answers
     lengths = sorted(length for seen in train[0] for length in seen.lengths)
     return {
         "troubles": (*train[1], *held[1]),
-        "format": next((seen.format for seen in train[0] if seen.format), ""),
+        "format": format,
         "columns": first.columns if first else (),
-        "rows": sum(seen.rows for seen in train[0]) if train[0] else None,
-        "held": sum(seen.rows for seen in held[0]) if held[0] else None,
+        "rows": each * sum(seen.rows for seen in train[0]) if train[0] else None,
+        "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
         "exact": all(seen.exact for seen in (*train[0], *held[0])),
         "lengths": tuple(lengths),
+        "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
     }
 
 
 def _files(
-    names: tuple[str, ...], field: str, data: Data, base: Path, until: float
+    names: tuple[str, ...], field: str, data: Data, wanted: tuple[str, ...], base: Path, until: float
 ) -> tuple[list[_Seen], list[Trouble]]:
     """What was seen of the files that paths and patterns name, and what is wrong with them."""
     seen: list[_Seen] = []
     troubles: list[Trouble] = []
-    asked = (data.format, data.messages_column, data.prompt_column, data.completion_column, data.text_column)
+    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS))
     for name in names:
         try:
             for path in rows.expand([name], base):
@@ -91,7 +108,7 @@ def _files(
 _SEEN: dict[tuple[Any, ...], _Seen] = {}
 
 
-def _file(path: Path, stamp: int, size: int, asked: tuple[str, ...], until: float) -> _Seen:
+def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _Seen:
     """What a look at one file shows; remembered for as long as its time and size stay."""
     key = (path, stamp, size, asked)
     if key not in _SEEN:
@@ -101,12 +118,11 @@ def _file(path: Path, stamp: int, size: int, asked: tuple[str, ...], until: floa
     return _SEEN[key]
 
 
-def _look_into(path: Path, size: int, asked: tuple[str, ...], until: float) -> _Seen:
+def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
-        return _Seen(0, False, "", (), (), ())  # it could only be read as a whole
-    format, messages, prompt, completion, text = asked
-    data = Data(messages_column=messages, prompt_column=prompt, completion_column=completion, text_column=text)
-    look = _Look(path, data, "" if format == "auto" else format)
+        return _Seen(0, False, "", (), (), (0, 0), ())  # it could only be read as a whole
+    data = Data().model_copy(update=dict(zip(COLUMNS, asked.columns, strict=True)))
+    look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
     try:
         for line, row in rows.read_rows(path):
@@ -121,7 +137,9 @@ def _look_into(path: Path, size: int, asked: tuple[str, ...], until: float) -> _
     count = look.count if exact else _count(path, size, look.count, look.characters)
     if not count and not look.troubles:
         look.troubles.append((str(path), "holds no rows", False))
-    return _Seen(count, exact, look.format, look.columns, tuple(look.lengths), tuple(look.troubles))
+    return _Seen(
+        count, exact, look.format, look.columns, tuple(look.lengths), (look.good, look.bad), tuple(look.troubles)
+    )
 
 
 @dataclass
@@ -130,10 +148,13 @@ class _Look:
 
     path: Path
     data: Data
+    wanted: tuple[str, ...]
     format: str
     columns: tuple[str, ...] = ()
     count: int = 0
     characters: int = 0
+    good: int = 0
+    bad: int = 0
     lengths: list[int] = field(default_factory=list)
     troubles: list[tuple[str, str, bool]] = field(default_factory=list)
 
@@ -141,7 +162,7 @@ class _Look:
         """Take one row in; False if the others need not be read."""
         self.count += 1
         self.columns = self.columns or tuple(str(name) for name in row)
-        self.format = self.format or rows.recognise(row) or ""
+        self.format = self.format or rows.recognise(row, self.wanted) or ""
         if not self.format:
             said = f"no known format has the columns {', '.join(self.columns)}"
             self.troubles.append((str(self.path), said, False))
@@ -151,8 +172,23 @@ class _Look:
         texts = _texts(row)
         self.characters += sum(map(len, texts))
         if len(self.lengths) < MOST_LENGTHS:
-            self.lengths.append(_tokens(texts))
+            self.lengths.append(self._length(row, texts))
         return True
+
+    def _length(self, row: Mapping[str, Any], texts: list[str]) -> int:
+        """Tokens of a row, about; of two answers the longer one counts, and labels are counted."""
+        if self.format not in rows.PREFERENCES:
+            return _tokens(texts)
+        try:
+            found = rows.convert(row, self.format, self.data)
+        except rows.Unfit:
+            return 0
+        if "label" in found:
+            self.good, self.bad = self.good + found["label"], self.bad + (not found["label"])
+            return _tokens(texts)
+        prompt = _texts([turn["content"] for turn in found["prompt"]])
+        answers = ([turn["content"] for turn in found[name]] for name in ("chosen", "rejected"))
+        return max(_tokens([*prompt, *_texts(answer)]) for answer in answers)
 
 
 def _count(path: Path, size: int, seen: int, read: int) -> int:

@@ -36,6 +36,7 @@ class Glance:
     rows: int | None = None  # in the data files, before a part is kept back
     held: int | None = None  # in the validation files
     exact: bool = True  # rows and held were counted to the end
+    labels: tuple[int, int] | None = None  # good and bad answers that were seen, of labelled ones
     lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
     template: str = ""  # what is wrong with the template file
     checkpoint: str = ""  # what is wrong with the checkpoint folder

@@ -19,7 +19,14 @@ from backend.spec import RunSpec
 
 
 def look_at_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Glance that speak of the model."""
+    """The fields of a Glance that speak of the model, as the stage has it."""
+    found = _look(spec, base, environment)
+    if catalog.STAGES[spec.train.stage].scores and found.get("shape"):
+        found = {**found, "shape": found["shape"].scoring}
+    return found
+
+
+def _look(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     model = spec.model
     if model.source == "builtin":
         row = catalog.MODELS[model.builtin]

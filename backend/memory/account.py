@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from backend import catalog
 from backend.derived import processes, steps, world
 from backend.machine import GIB
-from backend.memory.activations import TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
+from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
 from backend.memory.spread import MIB, Row
 
 STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -42,7 +42,7 @@ class Account(Activations):
 
     def _steady(self) -> list[Row]:
         spec = self.spec
-        rows = [*self._weights(), *self.gathered(), *self.parcels()]
+        rows = [*self._weights(), *self._reference(), *self.gathered(), *self.parcels()]
         base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if world(spec) > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row("Overhead", base, f"{words}, about")]
@@ -67,6 +67,19 @@ class Account(Activations):
             masters = far * trained * 4 // self.sharers
             rows.append(Row("Master weights", masters, f"{trained:,} x 4 bytes in fp32{self.shared}"))
         return rows
+
+    def _reference(self) -> list[Row]:
+        """What the model is held to: a second one; of an adapter a copy, since without it the model is as it was."""
+        if not self.stage_row.reference or self.weights_away:
+            return []
+        if self.adapter:
+            return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
+        if self.spec.preference.precompute:
+            return []
+        count, width = self.shape.parameters, self.width
+        return [
+            Row("Reference model", count * width // self.holders, f"{count:,} x {width} bytes, untouched{self.held}")
+        ]
 
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
@@ -109,11 +122,14 @@ class Account(Activations):
         """The loss of an evaluation's batch, which may be larger than one of training."""
         if self.spec.evaluation.when == "no":
             return []
-        batch = self.spec.evaluation.batch_size
+        batch = self.spec.evaluation.batch_size * self.stage_row.sequences
         tokens = batch * self.length
         rows, words = min(tokens, TILE_TOKENS), min(self.shape.vocabulary, TILE_WORDS)
         each = self.width + (TILE_FORWARD if self._plain_loss() else 0)
-        size = rows * words * each + tokens * self._layer()
+        if self.spec.train.stage == "orpo":
+            rows, words, each = tokens, self.shape.vocabulary, self.width + ORPO_COPIES
+        tile = 0 if self.stage_row.scores else rows * words * each
+        size = tile + tokens * self._layer()
         return [Row("Evaluation", size, f"{batch} x {self.length} tokens: a layer, and a tile of the loss")]
 
     def _cast(self) -> int:
@@ -126,6 +142,8 @@ class Account(Activations):
     def _head_gradient(self) -> int:
         """Parameters of the output layer, if it is trained: its gradient comes while activations are full."""
         size = self.shape.vocabulary * self.shape.hidden
+        if self.stage_row.scores:
+            return self.shape.hidden
         if self.spec.method.kind == "full":
             return size
         names = self.spec.method.lora_modules_to_save if self.adapter else self.spec.method.freeze_also
@@ -137,6 +155,7 @@ class Account(Activations):
             return []
         count = processes(self.spec)
         loaded = self.shape.parameters * (self.width if self.adapter else 4)
+        loaded += sum(row.bytes for row in self._reference())
         words = f"{count} x {loaded:,} bytes until the device has them"
         return [
             Row("Libraries", count * LIBRARIES, f"{count} x Python and its libraries, about", "host"),
@@ -164,9 +183,10 @@ class Account(Activations):
         spec, found = self.spec, []
         weights = self.trained * 4 if self.adapter else self.trained * 4 + self.frozen * self.width
         if spec.checkpoint.when != "no":
+            copied = self.trained * 4 if self.adapter and self.stage_row.reference else 0
             state = 0 if spec.checkpoint.weights_only else round(self.trained * self._optimizer.state_bytes)
             count = self._checkpoints(rows)
-            each = weights + state + PAPERS
+            each = weights + copied + state + PAPERS
             words = f"{count} x {each:,} bytes of weights{' and optimizer state' if state else ''}, tokenizer"
             found.append(Row("Checkpoints", count * each, words, "disk"))
         if spec.checkpoint.save_model:

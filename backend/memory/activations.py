@@ -16,6 +16,8 @@ from backend.shape import Leaf, adapted
 # is no Triton a tile becomes about seven of fp32 on the way.
 TILE_TOKENS, TILE_WORDS = 4096, 32_768
 TILE_COPIES, TILE_FORWARD = 29, 12  # bytes, in training and in evaluation
+# trl 1.16's ORPO takes the loss from whole logits: beside them and their gradient, in fp32, those of the chosen half.
+ORPO_COPIES = 8
 # Linear layers that lead back into the stream, and those that make several things at once.
 BACK = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
@@ -33,9 +35,19 @@ class Activations(Spread):
         return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
 
     @property
+    def stage_row(self) -> catalog.Stage:
+        """What the stage is like."""
+        return catalog.STAGES[self.spec.train.stage]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a device works on at once: a row that compares two answers makes two."""
+        return self.spec.train.batch_size * self.stage_row.sequences
+
+    @property
     def tokens(self) -> int:
         """Tokens that a device works on at once."""
-        return self.spec.train.batch_size * self.length
+        return self.sequences * self.length
 
     def _plain_loss(self) -> bool:
         """Whether the loss is computed without Triton."""
@@ -85,7 +97,8 @@ class Activations(Spread):
 
     def _activations(self) -> Row:
         spec, shape, layers, each = self.spec, self.shape, self._layers(), self._layer()
-        size = f"{spec.train.batch_size} x {self.length} tokens"
+        both = " x 2 answers" if self.stage_row.sequences == 2 else ""
+        size = f"{spec.train.batch_size}{both} x {self.length} tokens"
         stream = 4 if not self.adapter else self.width
         ends = self.tokens * shape.hidden * (12 if not self.adapter else 4 + self.width)
         mask = self._square()
@@ -100,7 +113,7 @@ class Activations(Spread):
     def _square(self) -> int:
         """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
         spec, shape = self.spec, self.shape
-        batch, length = spec.train.batch_size, self.length
+        batch, length = self.sequences, self.length
         if spec.data.packing:
             batch, length = 1, batch * length  # packed rows lie one behind the other
         masked = self.width if spec.data.packing or batch > 1 else 0
@@ -109,6 +122,12 @@ class Activations(Spread):
 
     def _loss(self) -> Row:
         shape, width = self.shape, self.width
+        if self.stage_row.scores:
+            return Row("Loss", self.tokens * 4, f"{self.tokens:,} tokens x 4 bytes: a score for each")
+        if self.spec.train.stage == "orpo":
+            each = ORPO_COPIES + 2 * width
+            said = f"{self.tokens:,} tokens x {shape.vocabulary:,} words x {each} bytes: ORPO keeps all probabilities"
+            return Row("Loss", self.tokens * shape.vocabulary * each, said)
         rows, words = min(self.tokens, TILE_TOKENS), min(shape.vocabulary, TILE_WORDS)
         each = width + (TILE_COPIES if self._plain_loss() else 0)
         weights = words * shape.hidden * ((2 + 4 * self.cpu) if width == 2 else 0)

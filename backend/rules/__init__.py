@@ -10,7 +10,7 @@ from __future__ import annotations
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.options import effective
-from backend.rules import data, hardware, launch, memory, method, nodes, sharding, strategy, trainer
+from backend.rules import data, hardware, launch, memory, method, nodes, sharding, stages, strategy, trainer
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
 from backend.spec import RunSpec
@@ -29,6 +29,7 @@ FAMILIES = {
     "NOD": (nodes, "Nodes"),
     "OUT": (trainer, "What is kept"),
     "PRC": (hardware, "Precision"),
+    "STG": (stages, "Stage"),
     "STR": ((strategy, sharding), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend import catalog
 from backend.glance import Trouble
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
@@ -194,7 +195,7 @@ def nothing_to_evaluate(case: Case) -> str | None:
 def too_many_samples(case: Case) -> Hit | None:
     """The answers before and after are given to validation rows."""
     wanted, held = case.spec.evaluation.samples, case.held
-    if case.spec.train.stage != "sft" or held is None or wanted <= held or not case.glance.exact:
+    if not catalog.STAGES[case.spec.train.stage].answers or held is None or wanted <= held or not case.glance.exact:
         return None
     fix = Fix(counted(held, "answer") if held else "No answers", {"evaluation.samples": held})
     return Hit(f"{counted(wanted, 'answer')}, and {counted(held, 'validation row')}.", (fix,))

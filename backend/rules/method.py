@@ -60,21 +60,22 @@ def empty_hub_id(case: Case) -> str | None:
     fields=("data.template", "model.path"),
     title="The model has no chat template",
     source="transformers 5.23: apply_chat_template refuses a tokenizer without one",
-    fixes=(
-        Fix("ChatML", {"data.template": "chatml"}, safe=False),
-        Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False),
-    ),
+    fixes=(Fix("ChatML", {"data.template": "chatml"}, safe=False),),
     bad=Example(PATH, glance=replace(DEMO, has_template=False)),
     good=Example({**PATH, "data.template": "chatml"}, glance=replace(DEMO, has_template=False)),
     proof="launch",
 )
-def no_template(case: Case) -> str | None:
+def no_template(case: Case) -> Hit | None:
     """A base model's tokenizer does not know how a conversation is written. ChatML is a good choice for one; it is
     saved with the trained model."""
     data, glance = case.spec.data, case.glance
-    if case.spec.train.stage != "sft" or data.template != "model" or glance.has_template is not False:
+    if case.spec.train.stage == "pretraining" or data.template != "model" or glance.has_template is not False:
         return None
-    return None if glance.format == "text" else "Its tokenizer brings none, and the rows are conversations."
+    if glance.format == "text":
+        return None
+    plain = Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False)
+    fixes = (plain,) if case.spec.train.stage == "sft" else ()
+    return Hit("Its tokenizer brings none, and the rows are conversations.", fixes)
 
 
 @rule(
@@ -327,7 +328,7 @@ def unusual_rate(case: Case) -> Hit | None:
     Full training wants about a tenth of what adapters take."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
     low, high, usual = RATES[kind]
-    if case.spec.train.optimizer == "sgd" or case.spec.train.stage == "pretraining" or low <= rate <= high:
+    if case.spec.train.optimizer == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     message = f"{rate:g} is {'high' if rate > high else 'low'} for this method; {low:g} to {high:g} is usual."
     return Hit(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))

@@ -111,7 +111,7 @@ def merge_spread(case: Case) -> str | None:
 def answers_spread(case: Case) -> str | None:
     """Every rank must use every layer in the same order to gather it. ZeRO-3 learns that order from training, and
     answers of different lengths break it everywhere."""
-    asked = case.spec.evaluation.samples and case.spec.train.stage == "sft"
+    asked = case.spec.evaluation.samples and catalog.STAGES[case.spec.train.stage].answers
     return "Answers are asked for." if asked and case.strategy.spread else None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from backend.spec.data import Data, Model
 from backend.spec.kinds import Condition, OneOf, Section, Ui
 from backend.spec.running import Checkpoint, Evaluation, Launch, Logging, Parallel
+from backend.spec.stages import Preference
 from backend.spec.training import Method, Precision, Train
 
 __all__ = ["Condition", "Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui"]
@@ -23,6 +24,7 @@ class RunSpec(Section):
     data: Data = Data()
     method: Method = Method()
     train: Train = Train()
+    preference: Preference = Preference()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
     evaluation: Evaluation = Evaluation()

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from backend import catalog
-from backend.spec.kinds import OWN_DATA, SFT, TEMPLATED, Lines, Section, Ui, one_of
+from backend.spec.kinds import OWN_DATA, PLAIN, SFT, TALKS, Lines, Section, Ui, one_of
 
 
 class Model(Section):
@@ -38,6 +38,9 @@ class Model(Section):
         return self.builtin if self.source == "builtin" else last
 
 
+PROMPTED = ("prompt_completion", "alpaca", "pairs", "labels")
+
+
 class Data(Section):
     """What to learn from."""
 
@@ -59,27 +62,31 @@ class Data(Section):
         str, Ui("Conversation column", when={**OWN_DATA, "data.format": ("messages", "sharegpt")})
     ] = ""
     """Empty: messages, or conversations for ShareGPT."""
-    prompt_column: Annotated[
-        str, Ui("Prompt column", when={**OWN_DATA, "data.format": ("prompt_completion", "alpaca")})
-    ] = ""
-    """Empty: prompt, or instruction for Alpaca."""
+    prompt_column: Annotated[str, Ui("Prompt column", when={**OWN_DATA, "data.format": PROMPTED})] = ""
+    """Empty: prompt, or instruction for Alpaca; of compared answers also a conversation."""
     completion_column: Annotated[
-        str, Ui("Completion column", when={**OWN_DATA, "data.format": ("prompt_completion", "alpaca")})
+        str, Ui("Completion column", when={**OWN_DATA, "data.format": ("prompt_completion", "alpaca", "labels")})
     ] = ""
     """Empty: completion, or output for Alpaca."""
+    chosen_column: Annotated[str, Ui("Chosen column", when={**OWN_DATA, "data.format": ("pairs",)})] = ""
+    """Empty: chosen."""
+    rejected_column: Annotated[str, Ui("Rejected column", when={**OWN_DATA, "data.format": ("pairs",)})] = ""
+    """Empty: rejected."""
+    label_column: Annotated[str, Ui("Label column", when={**OWN_DATA, "data.format": ("labels",)})] = ""
+    """Empty: label, or kto_tag. True marks a good answer."""
     text_column: Annotated[str, Ui("Text column", when={**OWN_DATA, "data.format": ("text",)})] = ""
     """Empty: text."""
-    system: Annotated[str, Ui("System prompt", when=SFT, widget="text")] = ""
+    system: Annotated[str, Ui("System prompt", when=TALKS, widget="text")] = ""
     """Put before every conversation that brings none of its own."""
-    template: Annotated[str, *one_of(catalog.TEMPLATES), Ui("Chat template", when=TEMPLATED)] = "model"
+    template: Annotated[str, *one_of(catalog.TEMPLATES), Ui("Chat template", when=TALKS)] = "model"
     """How a conversation becomes text. It is saved with the trained model."""
-    template_file: Annotated[str, Ui("Template file", when={**TEMPLATED, "data.template": ("file",)})] = ""
+    template_file: Annotated[str, Ui("Template file", when={**TALKS, "data.template": ("file",)})] = ""
     """A Jinja file, as tokenizers store it."""
     learn: Annotated[Literal["answers", "all"], Ui("Learn", when=SFT)] = "answers"
     """Answers: the loss counts the assistant's turns (every one), or the completion. All: every token."""
     max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Cut-off length", unit="tokens")] = 512
     """Longer rows are cut here. Memory grows with it."""
-    packing: Annotated[bool, Ui("Pack rows")] = False
+    packing: Annotated[bool, Ui("Pack rows", when=PLAIN)] = False
     """Fill every row up to the cut-off length with several examples: less padding, quicker epochs."""
     max_samples: Annotated[int, Field(ge=0), Ui("Sample limit")] = 0
     """Train on the first so many rows after shuffling; 0 takes all."""

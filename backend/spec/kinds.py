@@ -111,6 +111,15 @@ class Section(BaseModel):
 LORA: Condition = {"method.kind": ("lora",)}
 FREEZE: Condition = {"method.kind": ("freeze",)}
 SFT: Condition = {"train.stage": ("sft",)}
+PLAIN: Condition = {"train.stage": catalog.PLAIN}
+TALKS: Condition = {"train.stage": tuple(name for name in catalog.STAGES if name != "pretraining")}
+ANSWERS: Condition = {"train.stage": tuple(name for name, row in catalog.STAGES.items() if row.answers)}
+DPO: Condition = {"train.stage": ("dpo",)}
+KTO: Condition = {"train.stage": ("kto",)}
+REWARD: Condition = {"train.stage": ("reward",)}
+HELD: Condition = {"train.stage": tuple(name for name, row in catalog.STAGES.items() if row.reference)}
+WEIGHED: Condition = {"train.stage": ("dpo", "kto", "orpo")}
+SHUFFLED: Condition = {"train.stage": tuple(name for name in catalog.STAGES if name != "kto")}
 DDP: Condition = {"parallel.strategy": ("ddp",)}
 MANY: Condition = {"parallel.strategy": catalog.MANY}
 STARTED: Condition = {**MANY, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
@@ -133,7 +142,6 @@ OFFLOADED = (
     {**ZERO3, "parallel.offload_parameters": ("cpu", "nvme")},
 )
 OWN_DATA: Condition = {"data.source": ("files", "hub")}
-TEMPLATED: Condition = {"train.stage": ("sft",)}
 BETAS: Condition = {"train.optimizer": ("adamw", "adamw_fused")}
 EVALUATED: Condition = {"evaluation.when": ("steps", "epoch")}
 SAVED: Condition = {"checkpoint.when": ("steps", "epoch")}

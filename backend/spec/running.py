@@ -11,6 +11,7 @@ from pydantic import Field
 
 from backend import catalog
 from backend.spec.kinds import (
+    ANSWERS,
     BUCKETS,
     DDP,
     ELASTIC,
@@ -28,7 +29,6 @@ from backend.spec.kinds import (
     OFFLOADED,
     OFFLOADING,
     SAVED,
-    SFT,
     STARTED,
     STATIC,
     TENSOR,
@@ -110,9 +110,9 @@ class Evaluation(Section):
     """Steps between evaluations."""
     batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size", when=EVALUATED)] = 8
     """Rows a device evaluates at once."""
-    samples: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=SFT)] = 0
+    samples: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=ANSWERS)] = 0
     """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=SFT, unit="tokens")] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=ANSWERS, unit="tokens")] = 128
     """Where an answer is cut."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from backend import catalog
-from backend.spec.kinds import BETAS, FREEZE, LORA, Names, Section, Ui, one_of
+from backend.spec.kinds import BETAS, FREEZE, LORA, PLAIN, SHUFFLED, Names, Section, Ui, one_of
 
 
 class Method(Section):
@@ -22,7 +22,7 @@ class Method(Section):
     """Width of the adapter. 8 to 64 is usual; more learns more and costs more."""
     lora_alpha: Annotated[float, Field(gt=0, le=65536), Ui("Alpha", when=LORA)] = 32.0
     """The adapter is scaled by alpha / rank. Twice the rank is usual."""
-    lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when=LORA)] = 0.0
+    lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when={**LORA, **PLAIN})] = 0.0
     """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
     lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
     """Where adapters are put."""
@@ -71,9 +71,9 @@ class Train(Section):
     """Keeps the division finite."""
     max_grad_norm: Annotated[float, Field(ge=0), Ui("Gradient clipping")] = 1.0
     """Longest gradient that is let through; 0 switches clipping off."""
-    neftune: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise")] = 0.0
+    neftune: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise", when=PLAIN)] = 0.0
     """Noise on the embeddings, often better answers on small data; 5 is usual, 0 is off."""
-    group_by_length: Annotated[bool, Ui("Group by length")] = False
+    group_by_length: Annotated[bool, Ui("Group by length", when=SHUFFLED)] = False
     """Rows of like length together: less padding, a less random order."""
     activation_checkpointing: Annotated[bool, Ui("Activation checkpointing")] = False
     """Compute activations twice instead of keeping them: far less memory, about a third slower."""

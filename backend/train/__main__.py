@@ -21,8 +21,8 @@ from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers
-from backend.train.callbacks import Keeper, Reporter
+from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, stages, trainers
+from backend.train.callbacks import Keeper, Reporter, compared
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
 
@@ -124,16 +124,9 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {work.precision}.")
-    set_seed(spec.train.seed)
-    whole = model.load(spec, source, work.precision, tokens, engine.slices(spec, team.world, work.precision))
-    engine.check_layers(spec, whole)
-    weights = adapters.adapt(spec, whole, work.precision)
-    work.check_stop()
-    start = _start(work)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
-    trainer = trainers.build(config, weights, tokens, prepared, [reporter, keeper])
-    journal.say(_size(trainer.model))
+    trainer = _trainer(work, config, source, tokens, prepared, [reporter, keeper])
+    start = _start(work)
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
@@ -172,11 +165,31 @@ def _prepared(work: Work, tokens: Any) -> data.Prepared:
         return made
 
     made: data.Prepared | None = work.first(prepare)
-    found = made if made is not None else data.load(folder)
-    team.agree()
-    if team.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # mapped files live on until the last rank lets go
-    return found
+    # Several ranks all read the same files: what a trainer keeps beside them is then found by each.
+    return made if made is not None and team.world == 1 else data.load(folder)
+
+
+def _trainer(
+    work: Work, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
+) -> Any:
+    """The weights, what they are held to if the stage wants that, and the trainer of both."""
+    spec, precision = work.spec, work.precision
+    work.journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {precision}.")
+    set_seed(spec.train.seed)
+    sliced = engine.slices(spec, work.team.world, precision)
+    whole = model.load(spec, source, precision, tokens, sliced)
+    engine.check_layers(spec, whole)
+    weights = adapters.adapt(spec, whole, precision)
+    work.check_stop()
+    held = stages.needs_reference(spec)
+    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
+    trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
+    trained, count = model.counts(trainer.model)
+    work.journal.say(f"Training {trained:,} of {count:,} weights ({trained / count:.2%}).")
+    work.team.agree()
+    if work.team.rank == 0:
+        shutil.rmtree(work.folder / PREPARED, ignore_errors=True)  # mapped files live on until the last rank lets go
+    return trainer
 
 
 def _start(work: Work) -> Path | None:
@@ -229,7 +242,9 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
         evaluated = [trainer.evaluate()]
     losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
     trained, whole = model.counts(trainer.model)
+    figures = {key: _finite(value) for key, value in compared(evaluated[-1] if evaluated else {}).items()}
     return {
+        **figures,
         "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
         "steps": trainer.state.global_step,
         "seconds": round(seconds, 2),
@@ -267,6 +282,8 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
             error = str(caught)
     if error := work.team.gather(error)[0]:
         raise TrainError(error)
+    if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
+        work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
 
 
 def _after(
@@ -281,11 +298,6 @@ def _after(
     ]
     shares = {"exact_match_before": answers.share(asked, before), "exact_match_after": answers.share(asked, after)}
     return {**shares, "samples": samples}
-
-
-def _size(weights: Any) -> str:
-    trained, whole = model.counts(weights)
-    return f"Training {trained:,} of {whole:,} weights ({trained / whole:.2%})."
 
 
 def _finite(value: float) -> float | None:

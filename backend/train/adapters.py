@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from backend import catalog
 from backend.spec import RunSpec
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
@@ -24,7 +25,7 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
     if spec.method.kind == "lora":
         model = get_peft_model(model, lora_config(spec, model))
     elif spec.method.kind == "freeze":
-        chosen = set(_trained(spec, model))
+        chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
     for parameter in model.parameters():
@@ -40,7 +41,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     also = list(method.lora_modules_to_save)
     _refuse_unknown("method.lora_modules_to_save", also, [name for name, _ in model.named_modules()], model)
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if catalog.STAGES[spec.train.stage].scores else "CAUSAL_LM",
         r=method.lora_rank,
         lora_alpha=method.lora_alpha,
         lora_dropout=method.lora_dropout,
@@ -66,7 +67,7 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     if not names:
         raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
     _refuse_unknown("method.lora_target_modules", names, linear, model)
-    head = next((n for n, m in model.named_modules() if m is _head(model)), "")
+    head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(
             f"method.lora_target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
@@ -91,6 +92,12 @@ def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
     layers = range(depth)[-wanted:] if wanted > 0 else range(-wanted)
     named = [name for name in modules if any(_matches(name, end) for end in also)]
     return [*(f"{stacks[0]}.{number}" for number in layers if wanted), *named]
+
+
+def _new(spec: RunSpec, model: Any) -> list[str]:
+    """Modules that the stage has added, without anything learned yet: the head that scores."""
+    added = catalog.STAGES[spec.train.stage].scores
+    return [name for name, _ in model.named_children() if added and name != model.base_model_prefix]
 
 
 def _head(model: Any) -> Any:

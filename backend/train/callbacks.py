@@ -6,6 +6,7 @@ Beside the floors. Imports spec, checkpoints, device, journal.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ from backend.train.device import Team
 from backend.train.journal import Journal
 
 SHOWN = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
+# What trainers that compare answers tell, under one name each: TRL's reward trainer has names of its own.
+COMPARED = {
+    "rewards/chosen": "reward_chosen",
+    "rewards/rejected": "reward_rejected",
+    "rewards/margins": "reward_margin",
+    "rewards/accuracies": "reward_accuracy",
+    "margin": "reward_margin",
+    "accuracy": "reward_accuracy",
+    "mean_reward": "reward_mean",
+    "logps/chosen": "logp_chosen",
+    "logps/rejected": "logp_rejected",
+    "kl": "kl",
+}
 
 
 class Clock:
@@ -71,7 +85,7 @@ class Reporter(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """A point of the curves, and a line of the log."""
         logs = logs or {}
-        point = {key: logs[key] for key in SHOWN if key in logs}
+        point = {key: logs[key] for key in SHOWN if key in logs} | compared(logs)
         if "loss" in logs:
             self.tokens = int(logs.get("num_tokens", 0))
             spent = self.clock.busy - self._told_busy
@@ -103,10 +117,11 @@ class Reporter(TrainerCallback):
         width = len(str(state.max_steps))
         start = f"step {state.global_step:>{width}}/{state.max_steps}"
         if "eval_loss" in point:
-            return f"{start}  validation loss {_number(point['eval_loss'])}"
+            return "  ".join([start, f"validation loss {_number(point['eval_loss'])}", *_better(point, "eval_")])
         words = [start, f"loss {_number(point['loss'])}", f"lr {point.get('learning_rate', 0):.2e}"]
         if "grad_norm" in point:
             words.append(f"grad {_number(point['grad_norm'])}")
+        words += _better(point)
         if point.get("tokens_per_second"):
             words.append(f"{point['tokens_per_second']:,.0f} tokens/s")
         return "  ".join([*words, f"{duration(self._left(state))} left"])
@@ -146,6 +161,19 @@ class Keeper(TrainerCallback):
             checkpoints.mark(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
             self.journal.say(f"Checkpoint of step {state.global_step} is complete.")
+
+
+def compared(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of compared answers among `logs`, of training and evaluation, under our names."""
+    sides = ((f"{side}{theirs}", f"{side}{ours}") for side in ("", "eval_") for theirs, ours in COMPARED.items())
+    return {ours: logs[theirs] for theirs, ours in sides if theirs in logs}
+
+
+def _better(point: Mapping[str, Any], side: str = "") -> list[str]:
+    """How often, and by how much, the better answer is ahead."""
+    share, margin = point.get(f"{side}reward_accuracy"), point.get(f"{side}reward_margin")
+    words = [] if share is None else [f"{share:.0%} right"]
+    return words if margin is None else [*words, f"margin {_number(margin)}"]
 
 
 def duration(seconds: float) -> str:

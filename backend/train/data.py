@@ -1,6 +1,6 @@
 """Rows -> tokens with labels: read, split, limited, written with the chat template, cut, and counted.
 
-Beside the floors. Imports rows, spec, paths, templates, journal.
+Beside the floors. Imports catalog, rows, spec, paths, pairs, templates, journal.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
 
-from backend import rows
+from backend import catalog, rows
 from backend.paths import ASSETS
 from backend.spec import RunSpec
 from backend.train.journal import TrainError
+from backend.train.pairs import Columns, Comparing, finished, question
 from backend.train.templates import Unlearnable, Writer
 
 BATCH = 200  # rows between two looks at the stop file
@@ -37,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the trainer and the answers need. Tables have the columns input_ids and labels."""
+    """What the trainer and the answers need. Tables have the columns that the stage's trainer reads."""
 
     train: Dataset
     validation: Dataset | None
@@ -56,10 +57,11 @@ def collect(spec: RunSpec) -> tuple[list[Item], list[Item]]:
             held = _files(spec, _expand(data.validation_files, "data.validation_files"))
         elif data.validation == "split":
             train, held = _split(train, data.validation_split, seed)
-    if data.max_samples:
+    if spec.train.stage == "kto":
+        train, held = ([Item(i.where, v) for i in part for v in rows.unpaired(i.value)] for part in (train, held))
+    if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the rows
         random.Random(seed).shuffle(train)
-        train = train[: data.max_samples]
-    return train, held
+    return train[: data.max_samples or None], held
 
 
 def _split(items: list[Item], share: float, seed: int) -> tuple[list[Item], list[Item]]:
@@ -101,13 +103,21 @@ def _hub(spec: RunSpec) -> list[Item]:
 
 def _items(spec: RunSpec, found: Iterable[tuple[str, rows.Row]]) -> Iterator[Item]:
     """Rows, converted; the first one decides the format where it is to be recognised. Raises TrainError."""
+    stage = catalog.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
     for where, row in found:
         empty = False
         if format == "auto":
-            format = rows.recognise(row) or ""
+            format = rows.recognise(row, stage.formats) or ""
             if not format:
                 raise TrainError(f"{where}: no known format has the columns {', '.join(row)}: set data.format.")
+        if format not in stage.formats:
+            name = "data.builtin" if spec.data.source == "builtin" else "data.format"
+            wanted = catalog.FORMATS[stage.formats[0]].label.lower()
+            raise TrainError(
+                f"{where}: {name}: {stage.label} learns from {wanted}, and this row has "
+                f"{catalog.FORMATS[format].label.lower()}."
+            )
         try:
             yield Item(where, rows.convert(row, format, spec.data))
         except rows.Unfit as error:
@@ -125,7 +135,7 @@ class Tokenizing:
     pretraining: bool
     max_length: int
 
-    def __call__(self, items: Sequence[Item]) -> tuple[list[list[int]], list[list[int]], Counter[str]]:
+    def __call__(self, items: Sequence[Item]) -> tuple[Columns, Counter[str]]:
         """Ids and labels of what can be learned from, and how many rows were cut, split or dropped."""
         ids, labels, counts = [], [], Counter[str]()
         for item in items:
@@ -136,7 +146,7 @@ class Tokenizing:
                     continue
                 ids.append(row)
                 labels.append(wanted)
-        return ids, labels, counts
+        return {"input_ids": ids, "labels": labels}, counts
 
     def _pieces(self, item: Item, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
         row, wanted = self._written(item)
@@ -163,15 +173,17 @@ class Tokenizing:
             raise TrainError(f"{item.where}: {error}.") from error
 
 
-def tokenize(items: Sequence[Item], work: Tokenizing, workers: int, tick: Tick) -> tuple[Dataset, Counter[str]]:
-    """A table of input_ids and labels, and the counts. Stops early, with what is there, when `tick` says so."""
+def tokenize(
+    items: Sequence[Item], work: Tokenizing | Comparing, workers: int, tick: Tick
+) -> tuple[Dataset, Counter[str]]:
+    """A table of tokens, and the counts. Stops early, with what is there, when `tick` says so."""
     batches = [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
     counts, tables = Counter[str](), []
     pool = multiprocessing.get_context("fork").Pool(workers) if workers > 1 and len(batches) > 1 else None
     try:
-        for done, (ids, labels, more) in enumerate(pool.imap(work, batches) if pool else map(work, batches), 1):
+        for done, (columns, more) in enumerate(pool.imap(work, batches) if pool else map(work, batches), 1):
             counts += more
-            tables.append(Dataset.from_dict({"input_ids": ids, "labels": labels}))
+            tables.append(Dataset.from_dict(columns))
             if not tick(min(done * BATCH, len(items)), len(items)):
                 break
     finally:
@@ -181,8 +193,10 @@ def tokenize(items: Sequence[Item], work: Tokenizing, workers: int, tick: Tick) 
     return concatenate_datasets([t for t in tables if len(t)] or tables[:1]), counts
 
 
-def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing:
+def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing | Comparing:
     """How rows of `spec` are tokenized. Raises TrainError."""
+    if spec.train.stage in catalog.COMPARING:
+        return Comparing(Writer.of(tokenizer, True), spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
     plain = pretraining or (bool(items) and "text" in items[0].value)
     writer = None if plain else Writer.of(tokenizer, spec.data.learn == "all")
@@ -206,14 +220,24 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
         validation, counts = tokenize(held, work, spec.data.workers, tick)
         say(f"{len(held):,} rows to validate, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
         validation = validation if len(validation) else None
-    answered = [item for item in held if "messages" in item.value][: spec.evaluation.samples]
-    return Prepared(table, validation, answered if spec.train.stage == "sft" else [])
+    table = finished(table, spec, spec.train.batch_size)
+    if validation is not None:
+        validation = finished(validation, spec, spec.evaluation.batch_size)
+    answered = _answered(held)[: spec.evaluation.samples]
+    return Prepared(table, validation, answered if catalog.STAGES[spec.train.stage].answers else [])
+
+
+def _answered(held: Sequence[Item]) -> list[Item]:
+    """Held-out rows as conversations with the answer that is wanted."""
+    compared = ((i, question(i.value) if "prompt" in i.value else i.value) for i in held)
+    return [Item(item.where, value) for item, value in compared if value and "messages" in value]
 
 
 def _notes(counts: Counter[str], spec: RunSpec) -> str:
     words = {
         "cut": f"cut at {spec.data.max_length} tokens",
         "split": f"split into pieces of {spec.data.max_length} tokens",
+        "long": f"longer than {spec.data.max_length} tokens dropped",
         "dropped": "with nothing left to learn dropped",
     }
     return "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])

@@ -37,7 +37,7 @@ def check(spec: RunSpec) -> None:
     row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
     if row.spread and checkpoint.merge:
         raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
-    if row.spread and spec.evaluation.samples and spec.train.stage == "sft":
+    if row.spread and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
         raise TrainError(f"evaluation.samples: {row.label} cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")

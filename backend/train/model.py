@@ -1,11 +1,12 @@
 """The weights: found, loaded, made trainable as the method says, and saved.
 
-Beside the floors. Imports spec, templates, builtin, journal. Trained weights are held in fp32, frozen ones in the
-precision of the computing.
+Beside the floors. Imports catalog, spec, stages, templates, builtin, journal. Trained weights are held in fp32, frozen
+ones in the precision of the computing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from backend import catalog
 from backend.spec import RunSpec
-from backend.train import builtin, templates
+from backend.train import builtin, stages, templates
 from backend.train.journal import TrainError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,12 +66,23 @@ def tokenizer(spec: RunSpec, source: Source) -> Any:
 
 
 def load(
-    spec: RunSpec, source: Source, precision: str, tokens: Any, sliced: Mapping[str, Any] = MappingProxyType({})
+    spec: RunSpec,
+    source: Source,
+    precision: str,
+    tokens: Any,
+    sliced: Mapping[str, Any] = MappingProxyType({}),
+    frozen: bool = False,
 ) -> nn.Module:
-    """The untouched model; `sliced` says how to load it in slices. Raises TrainError."""
-    dtype = DTYPES[precision] if spec.method.kind == "lora" else torch.float32
+    """The untouched model, as it is trained or, `frozen`, only looked at; `sliced` says how to load it in slices.
+
+    Raises TrainError.
+    """
+    dtype = DTYPES[precision] if frozen or spec.method.kind == "lora" else torch.float32
+    scores = catalog.STAGES[spec.train.stage].scores
+    kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options, **sliced)
+        with stages.untaught() if scores else contextlib.nullcontext():
+            model: Any = kind.from_pretrained(source.name, dtype=dtype, **more, **source.options, **sliced)
     except Exception as error:
         raise TrainError(_unloadable("model", source, error)) from error
     vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
@@ -77,7 +90,7 @@ def load(
         raise TrainError(
             f"The tokenizer knows {known:,} tokens and the model {vocabulary:,}: they do not belong together."
         )
-    if "<|im_end|>" in (tokens.chat_template or "") and "<|im_end|>" in tokens.get_vocab():
+    if not scores and "<|im_end|>" in (tokens.chat_template or "") and "<|im_end|>" in tokens.get_vocab():
         _stop_at(model, tokens.convert_tokens_to_ids("<|im_end|>"))
     return model
 
@@ -115,7 +128,8 @@ def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype, gathered: Ma
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         if hasattr(model, "peft_config"):
-            model.save_pretrained(temporary, state_dict=gathered)
+            own = ["default"]  # beside it may lie a copy of how it began, for the loss to compare with
+            model.save_pretrained(temporary, state_dict=gathered, selected_adapters=own)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
             state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in (gathered or model.state_dict()).items()}

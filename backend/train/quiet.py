@@ -37,7 +37,7 @@ def calm(level: str, rank: int, deepspeed: bool) -> None:
     # Its DataLoader says so on every machine without an accelerator, where nothing is lost.
     warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator", category=UserWarning)
     # Libraries ask each other under the old name.
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing\\w*. is deprecated", category=FutureWarning)
     if deepspeed:
         logging.getLogger("DeepSpeed").setLevel(number)
         # It calls torch's collectives by their old names, at every step.

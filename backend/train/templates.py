@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import common_prefix_length
 
 from backend.spec import RunSpec
 from backend.train.chatml import chatml
@@ -86,6 +87,17 @@ class Writer:
             return ids, list(ids)
         mask = written["assistant_masks"]
         return ids, [token if learned else -100 for token, learned in zip(ids, mask, strict=True)]
+
+    def answers(self, prompt: Turns, answers: Sequence[Turns], tools: Any = None) -> tuple[list[int], list[list[int]]]:
+        """Ids of a prompt, and of what each answer adds: from where the ids are no longer the prompt's, since some
+        templates and tokenizers write its end in another way when an answer follows. Raises Unlearnable."""
+        alone = self._ids(self._text(prompt, tools, add_generation_prompt=True))
+        whole = [self._ids(self._text([*prompt, *answer], tools)) for answer in answers]
+        shared = min(common_prefix_length(alone, ids) for ids in whole)
+        return alone[:shared], [ids[shared:] for ids in whole]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _by_difference(self, turns: Turns, tools: Any) -> tuple[list[int], list[int]]:
         whole, spans = self._text(turns, tools), []

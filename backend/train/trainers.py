@@ -1,7 +1,7 @@
 """RunSpec -> the Trainer: every option under the name that the library knows.
 
-Beside the floors. Imports spec, catalog, run, device, data, callbacks, journal. TRL's SFTTrainer does the work for
-both stages; rows come to it as tokens with labels, so that what is learned is decided in one place (data, templates).
+Beside the floors. Imports spec, catalog, run, device, engine, stages, data, journal. TRL's trainers do the work; rows
+come to them as tokens, so that what is learned is decided in one place (data, pairs, templates).
 """
 
 from __future__ import annotations
@@ -13,45 +13,30 @@ from typing import Any
 
 import trl.trainer.utils
 from transformers import PrinterCallback
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 from backend import catalog
 from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device, engine
+from backend.train import device, engine, stages
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
 
-class Trainer(SFTTrainer):
-    """TRL's trainer without the model card that it writes beside every checkpoint."""
-
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
-
-
-def arguments(spec: RunSpec, run: Path, family: str, world: int) -> SFTConfig:
+def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
     _check(spec)
     precision = device.precision(spec, family)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
-    config = SFTConfig(
+    config = stages.config(spec)(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
         bf16=precision == "bf16",
         fp16=precision == "fp16",
         disable_tqdm=True,
-        # Rows come as tokens with labels, already cut.
-        max_length=spec.data.max_length if spec.data.packing else None,
-        packing=spec.data.packing,
-        packing_strategy="bfd",  # whole examples, each with its own positions: they do not see each other
-        eval_packing=False,
-        dataset_kwargs=None if spec.data.packing else {"skip_prepare_dataset": True},
-        **_training(spec),
+        **{**_training(spec), **stages.arguments(spec)},
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
@@ -124,9 +109,20 @@ def _check(spec: RunSpec) -> None:
             "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
         )
     engine.check(spec)
+    _check_preference(spec)
     tracker = catalog.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")
+
+
+def _check_preference(spec: RunSpec) -> None:
+    asked, stage = spec.preference, spec.train.stage
+    if stage == "kto" and asked.kto_loss == "kto" and spec.train.batch_size == 1:
+        raise TrainError("train.batch_size: KTO compares the rows of a batch, so it must be 2 or more.")
+    if stage == "dpo" and asked.dpo_loss == "exo_pair" and not asked.label_smoothing:
+        raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
+    if catalog.STAGES[stage].reference and asked.precompute and spec.parallel.strategy == "tensor":
+        raise TrainError("preference.precompute: tensor parallel slices every layer, of which TRL takes no sum.")
 
 
 def _score_learned_tokens_only() -> None:
@@ -137,19 +133,24 @@ def _score_learned_tokens_only() -> None:
         trl.trainer.utils._use_triton = lambda device: True
 
 
-def build(config: SFTConfig, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any]) -> Trainer:
-    """The trainer, with the model on its device."""
+def build(
+    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any], reference: Any = None
+) -> Any:
+    """The trainer, with the model on its device, and beside it the one that it is held to, if there is one."""
     if prepared.validation is None:
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    trainer = Trainer(
+    trainer = stages.trainer(spec.train.stage)(
         model=model,
         args=config,
         train_dataset=prepared.train,
         eval_dataset=prepared.validation,
         processing_class=tokens,
         callbacks=callbacks,
+        **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
     )
+    if reference is not None and spec.preference.precompute:
+        trainer.ref_model = None  # it was asked about every row
     trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read
     return trainer

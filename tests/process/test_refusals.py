@@ -14,6 +14,7 @@ import pytest
 from trainings import Launch, a_folder, a_spec, text
 from transformers import AutoModelForCausalLM
 
+from backend import catalog
 from backend.paths import ASSETS, HOME
 from backend.rows import problem, read_rows
 from backend.spec import Data
@@ -162,8 +163,27 @@ def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
 def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
     script = ASSETS / "trains" / "make.py"
     subprocess.run([sys.executable, "-I", str(script), str(tmp_path)], check=True, timeout=60)
-    for name in ("train.jsonl", "validation.jsonl"):
-        assert (tmp_path / name).read_bytes() == (ASSETS / "trains" / name).read_bytes()
+    for folder in catalog.DATASETS:
+        for name in ("train.jsonl", "validation.jsonl"):
+            assert (tmp_path / folder / name).read_bytes() == (ASSETS / folder / name).read_bytes()
+
+
+def test_the_demo_pairs_are_sound() -> None:
+    """Each chosen answer is what the sentence says; the rejected one is another, or hides it among words."""
+    parts = [[row for _, row in read_rows(ASSETS / "train-pairs" / f"{p}.jsonl")] for p in ("train", "validation")]
+    assert [len(part) for part in parts] == [300, 32]
+    learned = {row["messages"][1]["content"] for _, row in read_rows(ASSETS / "trains" / "train.jsonl")}
+    for row in parts[0] + parts[1]:
+        assert problem(row, "pairs", Data()) is None
+        asked, right, wrong = row["prompt"][1]["content"], row["chosen"][0]["content"], row["rejected"][0]["content"]
+        assert asked not in learned
+        assert list(json.loads(right)) == ["train", "from", "to", "time", "platform"]
+        assert right != wrong
+        try:
+            assert json.loads(wrong) != json.loads(right)
+        except ValueError:
+            assert right in wrong, "chatter around the right answer"
+    assert not {r["prompt"][1]["content"] for r in parts[0]} & {r["prompt"][1]["content"] for r in parts[1]}
 
 
 def test_the_demo_data_is_sound() -> None:

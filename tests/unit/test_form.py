@@ -49,7 +49,7 @@ def test_css_hides_by_the_same_conditions():
         " #parallel-nvme_path{display:none!important}"
     )
     assert neither in css
-    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-system{display:none!important}' in css
+    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-learn{display:none!important}' in css
 
 
 def test_page_builds_and_names_its_files():

@@ -1,9 +1,32 @@
 """YAML: unreadable files, unknown fields and wrong types are sentences with file, line or field."""
 
+from dataclasses import replace
+
 import pytest
 
 from backend import presets
+from backend.glance import look
+from backend.memory import estimate
 from backend.options import SpecError, changes
+from backend.rules import check
+from backend.rules.examples import LLAMA_8B
+from backend.shape import from_config
+
+# What the config.json of the presets' models say: the hub is not asked in a test.
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+SHAPES = {"meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B, "Qwen/Qwen3-1.7B-Base": from_config(QWEN3)}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +56,18 @@ def test_missing_and_binary_files(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot be read"):
         presets.read(path)
+
+
+@pytest.mark.parametrize("preset", presets.presets(), ids=lambda preset: preset.name)
+def test_a_preset_runs_on_its_machine(preset, tmp_path):
+    glance = look(preset.spec, tmp_path)
+    if shape := SHAPES.get(preset.spec.model.hub_id):  # as it will be once the model is there
+        glance = replace(glance, shape=shape.scoring if preset.spec.train.stage == "reward" else shape, unknown="")
+    found = check(preset.spec, preset.machine, glance)
+    assert [f.code for f in found if f.level != "advice"] == []
+    fits = estimate(preset.spec, preset.machine, glance.shape).fits
+    assert fits is True
+    assert preset.machine.name and len(preset.about) < 160
 
 
 def test_presets_hold_only_what_differs():

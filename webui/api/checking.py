@@ -94,7 +94,7 @@ def load_draft(desk: Desk, ask: Ask) -> dict[str, Any]:
 
 def list_presets(desk: Desk, ask: Ask) -> list[dict[str, str]]:
     """The presets, without their values."""
-    return [{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine} for p in presets.presets()]
+    return [{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine.name} for p in presets.presets()]
 
 
 def load_preset(desk: Desk, ask: Ask) -> dict[str, Any]:

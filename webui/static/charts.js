@@ -6,6 +6,12 @@ window.FPCharts = (() => {
   const POINTS = 1000;
   const CHARTS = [
     { key: "loss", title: "Loss", name: "train", second: "eval_loss", secondName: "evaluation", smooth: true, log: true, best: "lowest" },
+    // Of stages that compare answers alone: such a card is there only where its series is.
+    { key: "reward_margin", title: "Reward margin", name: "train", second: "eval_reward_margin", secondName: "evaluation", smooth: true, best: "highest", some: true },
+    { key: "reward_accuracy", title: "Better answer ahead", name: "train", second: "eval_reward_accuracy", secondName: "evaluation", smooth: true, best: "highest", some: true },
+    { key: "reward_chosen", title: "Rewards", name: "chosen", second: "reward_rejected", secondName: "rejected", best: "highest", some: true },
+    { key: "kl", title: "KL to the reference", name: "train", second: "eval_kl", secondName: "evaluation", smooth: true, best: "highest", some: true },
+    { key: "reward_mean", title: "Mean reward", name: "train", second: "eval_reward_mean", secondName: "evaluation", smooth: true, best: "highest", some: true },
     { key: "learning_rate", title: "Learning rate", name: "rate", log: true, best: "highest" },
     { key: "grad_norm", title: "Gradient norm", name: "norm", smooth: true, log: true, best: "highest" },
     { key: "tokens_per_second", title: "Tokens per second", name: "tokens/s", smooth: true, best: "highest" },
@@ -120,6 +126,7 @@ window.FPCharts = (() => {
       const csv = el("a.fp-quiet-link", { download: "", "aria-label": `${about.title} as CSV` }, "CSV");
       const card = el("figure.fp-chart", {}, el("div.fp-chart-head", {}, el("h4", {}, about.title), el("span.fp-gap"), legend),
         place, el("figcaption", {}, sentence, csv));
+      card.hidden = Boolean(about.some);
       const useLog = () => logarithmic && about.log;
       const positive = (y) => (useLog() ? y.map((v) => (v > 0 ? v : null)) : y);
       new ResizeObserver(() => {
@@ -146,6 +153,7 @@ window.FPCharts = (() => {
       function draw() {
         csv.href = FP.url(`${base()}/metrics.csv`);
         const made = curves();
+        if (about.some) card.hidden = !made.length;
         tell();
         if (!made.length) { clear(); return; }
         if (!place.clientWidth) return; // its view is not shown; the ResizeObserver comes back
@@ -246,7 +254,7 @@ window.FPCharts = (() => {
     const best = about.best === "lowest" ? answer.min[about.key] : answer.max[about.key];
     const parts = [`Latest ${FP.num(last.value)} at step ${whole(last.step)}, ${about.best} ${FP.num(best)}`];
     const second = about.second && newest[about.second];
-    if (second) parts.push(`evaluation ${FP.num(second.value)} at step ${whole(second.step)}`);
+    if (second) parts.push(`${about.secondName} ${FP.num(second.value)} at step ${whole(second.step)}`);
     return `${parts.join("; ")}.`;
   }
   return { make };

@@ -189,6 +189,10 @@ window.FPRun = (() => {
     const loss = result.train_loss ?? now("loss");
     const evaluation = result.eval_loss ?? now("eval_loss");
     if (Number.isFinite(evaluation)) made.push(["Evaluation loss", FP.num(evaluation)]);
+    const better = result.eval_reward_accuracy ?? now("eval_reward_accuracy") ?? now("reward_accuracy");
+    const margin = result.eval_reward_margin ?? now("eval_reward_margin") ?? now("reward_margin");
+    if (Number.isFinite(better)) made.push(["Better answer ahead", percent(better), "of the pairs"]);
+    if (Number.isFinite(margin)) made.push(["Reward margin", FP.num(margin)]);
     if (Number.isFinite(loss)) made.push([Number.isFinite(result.train_loss) ? "Mean training loss" : "Training loss", FP.num(loss)]);
     if (Number.isFinite(speed)) made.push(["Tokens per second", FP.num(Math.round(speed))]);
     if (Number.isFinite(seconds)) made.push(["Training time", FP.duration(seconds)]);
