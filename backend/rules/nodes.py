@@ -185,7 +185,9 @@ def nothing_to_return_to(case: Case) -> Hit | None:
     patch: dict[str, object] = {"checkpoint.weights_only": False}
     if checkpoint.when == "no":
         patch["checkpoint.when"] = "steps"
-    return Hit("No checkpoint is kept that training could go on from.", (Fix("Keep whole checkpoints", patch),))
+    room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
+    fixes = (Fix("Keep whole checkpoints", patch),) if room else ()
+    return Hit("No checkpoint is kept that training could go on from.", fixes)
 
 
 @rule(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
-from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TWO_H100
+from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TINY, TWO_H100
 
 PAIRS = {"data.builtin": "train-pairs"}
 DPO = {"train.stage": "dpo", **PAIRS}
@@ -123,7 +123,7 @@ def certain_exo(case: Case) -> str | None:
     source="seen with trl 1.16: hash_module reads every weight as a plain tensor",
     fixes=(Fix("Beside the training", {"preference.precompute": False}),),
     bad=Example({**DPO, "preference.precompute": True, "parallel.strategy": "tensor", "method.kind": "full",
-                 "train.learning_rate": 1e-6}, TWO_H100),
+                 "train.learning_rate": 1e-6, "checkpoint.when": "no"}, TWO_H100, replace(DEMO, shape=TINY)),
     good=Example({**DPO, "preference.precompute": True, "parallel.strategy": "ddp"}, TWO_H100),
 )  # fmt: skip
 def sliced_reference(case: Case) -> str | None:
