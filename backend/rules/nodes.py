@@ -184,7 +184,7 @@ def nothing_to_return_to(case: Case) -> Hit | None:
         return Hit("A run of slices keeps no checkpoint that training could go on from.", (fix,))
     patch: dict[str, object] = {"checkpoint.weights_only": False}
     if checkpoint.when == "no":
-        patch["checkpoint.when"] = "steps"
+        patch |= {"checkpoint.when": "steps", "checkpoint.steps": checkpoint.steps, "checkpoint.keep": checkpoint.keep}
     room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
     fixes = (Fix("Keep whole checkpoints", patch),) if room else ()
     return Hit("No checkpoint is kept that training could go on from.", fixes)
