@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend import catalog
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.examples import LAPTOP, TWO_H100
 

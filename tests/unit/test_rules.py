@@ -31,7 +31,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 
+COUNT = 135
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
