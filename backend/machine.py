@@ -36,6 +36,8 @@ STALE = 900  # seconds
 # Distributions whose presence or version some rule asks about.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
+    "flash_attn", "flash_attn_3",
+    *(name for row in catalog.PACKED.values() for name in row.packages),
     *(row.package for row in catalog.REPORTERS.values() if row.package),
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from backend import catalog
 from backend.spec import Method, RunSpec
 
 SCORE = "score"  # transformers' name for the head of a model that gives numbers instead of words
@@ -48,6 +49,8 @@ class ModelShape:
     architecture: str
     model_type: str
     activation: str = "silu"
+    bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
+    group: int = 0  # so many of them share a scale and a zero point
     stack: str = "model.layers"
     layer: tuple[Leaf, ...] = field(default=(), repr=False)
     outside: tuple[Leaf, ...] = field(default=(), repr=False)
@@ -117,13 +120,17 @@ def trainable(spec: RunSpec, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
-        low_rank = kept(shape, SCORE)
-        low_rank += sum(method.lora_rank * (leaf.inputs + leaf.outputs) for leaf in adapted(method, shape))
-        return low_rank + sum(kept(shape, name) for name in method.lora_modules_to_save)
+        added = kept(shape, SCORE) + sum(low_rank(method, leaf) for leaf in adapted(method, shape))
+        return added + sum(kept(shape, name) for name in method.lora_modules_to_save)
     wanted = method.freeze_layers
     layers = range(shape.layers)[-wanted:] if wanted > 0 else range(min(-wanted, shape.layers))
     names = [SCORE, *method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
     return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
+
+
+def low_rank(method: Method, leaf: Leaf) -> int:
+    """Parameters that an adapter adds to a linear module; DoRA has a length for each of its outputs."""
+    return method.lora_rank * (leaf.inputs + leaf.outputs) + (leaf.outputs if method.lora_dora else 0)
 
 
 def kept(shape: ModelShape, name: str) -> int:
@@ -186,8 +193,21 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         "architecture": str(architectures[0]),
         "model_type": str(config["model_type"]),
+        **_came_packed(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
     }
+
+
+def _came_packed(found: Config) -> dict[str, int]:
+    """Bits and group of packed linear layers. What is unpacked while loading counts as its dtype says."""
+    row = catalog.PACKED.get(str(found.get("quant_method") or ""))
+    if row is None or not row.adapters:
+        return {}
+    if row.label == "bitsandbytes":
+        return {"bits": 8, "group": 0} if found.get("load_in_8bit") else {"bits": 4, "group": 64}
+    inner = (found.get("quant_config") or {}).get("weight_quant_params") or {}  # HQQ's own nesting
+    group = int(found.get("group_size") or inner.get("group_size") or 128)
+    return {"bits": int(found.get("bits") or found.get("w_bit") or inner.get("nbits") or 4), "group": max(0, group)}
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def _learn(form: Form) -> None:
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
         with fields(more=True):
-            form.place("precision.compute", "model.trust_remote_code")
+            form.place("precision.compute", "model.attention", "model.trust_remote_code")
     with section("data", "Data"):
         with fields():
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
@@ -69,14 +69,15 @@ def _learn(form: Form) -> None:
 def _train(form: Form) -> None:
     with section("method", "Method"):
         with fields():
-            form.place("method.kind", "train.stage")
+            form.place("method.kind", "train.stage", "method.quantization")
             form.place("preference.dpo_loss", "preference.kto_loss", "preference.beta", "preference.label_smoothing")
             form.place("preference.sft_weight", "preference.desirable_weight", "preference.undesirable_weight")
             form.place("preference.precompute", "preference.center_rewards")
             form.place("method.lora_rank", "method.lora_alpha", "method.lora_dropout", "method.lora_targets")
             form.place("method.lora_target_modules", "method.freeze_layers", "method.freeze_also")
         with fields(more=True):
-            form.place("method.lora_modules_to_save", "train.neftune")
+            form.place("method.lora_init", "method.lora_plus", "method.lora_dora", "method.lora_rslora")
+            form.place("method.double_quantization", "method.lora_modules_to_save", "train.neftune")
     with section("train", "Training"):
         with fields():
             form.place("train.length", "train.epochs", "train.max_steps", "train.learning_rate")

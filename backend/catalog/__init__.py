@@ -7,16 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.catalog.kinds import BuiltinModel, Choice, Dataset, Device, Optimizer, Stage, Strategy
+from backend.catalog.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS
+from backend.catalog.kernels import ATTENTIONS, FLASH
+from backend.catalog.kinds import (
+    Attention,
+    BuiltinModel,
+    Choice,
+    Dataset,
+    Device,
+    Init,
+    Optimizer,
+    Packed,
+    Quantization,
+    Stage,
+    Strategy,
+)
 from backend.catalog.models import MODELS
 from backend.catalog.optimizers import OPTIMIZERS
+from backend.catalog.quantization import FOUR_BIT, PACKED, QUANTIZATIONS
 from backend.catalog.stages import ANSWERED, COMPARING, DATASETS, DPO_LOSSES, KTO_LOSSES, PLAIN, STAGES
 from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 
 __all__ = [
-    "ANSWERED", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FSDP", "KTO_LOSSES", "MANY", "MODELS", "OFFLOADS",
-    "OPTIMIZERS", "PLAIN", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
-    "BuiltinModel", "Choice", "Dataset", "Device", "Optimizer", "Stage", "Strategy",
+    "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FLASH",
+    "FOUR_BIT", "FSDP", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
+    "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
+    "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Quantization",
+    "Stage", "Strategy",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {
@@ -24,13 +41,6 @@ METHODS: Mapping[str, Choice] = {
     "freeze": Choice("Freeze", "Train some of the layers and keep the others."),
     "full": Choice("Full", "Train every weight. Most memory."),
 }
-
-LORA_TARGETS: Mapping[str, Choice] = {
-    "all-linear": Choice("All linear layers", "Learns best for its size."),
-    "attention": Choice("Attention projections", "q, k, v and o: smaller and a little weaker."),
-    "custom": Choice("By name", "The module names that you give."),
-}
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 PRECISIONS: Mapping[str, Choice] = {
     "auto": Choice("Automatic", "bf16 where the device computes in it, otherwise fp32."),

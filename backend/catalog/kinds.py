@@ -66,6 +66,40 @@ class Device(Choice):
 
 
 @dataclass(frozen=True)
+class Init(Choice):
+    """How adapters begin: peft's `init_lora_weights`, and whether it takes a part out of the base weights."""
+
+    name: str | bool = True
+    moves: bool = False
+
+
+@dataclass(frozen=True)
+class Attention(Choice):
+    """How attention is computed; a kernel runs from the `oldest` to the `newest` compute capability, (0, 0): any."""
+
+    oldest: tuple[int, int] = (0, 0)
+    newest: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Quantization(Choice):
+    """How many bits a packed base weight has; 0 is not packed."""
+
+    bits: int = 0
+
+
+@dataclass(frozen=True)
+class Packed(Choice):
+    """A format that a model may come in: whether adapters are trained on it, whether it is unpacked while loading so
+    that anything can be trained, and the packages that it needs."""
+
+    adapters: bool = False
+    unpacked: bool = False
+    packages: tuple[str, ...] = ()
+    gpu: bool = False  # needs one
+
+
+@dataclass(frozen=True)
 class Strategy(Choice):
     """How processes work together: the engine that does it ('' for one process) and its ZeRO stage.
 

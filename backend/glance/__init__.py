@@ -5,8 +5,10 @@ Floor 2. Imports: options, spec, and the rooms below. Rules read a Glance and ne
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,24 @@ def _checkpoint(spec: RunSpec, base: Path) -> str:
     if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
         other = "whole weights" if spec.method.kind == "lora" else "an adapter"
         return f"{folder} holds {other}, which {catalog.METHODS[spec.method.kind].label} cannot go on from."
+    return _adapter(spec, folder) if spec.method.kind == "lora" else ""
+
+
+def _adapter(spec: RunSpec, folder: Path) -> str:
+    """How the adapter in a checkpoint was made otherwise: its weights would then mean something else."""
+    method = spec.method
+    asked = {
+        "r": method.lora_rank,
+        "lora_alpha": method.lora_alpha,
+        "use_dora": method.lora_dora,
+        "use_rslora": method.lora_rslora,
+        "init_lora_weights": catalog.LORA_INITS[method.lora_init].name,
+    }
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        for key, value in asked.items():
+            if found.get(key, value) != value:
+                return f"{folder} holds an adapter with {key} {found[key]}, and {value} is asked for."
     return ""
 
 

@@ -28,6 +28,7 @@ class Glance:
     shape: ModelShape | None = None
     unknown: str = "the model was not looked at"  # why there is no shape, as the end of a sentence
     model: str = ""  # what is wrong with the model's folder
+    packed: str = ""  # the format of weights that came packed, as config.json's quant_method
     has_template: bool | None = None  # the tokenizer brings a chat template
     fetched: bool = True  # nothing has to be downloaded
     troubles: tuple[Trouble, ...] = ()  # of data files

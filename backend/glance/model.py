@@ -80,7 +80,8 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said = f"{folder / 'config.json'} cannot be read: {error}."
         return {"unknown": "config.json cannot be read", "model": said}
-    return {**_shape(config), "model": _missing(folder), "has_template": _has_template(folder)}
+    packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
+    return {**_shape(config), "packed": packed, "model": _missing(folder), "has_template": _has_template(folder)}
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

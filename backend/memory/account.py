@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from backend import catalog
 from backend.derived import processes, steps, world
 from backend.machine import GIB
+from backend.memory import packed
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
 from backend.memory.spread import MIB, Row
 
@@ -50,16 +51,13 @@ class Account(Activations):
     def _weights(self) -> list[Row]:
         """Weights and optimizer state, each where it lives. DeepSpeed computes with a copy in the computing precision;
         its masters in fp32 lie with the optimizer's state."""
-        trained, frozen, width, state = self.trained, self.frozen, self.width, self._optimizer.state_bytes
+        trained, frozen, width, state = self.trained, self.plain, self.width, self._optimizer.state_bytes
         copy = width if self.zero else 4
         near, far = not self.weights_away, not self.optimizer_away
         label = f"{trained:,} x {state:g} bytes for {self._optimizer.label}{self.shared}"
         rows = [
-            Row(
-                "Frozen weights",
-                near * frozen * width // self.holders,
-                f"{frozen:,} x {width} bytes{self.held}",
-            ),
+            *(self._packed(near) if self.packed else []),
+            Row("Frozen weights", near * frozen * width // self.holders, f"{frozen:,} x {width} bytes{self.held}"),
             Row("Trained weights", near * trained * copy // self.holders, f"{trained:,} x {copy} bytes{self.held}"),
             Row("Optimizer state", round(far * trained * state / self.sharers), label),
         ]
@@ -81,6 +79,15 @@ class Account(Activations):
             Row("Reference model", count * width // self.holders, f"{count:,} x {width} bytes, untouched{self.held}")
         ]
 
+    def _packed(self, near: bool) -> list[Row]:
+        """The base of QLoRA. Scales are not spread with the weights."""
+        count, bits = packed.weights(self.packed), packed.bits(self.spec, self.shape)
+        words = packed.scales_in_words(self.spec, self.shape)
+        return [
+            Row("Packed weights", near * count * bits // 8 // self.holders, f"{count:,} x {bits} bits{self.held}"),
+            Row("Scales of packed weights", packed.scales(self.spec, self.shape, self.packed), words),
+        ]
+
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
         width = self.width if self.zero else 4
@@ -91,7 +98,7 @@ class Account(Activations):
 
     def _forward(self) -> list[Row]:
         """The end of the forward pass."""
-        spec, rows = self.spec, [self._activations(), self._loss()]
+        spec, rows = self.spec, [self._activations(), self._dora(), self._unpacked(), self._loss()]
         if self.width == 2 and not self.zero:
             cast = self._cast()
             rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
@@ -154,7 +161,8 @@ class Account(Activations):
         if self.cpu:
             return []
         count = processes(self.spec)
-        loaded = self.shape.parameters * (self.width if self.adapter else 4)
+        width = self.width if self.adapter and not catalog.LORA_INITS[self.spec.method.lora_init].moves else 4
+        loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
         loaded += sum(row.bytes for row in self._reference())
         words = f"{count} x {loaded:,} bytes until the device has them"
         return [
@@ -174,7 +182,7 @@ class Account(Activations):
             rows.append(Row("Optimizer state", round(copies * trained * each), words, "host"))
         if self.weights_away == "cpu":
             width = self.width
-            whole = self.frozen + (trained if self.zero else 0)
+            whole = self.plain + self.packed_bytes // width + (trained if self.zero else 0)
             rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows
 

@@ -70,8 +70,15 @@ class Activations(Spread):
         back = sum(leaf.inputs for leaf in taught if _end(leaf) in BACK) * width
         if not self.adapter or width == 4:
             back = inner * width  # the attention's own result, kept already, is the input of its projection
-        low_rank = self.spec.method.lora_rank * len(taught) * width if self.adapter else 0
-        return self._norms() + inputs + attention + kept + back + low_rank
+        beside = 0
+        if self.adapter:
+            method, wide_in = self.spec.method, sum(leaf.inputs for leaf in taught)
+            if method.lora_dropout:  # each adapter drops from a copy of its own, and keeps which
+                inputs, back = wide_in * width, wide_in * (4 if self.cpu else 1)
+            beside = method.lora_rank * len(taught) * width
+            if method.lora_dora:  # the results of base and adapter, for the gradient of the lengths
+                beside += 2 * sum(leaf.outputs for leaf in taught) * width
+        return self._norms() + inputs + attention + kept + back + beside
 
     def _norms(self) -> int:
         """Bytes that the norms of a layer keep for each token: the input in fp32, and what a trained weight scaled."""
@@ -117,9 +124,27 @@ class Activations(Spread):
         batch, length = self.sequences, self.length
         if spec.data.packing:
             batch, length = 1, batch * length  # packed rows lie one behind the other
-        masked = self.width if spec.data.packing or batch > 1 else 0
+        asked, flash = spec.model.attention, spec.model.attention in (*catalog.FLASH, "flex_attention")
+        masked = self.width if (spec.data.packing or batch > 1) and not flash else 0
         scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
+        if asked == "eager":
+            scores, masked = 4 + (self.width if self.width == 2 else 0), 0
         return batch * length**2 * (masked + scores * shape.heads)
+
+    def _dora(self) -> Row:
+        """What DoRA makes and drops again in every layer, to know the lengths of the rows."""
+        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.spec.method.lora_dora else []
+        largest = max(leaves, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
+        size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
+        words = f"3 x {largest.inputs} x {largest.outputs} and {largest.inputs} x {largest.inputs}, 4 bytes each"
+        return Row("DoRA's work", size, words)
+
+    def _unpacked(self) -> Row:
+        """The packed layer at work, in the computing precision."""
+        largest = max((leaf.inputs * leaf.outputs for leaf in self.packed), default=0)
+        return Row(
+            "A layer unpacked", largest * self.width, f"{largest:,} x {self.width} bytes, one layer after another"
+        )
 
     def _loss(self) -> Row:
         shape, width = self.shape, self.width

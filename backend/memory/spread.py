@@ -11,7 +11,8 @@ from functools import cached_property
 from backend import catalog
 from backend.derived import device, precision, world
 from backend.machine import Machine
-from backend.shape import ModelShape, trainable
+from backend.memory import packed
+from backend.shape import Leaf, ModelShape, trainable
 from backend.spec import RunSpec
 
 BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -63,6 +64,21 @@ class Spread:
     def frozen(self) -> int:
         """Parameters that are not trained."""
         return self.shape.parameters - (0 if self.adapter else self.trained)
+
+    @cached_property
+    def packed(self) -> list[Leaf]:
+        """The modules whose weights are packed."""
+        return packed.leaves(self.spec, self.shape)
+
+    @property
+    def plain(self) -> int:
+        """Frozen parameters that are not packed."""
+        return self.frozen - packed.weights(self.packed)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights themselves."""
+        return packed.weights(self.packed) * packed.bits(self.spec, self.shape) // 8
 
     @property
     def strategy(self) -> catalog.Strategy:
@@ -127,7 +143,7 @@ class Spread:
         """Weights that a device has whole for a while."""
         shape, width = self.shape, self.width
         if self.strategy.stage == 3:
-            live = min(shape.parameters, LIVE)
+            live = min(self.plain + self.trained + self.packed_bytes // width, LIVE)
             words = f"{live:,} x {width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
             return [Row("Gathered weights", live * width, words)]
         if self.strategy.engine != "fsdp" or self.holders == 1:
@@ -136,7 +152,7 @@ class Spread:
         parallel, first = self.spec.parallel, self.strategy.version == 1
         keeps = parallel.sharding == "shard_grad_op" if first else not parallel.reshard_after_forward
         layers = shape.layers if keeps else min(AT_ONCE, shape.layers)
-        count = layers * layer + ends
+        count = layers * (layer - (packed.weights(self.packed) - self.packed_bytes // width) // shape.layers) + ends
         rows = [Row("Gathered weights", count * width, f"{layers} layers and the ends: {count:,} x {width} bytes")]
         if self.spec.method.kind != "lora":
             size = layer * (width + 4)

@@ -10,7 +10,21 @@ from __future__ import annotations
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.options import effective
-from backend.rules import data, hardware, launch, memory, method, nodes, sharding, stages, strategy, trainer
+from backend.rules import (
+    adapter,
+    data,
+    hardware,
+    kernels,
+    launch,
+    memory,
+    method,
+    nodes,
+    quantization,
+    sharding,
+    stages,
+    strategy,
+    trainer,
+)
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
 from backend.spec import RunSpec
@@ -20,8 +34,10 @@ __all__ = ["FAMILIES", "RULES", "Case", "Example", "Finding", "Fix", "Hit", "Rul
 LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
 FAMILIES = {
+    "ADP": (adapter, "Adapters"),
     "DAT": (data, "Rows"),
     "HW": (hardware, "Machine"),
+    "KRN": (kernels, "Attention"),
     "LCH": (launch, "Launch"),
     "MDL": (method, "Model and template"),
     "MEM": (memory, "Memory"),
@@ -29,6 +45,7 @@ FAMILIES = {
     "NOD": (nodes, "Nodes"),
     "OUT": (trainer, "What is kept"),
     "PRC": (hardware, "Precision"),
+    "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
     "STR": ((strategy, sharding), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),

@@ -20,6 +20,7 @@ INSTALLED = {
     "trl": "1.16.0",
     "datasets": "5.2.0",
     "deepspeed": "0.19.8",
+    "bitsandbytes": "0.50.2",
 }
 
 

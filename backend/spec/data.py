@@ -31,6 +31,9 @@ class Model(Section):
     trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
     """Some models bring Python files. They run with your rights: only for sources that you trust."""
 
+    attention: Annotated[str, *one_of(catalog.ATTENTIONS), Ui("Attention")] = "auto"
+    """How attention is computed. What is asked for is taken, or the run ends: nothing is replaced in silence."""
+
     @property
     def name(self) -> str:
         """In a word: a built-in's name, the last part of a path or of a hub id."""

@@ -18,10 +18,16 @@ class Method(Section):
 
     kind: Annotated[str, *one_of(catalog.METHODS), Ui("Method")] = "lora"
     """What is trained decides most of the memory."""
+    quantization: Annotated[str, *one_of(catalog.QUANTIZATIONS), Ui("Quantized base", when=LORA)] = "none"
+    """Pack the frozen weights while loading (QLoRA): far less memory, somewhat slower. Adapters stay in fp32."""
+    double_quantization: Annotated[
+        bool, Ui("Double quantization", when={**LORA, "method.quantization": catalog.FOUR_BIT})
+    ] = True
+    """Pack the scales too: about 0.05 bytes a weight less."""
     lora_rank: Annotated[int, Field(ge=1, le=4096), Ui("Rank", when=LORA)] = 16
     """Width of the adapter. 8 to 64 is usual; more learns more and costs more."""
     lora_alpha: Annotated[float, Field(gt=0, le=65536), Ui("Alpha", when=LORA)] = 32.0
-    """The adapter is scaled by alpha / rank. Twice the rank is usual."""
+    """The adapter is scaled by alpha / rank, with rsLoRA by alpha / root of rank. Twice the rank is usual."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when={**LORA, **PLAIN})] = 0.0
     """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
     lora_targets: Annotated[str, *one_of(catalog.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
@@ -32,6 +38,14 @@ class Method(Section):
     """The ends of module names, such as q_proj, v_proj."""
     lora_modules_to_save: Annotated[Names, Ui("Also train in full", when=LORA, widget="list")] = ()
     """Modules trained and saved whole beside the adapters, such as embed_tokens, lm_head."""
+    lora_dora: Annotated[bool, Ui("DoRA", when=LORA)] = False
+    """A length of its own for every row of a weight: learns a little better, about a third slower."""
+    lora_rslora: Annotated[bool, Ui("rsLoRA", when=LORA)] = False
+    """Scale by alpha / root of rank: large ranks then learn as they should."""
+    lora_init: Annotated[str, *one_of(catalog.LORA_INITS), Ui("Start of the adapter", when=LORA)] = "zero"
+    """What A and B hold before the first step."""
+    lora_plus: Annotated[float, Field(ge=1, le=1024), Ui("LoRA+ ratio", when=LORA)] = 1.0
+    """B learns so many times faster than A; 16 is usual, 1 is off."""
     freeze_layers: Annotated[int, Field(ge=-1024, le=1024), Ui("Trained layers", when=FREEZE)] = 2
     """The last so many layers are trained; a negative number takes the first."""
     freeze_also: Annotated[Names, Ui("Also train", when=FREEZE, widget="list")] = ()

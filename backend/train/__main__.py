@@ -21,7 +21,7 @@ from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, stages, trainers
+from backend.train import adapters, answers, checkpoints, data, device, engine, lora, model, quiet, stages, trainers
 from backend.train.callbacks import Keeper, Reporter, compared
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
@@ -127,6 +127,7 @@ def run(work: Work) -> None:
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
     trainer = _trainer(work, config, source, tokens, prepared, [reporter, keeper])
     start = _start(work)
+    lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)

@@ -1,7 +1,7 @@
 """The method: which weights of a model learn.
 
-Beside the floors. Imports spec, journal. Trained weights are held in fp32, frozen ones in the precision of the
-computing.
+Beside the floors. Imports catalog, spec, lora, quantized, model, journal. Trained weights are held in fp32, frozen ones
+in the precision of the computing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from backend import catalog
 from backend.spec import RunSpec
+from backend.train import lora, quantized
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
@@ -23,13 +24,16 @@ from backend.train.model import DTYPES
 def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
     """Make trainable what the method trains. Raises TrainError naming the modules that are there."""
     if spec.method.kind == "lora":
-        model = get_peft_model(model, lora_config(spec, model))
+        model = lora.attach(spec, model, lora_config(spec, model))
     elif spec.method.kind == "freeze":
         chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
+    packed = getattr(model, "is_quantized", False)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
+            continue
+        if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
             continue
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[precision])
     return model
@@ -40,6 +44,9 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     method = spec.method
     also = list(method.lora_modules_to_save)
     _refuse_unknown("method.lora_modules_to_save", also, [name for name, _ in model.named_modules()], model)
+    packed = [name for name, module in model.named_modules() if quantized.is_packed(module)]
+    if wrong := [end for end in also if any(f".{end}." in f".{name}." for name in packed)]:
+        raise TrainError(f"method.lora_modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
     return LoraConfig(
         task_type="SEQ_CLS" if catalog.STAGES[spec.train.stage].scores else "CAUSAL_LM",
         r=method.lora_rank,
@@ -47,6 +54,9 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
         lora_dropout=method.lora_dropout,
         target_modules=_targets(spec, model),
         modules_to_save=also or None,
+        use_dora=method.lora_dora,
+        use_rslora=method.lora_rslora,
+        init_lora_weights=catalog.LORA_INITS[method.lora_init].name,
     )
 
 
@@ -54,7 +64,11 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     method = spec.method
     if method.lora_targets == "all-linear":
         return "all-linear"
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) or quantized.is_packed(module)
+    ]
     if method.lora_targets == "attention":
         # Two parts of the name, since c_proj of GPT-2, for one, is also the end of a layer outside of attention.
         inside = [name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]

@@ -1,7 +1,7 @@
 """The weights: found, loaded, made trainable as the method says, and saved.
 
-Beside the floors. Imports catalog, spec, stages, templates, builtin, journal. Trained weights are held in fp32, frozen
-ones in the precision of the computing.
+Beside the floors. Imports catalog, spec, kernels, lora, quantized, stages, templates, builtin, journal. Trained weights
+are held in fp32, frozen ones in the precision of the computing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import builtin, stages, templates
+from backend.train import builtin, kernels, lora, quantized, stages, templates
 from backend.train.journal import TrainError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,14 +77,19 @@ def load(
 
     Raises TrainError.
     """
-    dtype = DTYPES[precision] if frozen or spec.method.kind == "lora" else torch.float32
+    plain = frozen or (spec.method.kind == "lora" and not catalog.LORA_INITS[spec.method.lora_init].moves)
+    dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
     scores = catalog.STAGES[spec.train.stage].scores
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
+    packing = quantized.loading(spec, source.name, source.options, dtype)
+    how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}
     try:
         with stages.untaught() if scores else contextlib.nullcontext():
-            model: Any = kind.from_pretrained(source.name, dtype=dtype, **more, **source.options, **sliced)
+            model: Any = kind.from_pretrained(source.name, dtype=dtype, **how)
     except Exception as error:
-        raise TrainError(_unloadable("model", source, error)) from error
+        raise TrainError(kernels.refused(spec, error) or _unloadable("model", source, error)) from error
+    kernels.check_attention(spec, model)
+    quantized.keep_layout(model)
     vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
     if known > vocabulary:
         raise TrainError(
@@ -130,6 +135,7 @@ def save(model: Any, tokens: Any, folder: Path, dtype: torch.dtype, gathered: Ma
         if hasattr(model, "peft_config"):
             own = ["default"]  # beside it may lie a copy of how it began, for the loss to compare with
             model.save_pretrained(temporary, state_dict=gathered, selected_adapters=own)
+            lora.stand_alone(model, temporary)
         else:
             cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
             state = {k: cast.setdefault(v.data_ptr(), v.to(dtype)) for k, v in (gathered or model.state_dict()).items()}

@@ -17,7 +17,7 @@ from transformers import PrinterCallback
 from backend import catalog
 from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device, engine, stages
+from backend.train import device, engine, kernels, quantized, stages
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
@@ -27,7 +27,9 @@ FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
     _check(spec)
+    quantized.check(spec, family)
     precision = device.precision(spec, family)
+    kernels.check(spec, family, precision)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
     config = stages.config(spec)(
@@ -141,15 +143,17 @@ def build(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    trainer = stages.trainer(spec.train.stage)(
-        model=model,
-        args=config,
-        train_dataset=prepared.train,
-        eval_dataset=prepared.validation,
-        processing_class=tokens,
-        callbacks=callbacks,
-        **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
-    )
+    with quantized.exact(model):
+        trainer = stages.trainer(spec.train.stage)(
+            model=model,
+            args=config,
+            train_dataset=prepared.train,
+            eval_dataset=prepared.validation,
+            processing_class=tokens,
+            callbacks=callbacks,
+            **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
+        )
+    trainer.lora_plus = spec.method.lora_plus
     if reference is not None and spec.preference.precompute:
         trainer.ref_model = None  # it was asked about every row
     trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read

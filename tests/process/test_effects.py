@@ -113,6 +113,23 @@ def lora(spec: RunSpec) -> Any:
     return layer.scaling["default"], str(layer.lora_dropout)
 
 
+def first(spec: RunSpec) -> Any:
+    """What B holds before the first step."""
+    return float(
+        adapted(spec).base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.detach().sum()
+    )
+
+
+def layers(spec: RunSpec) -> Any:
+    """How a base layer is held."""
+    layer = adapted(spec).base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    return type(layer).__name__, getattr(getattr(layer.weight, "quant_state", None), "nested", None)
+
+
+def fastest(spec: RunSpec) -> Any:
+    return max(group["lr"] for group in trainer(spec).create_optimizer().param_groups)
+
+
 def rows(spec: RunSpec) -> Any:
     return [[item.value for item in part] for part in data.collect(spec)]
 
@@ -309,6 +326,7 @@ CASES: dict[str, Case] = {
     "model.hub_id": Case("some/other", found, {"model.source": "hub", "model.hub_id": "some/model"}),
     "model.revision": Case("v2", found, {"model.source": "hub", "model.hub_id": "some/model"}),
     "model.trust_remote_code": Case(True, found, {"model.source": "hub", "model.hub_id": "some/model"}),
+    "model.attention": Case("eager", lambda spec: adapted(spec).config._attn_implementation),
     "data.source": Case("files", rows, {"data.files": ("HERE/a.jsonl",)}),
     "data.builtin": Case("train-pairs", offered, {"train.stage": "kto"}),
     "data.files": Case(("HERE/b.jsonl",), rows, FILES),
@@ -343,6 +361,12 @@ CASES: dict[str, Case] = {
     "method.lora_targets": Case("attention", trained),
     "method.lora_target_modules": Case(("v_proj",), trained, CUSTOM),
     "method.lora_modules_to_save": Case(("lm_head",), trained),
+    "method.quantization": Case("nf4", layers),
+    "method.double_quantization": Case(False, layers, {"method.quantization": "nf4"}),
+    "method.lora_dora": Case(True, trained),
+    "method.lora_rslora": Case(True, lora),
+    "method.lora_init": Case("pissa", first),
+    "method.lora_plus": Case(16.0, fastest),
     "method.freeze_layers": Case(-1, trained, FREEZE),
     "method.freeze_also": Case(("embed_tokens",), trained, FREEZE),
     "train.stage": Case("pretraining", table),

@@ -31,7 +31,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 110
+COUNT = 135
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:

@@ -63,16 +63,17 @@ def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize("targets", ["all-linear", "attention", "custom"])
-def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
     config, model = built(kind, more)
     shape = from_config(config)
     names = shape.linear[:2] if targets == "custom" else ()
-    method = Method(lora_rank=4, lora_targets=targets, lora_target_modules=names)
+    method = Method(lora_rank=4, lora_targets=targets, lora_target_modules=names, lora_dora=dora)
     wanted = {leaf.path for leaf in adapted(method, shape)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
     if targets == "custom":
         modules = list(names)
-    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules))
+    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, use_dora=dora))
     assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
 
 

@@ -1,0 +1,35 @@
+"""Where adapters are put, and how they begin.
+
+Floor 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backend.catalog.kinds import Choice, Init
+
+LORA_TARGETS: Mapping[str, Choice] = {
+    "all-linear": Choice("All linear layers", "Learns best for its size."),
+    "attention": Choice("Attention projections", "q, k, v and o: smaller and a little weaker."),
+    "custom": Choice("By name", "The module names that you give."),
+}
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+LORA_INITS: Mapping[str, Init] = {
+    "zero": Init("Zero", "As in the paper: A at random and B zero, so that training begins at the model as it is."),
+    "gaussian": Init("Gaussian", "A from a normal distribution, B zero.", name="gaussian"),
+    "orthogonal": Init(
+        "Orthogonal", "A and B at random in directions that cancel each other; an even rank.", name="orthogonal"
+    ),
+    "pissa": Init(
+        "PiSSA", "The strongest directions of each weight, taken out of it: learns faster.", name="pissa", moves=True
+    ),
+    "pissa_fast": Init(
+        "PiSSA, fast",
+        "The same by 16 rounds of subspace iteration: seconds instead of minutes.",
+        name="pissa_niter_16",
+        moves=True,
+    ),
+    "olora": Init("OLoRA", "An orthonormal basis of each weight, taken out of it.", name="olora", moves=True),
+}

@@ -1,0 +1,134 @@
+"""Rules of the kin of LoRA: how adapters begin, are scaled and learn.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from backend import catalog
+from backend.rules.base import Case, Example, Fix, Hit, rule
+from backend.rules.examples import DEMO, GPT2
+from backend.shape import adapted
+
+ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False)
+MOVING = tuple(name for name, row in catalog.LORA_INITS.items() if row.moves)
+
+
+def _lora(case: Case) -> bool:
+    return case.spec.method.kind == "lora"
+
+
+@rule(
+    "ADP001",
+    "error",
+    fields=("method.lora_rank", "method.lora_init"),
+    title="An orthogonal start needs an even rank",
+    source="peft 0.21 lora/layer.py: orthogonal_init refuses an odd rank",
+    bad=Example({"method.lora_init": "orthogonal", "method.lora_rank": 5}),
+    good=Example({"method.lora_init": "orthogonal", "method.lora_rank": 6}),
+    proof="launch",
+)
+def odd_rank(case: Case) -> Hit | None:
+    """Half of the directions go to A and the other half to B, so that together they cancel out."""
+    rank = case.spec.method.lora_rank
+    if not _lora(case) or case.spec.method.lora_init != "orthogonal" or rank % 2 == 0:
+        return None
+    return Hit(f"{rank} cannot be halved.", (Fix(f"Rank {rank + 1}", {"method.lora_rank": rank + 1}, False), ZERO))
+
+
+@rule(
+    "ADP002",
+    "error",
+    fields=("method.lora_rank", "method.lora_init"),
+    title="A start with more directions than a layer has",
+    source="seen with peft 0.21: the adapter silently gets a smaller rank than its configuration says, and cannot "
+    "be loaded again",
+    bad=Example({"method.lora_init": "pissa", "method.lora_rank": 1024, "method.lora_alpha": 1024.0}),
+    good=Example({"method.lora_init": "pissa", "method.lora_rank": 64}),
+    proof="launch",
+)
+def rank_beyond_layer(case: Case) -> Hit | None:
+    """PiSSA and OLoRA take their start out of each weight, which has no more directions than its shorter side."""
+    method, shape = case.spec.method, case.shape
+    if not _lora(case) or method.lora_init not in MOVING or shape is None:
+        return None
+    narrow = min((min(leaf.inputs, leaf.outputs) for leaf in adapted(method, shape)), default=method.lora_rank)
+    if method.lora_rank <= narrow:
+        return None
+    message = f"Rank {method.lora_rank}; the narrowest adapted layer has {narrow} directions."
+    return Hit(message, (Fix(f"Rank {narrow}", {"method.lora_rank": narrow}, False), ZERO))
+
+
+@rule(
+    "ADP003",
+    "error",
+    fields=("method.lora_init",),
+    title="OLoRA does not know this model's layers",
+    source="seen with peft 0.21: olora_init does not transpose the weights of a Conv1D",
+    fixes=(ZERO, Fix("PiSSA", {"method.lora_init": "pissa"}, safe=False)),
+    bad=Example({"method.lora_init": "olora"}, glance=replace(DEMO, shape=GPT2)),
+    good=Example({"method.lora_init": "pissa"}, glance=replace(DEMO, shape=GPT2)),
+)
+def olora_transposed(case: Case) -> str | None:
+    """GPT-2 stores its weights the other way round, and the adapter would not fit them."""
+    asked = _lora(case) and case.spec.method.lora_init == "olora"
+    return "GPT-2's layers are transposed." if asked and case.shape and case.shape.model_type == "gpt2" else None
+
+
+@rule(
+    "ADP004",
+    "warning",
+    fields=("method.lora_plus", "train.learning_rate"),
+    title="The B matrices would learn very fast",
+    source="Hayou et al. 2024, LoRA+: a ratio of 16, at a rate somewhat below LoRA's own",
+    bad=Example({"method.lora_plus": 256.0}),
+    good=Example({"method.lora_plus": 16.0}),
+)
+def fast_b(case: Case) -> Hit | None:
+    """LoRA+ multiplies the learning rate of the B matrices. Too high a rate makes the loss rise."""
+    ratio, rate = case.spec.method.lora_plus, case.spec.train.learning_rate
+    if not _lora(case) or ratio == 1 or ratio * rate <= 2e-2:
+        return None
+    fix = Fix("Ratio 16", {"method.lora_plus": 16.0}, False)
+    slower = Fix("A fitting rate", {"train.learning_rate": float(f"{5e-3 / ratio:.1g}")}, False)
+    return Hit(f"{rate:g} x {ratio:g} is {rate * ratio:.2g}.", (fix,) if rate * 16 <= 2e-2 else (slower,))
+
+
+@rule(
+    "ADP005",
+    "advice",
+    fields=("method.lora_alpha", "method.lora_rslora"),
+    title="An adapter with a large scale",
+    source="Kalajdzievski 2023, rsLoRA: the scale is alpha / root of rank",
+    bad=Example({"method.lora_rslora": True, "method.lora_rank": 64, "method.lora_alpha": 128.0}),
+    good=Example({"method.lora_rslora": True, "method.lora_rank": 64, "method.lora_alpha": 16.0}),
+)
+def large_scale(case: Case) -> Hit | None:
+    """With rsLoRA an alpha of twice the rank is far more than with LoRA, and acts like a learning rate that is too
+    high."""
+    method = case.spec.method
+    scale = method.lora_alpha / math.sqrt(method.lora_rank)
+    if not _lora(case) or not method.lora_rslora or scale <= 10:
+        return None
+    alpha = float(round(2 * math.sqrt(method.lora_rank)))
+    message = f"{method.lora_alpha:g} / root of {method.lora_rank} is {scale:.3g}; about 2 is usual."
+    return Hit(message, (Fix(f"Alpha {alpha:g}", {"method.lora_alpha": alpha}, False),))
+
+
+@rule(
+    "ADP006",
+    "advice",
+    fields=("method.lora_dora", "method.lora_dropout"),
+    title="DoRA with dropout computes every base layer twice",
+    source="peft 0.21 lora/variants.py: with dropout the base result cannot be used again",
+    fixes=(Fix("Without dropout", {"method.lora_dropout": 0.0}, safe=False),),
+    bad=Example({"method.lora_dora": True, "method.lora_dropout": 0.1}),
+    good=Example({"method.lora_dora": True}),
+)
+def dora_dropout(case: Case) -> str | None:
+    """Its lengths are applied to what the base layer makes of the dropped input."""
+    method = case.spec.method
+    return f"Dropout is {method.lora_dropout:g}." if _lora(case) and method.lora_dora and method.lora_dropout else None

@@ -1,0 +1,125 @@
+"""Rules of attention.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.machine import Machine
+from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.examples import DEMO, H100, INSTALLED
+
+AUTO = Fix("Choose it automatically", {"model.attention": "auto"})
+FLASH = {"model.attention": "flash_attention_2"}
+THREE = {"model.attention": "flash_attention_3"}
+BOTH = {**INSTALLED, "flash_attn": "2.8.3", "flash_attn_3": "3.0.0"}
+HALF = {"precision.compute": "fp16"}
+B200 = replace(H100, gpus=(replace(H100.gpus[0], name="B200", capability=(10, 0)),))
+
+
+def _with(machine: Machine) -> Machine:
+    return replace(machine, versions=BOTH)
+
+
+def _flash(case: Case) -> catalog.Attention | None:
+    asked = case.spec.model.attention
+    return catalog.ATTENTIONS[asked] if asked in catalog.FLASH else None
+
+
+@rule(
+    "KRN001",
+    "error",
+    fields=("model.attention", "launch.device"),
+    title="This attention needs a GPU",
+    source="transformers 5.23 modeling_utils.py: FlashAttention on a CPU is refused; seen with torch 2.13: "
+    "FlexAttention has no backward pass on a CPU",
+    fixes=(AUTO,),
+    bad=Example({"model.attention": "flex_attention"}),
+    good=Example({"model.attention": "eager"}),
+    proof="launch",
+)
+def attention_without_gpu(case: Case) -> str | None:
+    """FlashAttention and FlexAttention are kernels for GPUs."""
+    asked = case.spec.model.attention
+    if asked not in (*catalog.FLASH, "flex_attention") or case.device not in ("cpu", "mps"):
+        return None
+    return f"{catalog.ATTENTIONS[asked].label} was asked for, and the run is for a {case.device.upper()}."
+
+
+@rule(
+    "KRN002",
+    "error",
+    fields=("model.attention",),
+    title="The attention's package is missing",
+    source="transformers 5.23 modeling_flash_attention_utils.py: FLASH_ATTENTION_COMPATIBILITY_MATRIX",
+    fixes=(AUTO,),
+    bad=Example(FLASH, H100),
+    good=Example(FLASH, _with(H100)),
+)
+def missing_attention(case: Case) -> str | None:
+    """FlashAttention is a package of its own, built for one torch and one CUDA: flash-attn for version 2, flash-attn-3
+    (from the folder hopper of its sources) for version 3."""
+    row = _flash(case)
+    if row is None or case.device != "cuda" or not case.machine.versions or row.package in case.machine.versions:
+        return None
+    return f"{row.label} needs {row.package.replace('_', '-')}: pip install it with --no-build-isolation."
+
+
+@rule(
+    "KRN003",
+    "error",
+    fields=("model.attention",),
+    title="This attention is not for this GPU",
+    source="flash-attention csrc/flash_attn/flash_api.cpp: Ampere or newer; its README: version 3 is for Hopper",
+    fixes=(AUTO,),
+    bad=Example({**THREE, **HALF}, _with(B200)),
+    good=Example(THREE, _with(H100)),
+)
+def attention_capability(case: Case) -> str | None:
+    """Each version is written for the units of certain GPUs."""
+    row = _flash(case)
+    if row is None or case.device != "cuda":
+        return None
+    newest = row.newest if row.newest > (0, 0) else (99, 0)
+    wrong = [gpu for gpu in case.machine.gpus if gpu.capability > (0, 0) and not row.oldest <= gpu.capability <= newest]
+    if not wrong:
+        return None
+    major, minor = wrong[0].capability
+    return f"{wrong[0].name} has compute capability {major}.{minor}. {row.help}"
+
+
+@rule(
+    "KRN004",
+    "error",
+    fields=("model.attention", "precision.compute"),
+    title="FlashAttention does not compute in full precision",
+    source="transformers 5.23 modeling_utils.py: FlashAttention only supports fp16 and bf16",
+    fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False), AUTO),
+    bad=Example({**FLASH, "precision.compute": "fp32"}, _with(H100)),
+    good=Example(FLASH, _with(H100)),
+)
+def full_precision_flash(case: Case) -> str | None:
+    """Its kernels multiply numbers of 16 bits."""
+    plain = _flash(case) is not None and case.device == "cuda" and case.precision == "fp32"
+    return "The run computes in fp32." if plain else None
+
+
+@rule(
+    "KRN005",
+    "error",
+    fields=("model.attention",),
+    title="The model's heads do not fit FlashAttention",
+    source="flash-attention csrc/flash_attn/flash_api.cpp: head dimension at most 256, a multiple of 8",
+    fixes=(AUTO,),
+    bad=Example(FLASH, _with(H100), replace(DEMO, shape=replace(DEMO.shape, head_dim=36))) if DEMO.shape else Example(),
+    good=Example(FLASH, _with(H100)),
+)
+def odd_heads(case: Case) -> str | None:
+    """Its kernels are made for heads of certain widths."""
+    if _flash(case) is None or case.device != "cuda" or case.shape is None:
+        return None
+    width = case.shape.head_dim
+    return f"A head is {width} wide." if width > 256 or width % 8 else None

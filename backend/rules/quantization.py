@@ -1,0 +1,280 @@
+"""Rules of packed base weights: by bitsandbytes while loading, or by whoever made the model.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.memory import packed
+from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, PATH, T4, TWO_H100
+from backend.shape import matches
+
+PLAIN = Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)
+NF4 = Fix("4 bit (NF4)", {"method.quantization": "nf4"}, safe=False)
+FOUR, EIGHT = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
+WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "bitsandbytes"}
+V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
+
+
+def _row(case: Case) -> catalog.Quantization:
+    kind = case.spec.method.quantization if case.spec.method.kind == "lora" else "none"
+    return catalog.QUANTIZATIONS[kind]
+
+
+@rule(
+    "QNT001",
+    "error",
+    fields=("method.quantization",),
+    title="The package that packs weights is missing",
+    source="transformers 5.23 quantizer_bnb_4bit.py: validate_environment",
+    fixes=(PLAIN,),
+    bad=Example(FOUR, replace(LAPTOP, versions=WITHOUT)),
+    good=Example(FOUR),
+)
+def missing_package(case: Case) -> str | None:
+    """Weights are packed while they are loaded, by bitsandbytes, which unpacks a layer when it is at work."""
+    package = _row(case).package
+    if not package or not case.machine.versions or package in case.machine.versions:
+        return None
+    return f"{_row(case).label} needs {package}: pip install {package}."
+
+
+@rule(
+    "QNT002",
+    "error",
+    fields=("method.lora_init", "method.quantization"),
+    title="This start needs weights that are not packed",
+    source="peft 0.21 lora/layer.py: pissa_init and orthogonal_init read floating-point weights; and a base from which "
+    "a part was taken is packed to other numbers than the whole one",
+    fixes=(Fix("The usual start", {"method.lora_init": "zero"}, safe=False), PLAIN),
+    bad=Example({**FOUR, "method.lora_init": "pissa"}),
+    good=Example({**FOUR, "method.lora_init": "gaussian"}),
+    proof="launch",
+)
+def start_on_packed(case: Case) -> str | None:
+    """PiSSA and OLoRA take a part out of the weights, and the adapter must later fit the whole ones again."""
+    start = case.spec.method.lora_init
+    return f"The base has {_row(case).bits} bits." if _row(case).bits and start not in ("zero", "gaussian") else None
+
+
+@rule(
+    "QNT003",
+    "error",
+    fields=("method.quantization", "parallel.strategy"),
+    title="8-bit weights cannot be spread",
+    source="seen with bitsandbytes 0.50: under ZeRO-3 each layer keeps its whole weight beside its part "
+    "(Linear8bitLt.state.CB); under FSDP2 the layer no longer finds its scales",
+    fixes=(NF4, Fix("DDP", {"parallel.strategy": "ddp"})),
+    bad=Example({**EIGHT, "parallel.strategy": "fsdp2"}, TWO_H100),
+    good=Example({**FOUR, "parallel.strategy": "fsdp2"}, TWO_H100),
+)
+def spread_bytes(case: Case) -> str | None:
+    """4-bit weights are stored as floating-point numbers where a strategy spreads them. 8-bit ones cannot be."""
+    spread = catalog.STRATEGIES[case.spec.parallel.strategy].spread and case.processes > 1
+    return "This strategy spreads the weights." if spread and _row(case).bits == 8 else None
+
+
+@rule(
+    "QNT004",
+    "error",
+    fields=("method.quantization", "parallel.strategy"),
+    title="FSDP1 cannot spread packed weights beside adapters",
+    source="torch 2.13 fsdp/_flat_param.py: a unit must have one type, and adapters stay in fp32",
+    fixes=(Fix("FSDP2", {"parallel.strategy": "fsdp2"}), PLAIN),
+    bad=Example({**FOUR, "parallel.strategy": "fsdp1"}, TWO_H100),
+    good=Example({**FOUR, "parallel.strategy": "fsdp2"}, TWO_H100),
+)
+def packed_on_first(case: Case) -> str | None:
+    """The first FSDP lays all weights of a layer end to end, whatever they are."""
+    first = catalog.STRATEGIES[case.spec.parallel.strategy].version == 1
+    return "The base is packed." if first and _row(case).bits == 4 else None
+
+
+@rule(
+    "QNT005",
+    "error",
+    fields=("checkpoint.merge", "method.quantization"),
+    title="Adapters cannot be merged into packed weights",
+    source="peft 0.21 lora/bnb.py: merging packs the sum again, and its rounding undoes a part of what was learned",
+    fixes=(Fix("Save the adapter alone", {"checkpoint.merge": False}), PLAIN),
+    bad=Example({**FOUR, "checkpoint.merge": True}),
+    good=Example(FOUR),
+    proof="launch",
+)
+def merge_packed(case: Case) -> str | None:
+    """Load the untouched model in bf16 afterwards, the adapter onto it, and merge there with merge_and_unload."""
+    merged = case.spec.checkpoint.merge and case.spec.checkpoint.save_model and case.spec.method.kind == "lora"
+    came = catalog.PACKED.get(case.glance.packed, catalog.Packed(""))
+    if not merged or not (_row(case).bits or came.adapters):
+        return None
+    return f"The base comes as {came.label}." if came.adapters else f"The base has {_row(case).bits} bits."
+
+
+@rule(
+    "QNT006",
+    "error",
+    fields=("method.lora_modules_to_save", "method.quantization"),
+    title="Packed weights cannot be trained in full",
+    source="transformers 5.23 trainer_utils.py: packed weights take no gradient steps",
+    fixes=(PLAIN,),
+    bad=Example({**FOUR, "method.lora_modules_to_save": ("up_proj",)}),
+    good=Example({**FOUR, "method.lora_modules_to_save": ("norm",)}),
+    proof="launch",
+)
+def save_packed(case: Case) -> Hit | None:
+    """The linear layers are packed. Norms, embeddings and the output layer are not, and can be trained in full."""
+    wanted = case.spec.method.lora_modules_to_save
+    if not _row(case).bits or not case.shape or not wanted:
+        return None
+    found = packed.leaves(case.spec, case.shape)
+    wrong = [name for name in wanted if any(matches(leaf.path, name) for leaf in found)]
+    if not wrong:
+        return None
+    kept = {"method.lora_modules_to_save": tuple(name for name in wanted if name not in wrong)}
+    return Hit(f"{names(wrong)} would be packed.", (Fix(f"Leave out {names(wrong)}", kept, False),))
+
+
+@rule(
+    "QNT007",
+    "error",
+    fields=("method.lora_dora", "method.quantization", "launch.device"),
+    title="DoRA on 8-bit weights does not work on a CPU",
+    source="seen with peft 0.21 and bitsandbytes 0.50: unpacking on a CPU loses the scales",
+    fixes=(NF4, Fix("Without DoRA", {"method.lora_dora": False}, safe=False)),
+    bad=Example({**EIGHT, "method.lora_dora": True}),
+    good=Example({**FOUR, "method.lora_dora": True}),
+    proof="launch",
+)
+def dora_bytes(case: Case) -> str | None:
+    """DoRA measures every row of a weight, so it unpacks them all."""
+    asked = case.spec.method.lora_dora and _row(case).bits == 8 and case.device == "cpu"
+    return "The run is for the CPU." if asked else None
+
+
+@rule(
+    "QNT008",
+    "error",
+    fields=("method.quantization",),
+    title="This GPU has no units for 8-bit weights",
+    source="bitsandbytes' installation guide: LLM.int8() needs compute capability 7.5",
+    fixes=(NF4,),
+    bad=Example(EIGHT, V100),
+    good=Example(EIGHT, T4),
+)
+def old_for_bytes(case: Case) -> str | None:
+    """Multiplying bytes needs the tensor cores of Turing and later; 4 bits are unpacked before they are multiplied."""
+    found = [gpu for gpu in case.machine.gpus if (0, 0) < gpu.capability < (7, 5)]
+    if case.device != "cuda" or _row(case).bits != 8 or not found:
+        return None
+    return f"{found[0].name} has compute capability {found[0].capability[0]}.{found[0].capability[1]}."
+
+
+GPTQ, FP8 = replace(DEMO, packed="gptq"), replace(DEMO, packed="fp8")
+READY = replace(H100, versions={**INSTALLED, "gptqmodel": "5.6.0", "optimum": "2.0.0"})
+ADAPTERS = Fix("LoRA", {"method.kind": "lora"}, safe=False)
+FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
+
+
+@rule(
+    "QNT009",
+    "error",
+    fields=("method.kind", "model.path", "model.hub_id"),
+    title="A model that came packed carries adapters only",
+    source="transformers 5.23 trainer_utils.py: validate_quantization_for_training",
+    fixes=(ADAPTERS,),
+    bad=Example({**PATH, **FULL}, READY, GPTQ),
+    good=Example(PATH, READY, GPTQ),
+)
+def train_packed(case: Case) -> str | None:
+    """Weights of a few bits take no small steps."""
+    row = catalog.PACKED.get(case.glance.packed)
+    if row is None or not row.adapters or case.spec.method.kind == "lora":
+        return None
+    return f"Its weights are packed as {row.label}."
+
+
+@rule(
+    "QNT010",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="Nothing is trained on weights packed like this",
+    source="transformers 5.23 quantizers: is_trainable",
+    remedy="Take the model as it was before it was packed; it can be packed while loading (quantized base).",
+    bad=Example(PATH, glance=replace(DEMO, packed="quark")),
+    good=Example(PATH, READY, GPTQ),
+)
+def untrainable_packing(case: Case) -> str | None:
+    """Some formats have kernels for answering only, without a backward pass."""
+    kind = case.glance.packed
+    return f"Its weights are packed as {kind}." if kind and kind not in catalog.PACKED else None
+
+
+@rule(
+    "QNT011",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="A package for this packed model is missing",
+    source="transformers 5.23 quantizers: validate_environment",
+    remedy="Install it, or take the model as it was before it was packed.",
+    bad=Example(PATH, H100, GPTQ),
+    good=Example(PATH, READY, GPTQ),
+)
+def missing_unpacker(case: Case) -> str | None:
+    """Each format is read by a package of its own."""
+    row = catalog.PACKED.get(case.glance.packed)
+    missing = [name for name in row.packages if name not in case.machine.versions] if row else []
+    if row is None or not case.machine.versions or not missing:
+        return None
+    return f"{row.label} needs {names(missing)}: pip install {' '.join(missing)}."
+
+
+@rule(
+    "QNT012",
+    "error",
+    fields=("method.quantization", "model.path", "model.hub_id"),
+    title="The model comes packed already",
+    source="transformers 5.23 quantizers/auto.py: two different configurations are refused",
+    fixes=(PLAIN,),
+    bad=Example({**PATH, **FOUR}, READY, GPTQ),
+    good=Example(PATH, READY, GPTQ),
+)
+def packed_twice(case: Case) -> str | None:
+    """Weights are packed once: by whoever made the model, or while loading."""
+    return f"Its weights are packed as {case.glance.packed}." if case.glance.packed and _row(case).bits else None
+
+
+@rule(
+    "QNT013",
+    "error",
+    fields=("launch.device", "model.path", "model.hub_id"),
+    title="This packed model needs a GPU",
+    source="transformers 5.23 quantizer_hqq.py: a device map with the CPU is refused",
+    remedy="Run it on a GPU, or take the model as it was before it was packed.",
+    bad=Example(PATH, replace(LAPTOP, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
+    good=Example(PATH, replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
+)
+def packed_for_gpu(case: Case) -> str | None:
+    """HQQ's layers are made where they will work, and that cannot be a CPU."""
+    row = catalog.PACKED.get(case.glance.packed)
+    return f"{row.label} was found." if row and row.gpu and case.device == "cpu" else None
+
+
+@rule(
+    "QNT014",
+    "advice",
+    fields=("model.path", "model.hub_id"),
+    title="This model is unpacked while it is loaded",
+    source="transformers 5.23 quantizer_mxfp4.py, quantizer_finegrained_fp8.py: dequantize=True",
+    remedy="To train on packed weights take one that is not packed, and pack it while loading.",
+    bad=Example(PATH, glance=FP8),
+    good=Example(PATH),
+)
+def unpacked_base(case: Case) -> str | None:
+    """Its format has no backward pass everywhere, so its weights become ordinary ones: as large as those, and
+    everything can be trained."""
+    row = catalog.PACKED.get(case.glance.packed)
+    return f"{row.label} weights become ordinary ones." if row and row.unpacked else None

@@ -1,0 +1,203 @@
+"""The kin of LoRA: each is looked at where it shows, and what is saved gives the trained model again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host import Host, a_host, write
+from peft import PeftModel
+from safetensors.torch import load_file
+from trainings import SMALL, a_spec, losses, text
+from transformers import AutoModelForCausalLM
+
+from backend.spec import RunSpec
+from backend.train import adapters, builtin, data, lora, model, trainers
+
+# peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+# The fast rate makes every step count from the first on.
+QUICK = {"train.scheduler": "constant", "train.learning_rate": 1e-2, "checkpoint.save_model": True}
+# All that can be combined; what is saved stands on the untouched model all the same.
+EVERYTHING = {
+    "method.lora_init": "pissa_fast",
+    "method.lora_dora": True,
+    "method.lora_rslora": True,
+    "method.lora_plus": 4.0,
+    "method.lora_modules_to_save": ("norm",),
+    "method.lora_alpha": 8.0,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("methods")
+
+
+@pytest.fixture(scope="module")
+def cache(root: Path) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
+        builtin.prepare("tiny-llama", lambda text, share: None)
+        yield root / "cache"
+
+
+@pytest.fixture(scope="module")
+def host(cache: Path) -> Iterator[Host]:
+    with a_host(cache) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, host: Host) -> Any:
+    """A folder for each table of changes; the same table is trained once."""
+    made: dict[str, Path] = {}
+
+    def train(changes: Mapping[str, Any], ranks: int = 0) -> Path:
+        key = json.dumps({**changes, "ranks": ranks}, sort_keys=True)
+        if key not in made:
+            made[key] = host.train(root / f"run-{len(made)}", a_spec({**QUICK, **changes}), ranks)
+        return made[key]
+
+    return train
+
+
+def base(cache: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama", dtype=torch.float32)
+
+
+def logits(found: Any) -> torch.Tensor:
+    with torch.no_grad():
+        answer: torch.Tensor = found.eval()(torch.arange(3, 40)[None]).logits
+    return answer
+
+
+def fresh(changes: Mapping[str, Any], precision: str = "fp32") -> Any:
+    """The model as it is before the first step."""
+    spec: RunSpec = a_spec(changes)
+    source = model.find(spec, lambda text, share: None)
+    return adapters.adapt(spec, model.load(spec, source, precision, model.tokenizer(spec, source)), precision)
+
+
+def a_layer(found: Any) -> Any:
+    return found.base_model.model.model.layers[1].mlp.up_proj
+
+
+def test_dora_has_lengths_and_they_move(trained: Any, cache: Path) -> None:
+    state = load_file(trained({"method.lora_dora": True}) / "model/adapter_model.safetensors")
+    lengths = {name: tensor for name, tensor in state.items() if "magnitude" in name}
+    assert len(lengths) == 4 * 7
+    began = base(cache).model.layers[1].mlp.up_proj.weight.norm(dim=1)
+    moved = (lengths["base_model.model.model.layers.1.mlp.up_proj.lora_magnitude_vector"] - began).abs()
+    assert 1e-3 < moved.max() < 0.1
+
+
+def test_rslora_scales_by_the_root(cache: Path) -> None:
+    changes = {"method.lora_rank": 9, "method.lora_alpha": 6.0}
+    assert a_layer(fresh(changes)).scaling["default"] == pytest.approx(6 / 9)
+    assert a_layer(fresh({**changes, "method.lora_rslora": True})).scaling["default"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_fast", "olora"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precision: str) -> None:
+    found = fresh({"method.lora_init": init}, precision)
+    layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
+    left = layer.base_layer.weight
+    assert (left - whole).abs().max() > 1e-2
+    assert left.dtype == model.DTYPES[precision]
+    assert layer.lora_A["default"].weight.dtype == torch.float32
+    again = left.float() + layer.get_delta_weight("default")
+    assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
+    same = a_layer(fresh({"method.lora_init": init, "train.seed": 7}, precision))
+    assert torch.equal(same.base_layer.weight, left), "a run that goes on must find the same start"
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
+def test_these_starts_leave_the_model_as_it_is(cache: Path, init: str) -> None:
+    found = fresh({"method.lora_init": init})
+    assert a_layer(found).lora_A["default"].weight.abs().sum() > 0
+    assert torch.allclose(logits(found), logits(base(cache)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method.lora_init": "pissa"},
+        {"method.lora_init": "olora", "method.lora_rslora": True},
+        EVERYTHING,
+    ],
+    ids=["pissa", "olora", "everything"],
+)
+def test_what_is_saved_stands_on_the_untouched_model(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
+    merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "checkpoint.merge": True}) / "model")
+    wanted = logits(merged)
+    assert not torch.allclose(wanted, logits(base(cache)), atol=0.1), "nothing was learned"
+    adapter = PeftModel.from_pretrained(base(cache), trained(changes) / "model")
+    assert torch.allclose(logits(adapter), wanted, atol=1e-4)
+    assert adapter.peft_config["default"].r == 32, "the start of 16 is taken away by another 16"
+
+
+def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
+    """Each rank holds a part of the weights that the start is taken out of."""
+    one = trained({"method.lora_init": "pissa", "train.batch_size": 2})
+    spread = trained({"method.lora_init": "pissa", "train.batch_size": 1, "parallel.strategy": "zero3"}, 2)
+    assert losses(spread) == pytest.approx(losses(one), abs=1e-4)
+    adapter = PeftModel.from_pretrained(base(cache), spread / "model")
+    again = PeftModel.from_pretrained(base(cache), one / "model")
+    assert torch.allclose(logits(adapter), logits(again), atol=2e-2)
+    assert not torch.allclose(logits(adapter), logits(base(cache)), atol=0.1)
+
+
+def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> None:
+    more = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "parallel.strategy": "ddp"}
+    folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.batch_size": 1}, 2)
+    before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
+    shutil.rmtree(folder / "checkpoints/checkpoint-4")
+    shutil.rmtree(folder / "model")
+    assert host.run(folder, 2) == 0, text(folder)
+    assert "Going on from checkpoint-2." in text(folder)
+    assert losses(folder) == pytest.approx(before, abs=1e-5)
+    again = load_file(folder / "model/adapter_model.safetensors")
+    assert all(torch.allclose(again[name], tensor, atol=1e-5) for name, tensor in state.items())
+
+
+def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root: Path) -> None:
+    """Its weights would be added to a model that they were not taken out of."""
+    more = {"checkpoint.when": "steps", "checkpoint.steps": 2}
+    folder = trained({**more, "method.lora_init": "pissa"})
+    asked = {"checkpoint.start": "path", "checkpoint.path": str(folder / "checkpoints/checkpoint-2")}
+    other = root / "other-start"
+    write(other, a_spec({**QUICK, **asked, "train.max_steps": 4}))
+    assert host.run(other) == 1
+    said = text(other).strip().splitlines()[-1]
+    assert "checkpoint.path" in said
+    assert "method.lora_init" in said
+
+
+def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
+    spec = a_spec({"method.lora_plus": 16.0, "method.lora_modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
+    found = fresh({"method.lora_modules_to_save": ("model.norm",)})
+    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    tokens = model.tokenizer(spec, model.find(spec, lambda text, share: None))
+    rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
+    made = trainers.build(spec, config, found, tokens, rows, [])
+    optimizer = made.create_optimizer()
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    named = {name: p for name, p in found.named_parameters() if p.requires_grad}
+    assert len(rates) == len(named) == 2 * 28 + 1
+    for name, parameter in named.items():
+        assert rates[id(parameter)] == SMALL["train.learning_rate"] * (16 if "lora_B" in name else 1)
+        assert decays[id(parameter)] == (0 if "norm" in name else 0.1)
+
+
+def test_lora_plus_is_refused_where_it_cannot_be(cache: Path) -> None:
+    found = fresh({})
+    with pytest.raises(lora.TrainError, match=r"method\.lora_plus"):
+        lora.hurry(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)

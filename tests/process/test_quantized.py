@@ -1,0 +1,217 @@
+"""Packed bases: what is really stored, that training on them learns, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host import Host, a_host, write
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from trainings import a_spec, losses, result, text
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from backend import catalog
+from backend.machine import Machine
+from backend.memory import Account
+from backend.shape import from_config
+from backend.train import adapters, builtin, model
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+TINY = from_config(catalog.MODELS["tiny-llama"].config)
+QUICK = {"train.scheduler": "constant", "train.batch_size": 2, "train.learning_rate": 3e-3}
+HALF = {**QUICK, "train.batch_size": 1}
+KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
+NF4, INT8 = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+@pytest.fixture(scope="module")
+def cache(root: Path) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
+        builtin.prepare("tiny-llama", lambda text, share: None)
+        yield root / "cache"
+
+
+@pytest.fixture(scope="module")
+def host(cache: Path) -> Iterator[Host]:
+    with a_host(cache) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path, host: Host) -> dict[int, float]:
+    """The losses on weights that are not packed."""
+    return losses(host.train(root / "plain", a_spec(QUICK)))
+
+
+@pytest.fixture(scope="module")
+def four(root: Path, host: Host) -> Path:
+    return host.train(root / "four", a_spec({**QUICK, **NF4, **KEPT, "train.max_steps": 4}))
+
+
+def fresh(changes: Mapping[str, Any], precision: str) -> Any:
+    spec = a_spec(changes)
+    source = model.find(spec, lambda text, share: None)
+    return adapters.adapt(spec, model.load(spec, source, precision, model.tokenizer(spec, source)), precision)
+
+
+def beside(module: Any) -> int:
+    """Bytes of what a packed layer stores beside its weights."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return int(module.weight.SCB.nbytes)
+    second = state.state2
+    tensors = [state.absmax, state.code, *((second.absmax, second.code, state.offset) if state.nested else ())]
+    return sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize(("kind", "name"), [("nf4", "Linear4bit"), ("fp4", "Linear4bit"), ("int8", "Linear8bitLt")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double: bool, precision: str) -> None:
+    changes = {
+        "method.quantization": kind,
+        "method.double_quantization": double,
+        "precision.compute": precision,
+    }
+    found = fresh(changes, precision)
+    bases = [m.base_layer for _, m in found.named_modules() if hasattr(m, "base_layer")]
+    assert len(bases) == 4 * 7
+    assert {type(base).__name__ for base in bases} == {name}
+    assert {base.weight.dtype for base in bases} == {torch.uint8 if name == "Linear4bit" else torch.int8}
+    rows = {row.name: row.bytes for row in Account(a_spec(changes), Machine(), TINY).device()}
+    assert rows["Packed weights"] == sum(base.weight.nbytes for base in bases)
+    assert rows["Scales of packed weights"] == sum(map(beside, bases))
+    weights = sum(base.in_features * base.out_features for base in bases)
+    assert rows["Packed weights"] == weights // (2 if name == "Linear4bit" else 1)
+    if kind != "int8" and double:
+        assert rows["Scales of packed weights"] < weights * 0.127 / 8 + 28 * 2048, "0.127 bits a weight, and tables"
+    still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
+    assert rows["Packed weights"] + rows["Frozen weights"] == still
+
+
+@pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_learns_as_on_plain_weights(
+    root: Path, host: Host, plain: dict[int, float], changes: dict[str, Any], precision: str
+) -> None:
+    more = {**changes, "precision.compute": precision}
+    found = losses(host.train(root / f"one-{changes['method.quantization']}-{precision}", a_spec({**QUICK, **more})))
+    assert found == pytest.approx(plain, abs=0.05)
+    assert found != plain, "nothing was packed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy"),
+    [(NF4, "ddp"), (INT8, "ddp"), (NF4, "zero2"), (NF4, "zero3"), (NF4, "fsdp2")],
+    ids=lambda value: value if isinstance(value, str) else value["method.quantization"],
+)
+def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, Any], strategy: str) -> None:
+    kind = changes["method.quantization"]
+    one = host.train(root / f"alone-{kind}-{strategy}", a_spec({**QUICK, **changes}))
+    more = {**HALF, **changes, "parallel.strategy": strategy}
+    two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    held = [rank["parameters"] for rank in result(two)["held"]]
+    if catalog.STRATEGIES[strategy].spread:
+        # As fp32 numbers: an eighth of the packed weights; and half of everything.
+        packed = sum(leaf.inputs * leaf.outputs for leaf in TINY.leaves() if leaf.inputs and leaf.path != TINY.head)
+        rest = TINY.parameters - packed + result(two)["trainable_parameters"]
+        assert held == pytest.approx([(packed / 8 + rest) / 2] * 2, rel=0.01)
+
+
+def test_adapters_are_not_rounded(four: Path) -> None:
+    state = load_file(four / "model/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values())
+
+
+def test_what_is_saved_can_be_loaded(four: Path, cache: Path) -> None:
+    """Onto a packed base as it was trained, and onto a plain one."""
+    rows = torch.arange(3, 60)[None]
+
+    def answer(**more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        base = AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama", dtype=torch.float32, **more)
+        model_ = base.train()  # bitsandbytes rewrites 4-bit weights for evaluation on some CPUs
+        with torch.no_grad():
+            before = model_(rows).logits
+            return before, PeftModel.from_pretrained(base, four / "model").train()(rows).logits
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    before, after = answer(quantization_config=config)
+    assert not torch.allclose(before, after, atol=0.1)
+    _, plain = answer()
+    learned, difference = (after - before).norm(), (plain - after).norm()
+    assert difference < learned
+
+
+def test_it_goes_on_from_its_checkpoint(four: Path, host: Host) -> None:
+    before = losses(four)
+    shutil.rmtree(four / "checkpoints/checkpoint-4")
+    assert host.run(four) == 0, text(four)
+    assert "Going on from checkpoint-2." in text(four)
+    assert losses(four) == pytest.approx(before, abs=1e-5)
+
+
+def test_looking_on_changes_nothing(root: Path, host: Host, four: Path) -> None:
+    """An evaluation, and answers before training, leave the packed weights as they are."""
+    more = {"evaluation.when": "steps", "evaluation.steps": 1, "evaluation.samples": 2, "evaluation.max_new_tokens": 4}
+    found = host.train(root / "watched", a_spec({**QUICK, **NF4, **more, "train.max_steps": 4}))
+    assert losses(found) == pytest.approx(losses(four), abs=1e-5)
+    assert len(result(found)["samples"]) == 2
+
+
+@pytest.fixture(scope="module")
+def eighth(cache: Path, root: Path) -> Path:
+    """The tiny model as FP8 checkpoints are: weights of 8 bits, and a scale for each block of 32 x 32."""
+    folder = root / "fp8"
+    shutil.copytree(cache / "models/tiny-llama", folder)
+    state = load_file(folder / "model.safetensors")
+    for name in [n for n in state if n.endswith("_proj.weight")]:
+        weight = state[name]
+        rows, columns = weight.shape[0] // 32, weight.shape[1] // 32
+        blocks = weight.reshape(rows, 32, columns, 32)
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        state[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = scale.float()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_fp8_is_unpacked_and_learns(root: Path, host: Host, cache: Path, eighth: Path, kind: str) -> None:
+    more = {**QUICK, "method.kind": kind, "train.learning_rate": 1e-3}
+    found = host.train(root / f"fp8-{kind}", a_spec({**more, "model.source": "path", "model.path": str(eighth)}))
+    wanted = host.train(root / f"fp8-{kind}-plain", a_spec(more))
+    assert losses(found) == pytest.approx(losses(wanted), abs=0.02)
+    assert losses(found) != losses(wanted), "nothing was packed"
+
+
+def test_packed_formats_that_are_refused(root: Path, host: Host, cache: Path) -> None:
+    for kind, said in (("quark", "model.path: transformers trains nothing"), ("gptq", "model.path: GPTQ needs")):
+        folder = root / kind
+        shutil.copytree(cache / "models/tiny-llama", folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": kind, "bits": 4, "group_size": 128}
+        (folder / "config.json").write_text(json.dumps(config))
+        write(root / f"refused-{kind}", a_spec({"model.source": "path", "model.path": str(folder)}))
+        assert host.run(root / f"refused-{kind}") == 1
+        assert text(root / f"refused-{kind}").strip().splitlines()[-1].startswith(said)
