@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backend import catalog
 from backend.derived import device
 from backend.memory.spread import Row, Spread
 from backend.shape import Leaf, adapted
