@@ -91,7 +91,8 @@ def _changes(case: Case) -> Iterator[Fix]:
     yield Fix("Activation checkpointing", checkpointing)
     yield from (Fix(f"Checkpointing, batch size {p['train.batch_size']}", {**p, **checkpointing}) for p in smaller)
     least = {**(smaller[-1] if smaller else {}), **checkpointing}
-    yield Fix("Reference computed beforehand", {"preference.precompute": True})
+    if spec.parallel.strategy != "tensor":
+        yield Fix("Reference computed beforehand", {"preference.precompute": True})
     lora = {"method.kind": "lora", "train.learning_rate": 2e-4}
     if spec.method.kind != "lora":
         yield Fix("LoRA", lora, safe=False)

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
-from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TINY, TWO_H100
+from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TWO_H100
 
 PAIRS = {"data.builtin": "train-pairs"}
 DPO = {"train.stage": "dpo", **PAIRS}
 KTO = {"train.stage": "kto", **PAIRS}
+SLICED = {**DPO, "parallel.strategy": "tensor", "method.kind": "freeze", "train.learning_rate": 1e-6,
+          "checkpoint.weights_only": True}  # fmt: skip
 PAIRED = replace(FILES, format="pairs", columns=("prompt", "chosen", "rejected"))
 MARKED = replace(FILES, format="labels", columns=("prompt", "completion", "label"))
 
@@ -122,10 +124,9 @@ def certain_exo(case: Case) -> str | None:
     title="The reference cannot be computed beforehand on sliced layers",
     source="seen with trl 1.16: hash_module reads every weight as a plain tensor",
     fixes=(Fix("Beside the training", {"preference.precompute": False}),),
-    bad=Example({**DPO, "preference.precompute": True, "parallel.strategy": "tensor", "method.kind": "full",
-                 "train.learning_rate": 1e-6, "checkpoint.when": "no"}, TWO_H100, replace(DEMO, shape=TINY)),
-    good=Example({**DPO, "preference.precompute": True, "parallel.strategy": "ddp"}, TWO_H100),
-)  # fmt: skip
+    bad=Example({**SLICED, "preference.precompute": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    good=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+)
 def sliced_reference(case: Case) -> str | None:
     """What is computed is kept under a sum over all weights, which cannot be taken of slices."""
     asked = _stage(case).reference and case.spec.preference.precompute

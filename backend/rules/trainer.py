@@ -215,10 +215,11 @@ def full_disk(case: Case) -> Hit | None:
     if need <= free:
         return None
     saved = case.spec.checkpoint.save_model
+    once = case.spec.launch.rendezvous != "elastic"  # a run that starts again by itself needs them
     tries = [
         Fix("Keep one checkpoint", {"checkpoint.keep": 1}),
         Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False),
-        Fix("No checkpoints", {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False}),
+        Fix("No checkpoints", {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False}, once),
         Fix("Save nothing", {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False}, False),
     ]
     fixes = [f for f in tries if case.estimated(case.with_patch(f.patch)).disk_bytes <= free][:2]
