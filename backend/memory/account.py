@@ -99,7 +99,7 @@ class Account(Activations):
     def _forward(self) -> list[Row]:
         """The end of the forward pass."""
         spec, rows = self.spec, [self._activations(), self._dora(), self._unpacked(), self._loss()]
-        if self.width == 2 and not self.zero:
+        if self.width == 2 and not self.zero and self.strategy.engine != "fsdp":  # which gathers copies
             cast = self._cast()
             rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
         if spec.train.accumulation > 1:

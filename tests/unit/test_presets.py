@@ -26,7 +26,24 @@ QWEN3 = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-SHAPES = {"meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B, "Qwen/Qwen3-1.7B-Base": from_config(QWEN3)}
+LLAMA_70B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "dtype": "bfloat16",
+}
+SHAPES = {
+    "meta-llama/Llama-3.1-8B": LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
+    "meta-llama/Llama-3.3-70B-Instruct": from_config(LLAMA_70B),
+    "Qwen/Qwen3-1.7B-Base": from_config(QWEN3),
+}
 
 
 @pytest.mark.parametrize(
