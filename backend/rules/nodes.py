@@ -125,17 +125,21 @@ def elastic_launcher(case: Case) -> str | None:
     "NOD006",
     "error",
     fields=("launch.min_nodes", "parallel.strategy"),
-    title="Checkpoints in parts need all their nodes",
-    source="deepspeed 0.19 runtime/engine.py: the world size of a checkpoint must be that of the run",
+    title="Too few nodes to go on from a checkpoint",
+    source="deepspeed 0.19 runtime/engine.py: world size of a checkpoint; seen with FSDP2: any from 2 on",
     bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
     good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "launch.min_nodes": 2}),
 )
 def elastic_parts(case: Case) -> Hit | None:
-    """DeepSpeed saves a part a rank, and only as many ranks can go on from them. Where all nodes must be there, ranks
-    that die still come back. With DDP every rank holds everything, so any number goes on."""
-    launch = case.spec.launch
-    parts = case.strategy.engine == "deepspeed"
-    if launch.rendezvous != "elastic" or not parts or launch.min_nodes >= launch.nodes:
+    """DeepSpeed saves a part a rank, and only as many ranks can go on from them. FSDP shares its parts out anew, among
+    two ranks at least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be
+    there, ranks that die still come back."""
+    launch, parallel, row = case.spec.launch, case.spec.parallel, case.strategy
+    if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nodes >= launch.nodes:
+        return None
+    mesh = parallel.replicas * parallel.context if row.version == 2 else 1
+    least = case.processes * launch.min_nodes
+    if row.engine == "fsdp" and least // mesh > 1 and case.processes % mesh == 0:
         return None
     fixes = (
         Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}),

@@ -29,7 +29,7 @@ from backend.train import builtin, checkpoints
 
 FULL = {"method.kind": "full", "train.max_steps": 3, "train.batch_size": 2}
 SPREAD = {"parallel.strategy": "ddp", "launch.processes": 1, "launch.rendezvous": "static"}
-SPREAD |= {"launch.address": ADDRESSES[0], "launch.port": 29533}
+SPREAD |= {"launch.address": ADDRESSES[0], "launch.port": 29533, "launch.threads": 1}  # they share two cores
 HOSTFILE = {"launch.hosts": ("host-0 slots=1", "host-1 slots=1")}
 LAUNCHERS = {"torchrun": {}, "accelerate": {}, "deepspeed": HOSTFILE}
 

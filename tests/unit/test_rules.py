@@ -90,6 +90,24 @@ def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
             assert codes(check(spec, machine, look(spec, tmp_path)), "error") == set()
 
 
+@pytest.mark.parametrize(
+    ("processes", "least", "more", "refused"),
+    [
+        (1, 1, {"parallel.strategy": "ddp"}, False),
+        (2, 1, {}, False),
+        (1, 1, {}, True),
+        (1, 2, {}, False),
+        (4, 1, {"parallel.replicas": 2}, False),
+        (2, 1, {"parallel.replicas": 2}, True),
+        (8, 3, {"parallel.strategy": "zero3"}, True),
+    ],
+)
+def test_which_engines_go_on_with_fewer_nodes(processes: int, least: int, more: dict[str, Any], refused: bool) -> None:
+    patch = {**SPREAD, "launch.rendezvous": "elastic", "launch.nodes": 4, "parallel.strategy": "fsdp2", **more}
+    found = judged(Example({**patch, "launch.processes": processes, "launch.min_nodes": least}))
+    assert ("NOD006" in codes(found)) == refused
+
+
 def test_order_is_fixed() -> None:
     spec = edit(RunSpec(), {"launch.device": "cuda", "train.accumulation": 999, "checkpoint.weights_only": True})
     found = check(spec, LAPTOP, DEMO)
