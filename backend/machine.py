@@ -36,7 +36,7 @@ STALE = 900  # seconds
 # Distributions whose presence or version some rule asks about.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
-    "flash_attn", "flash_attn_3",
+    "flash_attn", "flash_attn_3", "liger-kernel",
     *(name for row in catalog.PACKED.values() for name in row.packages),
     *(row.package for row in catalog.REPORTERS.values() if row.package),
 )  # fmt: skip

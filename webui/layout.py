@@ -86,6 +86,7 @@ def _train(form: Form) -> None:
         with fields(more=True):
             form.place("train.weight_decay", "train.max_grad_norm", "train.beta1", "train.beta2", "train.epsilon")
             form.place("train.seed", "train.dataloader_workers", "train.group_by_length")
+            form.place("train.liger", "train.compile")
     with section("launch", "Devices"):
         with fields():
             form.place("parallel.strategy", "launch.processes", "launch.device", "launch.devices")

@@ -37,7 +37,7 @@ FAMILIES = {
     "ADP": (adapter, "Adapters"),
     "DAT": (data, "Rows"),
     "HW": (hardware, "Machine"),
-    "KRN": (kernels, "Attention"),
+    "KRN": (kernels, "Attention and kernels"),
     "LCH": (launch, "Launch"),
     "MDL": (method, "Model and template"),
     "MEM": (memory, "Memory"),

@@ -1,4 +1,4 @@
-"""Rules of attention.
+"""Rules of how layers are computed: attention, Liger, torch.compile.
 
 Floor 3. Imports: below.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from backend import catalog
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, rule
-from backend.rules.examples import DEMO, H100, INSTALLED
+from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
 
 AUTO = Fix("Choose it automatically", {"model.attention": "auto"})
 FLASH = {"model.attention": "flash_attention_2"}
@@ -114,7 +114,7 @@ def full_precision_flash(case: Case) -> str | None:
     title="The model's heads do not fit FlashAttention",
     source="flash-attention csrc/flash_attn/flash_api.cpp: head dimension at most 256, a multiple of 8",
     fixes=(AUTO,),
-    bad=Example(FLASH, _with(H100), replace(DEMO, shape=replace(DEMO.shape, head_dim=36))) if DEMO.shape else Example(),
+    bad=Example(FLASH, _with(H100), replace(DEMO, shape=replace(SMOL, head_dim=36))),
     good=Example(FLASH, _with(H100)),
 )
 def odd_heads(case: Case) -> str | None:
@@ -123,3 +123,79 @@ def odd_heads(case: Case) -> str | None:
         return None
     width = case.shape.head_dim
     return f"A head is {width} wide." if width > 256 or width % 8 else None
+
+
+LIGER = {"train.liger": True}
+PLAIN = Fix("Without Liger", {"train.liger": False})
+WITH_LIGER = replace(H100, versions={**INSTALLED, "liger-kernel": "0.8.5"})
+# Model types that Footplate counts and Liger does not know.
+STRANGERS = ("gpt2", "gpt_neox", "phi")
+
+
+@rule(
+    "KRN006",
+    "error",
+    fields=("train.liger", "launch.device"),
+    title="Liger's kernels need a GPU",
+    source="liger-kernel 0.8: Triton kernels",
+    fixes=(PLAIN,),
+    bad=Example(LIGER),
+    good=Example(LIGER, WITH_LIGER),
+    proof="launch",
+)
+def liger_without_gpu(case: Case) -> str | None:
+    """They are written in Triton, for NVIDIA, AMD and Intel GPUs."""
+    return "The run is for another device." if case.spec.train.liger and case.device not in ("cuda", "xpu") else None
+
+
+@rule(
+    "KRN007",
+    "error",
+    fields=("train.liger",),
+    title="Liger is not installed",
+    source="liger-kernel's README",
+    fixes=(PLAIN,),
+    bad=Example(LIGER, H100),
+    good=Example(LIGER, WITH_LIGER),
+)
+def missing_liger(case: Case) -> str | None:
+    """Its kernels are a package of their own."""
+    asked = case.spec.train.liger and case.device in ("cuda", "xpu") and case.machine.versions
+    return "pip install liger-kernel." if asked and "liger-kernel" not in case.machine.versions else None
+
+
+@rule(
+    "KRN008",
+    "error",
+    fields=("train.liger",),
+    title="Liger has no kernels for this model",
+    source="liger-kernel 0.8.5 monkey_patch.py: MODEL_TYPE_TO_APPLY_LIGER_FN; another type is passed over in silence",
+    fixes=(PLAIN,),
+    bad=Example(LIGER, WITH_LIGER, replace(DEMO, shape=GPT2)),
+    good=Example(LIGER, WITH_LIGER),
+)
+def liger_stranger(case: Case) -> str | None:
+    """It replaces layers of the architectures that it knows."""
+    shape = case.shape
+    return (
+        f"It does not know {shape.model_type}."
+        if case.spec.train.liger and shape and shape.model_type in STRANGERS
+        else None
+    )
+
+
+@rule(
+    "KRN009",
+    "error",
+    fields=("train.compile", "launch.device"),
+    title="torch.compile needs a C++ compiler on a CPU",
+    source="torch 2.13 _inductor/cpp_builder.py: its code for a CPU is C++",
+    fixes=(Fix("Without compiling", {"train.compile": False}),),
+    remedy="On Debian: apt-get install g++ python3-dev.",
+    bad=Example({"train.compile": True}, replace(LAPTOP, compiler=False)),
+    good=Example({"train.compile": True}),
+)
+def no_compiler_for_compile(case: Case) -> str | None:
+    """What it compiles for a CPU is C++."""
+    asked = case.spec.train.compile and case.device == "cpu" and not case.machine.compiler
+    return "There is no c++ on the path, or Python has no headers." if asked else None

@@ -113,12 +113,15 @@ def _listed(name: str, kept: Iterable[str]) -> dict[str, Any]:
     good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "v_proj")}),
     proof="launch",
 )
-def no_targets(case: Case) -> str | None:
+def no_targets(case: Case) -> Hit | None:
     """Adapters go where they are told. Without a name there is nothing to train."""
-    method = case.spec.method
+    method, shape = case.spec.method, case.shape
     if method.kind != "lora" or method.lora_targets != "custom" or method.lora_target_modules:
         return None
-    return f"The model has {names(case.shape.linear)}." if case.shape else "Name the ends of module names."
+    if shape is None:
+        return Hit("Name the ends of module names.")
+    every = Fix(f"Name {names(shape.linear)}", _listed("method.lora_target_modules", shape.linear), False)
+    return Hit(f"The model has {names(shape.linear)}.", (every,))
 
 
 @rule(

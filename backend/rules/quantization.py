@@ -74,7 +74,7 @@ def start_on_packed(case: Case) -> str | None:
 )
 def spread_bytes(case: Case) -> str | None:
     """Weights of 4 bits are stored as floating-point numbers where a strategy spreads them. 8-bit ones cannot be."""
-    spread = catalog.STRATEGIES[case.spec.parallel.strategy].spread and case.processes > 1
+    spread = catalog.STRATEGIES[case.spec.parallel.strategy].spread
     return "This strategy spreads the weights." if spread and _row(case).bits == 8 else None
 
 

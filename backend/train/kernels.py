@@ -1,11 +1,16 @@
-"""How attention is computed: as asked for, or not at all.
+"""How the layers are computed: attention, Liger, torch.compile; as asked for, or not at all.
 
 Beside the floors. Imports spec, catalog, journal.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
+
+from accelerate.utils import is_compiled_module
+from transformers import TrainerCallback
 
 from backend import catalog
 from backend.spec import RunSpec
@@ -19,6 +24,11 @@ def check(spec: RunSpec, family: str, precision: str) -> None:
         raise TrainError(f"model.attention: {asked} computes in bf16 or fp16: set precision.compute to bf16.")
     if asked == "flex_attention" and family in ("cpu", "mps"):
         raise TrainError("model.attention: flex_attention has no backward pass on this device: take sdpa.")
+
+    if spec.train.liger and family not in ("cuda", "xpu"):
+        raise TrainError("train.liger: its kernels are for GPUs with Triton: switch it off.")
+    if spec.train.liger and importlib.util.find_spec("liger_kernel") is None:
+        raise TrainError("train.liger needs the package liger-kernel: pip install it.")
 
 
 def loading(spec: RunSpec) -> dict[str, Any]:
@@ -39,3 +49,30 @@ def check_attention(spec: RunSpec, model: Any) -> None:
     asked, found = spec.model.attention, model.config.get_text_config()._attn_implementation
     if asked not in ("auto", found):
         raise TrainError(f"model.attention: {asked} was asked for, and the library took {found}: choose that, or sdpa.")
+
+
+def patch(spec: RunSpec, model: Any) -> None:
+    """Give the layers Liger's kernels. Raises TrainError where it knows none for the model: it would say nothing.
+
+    Its loss is left out, since TRL computes the loss in tiles by itself.
+    """
+    if not spec.train.liger:
+        return
+    liger: Any = importlib.import_module("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    forwards = (getattr(module.forward, "__func__", None) for module in model.modules())
+    if not any(getattr(forward, "__module__", "").startswith("liger_kernel") for forward in forwards):
+        raise TrainError(f"train.liger: Liger has no kernels for {model.config.model_type}: switch it off.")
+
+
+class Compiled(TrainerCallback):
+    """Ends a run whose model was not compiled although it should be: the engines pass over it without a word."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """The engine is ready. Raises TrainError."""
+        wrapped = self.trainer.model_wrapped
+        if not (is_compiled_module(wrapped) or getattr(wrapped, "is_compiled", False)):
+            raise TrainError("train.compile: the model was not compiled with this strategy: switch it off.")

@@ -89,6 +89,7 @@ def load(
     except Exception as error:
         raise TrainError(kernels.refused(spec, error) or _unloadable("model", source, error)) from error
     kernels.check_attention(spec, model)
+    kernels.patch(spec, model)
     quantized.keep_layout(model)
     vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
     if known > vocabulary:

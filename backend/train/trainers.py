@@ -69,6 +69,7 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "train_sampling_strategy": "group_by_length" if train.group_by_length else "random",
         "activation_checkpointing": train.activation_checkpointing,
         "gradient_checkpointing": train.activation_checkpointing,  # TRL reads, and switches on, the old name
+        "torch_compile": train.compile,
         "dataloader_num_workers": train.dataloader_workers,
         "dataloader_persistent_workers": train.dataloader_workers > 0,
         "seed": train.seed,
@@ -153,6 +154,8 @@ def build(
             callbacks=callbacks,
             **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
         )
+    if spec.train.compile:
+        trainer.add_callback(kernels.Compiled(trainer))
     trainer.lora_plus = spec.method.lora_plus
     if reference is not None and spec.preference.precompute:
         trainer.ref_model = None  # it was asked about every row

@@ -358,3 +358,21 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     assert value(page, "parallel.replicas") == 2
     assert value(page, "parallel.offload_optimizer") == "nvme"
     assert value(page, "parallel.bucket_mb") == 31
+
+
+def test_names_found_in_the_model_are_a_click_away(page, server):
+    opened(page, server)
+    choose(page, "model.builtin", "Tiny Llama (random)")
+    choose(page, "method.lora_targets", "By name")
+    verdict(page, "Cannot run")
+    names = page.locator("#method-lora_target_modules .fp-names")
+    expect(names.get_by_role("button")).to_have_text(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    names.get_by_role("button", name="q_proj").click()
+    names.get_by_role("button", name="v_proj").click()
+    page.wait_for_function("() => FP.form.values()['method.lora_target_modules'] === 'q_proj, v_proj'")
+    expect(names.get_by_role("button", name="q_proj")).to_have_attribute("aria-pressed", "true")
+    verdict(page, "Can run")
+    names.get_by_role("button", name="q_proj").click()
+    expect(page.locator("#method-lora_target_modules input")).to_have_value("v_proj")

@@ -126,6 +126,15 @@ def layers(spec: RunSpec) -> Any:
     return type(layer).__name__, getattr(getattr(layer.weight, "quant_state", None), "nested", None)
 
 
+def refusal(spec: RunSpec) -> str:
+    """What a CPU says to kernels for GPUs."""
+    try:
+        trainers.arguments(spec, Path("."), "cpu", 1)
+    except TrainError as error:
+        return str(error)
+    return ""
+
+
 def fastest(spec: RunSpec) -> Any:
     return max(group["lr"] for group in trainer(spec).create_optimizer().param_groups)
 
@@ -387,6 +396,8 @@ CASES: dict[str, Case] = {
     "train.neftune": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.group_by_length": Case(True, order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),
+    "train.liger": Case(True, refusal),
+    "train.compile": Case(True, argument("torch_compile")),
     "train.dataloader_workers": Case(2, lambda spec: trainer(spec).get_train_dataloader().num_workers),
     "train.seed": Case(7, rows),
     "preference.beta": Case(0.5, asked("beta"), DPO),

@@ -31,7 +31,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 135
+COUNT = 139
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -125,6 +125,9 @@ GLANCES = (
     replace(FILES, format="pairs"),
     trouble("data.files", "no such file"),
     trouble("data.validation_files", "column text holds a number", 7),
+    replace(DEMO, packed="gptq"),
+    replace(DEMO, packed="hqq"),
+    replace(DEMO, packed="quark"),
 )
 WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
 

@@ -39,7 +39,18 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "preview": _preview(found, desk.runs),
         "title": found.title,
         "summary": found.summary,
+        "names": _names(found),
     }
+
+
+def _names(found: Judgement) -> dict[str, list[str]]:
+    """Module names that the model has, for the fields that want some: one click adds one."""
+    shape = found.glance.shape
+    if shape is None:
+        return {}
+    every = list(shape.modules)
+    linear = {"method.lora_target_modules": list(shape.linear)}
+    return {**linear, "method.lora_modules_to_save": every, "method.freeze_also": every}
 
 
 def understood(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:

@@ -87,6 +87,19 @@ FP.form = (() => {
   function filling() { return pending; }
   function back() { if (past.length) fill(past.pop()); }
 
+  // Names found in the model, below the fields that want some: a click adds one, or takes it away.
+  function offer(found) {
+    for (const [name, names] of Object.entries(found)) {
+      const field = document.getElementById(id(name));
+      if (!field) continue;
+      const chosen = String(values[name] || "").split(/[\s,]+/).filter(Boolean);
+      const next = (one) => (chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one]).join(", ");
+      const chip = (one) => el("button.fp-name", { type: "button", "aria-pressed": String(chosen.includes(one)), onclick: () => fill({ [name]: next(one) }) }, one);
+      const box = $(".fp-names", field) || field.appendChild(el("div.fp-names", { role: "group", "aria-label": "Names in this model" }));
+      box.replaceChildren(...names.map(chip));
+    }
+  }
+
   function outline(marks) { // {name: level}
     document.querySelectorAll(".fp-field[data-level]").forEach((f) => f.removeAttribute("data-level"));
     document.querySelectorAll(".fp-section[data-level]").forEach((s) => s.removeAttribute("data-level"));
@@ -114,5 +127,5 @@ FP.form = (() => {
   }
 
   const label = (name) => about.options[name]?.label || name;
-  return { start, edited, fill, filling, back, outline, go, label, values: () => ({ ...values }), defaults: () => Object.fromEntries(about.names.map((n) => [n, about.options[n].default])) };
+  return { start, edited, fill, filling, back, outline, offer, go, label, values: () => ({ ...values }), defaults: () => Object.fromEntries(about.names.map((n) => [n, about.options[n].default])) };
 })();

@@ -13,6 +13,7 @@ FP.verdict = (() => {
     $(".fp-verdict-more", box).textContent = answer.summary || "";
     $("#fp-start").disabled = verdict.level === "error" || verdict.level === "invalid";
     marks(findings, invalid);
+    FP.form.offer(answer.names || {});
     cards(findings, invalid);
     memory(answer.memory);
     preview(answer.preview);
