@@ -54,7 +54,7 @@ def golden(name, made):
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda p: p.name)
 def test_golden(preset):
-    golden(preset.name, text(plan(preset.spec, LAPTOP)))
+    golden(preset.name, text(plan(preset.spec, preset.machine)))
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
