@@ -60,13 +60,20 @@ def read(source: str | Path) -> RunSpec:
 
 
 def presets(folder: Path = PRESETS) -> list[Preset]:
-    """Every preset, in the order of file names."""
+    """Every preset, those for the smallest machine first."""
     found = []
-    for path in sorted(folder.glob("*.yaml")):
+    for path in folder.glob("*.yaml"):
         head = _mapping(path.read_text(encoding="utf-8"))
-        title, about = (str(head.get(key, "")) for key in ("title", "about"))
+        title, about = (str(head.get(key, "")) for key in HEAD[:2])
         found.append(Preset(path.stem, title, about, described(head.get("machine") or {}), read(path)))
-    return found
+    return sorted(found, key=_size)
+
+
+def _size(preset: Preset) -> tuple[int, int, str]:
+    """Devices of all nodes, and the bytes of one."""
+    machine = preset.machine
+    each = machine.gpus[0].total_bytes if machine.gpus else 0
+    return machine.nodes * len(machine.gpus), each, preset.name
 
 
 def _mapping(text: str) -> Mapping[str, Any]:

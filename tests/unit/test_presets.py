@@ -95,3 +95,9 @@ def test_presets_hold_only_what_differs():
         raw = (presets.PRESETS / f"{preset.name}.yaml").read_text()
         told = {f"{s}.{k}" for s, part in presets._mapping(raw).items() if s not in presets.HEAD for k in part}
         assert told == set(changes(preset.spec)), "a preset says what is hidden or default anyway"
+
+
+def test_the_first_one_runs_anywhere():
+    """The page opens with it."""
+    assert [p.name for p in presets.presets()][0] == "first-run"
+    assert presets.presets()[-1].machine.nodes == 2
