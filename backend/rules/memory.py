@@ -115,6 +115,7 @@ def _changes(case: Case) -> Iterator[Fix]:
 def _smaller(case: Case) -> Iterator[dict[str, object]]:
     """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
     size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
-    while size > 1 and size % 2 == 0:
+    neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss == "kto"  # a row needs another
+    while size > 1 + neighbours and size % 2 == 0:
         size, accumulation = size // 2, accumulation * 2
         yield {"train.batch_size": size, "train.accumulation": accumulation}
