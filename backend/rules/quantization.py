@@ -101,7 +101,7 @@ def packed_on_first(case: Case) -> str | None:
     title="Adapters cannot be merged into packed weights",
     source="peft 0.21 lora/bnb.py: merging packs the sum again, and its rounding undoes a part of what was learned",
     fixes=(Fix("Save the adapter alone", {"checkpoint.merge": False}), PLAIN),
-    bad=Example({**FOUR, "checkpoint.merge": True}),
+    bad=Example({**FOUR, "checkpoint.save_model": True, "checkpoint.merge": True}),
     good=Example(FOUR),
     proof="launch",
 )
