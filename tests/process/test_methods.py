@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from trainings import SMALL, a_spec, losses, text
 from transformers import AutoModelForCausalLM
 
 from backend.spec import RunSpec
-from backend.train import adapters, builtin, data, lora, model, trainers
+from backend.train import adapters, builtin, data, kernels, lora, model, trainers
 
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -201,3 +203,45 @@ def test_lora_plus_is_refused_where_it_cannot_be(cache: Path) -> None:
     found = fresh({})
     with pytest.raises(lora.TrainError, match=r"method\.lora_plus"):
         lora.hurry(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_attentions_learn_the_same(trained: Any, packing: bool) -> None:
+    """Packed rows see each other in neither: one that did would learn something else."""
+    more = {"data.packing": packing, "checkpoint.save_model": False}
+    one, two = (losses(trained({**more, "model.attention": name})) for name in ("sdpa", "eager"))
+    assert two == pytest.approx(one, abs=1e-4)
+
+
+def test_what_is_taken_is_what_was_asked_for(cache: Path) -> None:
+    found = fresh({"model.attention": "eager"})
+    assert found.config._attn_implementation == "eager"
+    kernels.check_attention(a_spec({"model.attention": "eager"}), found)
+    with pytest.raises(kernels.TrainError, match="sdpa was asked for, and the library took eager"):
+        kernels.check_attention(a_spec({"model.attention": "sdpa"}), found)
+
+
+def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need a GPU; that they were really put in is seen by where the layers' methods come from."""
+    asked, found, seen = a_spec({"train.liger": True}), base(cache), {}
+    liger = types.ModuleType("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance = lambda **given: seen.update(given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    with pytest.raises(kernels.TrainError, match=r"train\.liger: Liger has no kernels for llama"):
+        kernels.patch(asked, found)
+    assert seen == {"model": found, "cross_entropy": False, "fused_linear_cross_entropy": False}
+
+    def forward(self: Any, hidden: Any) -> Any:
+        return hidden
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    found.model.norm.forward = types.MethodType(forward, found.model.norm)
+    kernels.patch(asked, found)
+
+
+def test_a_model_that_was_not_compiled_is_noticed() -> None:
+    trainer = types.SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1))
+    with pytest.raises(kernels.TrainError, match=r"train\.compile"):
+        kernels.Compiled(trainer).on_step_begin()
+    kernels.Compiled(types.SimpleNamespace(model_wrapped=torch.compile(trainer.model_wrapped))).on_step_begin()

@@ -97,7 +97,8 @@ def kept_by_a_step(kind: str, method: str, bf16: bool, batch: int, length: int, 
         bos_token_id=1,
         eos_token_id=2,
     )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if bf16 and method == "lora" else None)
+    dtype, attention = torch.bfloat16 if bf16 and method == "lora" else None, more.pop("attention", "sdpa")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if method == "lora":
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear", **more))
@@ -151,6 +152,21 @@ def test_activations_of_other_adapters_are_met(dora: bool, dropout: float, bf16:
     asked = spec(
         method__lora_dora=dora,
         method__lora_dropout=dropout,
+        precision__compute="bf16" if bf16 else "fp32",
+        train__batch_size=3,
+        data__max_length=160,
+    )
+    assert counted(asked, model) == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_scores_that_are_written_out_are_counted(method: str, bf16: bool) -> None:
+    kept, model = kept_by_a_step("llama", method, bf16, 3, 160, attention="eager")
+    asked = spec(
+        model__attention="eager",
+        method__kind=method,
         precision__compute="bf16" if bf16 else "fp32",
         train__batch_size=3,
         data__max_length=160,
