@@ -99,5 +99,5 @@ def test_presets_hold_only_what_differs():
 
 def test_the_first_one_runs_anywhere():
     """The page opens with it."""
-    assert [p.name for p in presets.presets()][0] == "first-run"
+    assert presets.presets()[0].name == "first-run"
     assert presets.presets()[-1].machine.nodes == 2
