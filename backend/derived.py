@@ -40,13 +40,18 @@ def include(spec: RunSpec) -> str:
 
 
 def precision(spec: RunSpec, machine: Machine) -> str:
-    """bf16, fp16 or fp32: the one asked for, or bf16 where the device computes in it."""
-    if spec.precision.compute != "auto":
-        return spec.precision.compute
+    """bf16, fp16 or fp32: what the choice computes in, or bf16 where the device does."""
+    if asked := catalog.PRECISIONS[spec.precision.compute].computes:
+        return asked
     family = device(spec, machine)
     if family == "cuda":
         return "fp32" if any(old(gpu.capability) for gpu in machine.gpus) else "bf16"
     return "bf16" if family in ("npu", "xpu") else "fp32"
+
+
+def masters(spec: RunSpec) -> bool:
+    """Whether trained weights, gradients and optimizer state are held in fp32, whatever it computes in."""
+    return catalog.PRECISIONS[spec.precision.compute].masters
 
 
 def old(capability: tuple[int, int]) -> bool:

@@ -33,12 +33,13 @@ from backend.options import Problem, SpecError
 GIB = 1024**3
 STALE = 900  # seconds
 
+TABLES = (catalog.REPORTERS, catalog.OPTIMIZERS, catalog.FP8_BACKENDS)
 # Distributions whose presence or version some rule asks about.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel",
     *(name for row in catalog.PACKED.values() for name in row.packages),
-    *(row.package for row in catalog.REPORTERS.values() if row.package),
+    *(row.package for table in TABLES for row in table.values() if row.package),
 )  # fmt: skip
 
 # Marketing name -> (GiB, compute capability), so that a machine file may say just "H100".

@@ -53,7 +53,7 @@ def _learn(form: Form) -> None:
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
         with fields(more=True):
-            form.place("precision.compute", "model.attention", "model.trust_remote_code")
+            form.place("precision.compute", "precision.fp8_backend", "model.attention", "model.trust_remote_code")
     with section("data", "Data"):
         with fields():
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
@@ -82,9 +82,13 @@ def _train(form: Form) -> None:
         with fields():
             form.place("train.length", "train.epochs", "train.max_steps", "train.learning_rate")
             form.place("train.batch_size", "train.accumulation", "train.scheduler", "train.warmup")
-            form.place("train.optimizer", "train.activation_checkpointing")
+            form.place("train.optimizer", "train.projection_rank", "train.projection_gap", "train.block_steps")
+            form.place("train.momentum", "train.activation_checkpointing")
         with fields(more=True):
             form.place("train.weight_decay", "train.max_grad_norm", "train.beta1", "train.beta2", "train.epsilon")
+            form.place("train.projection_targets", "train.projection_modules", "train.galore_scale")
+            form.place("train.galore_projection", "train.apollo_scale", "train.apollo_projection")
+            form.place("train.apollo_scaling", "train.block_order")
             form.place("train.seed", "train.dataloader_workers", "train.group_by_length")
             form.place("train.liger", "train.compile")
     with section("launch", "Devices"):

@@ -18,6 +18,7 @@ from backend.catalog.kinds import (
     Init,
     Optimizer,
     Packed,
+    Precision,
     Quantization,
     Stage,
     Strategy,
@@ -32,8 +33,8 @@ __all__ = [
     "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FLASH",
     "FOUR_BIT", "FSDP", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
     "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
-    "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Quantization",
-    "Stage", "Strategy",
+    "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
+    "Quantization", "Stage", "Strategy",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {
@@ -42,11 +43,32 @@ METHODS: Mapping[str, Choice] = {
     "full": Choice("Full", "Train every weight. Most memory."),
 }
 
-PRECISIONS: Mapping[str, Choice] = {
-    "auto": Choice("Automatic", "bf16 where the device computes in it, otherwise fp32."),
-    "bf16": Choice("bf16", "Mixed precision: half the activations, fast on Ampere and later."),
-    "fp16": Choice("fp16", "Mixed precision with loss scaling, for GPUs before Ampere."),
-    "fp32": Choice("fp32", "Full precision: the most memory, works everywhere."),
+PRECISIONS: Mapping[str, Precision] = {
+    "auto": Precision("Automatic", "bf16 where the device computes in it, otherwise fp32."),
+    "bf16": Precision("bf16", "Mixed precision: half the activations, fast on Ampere and later.", computes="bf16"),
+    "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs before Ampere.", computes="fp16"),
+    "fp32": Precision("fp32", "Full precision: the most memory, works everywhere.", computes="fp32"),
+    "tf32": Precision("tf32", "fp32 numbers, multiplied in the TF32 units of Ampere and later.", computes="fp32"),
+    "fp8": Precision(
+        "fp8", "Mixed precision with linear layers in 8 bits, for Ada, Hopper and later.", computes="bf16"
+    ),
+    "pure_bf16": Precision(
+        "Pure bf16",
+        "Weights, gradients and most optimizers' state in bf16: half the memory of bf16, small updates are lost.",
+        computes="bf16",
+        masters=False,
+    ),
+}
+
+FP8_BACKENDS: Mapping[str, Choice] = {
+    "torchao": Choice("torchao", "Float8 training of PyTorch's own.", package="torchao"),
+    "te": Choice("Transformer Engine", "NVIDIA's kernels.", package="transformer-engine"),
+}
+
+PROJECTED: Mapping[str, Choice] = {
+    "all-linear": Choice("All linear layers", "The output layer too: least state."),
+    "attention": Choice("Attention", "q, k, v and o."),
+    "custom": Choice("By name", "The module names that you give."),
 }
 
 SCHEDULERS: Mapping[str, Choice] = {

@@ -49,10 +49,48 @@ class BuiltinModel(Choice):
 
 @dataclass(frozen=True)
 class Optimizer(Choice):
-    """`name` is the Trainer's `optim`; `state_bytes` is bytes of state a trained parameter."""
+    """What turns gradients into steps. `name` is the Trainer's `optim`; '' for one that `backend.train` makes itself.
+
+    Beside each trained weight stand `states` numbers of `bits` each (0: as wide as the weight). `layout` says where
+    there are fewer: low_rank in projected matrices, matrices one instead of two, heads one of two, block for one block
+    only; `factored`: rows and columns instead of matrices. `reads` are the options of `train` that it looks at.
+    """
 
     name: str = ""
-    state_bytes: float = 0.0
+    states: float = 0.0
+    bits: int = 0
+    layout: Literal["", "low_rank", "matrices", "heads", "block"] = ""
+    factored: bool = False
+    reads: frozenset[str] = frozenset()
+    arguments: Mapping[str, str] = field(default_factory=dict)  # the Trainer's optim_args
+    inside: bool = False  # steps within the backward pass: each gradient is used and freed at once
+    paged: bool = False  # its state may leave for the host's RAM
+    devices: tuple[str, ...] = ()  # the only families it runs on; () for all
+    hosted: bool = False  # its state lies in the host's RAM, and travels at each step
+    forgets: bool = False  # its checkpoints do not hold its state
+    rounding: str = ""  # how it keeps small updates of bf16 weights
+    compiled: bool = False  # torch.compile builds its kernels at the first step
+    early: bool = False  # its state is made with it, before an engine changes the weights
+    kahan: bool = False  # one more number a bf16 weight, for what was rounded away
+
+    @property
+    def plain(self) -> bool:
+        """Whether it takes ordinary tensors alone, and fails on the weights of FSDP2 and tensor parallel."""
+        return self.factored or self.package in ("bitsandbytes", "apollo-torch")
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of state an ordinary weight in fp32; a number of 8 or 4 bits shares the scale of its block."""
+        return self.states * {0: 4, 32: 4, 8: 1 + 4 / 256, 4: 0.5 + 4 / 128}[self.bits]
+
+
+@dataclass(frozen=True)
+class Precision(Choice):
+    """In what numbers a run computes: bf16, fp16 or fp32 ('' for the device's best), and whether trained weights are
+    held in fp32 all the same."""
+
+    computes: str = ""
+    masters: bool = True
 
 
 @dataclass(frozen=True)

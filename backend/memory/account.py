@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from backend import catalog
 from backend.derived import processes, steps, world
@@ -17,6 +18,7 @@ from backend.machine import GIB
 from backend.memory import packed
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
 from backend.memory.spread import MIB, Row
+from backend.memory.state import State
 
 STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -48,18 +50,26 @@ class Account(Activations):
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row("Overhead", base, f"{words}, about")]
 
+    @property
+    def _hosted(self) -> bool:
+        """Whether the optimizer keeps its state beside the device by itself."""
+        return self.state.row.hosted and not self.cpu
+
     def _weights(self) -> list[Row]:
         """Weights and optimizer state, each where it lives. DeepSpeed computes with a copy in the computing precision;
         its masters in fp32 lie with the optimizer's state."""
-        trained, frozen, width, state = self.trained, self.plain, self.width, self._optimizer.state_bytes
-        copy = width if self.zero else 4
+        trained, frozen, width, state = self.trained, self.plain, self.width, self.state
+        copy = width if self.zero else state.width
         near, far = not self.weights_away, not self.optimizer_away
-        label = f"{trained:,} x {state:g} bytes for {self._optimizer.label}{self.shared}"
         rows = [
             *(self._packed(near) if self.packed else []),
             Row("Frozen weights", near * frozen * width // self.holders, f"{frozen:,} x {width} bytes{self.held}"),
             Row("Trained weights", near * trained * copy // self.holders, f"{trained:,} x {copy} bytes{self.held}"),
-            Row("Optimizer state", round(far * trained * state / self.sharers), label),
+            Row(
+                "Optimizer state",
+                far * (not self._hosted) * state.bytes // self.sharers,
+                f"{state.words()}{self.shared}",
+            ),
         ]
         if self.zero:
             masters = far * trained * 4 // self.sharers
@@ -90,7 +100,7 @@ class Account(Activations):
 
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
-        width = self.width if self.zero else 4
+        width = self.width if self.zero else self.state.width
         away = self.optimizer_away and self.strategy.stage != 1
         words = f"{count:,} x {width} bytes{self.shared if self.spreads_gradients else ''}"
         size = count * width // (self.sharers if self.spreads_gradients else 1)
@@ -99,12 +109,14 @@ class Account(Activations):
     def _forward(self) -> list[Row]:
         """The end of the forward pass."""
         spec, rows = self.spec, [self._activations(), self._dora(), self._unpacked(), self._loss()]
-        if self.width == 2 and not self.zero and self.strategy.engine != "fsdp":  # which gathers copies
+        if (
+            self.width == 2 and self.state.width == 4 and not self.zero and self.strategy.engine != "fsdp"
+        ):  # which gathers copies
             cast = self._cast()
             rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
         if spec.train.accumulation > 1:
-            size, words = self._gradients(self.trained)
-            rows.append(Row("Gradients", size, f"{words}, kept over accumulation"))
+            full = self._full_gradients()
+            rows.append(Row("Gradients", full.bytes, f"{full.formula}, kept over accumulation"))
         else:
             size, words = self._gradients(self._head_gradient())
             rows.append(Row("Gradients", size, f"{words} of the output layer, the first to come"))
@@ -121,9 +133,20 @@ class Account(Activations):
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
         work = 0 if self.optimizer_away else work // self.sharers
         return [
-            Row("Gradients", *self._gradients(self.trained)),
+            self._full_gradients(),
             Row("Optimizer's work", work * 4, f"{work:,} x 4 bytes while it steps"),
         ]
+
+    def _full_gradients(self) -> Row:
+        """Gradients when the backward pass has ended, or is in the midst of steps of its own."""
+        row, state = self.state.row, self.state
+        if row.inside:
+            size, words = self._gradients(state.largest)
+            return Row("Gradients", size, f"{words} of the largest matrix: each is freed once it was used")
+        if row.layout == "block":
+            size, words = self._gradients(state.block)
+            return Row("Gradients", size, f"{words} of one layer")
+        return Row("Gradients", *self._gradients(self.trained))
 
     def _evaluation(self) -> list[Row]:
         """The loss of an evaluation's batch, which may be larger than one of training."""
@@ -152,7 +175,7 @@ class Account(Activations):
         if self.stage_row.scores:
             return self.shape.hidden
         if self.spec.method.kind == "full":
-            return size
+            return 0 if self.state.row.layout == "block" else size
         names = self.spec.method.lora_modules_to_save if self.adapter else self.spec.method.freeze_also
         return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0
 
@@ -161,7 +184,11 @@ class Account(Activations):
         if self.cpu:
             return []
         count = processes(self.spec)
-        width = self.width if self.adapter and not catalog.LORA_INITS[self.spec.method.lora_init].moves else 4
+        width = (
+            self.width
+            if self.adapter and not catalog.LORA_INITS[self.spec.method.lora_init].moves
+            else self.state.width
+        )
         loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
         loaded += sum(row.bytes for row in self._reference())
         words = f"{count} x {loaded:,} bytes until the device has them"
@@ -174,7 +201,10 @@ class Account(Activations):
     def _away(self) -> list[Row]:
         """What is kept in RAM instead of on the devices, of a node's devices together."""
         trained, rows, copies = self.trained, [], processes(self.spec) / self.sharers
-        state = self._optimizer.state_bytes
+        state = self.state.row.state_bytes
+        if self._hosted:
+            count = processes(self.spec)
+            rows.append(Row("Optimizer state", count * self.state.bytes, f"{count} x {self.state.words()}", "host"))
         if self.optimizer_away == "cpu":
             # fp32 weights and gradients lie beside the state: deepspeed 0.19 stage_1_and_2.py, torch CPUOffloadPolicy.
             each = state + 8
@@ -189,25 +219,27 @@ class Account(Activations):
     def disk(self, rows: int | None) -> list[Row]:
         """Checkpoints and the trained model."""
         spec, found = self.spec, []
-        weights = self.trained * 4 if self.adapter else self.trained * 4 + self.frozen * self.width
+        wide = self.state.width
+        weights = self.trained * wide + (0 if self.adapter else self.frozen * self.width)
         if spec.checkpoint.when != "no":
-            copied = self.trained * 4 if self.adapter and self.stage_row.reference else 0
-            state = 0 if spec.checkpoint.weights_only else round(self.trained * self._optimizer.state_bytes)
+            copied = self.trained * wide if self.adapter and self.stage_row.reference else 0
+            state = 0 if spec.checkpoint.weights_only else self.state.bytes
             count = self._checkpoints(rows)
             each = weights + copied + state + PAPERS
             words = f"{count} x {each:,} bytes of weights{' and optimizer state' if state else ''}, tokenizer"
             found.append(Row("Checkpoints", count * each, words, "disk"))
         if spec.checkpoint.save_model:
             whole = not self.adapter or spec.checkpoint.merge
-            stored = STORED.get(self.shape.dtype, 4)
+            stored = STORED.get(self.shape.dtype, 4) if wide == 4 else 2
             size = self.shape.parameters * stored if whole else weights
-            words = f"{self.shape.parameters:,} x {stored} bytes" if whole else f"{self.trained:,} x 4 bytes"
+            words = f"{self.shape.parameters:,} x {stored} bytes" if whole else f"{self.trained:,} x {wide} bytes"
             found.append(Row("Trained model", size + PAPERS, f"{words}, tokenizer", "disk"))
         return found
 
-    @property
-    def _optimizer(self) -> catalog.Optimizer:
-        return catalog.OPTIMIZERS[self.spec.train.optimizer]
+    @cached_property
+    def state(self) -> State:
+        """What the optimizer keeps."""
+        return State(self.spec, self.shape, flat=self.strategy.stage > 0)
 
     def _checkpoints(self, rows: int | None) -> int:
         """Checkpoints on the disk at once: the kept ones and the one that is being written."""

@@ -19,11 +19,13 @@ from backend.rules import (
     memory,
     method,
     nodes,
+    optimizer,
     quantization,
     sharding,
     stages,
     strategy,
     trainer,
+    tuning,
 )
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
@@ -43,6 +45,7 @@ FAMILIES = {
     "MEM": (memory, "Memory"),
     "MTH": (method, "Method"),
     "NOD": (nodes, "Nodes"),
+    "OPT": ((optimizer, tuning), "Optimizer"),
     "OUT": (trainer, "What is kept"),
     "PRC": (hardware, "Precision"),
     "QNT": (quantization, "Packed weights"),

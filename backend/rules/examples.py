@@ -49,6 +49,12 @@ NPU = gpus(1, "Ascend 910B", 64, (0, 0), "npu")
 FULL_DISK = replace(LAPTOP, disk_free_bytes=GIB)
 BARE = replace(LAPTOP, versions={"torch": "2.13.0"})
 
+# With every package that an optimizer or a precision may ask for.
+EXTRAS = {row.package: "1" for t in (catalog.OPTIMIZERS, catalog.FP8_BACKENDS) for row in t.values() if row.package}
+EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO = (
+    replace(machine, versions={**INSTALLED, **EXTRAS}) for machine in (LAPTOP, H100, TWO_H100)
+)
+
 SMOL: ModelShape = from_config(catalog.MODELS["smollm2-135m-instruct"].config)
 TINY: ModelShape = from_config(catalog.MODELS["tiny-llama"].config)
 LLAMA_8B: ModelShape = from_config(

@@ -11,7 +11,7 @@ from backend import catalog
 from backend.derived import old
 from backend.machine import Gpu
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
-from backend.rules.examples import BARE, H100, LAPTOP, NPU, T4
+from backend.rules.examples import BARE, DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, H100, LAPTOP, NPU, SMOL, T4
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False)
@@ -177,5 +177,150 @@ def bf16_on_old_cpu(case: Case) -> str | None:
 def fp32_on_new_gpu(case: Case) -> str | None:
     """Mixed precision halves the activations and is several times faster on these GPUs. Trained weights stay in
     fp32."""
+    if case.spec.precision.compute == "tf32":
+        return None
     capable = case.device == "cuda" and all(gpu.capability >= (8, 0) for gpu in _used(case)) and _used(case)
     return "These GPUs compute faster in bf16." if capable and case.precision == "fp32" else None
+
+
+BF16 = Fix("bf16", {"precision.compute": "bf16"}, safe=False)
+TF32, FP8, PURE = ({"precision.compute": name} for name in ("tf32", "fp8", "pure_bf16"))
+
+
+@rule(
+    "PRC005",
+    "error",
+    fields=("precision.compute", "launch.device"),
+    title="No TF32 units",
+    source="transformers 5.23 training_args.py: --tf32 requires Ampere or newer",
+    fixes=(Fix("Full precision", {"precision.compute": "fp32"}),),
+    bad=Example(TF32),
+    good=Example(TF32, H100),
+    proof="launch",
+)
+def tf32_elsewhere(case: Case) -> str | None:
+    """TF32 is how NVIDIA's GPUs since Ampere multiply fp32 numbers in their fast units, with ten bits of mantissa."""
+    if case.spec.precision.compute != "tf32" or (case.device == "cuda" and _at_least(case, (8, 0))):
+        return None
+    return f"The run would take: {_taken(case)}."
+
+
+def _at_least(case: Case, capability: tuple[int, int]) -> bool:
+    return all(gpu.capability >= capability for gpu in _used(case))
+
+
+def _taken(case: Case) -> str:
+    used = _used(case)
+    return used[0].name if used and case.device == case.machine.device else catalog.DEVICES[case.device].label
+
+
+@rule(
+    "PRC006",
+    "error",
+    fields=("precision.compute", "launch.device"),
+    title="No fp8 units",
+    source="accelerate 1.15 state.py: below capability 8.9 it would silently take fp16; torchao 0.18 and Transformer "
+    "Engine know no other maker's GPUs by this way",
+    fixes=(AUTO,),
+    bad=Example(FP8, replace(EQUIPPED_H100, gpus=T4.gpus)),
+    good=Example(FP8, EQUIPPED_H100),
+    proof="gpu",
+)
+def fp8_elsewhere(case: Case) -> str | None:
+    """Units for fp8 came with Ada and Hopper, compute capability 8.9. A CPU can imitate it with torchao, for
+    trying out."""
+    if case.spec.precision.compute != "fp8" or (case.device == "cuda" and _at_least(case, (8, 9))):
+        return None
+    if case.device == "cpu" and case.spec.precision.fp8_backend == "torchao":
+        return None
+    return f"The run would take: {_taken(case)}."
+
+
+@rule(
+    "PRC007",
+    "error",
+    fields=("precision.fp8_backend",),
+    title="The fp8 package is missing",
+    source="accelerate 1.15 accelerator.py: no FP8-compatible backend was installed",
+    fixes=(AUTO,),
+    bad=Example(FP8, H100),
+    good=Example(FP8, EQUIPPED_H100),
+)
+def missing_fp8(case: Case) -> str | None:
+    """PyTorch alone does not train in fp8: a package replaces the linear layers."""
+    row = catalog.FP8_BACKENDS[case.spec.precision.fp8_backend]
+    known = not case.machine.versions or row.package in case.machine.versions
+    if case.spec.precision.compute != "fp8" or known:
+        return None
+    return f"{row.label} is not installed: pip install {row.package}."
+
+
+@rule(
+    "PRC008",
+    "error",
+    fields=("precision.compute", "parallel.strategy"),
+    title="DeepSpeed has its own masters",
+    source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 masters; accelerate 1.15 accelerator.py hands it "
+    "Transformer Engine's deprecated recipe alone",
+    fixes=(BF16,),
+    bad=Example({**PURE, "parallel.strategy": "zero2", "launch.processes": 1}, EQUIPPED_TWO),
+    good=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
+    proof="launch",
+)
+def precision_of_zero(case: Case) -> str | None:
+    """ZeRO computes in bf16 or fp16 from fp32 masters that it spreads: neither pure bf16 nor fp8 is kept there."""
+    special = case.spec.precision.compute in ("fp8", "pure_bf16")
+    zero = catalog.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    if not special or not zero:
+        return None
+    return f"{catalog.PRECISIONS[case.spec.precision.compute].label} with DeepSpeed."
+
+
+@rule(
+    "PRC009",
+    "advice",
+    fields=("precision.compute", "train.optimizer"),
+    title="Pure bf16 loses small updates",
+    source="arithmetic: bf16 has 8 bits of mantissa, so 1 + 0.001 is 1",
+    fixes=(BF16, Fix("StableAdamW", {"train.optimizer": "stable_adamw"}, safe=False)),
+    bad=Example(PURE, EQUIPPED_H100),
+    good=Example({**PURE, "train.optimizer": "stable_adamw"}, EQUIPPED_H100),
+)
+def lost_updates(case: Case) -> str | None:
+    """An update below a 256th of its weight is rounded away. Optimizers that sum by Kahan, round stochastically or keep
+    masters of their own lose nothing; others need a larger learning rate, or learn less."""
+    row = catalog.OPTIMIZERS[case.spec.train.optimizer]
+    lost = case.spec.precision.compute == "pure_bf16" and not row.rounding
+    return f"{row.label} adds its updates to bf16 weights directly." if lost else None
+
+
+@rule(
+    "PRC010",
+    "warning",
+    fields=("precision.compute", "launch.device"),
+    title="fp8 on a CPU",
+    source="seen with torch 2.13 and torchao 0.18: it trains, slower than fp32",
+    fixes=(AUTO,),
+    bad=Example(FP8, EQUIPPED),
+    good=Example(FP8, EQUIPPED_H100),
+)
+def fp8_on_cpu(case: Case) -> str | None:
+    """No CPU multiplies fp8 faster than bf16: good for trying out what an H100 will do, and slow."""
+    return "The CPU only imitates fp8." if case.spec.precision.compute == "fp8" and case.device == "cpu" else None
+
+
+@rule(
+    "PRC011",
+    "warning",
+    fields=("precision.compute",),
+    title="Layers that fp8 leaves out",
+    source="accelerate 1.15 utils/ao.py: layers whose sides are no multiples of 16 stay as they are",
+    fixes=(BF16,),
+    bad=Example(FP8, EQUIPPED_H100, replace(DEMO, shape=replace(SMOL, hidden=570))),
+    good=Example(FP8, EQUIPPED_H100),
+)
+def odd_layers(case: Case) -> str | None:
+    """The units take blocks of 16 numbers; other layers stay in bf16, and fp8 saves no time there."""
+    if case.spec.precision.compute != "fp8" or case.shape is None or case.shape.hidden % 16 == 0:
+        return None
+    return f"The model is {case.shape.hidden:,} wide, which is no multiple of 16."

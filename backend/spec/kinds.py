@@ -108,6 +108,11 @@ class Section(BaseModel):
     )
 
 
+def read_by(option: str) -> Condition:
+    """Shown for the optimizers that read this option."""
+    return {"train.optimizer": tuple(name for name, row in catalog.OPTIMIZERS.items() if option in row.reads)}
+
+
 LORA: Condition = {"method.kind": ("lora",)}
 FREEZE: Condition = {"method.kind": ("freeze",)}
 SFT: Condition = {"train.stage": ("sft",)}
@@ -142,6 +147,6 @@ OFFLOADED = (
     {**ZERO3, "parallel.offload_parameters": ("cpu", "nvme")},
 )
 OWN_DATA: Condition = {"data.source": ("files", "hub")}
-BETAS: Condition = {"train.optimizer": ("adamw", "adamw_fused")}
+FP8: Condition = {"precision.compute": ("fp8",)}
 EVALUATED: Condition = {"evaluation.when": ("steps", "epoch")}
 SAVED: Condition = {"checkpoint.when": ("steps", "epoch")}

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from backend import catalog
-from backend.spec.kinds import BETAS, FREEZE, LORA, PLAIN, SHUFFLED, Names, Section, Ui, one_of
+from backend.spec.kinds import FP8, FREEZE, LORA, PLAIN, SHUFFLED, Names, Section, Ui, one_of, read_by
 
 
 class Method(Section):
@@ -69,22 +69,68 @@ class Train(Section):
     """Batches added up before a step. The batch that counts: size x accumulation x processes."""
     learning_rate: Annotated[float, Field(gt=0, le=10), Ui("Learning rate")] = 2e-4
     """The peak. 1e-4 to 1e-3 for LoRA, 1e-5 to 5e-5 for full training."""
-    scheduler: Annotated[str, *one_of(catalog.SCHEDULERS), Ui("Schedule")] = "cosine"
+    scheduler: Annotated[str, *one_of(catalog.SCHEDULERS), Ui("Schedule", when=read_by("scheduler"))] = "cosine"
     """How the learning rate moves after warm-up."""
-    warmup: Annotated[float, Field(ge=0), Ui("Warm-up")] = 0.03
+    warmup: Annotated[float, Field(ge=0), Ui("Warm-up", when=read_by("warmup"))] = 0.03
     """Steps of rising rate; below 1 it is a share of all steps."""
     optimizer: Annotated[str, *one_of(catalog.OPTIMIZERS), Ui("Optimizer")] = "adamw"
     """Turns gradients into steps; its state takes memory."""
-    weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay")] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay", when=read_by("weight_decay"))] = 0.0
     """Pulls weights towards zero; 0.01 to 0.1 is usual for full training."""
-    beta1: Annotated[float, Field(ge=0, lt=1), Ui("Beta 1", when=BETAS)] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1), Ui("Beta 1", when=read_by("beta1"))] = 0.9
     """Memory of the gradient's mean."""
-    beta2: Annotated[float, Field(ge=0, lt=1), Ui("Beta 2", when=BETAS)] = 0.999
-    """Memory of its square; 0.95 is usual for pre-training."""
-    epsilon: Annotated[float, Field(gt=0, le=1), Ui("Epsilon", when=BETAS)] = 1e-8
+    beta2: Annotated[float, Field(ge=0, lt=1), Ui("Beta 2", when=read_by("beta2"))] = 0.999
+    """Memory of its square; 0.95 is usual for pre-training, 0.99 for Lion."""
+    epsilon: Annotated[float, Field(gt=0, le=1), Ui("Epsilon", when=read_by("epsilon"))] = 1e-8
     """Keeps the division finite."""
-    max_grad_norm: Annotated[float, Field(ge=0), Ui("Gradient clipping")] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0), Ui("Gradient clipping", when=read_by("max_grad_norm"))] = 1.0
     """Longest gradient that is let through; 0 switches clipping off."""
+    momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95
+    """Memory of the step's direction; 0.95 is usual for Muon, 0.9 for SGD."""
+    projection_rank: Annotated[int, Field(ge=1, le=65536), Ui("Projection rank", when=read_by("projection_rank"))] = 128
+    """Width that gradients are projected to: state grows with it. A quarter of the model's width is usual."""
+    projection_gap: Annotated[int, Field(ge=1), Ui("Steps a projection", when=read_by("projection_gap"))] = 200
+    """After so many steps a new projection is made; GaLore's decomposes every matrix, which takes its time."""
+    projection_targets: Annotated[
+        str, *one_of(catalog.PROJECTED), Ui("Projected layers", when=read_by("projection_targets"))
+    ] = "all-linear"
+    """Other weights keep a full state."""
+    projection_modules: Annotated[
+        Names,
+        Ui(
+            "Projected modules",
+            when={**read_by("projection_targets"), "train.projection_targets": ("custom",)},
+            widget="list",
+        ),
+    ] = ()
+    """Parts of module names, such as attn, mlp."""
+    galore_scale: Annotated[float, Field(gt=0, le=1000), Ui("Projection scale", when=read_by("galore_scale"))] = 0.25
+    """Steps of projected layers are multiplied by it."""
+    galore_projection: Annotated[
+        Literal["std", "reverse_std", "left", "right", "full"],
+        Ui(
+            "Projection from",
+            when=read_by("galore_projection"),
+            choices={"std": "The shorter side", "reverse_std": "The longer side", "full": "Both sides"},
+        ),
+    ] = "std"
+    """Which side of a matrix is projected."""
+    apollo_scale: Annotated[float, Field(gt=0, le=1000), Ui("Projection scale", when=read_by("apollo_scale"))] = 1.0
+    """Steps of projected layers are multiplied by its root; APOLLO-Mini, with rank 1, takes 128."""
+    apollo_projection: Annotated[
+        Literal["random", "svd"], Ui("Projection by", when=read_by("apollo_projection"), choices={"svd": "SVD"})
+    ] = "random"
+    """Random needs no decomposition and is as good."""
+    apollo_scaling: Annotated[Literal["channel", "tensor"], Ui("Scaling by", when=read_by("apollo_scaling"))] = (
+        "channel"
+    )
+    """One factor a row, or one a matrix, as APOLLO-Mini does."""
+    block_order: Annotated[
+        Literal["random", "ascending", "descending"], Ui("Layers in turn", when=read_by("block_order"))
+    ] = "random"
+    """Which layer comes next."""
+    block_steps: Annotated[int, Field(ge=1), Ui("Steps a layer", when=read_by("block_steps"))] = 50
+    """After so many steps the next layer's turn comes; 50 to 100 is usual."""
     neftune: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise", when=PLAIN)] = 0.0
     """Noise on the embeddings, often better answers on small data; 5 is usual, 0 is off."""
     group_by_length: Annotated[bool, Ui("Group by length", when=SHUFFLED)] = False
@@ -105,4 +151,6 @@ class Precision(Section):
     """In what numbers to compute."""
 
     compute: Annotated[str, *one_of(catalog.PRECISIONS), Ui("Precision")] = "auto"
-    """Trained weights stay in fp32; frozen ones are held in this precision."""
+    """Trained weights stay in fp32, but for pure bf16; frozen ones are held in this precision."""
+    fp8_backend: Annotated[str, *one_of(catalog.FP8_BACKENDS), Ui("fp8 by", when=FP8)] = "torchao"
+    """The package that multiplies in 8 bits, by accelerate's recipes."""

@@ -21,7 +21,20 @@ from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, lora, model, quiet, stages, trainers
+from backend.train import (
+    adapters,
+    answers,
+    checkpoints,
+    data,
+    device,
+    engine,
+    lora,
+    model,
+    optimizers,
+    quiet,
+    stages,
+    trainers,
+)
 from backend.train.callbacks import Keeper, Reporter, compared
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
@@ -128,6 +141,7 @@ def run(work: Work) -> None:
     trainer = _trainer(work, config, source, tokens, prepared, [reporter, keeper])
     start = _start(work)
     lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
+    counts = model.counts(trainer.model)  # before an optimizer takes layers in turns
     asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
     how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
     before = _before(work, how, trainer, asked)
@@ -141,7 +155,8 @@ def run(work: Work) -> None:
     if keeper.stopped:
         journal.say(f"Stopped after step {trainer.state.global_step}.")
         return
-    result = _result(work, trainer, time.time() - began, reporter.tokens)
+    trainer.settle()
+    result = _result(trainer, time.time() - began, reporter.tokens, counts)
     _save(work, trainer, tokens, source)
     _finish(work, trainer, result | _after(work, how, trainer, asked, before))
 
@@ -236,13 +251,12 @@ def _answer(
     return found
 
 
-def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, Any]:
+def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:
     """What came out of the training; the last evaluation is made where it is missing."""
     evaluated = [point for point in trainer.state.log_history if "eval_loss" in point]
     if trainer.args.eval_strategy != "no" and (not evaluated or evaluated[-1]["step"] < trainer.state.global_step):
         evaluated = [trainer.evaluate()]
     losses = [point["loss"] for point in trainer.state.log_history if "loss" in point]
-    trained, whole = model.counts(trainer.model)
     figures = {key: _finite(value) for key, value in compared(evaluated[-1] if evaluated else {}).items()}
     return {
         **figures,
@@ -251,8 +265,8 @@ def _result(work: Work, trainer: Any, seconds: float, tokens: int) -> dict[str, 
         "seconds": round(seconds, 2),
         "tokens": tokens,
         "eval_loss": _finite(evaluated[-1]["eval_loss"]) if evaluated else None,
-        "trainable_parameters": trained,
-        "parameters": whole,
+        "trainable_parameters": counts[0],
+        "parameters": counts[1],
     }
 
 
@@ -261,6 +275,7 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     state = trainer.state
     result["model"] = MODEL if work.spec.checkpoint.save_model else None
     result["held"] = work.team.gather(engine.held(trainer))
+    result["optimizer"] = work.team.gather(optimizers.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
     if work.team.rank == 0:
         write_json(work.folder / RESULT, result)
@@ -278,7 +293,7 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
     error = ""
     if work.team.rank == 0:
         try:
-            model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(source), state)
+            model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(work.spec, source), state)
         except TrainError as caught:
             error = str(caught)
     if error := work.team.gather(error)[0]:

@@ -1,7 +1,7 @@
 """The method: which weights of a model learn.
 
-Beside the floors. Imports catalog, spec, lora, quantized, model, journal. Trained weights are held in fp32, frozen ones
-in the precision of the computing.
+Beside the floors. Imports catalog, spec, lora, quantized, model, journal. Trained weights are held in fp32, but for
+pure bf16; frozen ones in the precision of the computing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
+    masters = torch.float32 if catalog.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
     packed = getattr(model, "is_quantized", False)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
             continue
         if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
             continue
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else DTYPES[precision])
+        parameter.data = parameter.data.to(masters if parameter.requires_grad else DTYPES[precision])
     return model
 
 

@@ -85,7 +85,7 @@ class Answering:
         ).to(model.device)
         low = self.dtype != torch.float32
         cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
-        with torch.inference_mode(), cast:
+        with torch.no_grad(), cast:  # fp8 layers do not know inference mode
             written = model.generate(
                 input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], generation_config=self._how(model)
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import resource
 import socket
@@ -78,13 +79,39 @@ def backend(family: str) -> str:
 
 
 def precision(spec: RunSpec, family: str) -> str:
-    """bf16, fp16 or fp32: the one asked for, or bf16 where the device computes in it."""
-    if spec.precision.compute != "auto":
-        return spec.precision.compute
+    """bf16, fp16 or fp32: what the choice computes in, or bf16 where the device does."""
+    if asked := catalog.PRECISIONS[spec.precision.compute].computes:
+        return asked
     if family == "cuda":
         # Earlier GPUs pass torch's own check by emulating bf16, slowly.
         return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"
     return "bf16" if family in ("npu", "xpu") else "fp32"
+
+
+def check_precision(spec: RunSpec, family: str) -> None:
+    """Raise TrainError for a precision that this device would refuse, or silently replace."""
+    asked = spec.precision.compute
+    label = catalog.PRECISIONS[asked].label
+    capability = torch.cuda.get_device_capability() if family == "cuda" else (0, 0)
+    if asked == "tf32" and capability < (8, 0):
+        raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU, Ampere or later: take fp32.")
+    if asked == "fp8":
+        package = catalog.FP8_BACKENDS[spec.precision.fp8_backend].package
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise TrainError(f"precision.fp8_backend: the package {package} is not installed: pip install {package}")
+        if (family != "cpu" or spec.precision.fp8_backend == "te") and capability < (8, 9):
+            raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU of capability 8.9 or later: take bf16.")
+    if spec.parallel.strategy in catalog.DEEPSPEED and (asked == "fp8" or not catalog.PRECISIONS[asked].masters):
+        raise TrainError(f"precision.compute: DeepSpeed keeps fp32 masters of its own: take bf16 instead of {label}.")
+
+
+def fp8_recipe(backend: str) -> Any:
+    """accelerate's recipe for one of the packages."""
+    utils: Any = importlib.import_module("accelerate.utils")
+    if backend == "te":
+        return utils.TERecipeKwargs()
+    # Weights that are cast before FSDP gathers them could not be saved; without it they stay ordinary tensors.
+    return utils.AORecipeKwargs(enable_fsdp_float8_all_gather=False)
 
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from backend import catalog
 from backend.run import DEEPSPEED, FSDP
 from backend.spec import RunSpec
-from backend.train import device
+from backend.train import device, optimizers
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
@@ -176,9 +176,7 @@ def disk(spec: RunSpec) -> Iterator[None]:
 
 def held(trainer: Any) -> dict[str, Any]:
     """What drives the model, and the numbers that this rank holds of parameters and of the optimizer's state."""
-    optimizer: Any = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, then the engine's
-        optimizer = optimizer.optimizer
+    optimizer: Any = optimizers.innermost(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {

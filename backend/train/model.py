@@ -77,7 +77,8 @@ def load(
 
     Raises TrainError.
     """
-    plain = frozen or (spec.method.kind == "lora" and not catalog.LORA_INITS[spec.method.lora_init].moves)
+    lora, pure = spec.method.kind == "lora", not catalog.PRECISIONS[spec.precision.compute].masters
+    plain = frozen or (not catalog.LORA_INITS[spec.method.lora_init].moves if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
     scores = catalog.STAGES[spec.train.stage].scores
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
@@ -109,8 +110,11 @@ def _stop_at(model: Any, token: int) -> None:
         model.generation_config.eos_token_id = [*ends, token]
 
 
-def saved_dtype(source: Source) -> torch.dtype:
-    """The type that the source's own weights are stored in: what is saved has the same size as what was loaded."""
+def saved_dtype(spec: RunSpec, source: Source) -> torch.dtype:
+    """The type that the source's own weights are stored in: what is saved has the same size as what was loaded. Pure
+    bf16 has nothing finer to save."""
+    if not catalog.PRECISIONS[spec.precision.compute].masters:
+        return torch.bfloat16
     config = Path(source.name) / "config.json"
     if not config.is_file():
         return torch.float32

@@ -14,7 +14,7 @@ from typing import Any
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import lora
+from backend.train import device, lora, optimizers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Own:
+class Own(optimizers.Optimizing):
     """What is the same in all: LoRA+, and no model card beside every checkpoint."""
 
     lora_plus = 1.0
@@ -45,13 +45,20 @@ class Own:
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with faster B matrices where they are asked for."""
         fresh = self.optimizer is None
-        made = super().create_optimizer(model)  # type: ignore[misc]
+        made = super().create_optimizer(model)
         if fresh and self.lora_plus != 1:
             lora.hurry(made, self.model if model is None else model, self.lora_plus)
         return made
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Nothing."""
+
+    def _build_accelerator_args(self: Any, **more: Any) -> dict[str, Any]:
+        """The Trainer has no word for fp8; its accelerator has."""
+        found: dict[str, Any] = super()._build_accelerator_args(**more)  # type: ignore[misc]
+        if self.args.mixed_precision == "fp8":
+            found["kwargs_handlers"].append(device.fp8_recipe(self.args._fp8))
+        return found
 
 
 class Prepared(Own):

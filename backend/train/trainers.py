@@ -17,7 +17,7 @@ from transformers import PrinterCallback
 from backend import catalog
 from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device, engine, kernels, quantized, stages
+from backend.train import device, engine, kernels, optimizers, quantized, stages
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
@@ -28,21 +28,28 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
     _check(spec)
     quantized.check(spec, family)
-    precision = device.precision(spec, family)
+    optimizers.check(spec, family)
+    device.check_precision(spec, family)
+    precision, kind = device.precision(spec, family), catalog.PRECISIONS[spec.precision.compute]
     kernels.check(spec, family, precision)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
+    fp8 = spec.precision.compute == "fp8"
     config = stages.config(spec)(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
-        bf16=precision == "bf16",
+        bf16=precision == "bf16" and kind.masters and not fp8,
         fp16=precision == "fp16",
+        tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,
         **{**_training(spec), **stages.arguments(spec)},
+        **optimizers.arguments(spec),
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
     engine.start(spec, config, family, precision)
+    if fp8:
+        config.mixed_precision, config._fp8 = "fp8", spec.precision.fp8_backend
     if config.device.type != "cpu":
         config._n_gpu = 1  # one process drives one device, however many it sees
     return config
@@ -56,15 +63,8 @@ def _training(spec: RunSpec) -> dict[str, Any]:
         "per_device_train_batch_size": train.batch_size,
         "gradient_accumulation_steps": train.accumulation,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_type": train.scheduler,
         "lr_scheduler_kwargs": FLOOR.get(train.scheduler),
         "warmup_steps": train.warmup if train.warmup < 1 else int(train.warmup),
-        "optim": catalog.OPTIMIZERS[train.optimizer].name,
-        "weight_decay": train.weight_decay,
-        "adam_beta1": train.beta1,
-        "adam_beta2": train.beta2,
-        "adam_epsilon": train.epsilon,
-        "max_grad_norm": train.max_grad_norm,
         "neftune_noise_alpha": train.neftune or None,
         "train_sampling_strategy": "group_by_length" if train.group_by_length else "random",
         "activation_checkpointing": train.activation_checkpointing,
@@ -156,6 +156,7 @@ def build(
         )
     if spec.train.compile:
         trainer.add_callback(kernels.Compiled(trainer))
+    trainer.spec = spec
     trainer.lora_plus = spec.method.lora_plus
     if reference is not None and spec.preference.precompute:
         trainer.ref_model = None  # it was asked about every row

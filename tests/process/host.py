@@ -87,10 +87,10 @@ class Host:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
-    def train(self, folder: Path, spec: RunSpec, ranks: int = 0) -> Path:
+    def train(self, folder: Path, spec: RunSpec, ranks: int = 0, env: Mapping[str, str] = {}) -> Path:
         """Plan `spec` into the new `folder`, train it, and insist that it ended well."""
         write(folder, spec)
-        assert self.run(folder, ranks) == 0, text(folder)
+        assert self.run(folder, ranks, env=env) == 0, text(folder)
         return folder
 
 

@@ -193,6 +193,26 @@ def optimizer(spec: RunSpec) -> Any:
     return type(made).__name__, {k: v for k, v in made.defaults.items() if k != "params"}, made.param_groups[0]["lr"]
 
 
+def held_group(spec: RunSpec) -> Any:
+    """What the optimizer's groups say, and which weights are in which."""
+    groups = trainer(spec).create_optimizer().param_groups
+    kept = [{k: v for k, v in group.items() if k != "params" and isinstance(v, int | float | str)} for group in groups]
+    return kept, [sum(p.numel() for p in group["params"]) for group in groups]
+
+
+def turns(spec: RunSpec) -> Any:
+    made = trainer(spec).create_optimizer()
+    return made.switch_mode, made.switch_block_every
+
+
+def eighth(spec: RunSpec) -> Any:
+    """Which package multiplies in fp8; one that is not installed is named."""
+    try:
+        return str(trainer(spec).accelerator.fp8_backend)
+    except TrainError as error:
+        return str(error)
+
+
 def decay(spec: RunSpec) -> Any:
     return [group["weight_decay"] for group in trainer(spec).create_optimizer().param_groups]
 
@@ -319,6 +339,8 @@ DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
 KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
 CUSTOM = {"method.lora_targets": "custom", "method.lora_target_modules": ("q_proj",)}
 FREEZE = {"method.kind": "freeze"}
+FULL = {"method.kind": "full"}
+GALORE, APOLLO, BADAM = ({**FULL, "train.optimizer": name} for name in ("galore", "apollo", "badam"))
 SAVED = {"checkpoint.when": "steps"}
 EVALUATED = {"evaluation.when": "steps"}
 DDP = {"parallel.strategy": "ddp"}
@@ -392,6 +414,20 @@ CASES: dict[str, Case] = {
     "train.beta1": Case(0.8, optimizer),
     "train.beta2": Case(0.9, optimizer),
     "train.epsilon": Case(1e-6, optimizer),
+    "train.momentum": Case(0.5, held_group, {**FULL, "train.optimizer": "muon"}),
+    "train.projection_rank": Case(8, held_group, GALORE),
+    "train.projection_gap": Case(7, held_group, GALORE),
+    "train.projection_targets": Case("attention", held_group, GALORE),
+    "train.projection_modules": Case(
+        ("down_proj",), held_group, {**GALORE, "train.projection_targets": "custom", "train.projection_modules": "mlp"}
+    ),
+    "train.galore_scale": Case(2.0, held_group, GALORE),
+    "train.galore_projection": Case("left", held_group, GALORE),
+    "train.apollo_scale": Case(2.0, held_group, APOLLO),
+    "train.apollo_projection": Case("svd", held_group, APOLLO),
+    "train.apollo_scaling": Case("tensor", held_group, APOLLO),
+    "train.block_order": Case("ascending", turns, BADAM),
+    "train.block_steps": Case(7, turns, BADAM),
     "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
     "train.neftune": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.group_by_length": Case(True, order),
@@ -412,6 +448,7 @@ CASES: dict[str, Case] = {
         0.01, asked("center_rewards_coefficient"), {"train.stage": "reward", "data.builtin": "train-pairs"}
     ),
     "precision.compute": Case("bf16", computed),
+    "precision.fp8_backend": Case("te", eighth, {"precision.compute": "fp8"}),
     "parallel.strategy": Case("ddp", planned),
     "parallel.find_unused_parameters": Case(True, ranks, DDP),
     "parallel.bucket_mb": Case(50, ranks, DDP),

@@ -17,6 +17,8 @@ from backend.presets import presets
 from backend.rules import FAMILIES, RULES, Example, Finding, Rule, check, rules_markdown
 from backend.rules.examples import (
     DEMO,
+    EQUIPPED,
+    EQUIPPED_TWO,
     FILES,
     FULL_DISK,
     GPT2,
@@ -31,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 139
+COUNT = 167
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -115,7 +117,7 @@ def test_order_is_fixed() -> None:
     assert found == check(spec, LAPTOP, DEMO)
 
 
-MACHINES = (LAPTOP, SMALL, H100, TWO_H100, T4, NPU, FULL_DISK, Machine())
+MACHINES = (LAPTOP, SMALL, H100, TWO_H100, EQUIPPED, EQUIPPED_TWO, T4, NPU, FULL_DISK, Machine())
 GLANCES = (
     DEMO,
     Glance(),

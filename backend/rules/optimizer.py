@@ -1,0 +1,305 @@
+"""Rules of the optimizers: what they need, what they cannot be combined with, how they are used well.
+
+Floor 3. Imports: below. What a row of the catalogue says is judged here, and no list of names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
+
+ADAMW = Fix("AdamW", {"train.optimizer": "adamw"}, safe=False)
+ALONE = Fix("One process", {"parallel.strategy": "single"}, safe=False)
+FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
+
+
+def _row(case: Case) -> catalog.Optimizer:
+    return catalog.OPTIMIZERS[case.spec.train.optimizer]
+
+
+def _strategy(case: Case) -> catalog.Strategy:
+    return catalog.STRATEGIES[case.spec.parallel.strategy]
+
+
+def _engine(case: Case) -> str:
+    return _strategy(case).engine
+
+
+def _with(name: str, **more: object) -> dict[str, object]:
+    return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
+
+
+@rule(
+    "OPT001",
+    "error",
+    fields=("train.optimizer",),
+    title="The optimizer's package is missing",
+    source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
+    fixes=(ADAMW,),
+    bad=Example(_with("galore"), LAPTOP),
+    good=Example(_with("galore"), EQUIPPED),
+)
+def missing_optimizer(case: Case) -> str | None:
+    """Most special optimizers are packages of their own. Take the name that is said: `muon` on PyPI, for one, is about
+    cells and no optimizer; Muon comes with torch."""
+    package = _row(case).package
+    if not package or not case.machine.versions or package in case.machine.versions:
+        return None
+    return f"{_row(case).label} needs the package {package}: pip install {package}."
+
+
+@rule(
+    "OPT002",
+    "error",
+    fields=("train.optimizer", "launch.device"),
+    title="The optimizer does not run on this device",
+    source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
+    "no managed memory for AdEMAMix; torch_npu drives Ascend alone",
+    fixes=(ADAMW,),
+    bad=Example(_with("galore_8bit"), EQUIPPED),
+    good=Example(_with("galore_8bit"), EQUIPPED_H100),
+    proof="launch",
+)
+def wrong_device(case: Case) -> str | None:
+    """Some optimizers are written for one kind of device, and fail at the first step on any other."""
+    devices = _row(case).devices
+    if not devices or case.device in devices:
+        return None
+    needed = " or ".join(catalog.DEVICES[name].label for name in devices)
+    return f"{_row(case).label} needs a {needed}; the run would take: {catalog.DEVICES[case.device].label}."
+
+
+@rule(
+    "OPT003",
+    "error",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="The strategy hands this optimizer no matrices",
+    source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
+    "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
+    fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
+    bad=Example(_with("galore", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
+    good=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
+    proof="launch",
+)
+def flat_parts(case: Case) -> str | None:
+    """ZeRO and FSDP1 cut all weights into flat parts, one a device. Optimizers that look at rows and columns, heads or
+    layers find nothing to look at there."""
+    row = _row(case)
+    flat = _engine(case) == "deepspeed" or _strategy(case).version == 1
+    if not flat or not row.layout or row.layout == "block":
+        return None
+    return f"{row.label} needs whole matrices; {_strategy(case).label} hands it flat parts."
+
+
+@rule(
+    "OPT004",
+    "error",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="This optimizer works in one process",
+    source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
+    "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
+    fixes=(ALONE, ADAMW),
+    bad=Example(_with("lomo", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
+    good=Example(_with("galore_layerwise"), EQUIPPED_TWO),
+    proof="launch",
+)
+def one_process(case: Case) -> str | None:
+    """Steps within the backward pass are taken before gradients of other processes arrive, so that the copies of the
+    model would drift apart; and layers that take turns change what is trained, which engines fix at the start."""
+    row, engine = _row(case), _engine(case)
+    if not engine or not (row.inside or row.layout == "block"):
+        return None
+    if engine == "ddp" and case.processes == 1:
+        return None
+    return f"{row.label} would run in {counted(case.processes, 'process')} of {_strategy(case).label}."
+
+
+@rule(
+    "OPT005",
+    "error",
+    fields=("train.accumulation", "train.optimizer"),
+    title="This optimizer cannot accumulate",
+    source="transformers 5.23 trainer_optimizer.py: layer-wise does not support gradient accumulation; lomo-optim "
+    "0.1.1 lomo.py: every backward pass changes the weights",
+    bad=Example(_with("galore_layerwise", train__accumulation=4), EQUIPPED),
+    good=Example(_with("galore_layerwise", train__batch_size=16), EQUIPPED),
+    proof="launch",
+)
+def nothing_adds_up(case: Case) -> Hit | None:
+    """It steps within each backward pass and frees the gradients there, so nothing is left to add up: it would take
+    several small steps instead of a large one."""
+    train = case.spec.train
+    if not _row(case).inside or train.accumulation == 1:
+        return None
+    size = train.batch_size * train.accumulation
+    fixes = (
+        Fix(f"{counted(size, 'row')} at once", {"train.accumulation": 1, "train.batch_size": size}),
+        Fix("Smaller steps", {"train.accumulation": 1}, safe=False),
+    )
+    return Hit(f"{_row(case).label} with {counted(train.accumulation, 'batch')} a step.", fixes)
+
+
+@rule(
+    "OPT006",
+    "error",
+    fields=("precision.compute", "train.optimizer"),
+    title="fp16 with steps within the backward pass",
+    source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
+    fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False), ADAMW),
+    bad=Example(_with("lomo", precision__compute="fp16"), EQUIPPED_H100),
+    good=Example(_with("lomo", precision__compute="bf16"), EQUIPPED_H100),
+)
+def scaled_steps(case: Case) -> str | None:
+    """Under fp16 the loss is multiplied, and the gradients are divided again when the backward pass has ended; by then
+    this optimizer has stepped, thousands of times too far."""
+    return f"{_row(case).label} steps too early for fp16." if _row(case).inside and case.precision == "fp16" else None
+
+
+@rule(
+    "OPT007",
+    "error",
+    fields=("method.kind", "train.optimizer"),
+    title="Adam-mini finds no heads in adapters",
+    source="seen with adam-mini 1.1.1 and peft 0.21: the halves of an adapter do not divide into heads",
+    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False)),
+    bad=Example({"train.optimizer": "adam_mini"}, EQUIPPED),
+    good=Example(_with("adam_mini"), EQUIPPED),
+    proof="launch",
+)
+def no_heads(case: Case) -> str | None:
+    """It keeps one second moment a head, and divides the query and key matrices by the size of a head. The narrow
+    matrices of an adapter cannot be divided so."""
+    lora = case.spec.method.kind == "lora"
+    return "The method is LoRA." if lora and _row(case).layout == "heads" else None
+
+
+@rule(
+    "OPT008",
+    "warning",
+    fields=("method.kind", "train.optimizer"),
+    title="An optimizer for whole matrices on adapters",
+    source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
+    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False)),
+    bad=Example({"train.optimizer": "galore"}, EQUIPPED),
+    good=Example(_with("galore"), EQUIPPED),
+)
+def matrices_of_adapters(case: Case) -> str | None:
+    """Adapters are of low rank already, and their state is small: to project them, or to train them in turns, saves
+    next to nothing and learns worse. Muon makes the two factors orthogonal instead of their product."""
+    row = _row(case)
+    if case.spec.method.kind != "lora" or row.layout not in ("low_rank", "matrices", "block"):
+        return None
+    return f"{row.label} is made for full training, and the method is LoRA."
+
+
+@rule(
+    "OPT009",
+    "error",
+    fields=("train.projection_modules",),
+    title="No module is named",
+    source="transformers 5.23 trainer_optimizer.py: no target modules found",
+    fixes=(Fix("All linear layers", {"train.projection_targets": "all-linear"}, safe=False),),
+    bad=Example(_with("galore", train__projection_targets="custom"), EQUIPPED),
+    good=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("mlp",)), EQUIPPED),
+    proof="launch",
+)
+def no_targets(case: Case) -> str | None:
+    """The optimizer must know which layers it projects."""
+    train = case.spec.train
+    if _row(case).layout != "low_rank" or train.projection_targets != "custom" or train.projection_modules:
+        return None
+    return "Projected layers are chosen by name, and there is no name."
+
+
+@rule(
+    "OPT011",
+    "warning",
+    fields=("train.optimizer", "launch.device"),
+    title="Nothing is paged on a CPU",
+    source="seen with bitsandbytes 0.50: without a GPU its state is ordinary memory",
+    bad=Example({"train.optimizer": "adamw_paged"}, EQUIPPED),
+    good=Example({"train.optimizer": "adamw_paged"}, EQUIPPED_H100),
+)
+def nothing_paged(case: Case) -> Hit | None:
+    """Paging moves state between a GPU and the host's RAM; on a CPU all of it lies in RAM anyway."""
+    row = _row(case)
+    if not row.paged or case.device == "cuda" or row.devices:
+        return None
+    name = case.spec.train.optimizer.replace("_paged", "")
+    return Hit(
+        f"The run takes: {catalog.DEVICES[case.device].label}.",
+        (Fix(catalog.OPTIMIZERS[name].label, {"train.optimizer": name}),),
+    )
+
+
+@rule(
+    "OPT016",
+    "warning",
+    fields=("train.optimizer", "checkpoint.when"),
+    title="A resumed run begins with an empty optimizer",
+    source="seen with grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py "
+    "keeps them outside of its state",
+    fixes=(ADAMW,),
+    bad=Example({"train.optimizer": "grokadamw"}, EQUIPPED),
+    good=Example({"train.optimizer": "adamw"}, EQUIPPED),
+)
+def forgetful(case: Case) -> str | None:
+    """Its checkpoints do not bring its moments back: a run that goes on takes other steps than one that was not
+    stopped."""
+    return f"{_row(case).label} cannot be resumed exactly." if _row(case).forgets else None
+
+
+@rule(
+    "OPT019",
+    "error",
+    fields=("train.optimizer",),
+    title="No compiler for the optimizer's kernels",
+    source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
+    remedy="Install a compiler: apt-get install g++ python3-dev.",
+    fixes=(ADAMW,),
+    bad=Example({"train.optimizer": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
+    good=Example({"train.optimizer": "adamw_8bit_torchao"}, EQUIPPED),
+)
+def no_compiler(case: Case) -> str | None:
+    """The optimizers of torchao are compiled when they first step."""
+    missing = _row(case).compiled and case.device == "cpu" and not case.machine.compiler
+    return f"{_row(case).label} needs a C++ compiler, and there is none." if missing else None
+
+
+@rule(
+    "OPT021",
+    "error",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="The optimizer's state comes too early",
+    source="seen with deepspeed 0.19 and torch 2.13 Adagrad: list index out of range at the first step",
+    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    bad=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
+    good=Example(_with("adagrad", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def early_state(case: Case) -> str | None:
+    """It makes its state when it is made itself; DeepSpeed then replaces the weights by flat parts, and the state
+    belongs to nothing."""
+    return f"{_row(case).label} with DeepSpeed." if _row(case).early and _engine(case) == "deepspeed" else None
+
+
+@rule(
+    "OPT020",
+    "error",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="The optimizer does not take spread weights",
+    source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
+    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds; AdamW, torchao's, GaLore, Muon and others go on",
+    fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
+    bad=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    good=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+)
+def spread_weights(case: Case) -> str | None:
+    """FSDP2 and tensor parallel turn each weight into a tensor whose parts lie on several devices. Some optimizers
+    calculate with ordinary tensors beside it, and fail at the first step."""
+    row = _row(case)
+    if not row.plain or _engine(case) not in ("fsdp", "tensor") or _strategy(case).version == 1:
+        return None
+    return f"{row.label} with {_strategy(case).label}."

@@ -1,0 +1,150 @@
+"""Rules of the optimizers' use: rates, ranks, turns, and what they do by themselves.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from backend import catalog
+from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
+
+ADAMW = Fix("AdamW", {"train.optimizer": "adamw"}, safe=False)
+FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
+
+
+def _row(case: Case) -> catalog.Optimizer:
+    return catalog.OPTIMIZERS[case.spec.train.optimizer]
+
+
+def _with(name: str, **more: object) -> dict[str, object]:
+    return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
+
+
+@rule(
+    "OPT010",
+    "warning",
+    fields=("train.projection_rank",),
+    title="The projection is as wide as the matrices",
+    source="arithmetic: galore-torch 1.0 galore_projector.py takes no more directions than there are",
+    bad=Example(_with("galore", train__projection_rank=1024), EQUIPPED),
+    good=Example(_with("galore", train__projection_rank=128), EQUIPPED),
+)
+def wide_projection(case: Case) -> Hit | None:
+    """A projection that keeps every direction saves nothing, and costs its own memory and time."""
+    rank, shape = case.spec.train.projection_rank, case.shape
+    if _row(case).layout != "low_rank" or shape is None or rank < shape.hidden:
+        return None
+    quarter = max(1, shape.hidden // 4)
+    return Hit(
+        f"Rank {rank:,}, and the model is {shape.hidden:,} wide.",
+        (Fix(f"Rank {quarter:,}", {"train.projection_rank": quarter}, safe=False),),
+    )
+
+
+@rule(
+    "OPT012",
+    "advice",
+    fields=("train.learning_rate", "train.optimizer"),
+    title="A high learning rate for Lion",
+    source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
+    bad=Example({"train.optimizer": "lion"}, EQUIPPED),
+    good=Example({"train.optimizer": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
+)
+def fast_lion(case: Case) -> Hit | None:
+    """Lion moves every weight by the full rate at each step, whatever its gradient: what suits AdamW overshoots."""
+    usual = 1e-4 if case.spec.method.kind == "lora" else 1e-5
+    rate = case.spec.train.learning_rate
+    if not case.spec.train.optimizer.startswith("lion") or rate <= usual:
+        return None
+    return Hit(f"The rate is {rate:g}.", (Fix(f"{usual / 2:g}", {"train.learning_rate": usual / 2}, safe=False),))
+
+
+@rule(
+    "OPT013",
+    "advice",
+    fields=("train.learning_rate", "train.optimizer"),
+    title="A low learning rate for SGD",
+    source="arithmetic: steps are not divided by the gradient's size; lomo-optim 0.1.1: 1e-3 and more in its examples",
+    bad=Example({"train.optimizer": "sgd"}, EQUIPPED),
+    good=Example({"train.optimizer": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
+)
+def slow_sgd(case: Case) -> Hit | None:
+    """Adam divides each gradient by its size, and SGD does not: at Adam's rates it hardly moves."""
+    train, row = case.spec.train, _row(case)
+    plain = row.reads and not row.factored and "beta1" not in row.reads and ("sgd" in row.name or row.name == "lomo")
+    if not plain or train.learning_rate >= 1e-3:
+        return None
+    return Hit(f"The rate is {train.learning_rate:g}.", (Fix("0.05", {"train.learning_rate": 0.05}, safe=False),))
+
+
+@rule(
+    "OPT014",
+    "advice",
+    fields=("train.max_grad_norm", "train.optimizer"),
+    title="Adafactor clips by itself",
+    source="transformers 5.23 optimization.py, Adafactor: gradient clipping should not be used alongside",
+    fixes=(Fix("Leave it to Adafactor", {"train.max_grad_norm": 0.0}, safe=False),),
+    bad=Example({"train.optimizer": "adafactor"}),
+    good=Example({"train.optimizer": "adafactor", "train.max_grad_norm": 0.0}),
+)
+def clipped_twice(case: Case) -> str | None:
+    """It scales each update to a size of at most one; cutting the gradients before distorts what it measures."""
+    train = case.spec.train
+    factored = _row(case).factored and "max_grad_norm" in _row(case).reads
+    return f"Gradients are clipped at {train.max_grad_norm:g} before." if factored and train.max_grad_norm else None
+
+
+@rule(
+    "OPT015",
+    "warning",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="ZeRO undoes Adafactor's saving",
+    source="seen with deepspeed 0.19: transformers 5.23 optimization.py factors matrices only, and gets flat parts",
+    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    bad=Example(_with("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
+    good=Example(_with("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def unfactored(case: Case) -> str | None:
+    """Rows and columns of a matrix are what it keeps instead of the matrix; ZeRO hands it flat parts, and a whole
+    second moment is kept."""
+    row = _row(case)
+    lost = row.factored and not row.layout and catalog.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    return "Every trained weight gets 4 bytes of state." if lost else None
+
+
+@rule(
+    "OPT017",
+    "advice",
+    fields=("train.optimizer", "precision.compute"),
+    title="BAdam keeps fp32 copies of its own",
+    source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
+    fixes=(Fix("Pure bf16", {"precision.compute": "pure_bf16"}, safe=False),),
+    bad=Example(_with("badam"), EQUIPPED_H100),
+    good=Example(_with("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
+)
+def two_masters(case: Case) -> str | None:
+    """The layer whose turn it is gets a copy in fp32, so that the weights themselves may lie in bf16 without losing
+    small updates: half the memory of the model."""
+    pure = case.spec.precision.compute == "pure_bf16"
+    better = _row(case).layout == "block" and not pure and case.precision == "bf16"
+    return "All weights are held in fp32 as well." if better else None
+
+
+@rule(
+    "OPT018",
+    "warning",
+    fields=("train.block_steps",),
+    title="Not every layer gets its turn",
+    source="arithmetic: layers x steps a layer against the steps of the run",
+    bad=Example(_with("badam", train__length="steps", train__max_steps=100), EQUIPPED),
+    good=Example(_with("badam", train__length="steps", train__max_steps=3000), EQUIPPED),
+)
+def short_turns(case: Case) -> Hit | None:
+    """The run ends before each layer was trained once; the others stay as they were."""
+    steps, shape, each = case.steps, case.shape, case.spec.train.block_steps
+    if _row(case).layout != "block" or steps is None or shape is None or steps >= shape.layers * each:
+        return None
+    fewer = steps // shape.layers
+    fixes = (Fix(f"{counted(fewer, 'step')} a layer", {"train.block_steps": fewer}, safe=False),) if fewer else ()
+    return Hit(f"{shape.layers} layers x {counted(each, 'step')}, and {counted(steps, 'step')} in all.", fixes)

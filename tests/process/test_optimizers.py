@@ -1,0 +1,179 @@
+"""Every optimizer that runs on a CPU: a real training looked at, its state weighed, and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host import Host, a_host
+from safetensors.torch import load_file
+from trainings import a_spec, losses, result, text
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend import catalog
+from backend.machine import Machine
+from backend.memory import Account
+from backend.shape import Leaf, from_config
+from backend.train import builtin, optimizers
+
+FULL = {
+    "method.kind": "full",
+    "train.max_steps": 4,
+    "train.scheduler": "linear",
+    "train.warmup": 0.0,
+    "checkpoint.when": "steps",
+    "checkpoint.steps": 2,
+    "checkpoint.keep": 0,
+    "train.projection_rank": 16,
+    "train.projection_gap": 2,
+    "train.block_steps": 2,
+    "train.weight_decay": 0.1,
+}
+HERE = [name for name, row in catalog.OPTIMIZERS.items() if not row.devices]
+KIN = {"adamw", "adamw_fused", "adamw_paged"}  # the same arithmetic
+# Others are resumed by the same class, with fewer or more bits.
+ONCE = {"adamw_fused", "adamw_paged", "adamw_paged_8bit", "adamw_4bit_torchao", "ademamix", "lion", "lion_paged"} | {
+    "lion_paged_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
+}  # fmt: skip
+# Compiling takes a minute each; without it the same arithmetic runs step by step.
+ENV = {"TORCHDYNAMO_DISABLE": "1"}
+OWN = "backend.train.optimizers"
+CLASSES = {
+    "": ("torch.optim", "transformers.optimization", OWN),
+    "adam-mini": ("adam_mini",),
+    "badam": (OWN,),
+    "bitsandbytes": ("bitsandbytes.optim",),
+    "torch-optimi": ("optimi",),
+    "torchao": ("torchao.optim",),
+}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    cache = tmp_path_factory.mktemp("optimizers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(cache))
+        builtin.prepare("tiny-llama", lambda text, share: None)
+        with a_host(cache) as found:
+            yield found
+
+
+@pytest.fixture(scope="module")
+def usual(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of AdamW."""
+    return losses(host.train(tmp_path_factory.mktemp("usual") / "run", a_spec(FULL)))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_it_trains_weighs_and_goes_on(name: str, host: Host, usual: dict[int, float], tmp_path: Path) -> None:
+    row = catalog.OPTIMIZERS[name]
+    folder = host.train(tmp_path / "run", a_spec({**FULL, "train.optimizer": name}), env=ENV)
+    before = losses(folder)
+    assert before[1] == usual[1]
+    assert all(loss == loss and loss < 12 for loss in before.values())
+    assert (before == usual) is (name in KIN)
+    if name != "schedule_free_radam":  # its first five steps wait for the variance
+        moved(folder)
+    found: dict[str, Any] = result(folder)["optimizer"][0]
+    assert found["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
+    assert account({"train.optimizer": name}).state.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
+    if name in ONCE:
+        return
+
+    shutil.rmtree(folder / "checkpoints/checkpoint-4")
+    assert host.run(folder, env=ENV) == 0, text(folder)
+    assert "Going on from checkpoint-2." in text(folder)
+    again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
+    assert (losses(folder) == before) is not row.forgets
+
+
+def moved(folder: Path) -> None:
+    """A layer's weights of the second checkpoint differ from those of the first."""
+    first, second = (load_file(folder / f"checkpoints/checkpoint-{step}/model.safetensors") for step in (2, 4))
+    assert any(not first[name].equal(second[name]) for name in first if ".layers." in name)
+
+
+def account(changes: Mapping[str, Any]) -> Account:
+    return Account(a_spec({**FULL, **changes}), Machine(), from_config(catalog.MODELS["tiny-llama"].config))
+
+
+# Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
+PURE = {
+    "adamw": 4.0,
+    "adamw_8bit": 3.277,
+    "adamw_8bit_torchao": 2.082,
+    "adamw_4bit_torchao": 1.037,
+    "adamw_paged": 8.0,
+    "adam_mini": 2.013,
+    "stable_adamw": 6.0,
+    "ademamix": 12.0,
+    "adafactor": 0.047,
+    "lion": 4.0,
+    "muon": 2.832,
+    "galore": 1.337,
+    "galore_adafactor": 0.201,
+    "apollo": 1.337,
+    "badam": 1.754,
+    "schedule_free_sgd": 2.0,
+    "grokadamw": 6.0,
+}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_state_beside_bf16_weights(name: str) -> None:
+    found = account({"train.optimizer": name, "precision.compute": "pure_bf16"})
+    assert found.state.bytes / found.trained == pytest.approx(PURE[name], rel=0.03)
+
+
+# Bytes a rank and a weight on two ranks of FSDP2, which keeps the shapes of matrices.
+@pytest.mark.parametrize(("name", "each"), [("adamw", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
+def test_state_is_spread(name: str, each: float) -> None:
+    found = account({"train.optimizer": name, "parallel.strategy": "fsdp2", "launch.processes": 2})
+    assert found.state.bytes / found.sharers / found.trained == pytest.approx(each, rel=0.03)
+
+
+@pytest.mark.parametrize("how", ["std", "reverse_std", "left", "right", "full"])
+def test_sides_of_a_projection(how: str) -> None:
+    """The state of one matrix, as GaLore itself makes it."""
+    galore = pytest.importorskip("galore_torch")
+    state = account({"train.optimizer": "galore", "train.galore_projection": how}).state
+    for rows, columns in ((352, 128), (128, 352)):
+        weight = torch.nn.Parameter(torch.randn(rows, columns))
+        told = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}
+        made = galore.GaLoreAdamW([{"params": [weight], **told}], no_deprecation_warning=True)
+        weight.grad = torch.randn(rows, columns)
+        made.step()
+        leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
+        assert state._beside(leaf) == optimizers.held(made)["bytes"]
+
+
+def test_muon_orthogonalises_the_layers_alone() -> None:
+    spec = a_spec({**FULL, "train.optimizer": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
+    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, **small))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made = optimizers.MAKERS["muon"](spec, model, set(before))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    made.step()
+    steps = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    hidden = torch.linalg.svdvals(steps["model.layers.0.self_attn.o_proj.weight"])
+    assert hidden.min() > 0.3 * hidden.max(), "all directions alike"
+    assert steps["lm_head.weight"].abs().allclose(torch.tensor(0.01), rtol=1e-3), "Adam's first step is the rate"
+
+
+def test_a_schedule_free_run_ends_with_its_average(host: Host, tmp_path: Path) -> None:
+    """Warm-up is a share of all steps, and not of one; the trained model is the average."""
+    more = {"train.optimizer": "schedule_free_adamw", "checkpoint.save_model": True, "train.warmup": 0.5}
+    folder = host.train(tmp_path / "run", a_spec({**FULL, **more}))
+    state = torch.load(folder / "checkpoints/checkpoint-4/optimizer.pt", weights_only=True)
+    group = state["param_groups"][0]
+    assert (group["warmup_steps"], group["train_mode"], group["k"]) == (2, False, 4)
+    whole, kept = (load_file(folder / where / "model.safetensors") for where in ("model", "checkpoints/checkpoint-4"))
+    assert all(whole[name].equal(kept[name]) for name in whole)

@@ -1,0 +1,93 @@
+"""Every precision that a CPU can show: in what numbers weights, gradients and state really are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from host import Host, a_host
+from safetensors.torch import load_file
+from trainings import a_spec, losses, result, text
+
+from backend.train import builtin, device
+
+KEPT = {
+    "train.warmup": 0.0,
+    "checkpoint.when": "steps",
+    "checkpoint.steps": 2,
+    "checkpoint.keep": 0,
+    "checkpoint.save_model": True,
+    "evaluation.samples": 2,
+    "evaluation.max_new_tokens": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    cache = tmp_path_factory.mktemp("precisions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOOTPLATE_CACHE", str(cache))
+        builtin.prepare("tiny-llama", lambda text, share: None)
+        with a_host(cache) as found:
+            yield found
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) -> None:
+    spec = a_spec({**KEPT, "method.kind": method, "precision.compute": "pure_bf16"})
+    folder = host.train(tmp_path / "run", spec)
+    before = losses(folder)
+    name = "model" if method == "full" else "adapter_model"
+    step = folder / "checkpoints/checkpoint-2"
+    for saved in (step, folder / "model"):
+        assert {t.dtype for t in load_file(saved / f"{name}.safetensors").values()} == {torch.bfloat16}
+    state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
+    assert {t.dtype for t in tensors(state) if t.dim()} == {torch.bfloat16}
+    trained = result(folder)["trainable_parameters"]
+    assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trained, rel=0.01)
+
+    shutil.rmtree(folder / "checkpoints/checkpoint-3")
+    assert host.run(folder) == 0, text(folder)
+    assert "Going on from checkpoint-2." in text(folder)
+    assert losses(folder) == before
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path: Path) -> None:
+    """A CPU multiplies fp8 by itself, slowly: what is computed there is what a GPU computes."""
+    pytest.importorskip("torchao")
+    eight = host.train(tmp_path / "fp8", a_spec({**KEPT, "method.kind": method, "precision.compute": "fp8"}))
+    sixteen = host.train(tmp_path / "bf16", a_spec({**KEPT, "method.kind": method, "precision.compute": "bf16"}))
+    first, second = losses(eight), losses(sixteen)
+    assert first != second, "layers were replaced"
+    assert first == pytest.approx(second, rel=0.01)
+    name = "model" if method == "full" else "adapter_model"
+    one, two = (load_file(folder / f"model/{name}.safetensors") for folder in (eight, sixteen))
+    assert one.keys() == two.keys()
+    assert {t.dtype for t in one.values()} == {t.dtype for t in two.values()}
+
+    shutil.rmtree(eight / "checkpoints/checkpoint-3")
+    assert host.run(eight) == 0, text(eight)
+    assert losses(eight) == first
+
+
+def test_fp8_replaces_the_layers_between_the_ends() -> None:
+    pytest.importorskip("torchao")
+    from accelerate.utils.ao import convert_model_to_fp8_ao  # noqa: PLC0415
+
+    layers = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    convert_model_to_fp8_ao(layers, config=device.fp8_recipe("torchao").config)
+    assert [type(layer).__name__ for layer in layers] == ["Linear", "Float8Linear", "Float8Linear", "Linear"]
+    assert {type(p) for p in layers.parameters()} == {torch.nn.Parameter}
