@@ -140,6 +140,6 @@ def test_memory_of_comparing() -> None:
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
     assert "Reference model" not in device(train__stage="dpo", preference__precompute=True, **full)
     assert "Reference model" not in device(train__stage="orpo", **full)
-    assert device(train__stage="orpo")["Loss"] > 10 * dpo["Loss"], "whole logits"
+    assert device(train__stage="orpo")["Loss"] > 4 * dpo["Loss"], "whole logits"
     assert device(train__stage="reward")["Loss"] < sft["Loss"] / 1000
     assert LLAMA_8B.scoring.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096
