@@ -25,7 +25,7 @@ DEFAULTS = {
 def recognise(row: Row, wanted: Iterable[str] = ()) -> str | None:
     """The format of `row` from its column names and value types, tried in the order of `wanted`, then the others; None
     if it is none of ours."""
-    every = dict.fromkeys((*wanted, *DEFAULTS, *PREFERENCES))
+    every = dict.fromkeys((*wanted, *PREFERENCES, *DEFAULTS))
     return next((format for format in every if _is(row, format)), None)
 
 

@@ -1,0 +1,145 @@
+"""Rows that compare answers: every way of writing them is recognised and means the same; what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import catalog
+from backend.glance import look
+from backend.memory import estimate
+from backend.options import parse
+from backend.rows import convert, problem, recognise, unpaired
+from backend.rules import check
+from backend.rules.examples import H100, LAPTOP, LLAMA_8B
+from backend.spec import Data, RunSpec
+
+DATA = Data()
+SAID = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
+ASKED, RIGHT, WRONG = ({"role": role, "content": content} for role, content in SAID)
+ELSEWHERE = {"role": "user", "content": "Where?"}
+HUMAN, GPT, OTHER = ({"from": r, "value": c} for r, c in (("human", "When?"), ("gpt", "Nine."), ("gpt", "Ten.")))
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "When?", "chosen": "Nine.", "rejected": "Ten."},
+    "messages": {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]},
+    "one turn each": {"messages": [ASKED], "chosen": RIGHT, "rejected": WRONG},
+    "whole conversations": {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
+    "UltraFeedback": {"prompt": "When?", "messages": [], "chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
+    "ShareGPT ranking": {"conversations": [HUMAN], "chosen": GPT, "rejected": OTHER},
+    "Alpaca ranking": {"instruction": "When?", "input": "", "chosen": "Nine.", "rejected": "Ten."},
+    "a cell of JSON": {"prompt": "When?", "chosen": json.dumps([RIGHT]), "rejected": json.dumps([WRONG])},
+}  # fmt: skip
+LABELS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "When?", "completion": "Nine.", "label": True},
+    "messages": {"prompt": [ASKED], "completion": [RIGHT], "label": 1},
+    "ShareGPT": {"conversations": [HUMAN, GPT], "kto_tag": True},
+    "OpenAI": {"messages": [ASKED, RIGHT], "label": "true"},
+    "Alpaca": {"instruction": "When?", "output": "Nine.", "kto_tag": True},
+}
+STAGES = [name for name, row in catalog.STAGES.items() if "pairs" in row.formats]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
+    for stage in STAGES:
+        assert recognise(PAIRS[name], catalog.STAGES[stage].formats) == "pairs"
+    found = convert(PAIRS[name], "pairs", DATA)
+    assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
+    assert [(row["completion"], row["label"]) for row in unpaired(found)] == [([RIGHT], True), ([WRONG], False)]
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labelled_answers_mean_the_same(name: str) -> None:
+    assert recognise(LABELS[name], catalog.STAGES["kto"].formats) == "labels"
+    found = convert(LABELS[name], "labels", DATA)
+    assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
+    assert unpaired(found) == [found]
+
+
+def test_the_stage_decides_between_two_readings() -> None:
+    both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
+    assert recognise(both, catalog.STAGES["sft"].formats) == "messages"
+    assert recognise(LABELS["texts"], catalog.STAGES["sft"].formats) == "prompt_completion"
+    assert recognise(PAIRS["texts"], catalog.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
+
+
+def test_conversations_share_their_beginning() -> None:
+    later = {"role": "user", "content": "Sure?"}
+    row = {"chosen": [ASKED, RIGHT, later, RIGHT], "rejected": [ASKED, RIGHT, later, WRONG]}
+    assert convert(row, "pairs", DATA) == {"prompt": [ASKED, RIGHT, later], "chosen": [RIGHT], "rejected": [WRONG]}
+    same = {"chosen": [ASKED, RIGHT], "rejected": [ASKED, RIGHT]}
+    assert convert(same, "pairs", DATA)["rejected"] == [RIGHT]
+
+
+def test_system_prompt_tools_and_named_columns() -> None:
+    data = Data(system="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
+    found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
+    assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]
+    assert (found["chosen"], found["tools"]) == ([RIGHT], [{"name": "clock"}])
+    row = {"question": "When?", "system": "Row's.", "chosen": "Nine.", "rejected": "Ten."}
+    assert convert(row, "pairs", Data(system="Be brief."))["prompt"] == [{"role": "system", "content": "Row's."}, ASKED]
+    marked = Data(label_column="ok", completion_column="said")
+    assert convert({"prompt": "When?", "said": "Nine.", "ok": "0"}, "labels", marked)["label"] is False
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("pairs", {"prompt": "a", "chosen": "b"}, "no column rejected; the columns are: prompt, chosen"),
+    ("pairs", {"chosen": "b", "rejected": "c"}, "no column prompt, so nobody knows what is answered"),
+    ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "column chosen is empty"),
+    ("pairs", {"prompt": "a", "chosen": 3, "rejected": "c"}, "column chosen holds a number"),
+    ("pairs", {"prompt": "a", "chosen": [ASKED], "rejected": [WRONG]}, "column chosen goes on with a turn of the user"),
+    ("pairs", {"chosen": [ASKED, RIGHT], "rejected": [ELSEWHERE, WRONG]}, "different questions"),
+    ("labels", {"prompt": "a", "completion": "b", "label": "maybe"}, "'maybe' instead of true or false"),
+    ("labels", {"prompt": "a", "completion": "b"}, "no column label"),
+    ("labels", {"conversations": [HUMAN], "kto_tag": True}, "no conversation that ends with an answer"),
+    ("labels", {"conversations": [GPT], "kto_tag": True}, "an answer and no question"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "row", "part"), BAD)
+def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, Any], part: str) -> None:
+    told = problem(row, format, DATA)
+    assert told is not None
+    assert part in told
+
+
+def spec(**values: Any) -> RunSpec:
+    return parse({name.replace("__", "."): value for name, value in values.items()})
+
+
+def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
+    def write(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return {"data__source": "files", "data__files": (name,), "data__validation": "none"}
+
+    long = {"prompt": "When?", "chosen": "word " * 50, "rejected": "no"}
+    pairs = write("pairs.jsonl", [PAIRS["texts"], long, {"prompt": "x", "chosen": "y", "rejected": 3}])
+    found = look(spec(train__stage="dpo", **pairs), tmp_path)
+    assert (found.format, found.rows) == ("pairs", 3)
+    assert 50 < found.longest < 60, "the longer answer counts, not both"
+    assert "line 3" in str(found.troubles[0])
+    assert look(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
+    labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
+    assert look(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
+    wrong = check(spec(train__stage="dpo", **labels), LAPTOP, look(spec(train__stage="dpo", **labels), tmp_path))
+    assert [f.code for f in wrong if f.level == "error"] == ["STG002"]
+
+
+def device(**values: Any) -> dict[str, int]:
+    asked = spec(train__batch_size=1, evaluation__when="no", **values)
+    return {row.name: row.bytes for row in estimate(asked, H100, LLAMA_8B).rows}
+
+
+def test_memory_of_comparing() -> None:
+    sft, dpo, full = device(), device(train__stage="dpo"), {"method__kind": "full"}
+    assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two answers a row"
+    assert dpo["Reference adapter"] == dpo["Trained weights"]
+    assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
+    assert "Reference model" not in device(train__stage="dpo", preference__precompute=True, **full)
+    assert "Reference model" not in device(train__stage="orpo", **full)
+    assert device(train__stage="orpo")["Loss"] > 4 * dpo["Loss"], "whole logits"
+    assert device(train__stage="reward")["Loss"] < sft["Loss"] / 1000
+    assert LLAMA_8B.scoring.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096
