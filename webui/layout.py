@@ -77,7 +77,7 @@ def _train(form: Form) -> None:
             form.place("method.lora_target_modules", "method.freeze_layers", "method.freeze_also")
         with fields(more=True):
             form.place("method.lora_init", "method.lora_plus", "method.lora_dora", "method.lora_rslora")
-            form.place("method.double_quantization", "method.lora_modules_to_save", "train.neftune")
+            form.place("method.lora_modules_to_save", "train.neftune", "method.double_quantization")
     with section("train", "Training"):
         with fields():
             form.place("train.length", "train.epochs", "train.max_steps", "train.learning_rate")

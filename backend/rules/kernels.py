@@ -199,3 +199,18 @@ def no_compiler_for_compile(case: Case) -> str | None:
     """What it compiles for a CPU is C++."""
     asked = case.spec.train.compile and case.device == "cpu" and not case.machine.compiler
     return "There is no c++ on the path, or Python has no headers." if asked else None
+
+
+@rule(
+    "KRN010",
+    "advice",
+    fields=("train.compile", "launch.device"),
+    title="Compiling for a CPU takes longer than it saves",
+    source="seen with torch 2.13: the first step of a model of four small layers took two minutes on two busy cores",
+    fixes=(Fix("Without compiling", {"train.compile": False}),),
+    bad=Example({"train.compile": True}),
+    good=Example({"train.compile": True}, H100),
+)
+def compiled_for_cpu(case: Case) -> str | None:
+    """Every new length of a row may be compiled again."""
+    return "The run is for the CPU." if case.spec.train.compile and case.device == "cpu" else None

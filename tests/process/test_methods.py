@@ -240,6 +240,7 @@ def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.Monk
     kernels.patch(asked, found)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler asks torch.jit
 def test_a_model_that_was_not_compiled_is_noticed() -> None:
     trainer = types.SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1))
     with pytest.raises(kernels.TrainError, match=r"train\.compile"):

@@ -48,9 +48,9 @@ def _names(found: Judgement) -> dict[str, list[str]]:
     shape = found.glance.shape
     if shape is None:
         return {}
-    every = list(shape.modules)
+    rest = [name for name in shape.modules if name not in shape.linear]  # what carries no adapter, and is small
     linear = {"method.lora_target_modules": list(shape.linear)}
-    return {**linear, "method.lora_modules_to_save": every, "method.freeze_also": every}
+    return {**linear, "method.lora_modules_to_save": rest, "method.freeze_also": rest}
 
 
 def understood(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
