@@ -324,3 +324,19 @@ def odd_layers(case: Case) -> str | None:
     if case.spec.precision.compute != "fp8" or case.shape is None or case.shape.hidden % 16 == 0:
         return None
     return f"The model is {case.shape.hidden:,} wide, which is no multiple of 16."
+
+
+@rule(
+    "PRC012",
+    "error",
+    fields=("precision.compute", "method.quantization"),
+    title="fp8 on a quantized base",
+    source="accelerate 1.15 utils/ao.py: every torch.nn.Linear is replaced, and bitsandbytes' packed layers are ones",
+    fixes=(BF16, Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)),
+    bad=Example({**FP8, "method.quantization": "nf4"}, EQUIPPED_H100),
+    good=Example(FP8, EQUIPPED_H100),
+)
+def packed_fp8(case: Case) -> str | None:
+    """Both want to be the linear layers: fp8 would take the packed numbers for weights."""
+    packed = catalog.QUANTIZATIONS[case.spec.method.quantization].bits
+    return "The base weights are packed." if packed and case.spec.precision.compute == "fp8" else None

@@ -96,6 +96,8 @@ def check_precision(spec: RunSpec, family: str) -> None:
     if asked == "tf32" and capability < (8, 0):
         raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU, Ampere or later: take fp32.")
     if asked == "fp8":
+        if catalog.QUANTIZATIONS[spec.method.quantization].bits:
+            raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
         package = catalog.FP8_BACKENDS[spec.precision.fp8_backend].package
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise TrainError(f"precision.fp8_backend: the package {package} is not installed: pip install {package}")
