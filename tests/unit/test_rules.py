@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 168
+COUNT = 169
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
