@@ -16,6 +16,7 @@ import gradio as gr
 from backend.options import Option, by_name, options, text
 
 MOST_SEGMENTS = 3
+LONG = 12  # choices from which on a menu can be typed into
 
 
 class Form:
@@ -52,7 +53,11 @@ def widget(option: Option) -> Any:
         case "segments":
             return gr.Radio(choices=[(label, value) for value, label in option.choices], **common)
         case "menu":
-            return gr.Dropdown(choices=[(label, value) for value, label in option.choices], filterable=False, **common)
+            return gr.Dropdown(
+                choices=[(label, value) for value, label in option.choices],
+                filterable=len(option.choices) > LONG,
+                **common,
+            )
         case "switch":
             return gr.Checkbox(**common)
         case "number":

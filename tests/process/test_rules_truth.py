@@ -85,7 +85,8 @@ def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int
             ).returncode
         assert not processes.carriers(folder)
     else:
-        ranks = derived.processes(found.spec) if found.spec.parallel.strategy in catalog.MANY else 0
+        many = found.spec.parallel.strategy in catalog.MANY and found.spec.launch.launcher != "python"
+        ranks = derived.processes(found.spec) if many else 0
         code = host.run(folder, ranks, env=plan.env)
     return code, (folder / "log.txt").read_text()
 
