@@ -327,7 +327,13 @@ def context_unproven(case: Case) -> str | None:
         Fix("Whole checkpoints", {"checkpoint.weights_only": False}),
     ),
     bad=Example(
-        {"parallel.strategy": "fsdp2", "parallel.state_dict": "sharded", "checkpoint.weights_only": True}, TWO_H100
+        {
+            "parallel.strategy": "fsdp2",
+            "parallel.state_dict": "sharded",
+            "checkpoint.weights_only": True,
+            "checkpoint.when": "epoch",
+        },
+        TWO_H100,
     ),
     good=Example({"parallel.strategy": "fsdp2", "parallel.state_dict": "sharded"}, TWO_H100),
     proof="launch",
