@@ -128,7 +128,9 @@ def alone(root: Path, cache: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=() if name == "torchrun" else pytest.mark.soak) for name in LAUNCHERS]
+)
 def test_two_hosts_learn_what_one_process_learns(
     root: Path, cache: Path, hosts: tuple[Host, Host], alone: Path, launcher: str
 ) -> None:
@@ -139,7 +141,12 @@ def test_two_hosts_learn_what_one_process_learns(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy"), [("accelerate", "fsdp2"), ("accelerate", "zero2"), ("deepspeed", "ddp")]
+    ("launcher", "strategy"),
+    [
+        ("accelerate", "fsdp2"),
+        pytest.param("accelerate", "zero2", marks=pytest.mark.soak),
+        ("deepspeed", "ddp"),
+    ],
 )
 def test_one_node_learns_what_one_process_learns(
     root: Path, cache: Path, alone: Path, launcher: str, strategy: str

@@ -114,7 +114,13 @@ def test_it_learns_as_on_plain_weights(
 
 @pytest.mark.parametrize(
     ("changes", "strategy"),
-    [(NF4, "ddp"), (INT8, "ddp"), (NF4, "zero2"), (NF4, "zero3"), (NF4, "fsdp2")],
+    [
+        (NF4, "ddp"),
+        pytest.param(INT8, "ddp", marks=pytest.mark.soak),
+        pytest.param(NF4, "zero2", marks=pytest.mark.soak),
+        (NF4, "zero3"),
+        (NF4, "fsdp2"),
+    ],
     ids=lambda value: value if isinstance(value, str) else value["method.quantization"],
 )
 def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, Any], strategy: str) -> None:
