@@ -32,7 +32,8 @@ test: setup tools  ## everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not soak and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not alone and not soak and not gpu"
+	$(BIN)/pytest -m "alone and not soak and not gpu"
 
 soak: setup tools  ## the long proofs
 	$(BIN)/pytest -m soak

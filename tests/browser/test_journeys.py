@@ -15,6 +15,8 @@ from backend.run import METRICS, SPEC
 from backend.run.folder import ALIVE, Run, runs
 from backend.run.processes import carriers as left_of
 
+pytestmark = pytest.mark.alone
+
 SLOW = 120_000  # ms; two cores, libraries that load for ten seconds
 
 

@@ -27,6 +27,8 @@ from backend.run import COOKIE, processes
 from backend.run.folder import ALIVE, Run
 from backend.train import builtin, checkpoints
 
+pytestmark = pytest.mark.alone
+
 FULL = {"method.kind": "full", "train.max_steps": 3, "train.batch_size": 2}
 SPREAD = {"parallel.strategy": "ddp", "launch.processes": 1, "launch.rendezvous": "static"}
 SPREAD |= {"launch.address": ADDRESSES[0], "launch.port": 29533, "launch.threads": 1}  # they share two cores
@@ -128,9 +130,8 @@ def alone(root: Path, cache: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=() if name == "torchrun" else pytest.mark.soak) for name in LAUNCHERS]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_hosts_learn_what_one_process_learns(
     root: Path, cache: Path, hosts: tuple[Host, Host], alone: Path, launcher: str
 ) -> None:
@@ -201,6 +202,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(lines: tuple[str, ...], incl
     assert found == (None if wanted is None else dict(wanted))
 
 
+@pytest.mark.soak
 def test_a_killed_rank_comes_back_and_a_stop_ends_all(root: Path, cache: Path, hosts: tuple[Host, Host]) -> None:
     saved = {"checkpoint.when": "steps", "checkpoint.steps": 5, "train.max_steps": 2000}
     elastic = {"launch.rendezvous": "elastic", "launch.min_nodes": 2, "launch.max_restarts": 2}

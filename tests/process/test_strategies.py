@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from backend.paths import HOME
 from backend.train import builtin
 
+pytestmark = pytest.mark.alone
+
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
 PLAIN = {"checkpoint.when": "no", "checkpoint.save_model": True}

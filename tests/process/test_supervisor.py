@@ -19,6 +19,8 @@ from backend.run import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
 from backend.run.folder import Run, RunError
 from backend.run.supervisor import Patience
 
+pytestmark = pytest.mark.alone
+
 MakeRun = Callable[..., Run]
 QUICK = Patience(save=0.4, discard=0.2, term=0.4, early=0.3)
 SAY = "import json, os, time\nopen('progress.json', 'w').write(json.dumps({'phase': 'training', 'step': 3}))\n"
