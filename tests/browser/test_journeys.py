@@ -59,7 +59,7 @@ def choose(page, name, label):
         place.get_by_text(label, exact=True).click()
     else:
         place.locator("input").click()
-        page.get_by_role("option", name=label).first.click()
+        place.get_by_role("option", name=label).first.click()
 
 
 def value(page, name):

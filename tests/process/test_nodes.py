@@ -141,6 +141,7 @@ def test_two_hosts_learn_what_one_process_learns(
     assert len(result(nodes.run.path)["held"]) == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "strategy"),
     [

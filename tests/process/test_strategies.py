@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from backend.paths import HOME
 from backend.train import builtin
-
-pytestmark = pytest.mark.alone
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -102,7 +101,8 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     for lock in (HOME / ".cache/torch_extensions").rglob("lock"):
-        lock.unlink()  # of a build that was killed
+        if time.time() - lock.stat().st_mtime > 900:
+            lock.unlink()  # of a build that was killed
     root = tmp_path_factory.mktemp("strategies")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
