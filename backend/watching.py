@@ -22,6 +22,7 @@ from backend.shell import asked, print_findings
 from backend.shell import show as show_json
 
 OUTCOMES = {"done": 0, "stopped": 3}
+SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as train/scores.py names them
 PAUSE = 0.25  # seconds between looks at a log
 
 
@@ -101,8 +102,7 @@ def show(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{found.id}\n{about['summary']['sentence']}\n\n{(found.path / SPEC).read_text(encoding='utf-8')}")
     for name in (
-        "exact_match_before",
-        "exact_match_after",
+        *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
         "eval_reward_accuracy",
         "eval_reward_margin",
         "eval_loss",

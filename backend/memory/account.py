@@ -1,8 +1,8 @@
 """The account of one spec on one machine: the rows of device, host and disk. Floor 2.
 
-There are three peaks: when the forward pass has ended (activations are full, gradients still empty), when the optimizer
-works (gradients are full, activations gone), and when an evaluation's loss is computed. The rows are those of the
-largest.
+There are four peaks: when the forward pass has ended (activations are full, gradients still empty), when the optimizer
+works (gradients are full, activations gone), when an evaluation's loss is computed, and when rows are answered.
+The rows are those of the largest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Account(Activations):
     def device(self) -> list[Row]:
         """What is held all the time, and the rows of the largest peak."""
         steady = self._steady()
-        peak = max(self._forward(), self._step(), self._evaluation(), key=lambda rows: sum(row.bytes for row in rows))
+        peaks = (self._forward(), self._step(), self._evaluation(), self._answers())
+        peak = max(peaks, key=lambda rows: sum(row.bytes for row in rows))
         return [row for row in (*steady, *peak) if row.bytes]
 
     def _steady(self) -> list[Row]:
@@ -161,6 +162,23 @@ class Account(Activations):
         tile = 0 if self.stage_row.scores else rows * words * each
         size = tile + tokens * self._layer()
         return [Row("Evaluation", size, f"{batch} x {self.length} tokens: a layer, and a tile of the loss")]
+
+    def _answers(self) -> list[Row]:
+        """Held-out rows being answered, by weights that every device has whole, or its slice of them."""
+        spec, shape, width = self.spec, self.shape, self.width
+        if not spec.evaluation.samples or not self.stage_row.answers:
+            return []
+        tokens = spec.evaluation.batch_size * (self.length + spec.evaluation.max_new_tokens)
+        each = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        rows = [
+            Row("Keys and values", tokens * each * width, f"{tokens:,} tokens of answers x {each:,} x {width} bytes")
+        ]
+        slices = spec.parallel.tensor if self.strategy.engine == "tensor" else 1
+        if self.holders > slices:
+            whole = ((self.plain + self.trained) * width + self.packed_bytes) // slices
+            more = max(0, whole - sum(row.bytes for row in self.gathered()))
+            rows.append(Row("Weights gathered for answers", more, f"what is missing of {whole:,} bytes"))
+        return rows
 
     def _cast(self) -> int:
         """Trained weights of linear layers: autocast keeps a copy of each for the backward pass."""

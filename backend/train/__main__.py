@@ -9,7 +9,6 @@ import argparse
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from backend import catalog
 from backend.options import SpecError, effective
 from backend.presets import read
 from backend.run import MODEL, RESULT, SPEC
-from backend.spec import RunSpec
 from backend.train import (
     adapters,
     answers,
@@ -36,66 +34,12 @@ from backend.train import (
     trainers,
 )
 from backend.train.callbacks import Keeper, Reporter, compared
+from backend.train.exam import Exam
 from backend.train.journal import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
+from backend.train.work import Work
 
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
-
-
-@dataclass
-class Work:
-    """One start of a run: what the phases below share."""
-
-    spec: RunSpec
-    folder: Path
-    anew: bool
-    team: device.Team
-    journal: Journal
-    family: str = "cpu"
-    precision: str = "fp32"
-
-    def check_stop(self) -> None:
-        """Raise Stopped on all ranks if one was asked to stop."""
-        if self.team.agree(self.journal.stop_asked()):
-            raise Stopped
-
-    def first(self, work: Any) -> Any:
-        """Do `work` on rank 0 while the others wait; a TrainError of it is raised on all ranks."""
-        result, error = None, ""
-        if self.team.rank == 0:
-            try:
-                result = work()
-            except TrainError as caught:
-                if self.team.world == 1:
-                    raise
-                error = str(caught)
-        error = self.team.gather(error)[0]
-        if error:
-            raise TrainError(error)
-        self.check_stop()
-        return result
-
-    def telling(self, phase: str) -> Any:
-        """A function of (text, share) that shows progress; what is new in the text is also a line of the log."""
-        said: set[str] = set()
-
-        def tell(text: str, share: float | None) -> None:
-            head = text.partition(":")[0]  # behind a colon stand numbers that move
-            if head not in said:
-                self.journal.say(text)
-                said.add(head)
-            self.journal.phase(phase, text, share)
-
-        return tell
-
-    def tick(self, phase: str, text: str) -> Any:
-        """A function of (done, all) that shows progress, and is false once a stop is asked for."""
-
-        def tick(done: int, of: int) -> bool:
-            self.journal.phase(phase, text, done / of if of else None)
-            return not self.journal.stop_asked()
-
-        return tick
 
 
 @record  # type: ignore[untyped-decorator]
@@ -137,28 +81,26 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
+    asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
+    exam = Exam(work, answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
-    trainer = _trainer(work, config, source, tokens, prepared, [reporter, keeper])
+    exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
     start = _start(work)
     lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.counts(trainer.model)  # before an optimizer takes layers in turns
-    asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    how = answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision])
-    before = _before(work, how, trainer, asked)
     if spec.parallel.strategy in catalog.DEEPSPEED:
         journal.begin(
             "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
         )
-    began = time.time()
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
     if keeper.stopped:
         journal.say(f"Stopped after step {trainer.state.global_step}.")
         return
     trainer.settle()
-    result = _result(trainer, time.time() - began, reporter.tokens, counts)
+    result = _result(trainer, time.time() - reporter.began, reporter.tokens, counts)
     _save(work, trainer, tokens, source)
-    _finish(work, trainer, result | _after(work, how, trainer, asked, before))
+    _finish(work, trainer, result | exam.after())
 
 
 def _source(work: Work) -> model.Source:
@@ -228,29 +170,6 @@ def _start(work: Work) -> Path | None:
     return chosen
 
 
-def _before(work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question]) -> list[str]:
-    """What the untouched model answers; remembered for a start that goes on."""
-    if not asked:
-        return []
-    kept: list[str] | None = work.team.gather(answers.remembered(work.folder, asked))[0]
-    if kept is not None:
-        return kept
-    found = _answer(work, how, trainer, asked, "answering before", f"Answering {len(asked)} held-out rows, untrained.")
-    if work.team.rank == 0:
-        answers.remember(work.folder, asked, found)
-    return found
-
-
-def _answer(
-    work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question], phase: str, text: str
-) -> list[str]:
-    work.journal.begin(phase, text)
-    found = how.answer(trainer.accelerator.unwrap_model(trainer.model), asked, work.tick(phase, text))
-    work.check_stop()
-    work.journal.say(f"Exact answers: {answers.share(asked, found):.0%} of {len(asked)}.")
-    return found
-
-
 def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) -> dict[str, Any]:
     """What came out of the training; the last evaluation is made where it is missing."""
     evaluated = [point for point in trainer.state.log_history if "eval_loss" in point]
@@ -300,20 +219,6 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
         raise TrainError(error)
     if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
         work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
-
-
-def _after(
-    work: Work, how: answers.Answering, trainer: Any, asked: list[answers.Question], before: list[str]
-) -> dict[str, Any]:
-    if not asked:
-        return {"exact_match_before": None, "exact_match_after": None, "samples": []}
-    after = _answer(work, how, trainer, asked, "answering after", f"Answering {len(asked)} held-out rows, trained.")
-    samples = [
-        {"prompt": q.prompt, "wanted": q.wanted, "before": was, "after": now}
-        for q, was, now in zip(asked, before, after, strict=True)
-    ]
-    shares = {"exact_match_before": answers.share(asked, before), "exact_match_after": answers.share(asked, after)}
-    return {**shares, "samples": samples}
 
 
 def _finite(value: float) -> float | None:

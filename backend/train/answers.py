@@ -1,6 +1,6 @@
 """Held-out rows answered by the model, before and after, and compared with what was wanted.
 
-Beside the floors. Imports spec, data, device, journal, templates.
+Beside the floors. Imports catalog, spec, data, device, journal, templates.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from backend import catalog
 from backend.spec import RunSpec
 from backend.train.data import Item
 from backend.train.device import Team
@@ -50,30 +51,36 @@ def questions(writer: Writer, items: Sequence[Item]) -> list[Question]:
 
 @dataclass(frozen=True)
 class Answering:
-    """How answers are made: greedily, `batch` at once, at most `longest` tokens each."""
+    """How answers are made: greedily, `batch` at once, at most `longest` tokens each. So many ranks in a row hold one
+    model in `slices`, and answer together."""
 
     tokenizer: Any
     team: Team
     batch: int
     longest: int
     dtype: torch.dtype
+    slices: int = 1
 
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any, team: Team, dtype: torch.dtype) -> Answering:
         """As `spec` asks for it."""
-        return cls(tokenizer, team, spec.evaluation.batch_size, spec.evaluation.max_new_tokens, dtype)
+        evaluation, sliced = spec.evaluation, catalog.STRATEGIES[spec.parallel.strategy].engine == "tensor"
+        slices = spec.parallel.tensor if sliced else 1
+        return cls(tokenizer, team, evaluation.batch_size, evaluation.max_new_tokens, dtype, slices)
 
     def answer(self, model: Any, asked: Sequence[Question], tick: Callable[[int, int], bool]) -> list[str]:
         """The model's answers, in order; the ranks share the work. Missing ones are '' where `tick` ended it."""
-        mine = list(range(self.team.rank, len(asked), self.team.world))
+        mine = list(range(self.team.rank // self.slices, len(asked), self.team.world // self.slices))
         mine.sort(key=lambda number: len(asked[number].text))  # like lengths together: less padding
+        most = -(-len(asked) * self.slices // self.team.world)  # ranks that agree on each batch have as many
         training = model.training
         answers: dict[int, str] = {}
         model.eval()
-        for at in range(0, len(mine), self.batch):
-            numbers = mine[at : at + self.batch]
-            answers.update(zip(numbers, self._batch(model, [asked[n].text for n in numbers]), strict=True))
-            if not tick(len(answers), len(mine)):
+        for at in range(0, most, self.batch):
+            if numbers := mine[at : at + self.batch]:
+                answers.update(zip(numbers, self._batch(model, [asked[n].text for n in numbers]), strict=True))
+            end = not tick(len(answers), len(mine))
+            if self.team.agree(end) if self.slices > 1 else end:
                 break
         model.train(training)
         together = {number: text for part in self.team.gather(answers) for number, text in part.items()}
@@ -87,7 +94,10 @@ class Answering:
         cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
         with torch.no_grad(), cast:  # fp8 layers do not know inference mode
             written = model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], generation_config=self._how(model)
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                generation_config=self._how(model),
+                synced_gpus=False,  # the weights are whole: no rank needs to wait for another's answers
             )
         new = written[:, batch["input_ids"].shape[1] :]
         return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
@@ -102,22 +112,6 @@ class Answering:
             pad_token_id=self.tokenizer.pad_token_id,
             use_cache=True,
         )
-
-
-def same(wanted: str, answer: str) -> bool:
-    """Exactly what was wanted; JSON counts by what it says, not by its blanks and its order."""
-    if wanted.strip() == answer.strip():
-        return True
-    try:
-        first, second = json.loads(wanted), json.loads(answer)
-    except ValueError:
-        return False
-    return isinstance(first, dict | list) and first == second
-
-
-def share(asked: Sequence[Question], answers: Sequence[str]) -> float:
-    """The share of exact answers, 0 to 1."""
-    return sum(same(q.wanted, a) for q, a in zip(asked, answers, strict=True)) / max(1, len(asked))
 
 
 def remember(folder: Path, asked: Sequence[Question], answers: Sequence[str]) -> None:

@@ -61,10 +61,11 @@ class Reporter(TrainerCallback):
         self.journal, self.clock = journal, Clock()
         self.tokens, self._told, self._told_busy = 0, 0, 0.0
         self._first, self._first_seconds, self._predicted = 0, 0.0, 0
+        self.began = time.time()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The plan is known: how many steps, and where this start begins."""
-        self._first = state.global_step
+        self._first, self.began = state.global_step, time.time()
         more = f" from step {state.global_step} on" if state.global_step else ""
         self.journal.begin("training", f"Training {state.max_steps} steps{more}.", **_steps(state))
 

@@ -37,8 +37,9 @@ def check(spec: RunSpec) -> None:
     row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
     if row.spread and checkpoint.merge:
         raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
-    if row.spread and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
-        raise TrainError(f"evaluation.samples: {row.label} cannot generate answers: set it to 0.")
+    unproven = row.version == 1 or (row.version == 2 and spec.parallel.context > 1)
+    if unproven and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
+        raise TrainError(f"evaluation.samples: {row.label} as chosen cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
     if row.engine == "tensor" and checkpoint.when != "no" and not checkpoint.weights_only:

@@ -56,8 +56,9 @@ class Server:
     def start(self) -> None:
         command = [sys.executable, "-m", "webui", "--port", str(self.port), "--runs", str(self.runs)]
         name, _, value = self.mark.partition("=")
+        own = {name: value, "OMP_NUM_THREADS": "1"}  # others train beside it: threads that wait would burn their cores
         log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child's, until it ends
-        self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, name: value}, stdout=log, stderr=log)
+        self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **own}, stdout=log, stderr=log)
         log.close()
         for _ in range(240):
             if self.process.poll() is not None:
@@ -109,8 +110,14 @@ def page(chromium, request):
     page = context.new_page()
     page.errors = []
     page.on("pageerror", lambda error: page.errors.append(str(error)))
+    asked = []
+    page.on("request", lambda r: asked.append(f"{time.monotonic():.1f} asked {r.method} {r.url}"))
+    page.on("requestfinished", lambda r: asked.append(f"{time.monotonic():.1f} came {r.url}"))
+    page.on("requestfailed", lambda r: asked.append(f"{time.monotonic():.1f} failed {r.url} {r.failure}"))
     yield page
     if request.node.stash.get(FAILED, False):
+        print("the page's last requests:", *asked[-40:], sep="\n")
+        print(page.evaluate("document.querySelector('#fp-run-page')?.outerHTML.slice(0, 3000)"))
         folder = HOME / "tests" / "screenshots"
         folder.mkdir(exist_ok=True)
         page.screenshot(path=folder / f"{request.node.name}.png", full_page=True)

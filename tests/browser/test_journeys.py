@@ -15,8 +15,6 @@ from backend.run import METRICS, SPEC
 from backend.run.folder import ALIVE, Run, runs
 from backend.run.processes import carriers as left_of
 
-pytestmark = pytest.mark.alone
-
 SLOW = 120_000  # ms; two cores, libraries that load for ten seconds
 
 
@@ -309,7 +307,7 @@ def test_clean_shell_gives_the_same_losses(server, page):
     run = started(page, server)
     state(page, "done")
     place = re.search(r"^cd (\S+)$", script, re.MULTILINE).group(1)
-    clean = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}"]
+    clean = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}", "OMP_NUM_THREADS=1"]
     if cache := os.environ.get("FOOTPLATE_CACHE"):
         clean.append(f"FOOTPLATE_CACHE={cache}")
     subprocess.run([*clean, "bash", "-c", script], check=True, capture_output=True, timeout=180)

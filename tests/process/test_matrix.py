@@ -1,8 +1,9 @@
 """Method x strategy x precision x optimizer: what the rules let through on this machine is launched for three steps,
-and the outcome becomes docs/strategies.md. No cell may pass the checks and fail."""
+and the outcome becomes docs/strategies.md, a section each method and strategy. No cell may pass the checks and fail."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,23 +18,39 @@ from backend.derived import processes
 from backend.judge import judge
 from backend.machine import Machine, probe
 from backend.paths import HOME
+from backend.rules.examples import EQUIPPED_TWO
 from backend.train import builtin
 
 pytestmark = pytest.mark.soak
 
-METHODS: Mapping[str, Mapping[str, Any]] = {name: {"method.kind": name} for name in catalog.METHODS}
-STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    **{name: {"parallel.strategy": name} for name in catalog.STRATEGIES},
-    "zero2 + offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
-    "zero3 + offload": {
+Changes = Mapping[str, Any]
+METHODS: Mapping[str, Changes] = {
+    **{row.label: {"method.kind": name} for name, row in catalog.METHODS.items()},
+    "QLoRA (NF4)": {"method.kind": "lora", "method.quantization": "nf4"},
+}
+STRATEGIES: Mapping[str, Changes] = {
+    **{row.label: {"parallel.strategy": name} for name, row in catalog.STRATEGIES.items()},
+    "ZeRO-2, offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
+    "ZeRO-3, offload": {
         "parallel.strategy": "zero3",
         "parallel.offload_optimizer": "cpu",
         "parallel.offload_parameters": "cpu",
     },
-    "fsdp2 + offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
+    "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
 PRECISIONS = [name for name in catalog.PRECISIONS if name != "auto"]
-RUNS = "runs"
+RUNS, GPU = "runs", "GPU"
+DOCUMENT = HOME / "docs/strategies.md"
+HEAD = """# Strategies, by launch
+
+Written by `make soak` on a CPU. Every cell is a method, a strategy, a precision and an optimizer:
+
+- **runs**: the rules let it through here, and it was launched for three steps and ended well, by two processes where
+  the strategy has several.
+- **GPU**: refused here, but not on two H100 with every optional package.
+- Otherwise the rules that refuse it everywhere ([rules.md](rules.md)).
+
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,66 +64,65 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
             yield found
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[tuple[str, str, str, str], str]]:
-    """Cell by cell; written down once all are known."""
-    found: dict[tuple[str, str, str, str], str] = {}
-    yield found
-    if len(found) == len(METHODS) * len(STRATEGIES) * len(PRECISIONS) * len(catalog.OPTIMIZERS):
-        (HOME / "docs/strategies.md").write_text(document(found), encoding="utf-8")
-
-
-def cell(changes: Mapping[str, Any], machine: Machine, folder: Path, host: Host) -> str:
-    """'runs', the codes of the rules that refuse it, or what went wrong."""
+def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
+    """`RUNS`, `GPU`, the codes of the rules that refuse it everywhere, or what went wrong."""
     spec = a_spec({**changes, "train.batch_size": 2})
     found = judge(spec, machine, folder.parent)
-    refused = sorted(f.code for f in found.findings if f.level == "error")
-    if refused:
-        return " ".join(refused)
+    if any(f.level == "error" for f in found.findings):
+        elsewhere = judge(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
+        return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
     write(folder, found.spec)
     ranks = processes(spec) if spec.parallel.strategy in catalog.MANY else 0
     code = host.run(folder, ranks, env=found.plan.env)
-    ended = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-600:]}"
+    ended = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-1500:]}"
     shutil.rmtree(folder)
     return ended
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_what_passes_the_checks_runs(
-    method: str, strategy: str, host: Host, tmp_path: Path, outcomes: dict[tuple[str, str, str, str], str]
-) -> None:
-    machine, seen = probe(tmp_path), {}
+def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp_path: Path) -> None:
+    machine = probe(tmp_path)
+    found = {}
     for precision in PRECISIONS:
         for optimizer in catalog.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
             changes |= {"precision.compute": precision, "train.optimizer": optimizer}
-            key = (method, strategy, precision, optimizer)
-            seen[key] = outcomes[key] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
-    assert not {key: what for key, what in seen.items() if what.startswith("FAILS")}
+            found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
+    failed = {key: what for key, what in found.items() if what.startswith("FAILS")}
+    assert not failed, "\n\n".join(f"{key}: {what}" for key, what in failed.items())
+    keep(f"{method}: {strategy}", section(found))
 
 
-def document(found: Mapping[tuple[str, str, str, str], str]) -> str:
-    """A table for each method: strategies down, optimizers across, the precisions in a cell."""
+def section(found: Mapping[tuple[str, str], str]) -> str:
+    """How many of each kind, and a table: optimizers that fare alike share a row; the precisions across."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for optimizer in catalog.OPTIMIZERS:
+        rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
+    cells = list(found.values())
+    runs, gpu = cells.count(RUNS), cells.count(GPU)
     lines = [
-        "# Strategies, by launch",
+        f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused.",
         "",
-        "Written by `make soak` on a CPU: every cell that the rules let through was",
+        f"| optimizers | {' | '.join(PRECISIONS)} |",
+        "|---" * (len(PRECISIONS) + 1) + "|",
+        *(f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()),
     ]
-    lines[-1] += (
-        " launched for three steps, with two processes where the strategy has several. Otherwise the cell names"
-    )
-    lines += ["the rules that refuse it ([rules.md](rules.md)); HW and PRC rules mean that it needs another device."]
-    for method in METHODS:
-        lines += [
-            "",
-            f"## {catalog.METHODS[method].label}",
-            "",
-            f"| strategy | precision | {' | '.join(catalog.OPTIMIZERS)} |",
-        ]
-        lines.append("|---" * (2 + len(catalog.OPTIMIZERS)) + "|")
-        for strategy in STRATEGIES:
-            for precision in PRECISIONS:
-                cells = [found[method, strategy, precision, optimizer] for optimizer in catalog.OPTIMIZERS]
-                lines.append(f"| {strategy} | {precision} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def keep(title: str, body: str) -> None:
+    """Put one section into the document, in the order of the tables above, under a summary of all."""
+    known = {}
+    if DOCUMENT.exists():
+        parts = DOCUMENT.read_text(encoding="utf-8").split("\n## ")[1:]
+        known = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
+    known[title] = body
+    lines = [f"| run / need a GPU / refused | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+    for strategy in STRATEGIES:
+        said = [known.get(f"{method}: {strategy}", "") for method in METHODS]
+        counts = [" / ".join(re.findall(r"\d+", text.partition("\n")[0])) for text in said]
+        lines.append(f"| {strategy} | {' | '.join(counts)} |")
+    order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]
+    bodies = "".join(f"\n## {name}\n\n{known[name]}\n" for name in order if name in known)
+    DOCUMENT.write_text(HEAD + "\n".join(lines) + "\n" + bodies, encoding="utf-8")

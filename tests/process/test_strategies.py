@@ -235,8 +235,21 @@ def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str
     assert losses(folder) == pytest.approx(losses(alone), abs=1e-4)
 
 
-def test_whole_weights_answer(trained: Trained) -> None:
-    folder = trained.run("answers", {**FULL, "parallel.strategy": "zero2", "evaluation.samples": 3}, 2)
-    found = result(folder)["samples"]
-    assert len(found) == 3
-    assert all(sample["before"] and sample["after"] for sample in found)
+ANSWERED = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
+ASKED = {"evaluation.samples": 5, "evaluation.batch_size": 2, "evaluation.max_new_tokens": 12}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
+    """Ranks have different numbers of rows to answer, and answers differ in length: none waits for another without
+    end. Training afterwards learns what it learns without answers."""
+    case = CASES[name]
+    one = trained.run("alone-answers", {**FULL, **PLAIN, **ASKED, "train.batch_size": 4}, 0)
+    wanted = result(one)["samples"]
+    assert len({sample["before"] for sample in wanted}) > 1, "answers that are all alike would prove nothing"
+    rows = {"train.batch_size": 4 // case.ranks}
+    folder = trained.run(f"{name}-answers", {**FULL, **PLAIN, **ASKED, **rows, **case.changes}, case.ranks)
+    assert result(folder)["samples"] == wanted
+    assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
+    held = [rank["parameters"] for rank in result(folder)["held"]]
+    assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"

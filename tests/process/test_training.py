@@ -22,8 +22,6 @@ from trainings import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.alone
-
 STEPS = 10
 # Dropout makes every random number count; rows differ in length; ranks and accumulation share the batch.
 RESUMED = {

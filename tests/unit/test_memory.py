@@ -263,3 +263,26 @@ def test_host_holds_the_weights_on_their_way() -> None:
     assert found.host_bytes > 2 * 2 * LLAMA_8B.parameters
     assert estimate(RunSpec(), LAPTOP, SMOL).host_bytes == 0
     assert all(row.formula and row.bytes > 0 for row in found.rows)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
+    """8.03 B weights in bf16 on each of two devices, of which a billion or two layers are gathered in any case; and 32
+    layers x 8 heads x 128 numbers, twice, for each token of a batch."""
+    given = spec(
+        parallel__strategy=strategy,
+        launch__processes=2,
+        data__max_length=512,
+        train__batch_size=1,
+        train__activation_checkpointing=True,
+        evaluation__when="no",
+        evaluation__batch_size=8,
+        evaluation__samples=8,
+        evaluation__max_new_tokens=128,
+    )
+    rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "device"}
+    trained = rows["Trained weights"] * 2 // (2 if strategy == "zero3" else 4)
+    whole = 2 * (LLAMA_8B.parameters + trained)
+    assert rows["Weights gathered for answers"] + rows["Gathered weights"] == pytest.approx(whole, rel=1e-3)
+    assert rows["Keys and values"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
+    assert "Keys and values" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}

@@ -5,6 +5,7 @@ window.FP = (() => {
   const root = () => ((window.gradio_config && window.gradio_config.root) || "").replace(/\/$/, "");
   const url = (path) => `${root()}/${path.replace(/^\//, "")}`;
 
+  const PATIENCE = 30000; // ms; a request that got lost on its way must not stop the asking for ever
   async function request(method, path, body) {
     let answer;
     try {
@@ -13,6 +14,7 @@ window.FP = (() => {
         headers: body === undefined ? {} : { "content-type": "application/json" },
         body: body === undefined ? undefined : JSON.stringify(body),
         cache: "no-store",
+        signal: method === "GET" ? AbortSignal.timeout(PATIENCE) : undefined,
       });
     } catch {
       throw Object.assign(new Error("The server does not answer."), { offline: true });

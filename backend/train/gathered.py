@@ -1,0 +1,41 @@
+"""Weights that are spread over the ranks, whole on each of them for a while.
+
+Beside the floors. Imports catalog, spec. Layers that are gathered one by one must be used by all ranks equally often;
+answers are of different lengths, so that ranks would wait for one another without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from trl.models.utils import unwrap_model_for_generation
+
+from backend import catalog
+from backend.spec import RunSpec
+
+
+@contextmanager
+def gathered(spec: RunSpec, trainer: Any) -> Iterator[Any]:
+    """The model, ready to be called by each rank as it likes; the ranks of tensor parallel still call it together.
+    All ranks must enter and leave it. The engine must have started."""
+    if catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
+        again = trainer.args.gradient_checkpointing_kwargs
+        with unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator, gradient_checkpointing_kwargs=again
+        ) as model:
+            yield model
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield model
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(spec.parallel.reshard_after_forward, recurse=False)
+            part.reshard()
