@@ -18,6 +18,7 @@ from backend.memory import Estimate
 from backend.options import effective
 from backend.plan import plan
 from backend.rules import Case, Finding, examine
+from backend.rules.base import counted
 from backend.run import Plan
 from backend.shape import trainable
 from backend.spec import RunSpec
@@ -64,9 +65,10 @@ class Judgement:
     def summary(self) -> str:
         """What it amounts to: rows a step, steps where they are known, parameters trained."""
         spec, parts = self.spec, []
-        rows = global_batch(spec)
-        steps = f"{spec.train.max_steps:,} steps" if spec.train.length == "steps" else f"{spec.train.epochs:g} epochs"
-        parts.append(f"{steps} of {rows:,} row{'s' if rows > 1 else ''}")
+        train, rows = spec.train, counted(global_batch(spec), "row")
+        epochs = f"{train.epochs:g} epoch{'' if train.epochs == 1 else 's'}"
+        by_steps = f"{counted(train.max_steps, 'step')} of {rows}"
+        parts.append(by_steps if train.length == "steps" else f"{epochs}, {rows} a step")
         if self.glance.shape:
             count, whole = trainable(spec, self.glance.shape), self.glance.shape.parameters
             parts.append(f"{_short(count)} of {_short(whole)} trained")

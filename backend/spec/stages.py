@@ -26,7 +26,7 @@ class Preference(Section):
         Ui("Label smoothing", when={**DPO, "preference.dpo_loss": ("robust", "exo_pair", "aot", "aot_unpaired")}),
     ] = 0.0
     """The share of pairs that may be labelled the wrong way round."""
-    sft_weight: Annotated[float, Field(ge=0, le=100), Ui("Weight of the chosen answer's own loss", when=DPO)] = 0.0
+    sft_weight: Annotated[float, Field(ge=0, le=100), Ui("SFT loss weight", when=DPO)] = 0.0
     """Above 0 the chosen answer is learned too, against its fading beside the rejected one; 1 is usual."""
     kto_loss: Annotated[str, *one_of(catalog.KTO_LOSSES), Ui("Loss", when=KTO)] = "kto"
     """How a labelled answer is turned into a loss."""

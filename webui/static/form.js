@@ -70,8 +70,9 @@ FP.form = (() => {
       const value = values[name];
       if (parts.length && same(value, option.default)) continue;
       if (option.kind === "bool") { if (value) parts.push(option.label.toLowerCase()); continue; }
-      if (value === "" || value === null) continue;
-      parts.push(option.choices[value] || `${option.label.toLowerCase()} ${String(value).split("\n")[0].slice(0, 40)}${option.unit ? " " + option.unit : ""}`);
+      if (value === "" || value === null || / n /.test(option.choices[value])) continue; // "Every n steps": the number follows
+      const unit = option.unit && Number(value) === 1 ? option.unit.replace(/s$/, "") : option.unit;
+      parts.push(option.choices[value] || `${option.label.toLowerCase()} ${String(value).split("\n")[0].slice(0, 40)}${unit ? " " + unit : ""}`);
     }
     $(".fp-head-said", section).textContent = parts.join(" \u00b7 ");
   }
