@@ -79,6 +79,11 @@ class Optimizer(Choice):
         return self.factored or self.package in ("bitsandbytes", "apollo-torch")
 
     @property
+    def switched(self) -> bool:
+        """Whether it holds other weights while it trains than those that are evaluated and saved."""
+        return self.package == "schedulefree"
+
+    @property
     def state_bytes(self) -> float:
         """Bytes of state an ordinary weight in fp32; a number of 8 or 4 bits shares the scale of its block."""
         return self.states * {0: 4, 32: 4, 8: 1 + 4 / 256, 4: 0.5 + 4 / 128}[self.bits]

@@ -286,6 +286,23 @@ def early_state(case: Case) -> str | None:
 
 
 @rule(
+    "OPT022",
+    "error",
+    fields=("train.optimizer", "parallel.strategy"),
+    title="DeepSpeed does not switch the optimizer",
+    source="seen with deepspeed 0.19 and schedulefree 1.4: not in train mode when the engine takes an empty step; "
+    "where it starts, validation sees the weights of the training",
+    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    bad=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
+    good=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def unswitched(case: Case) -> str | None:
+    """It trains one set of weights and averages another, and has to be told which of them is wanted now. DeepSpeed's
+    optimizer stands between and does not pass that on."""
+    return f"{_row(case).label} with DeepSpeed." if _row(case).switched and _engine(case) == "deepspeed" else None
+
+
+@rule(
     "OPT020",
     "error",
     fields=("train.optimizer", "parallel.strategy"),

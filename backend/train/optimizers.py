@@ -37,6 +37,8 @@ def check(spec: RunSpec, family: str) -> None:
         and (engine == "deepspeed" or first),
         f"train.optimizer: {name} has its state before DeepSpeed flattens the weights.": row.early
         and engine == "deepspeed",
+        f"train.optimizer: {name} averages weights, and DeepSpeed does not tell it when.": row.switched
+        and engine == "deepspeed",
         f"train.optimizer: {name} does not take the weights that this strategy spreads.": row.plain
         and engine in ("fsdp", "tensor")
         and not first,
