@@ -85,6 +85,7 @@ def test_check_says_everything(one):
     assert said["seq"] == 1 and said["title"] == "From a test" and said["invalid"] == []
     assert said["verdict"]["level"] in ("ok", "warning") and said["verdict"]["text"].startswith("Can run")
     assert "backend.train" in said["preview"]["command"] and said["preview"]["files"][0]["name"] == SPEC
+    assert all(file["about"] for file in said["preview"]["files"])
     assert said["preview"]["script"] and said["preview"]["env"] and said["preview"]["others"] == []
     assert said["memory"]["device_bytes"] > 0 and said["memory"]["rows"][0]["formula"]
     assert said["memory"]["device_label"]

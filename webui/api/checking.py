@@ -17,6 +17,7 @@ from backend.derived import device
 from backend.judge import Judgement, described, judge
 from backend.machine import describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.plan import ABOUT
 from backend.rules import Finding
 from backend.spec import RunSpec
 from webui.api.asking import Ask, Refusal
@@ -186,7 +187,7 @@ def _preview(found: Judgement, runs: Path) -> dict[str, Any]:
     return {
         "command": plan.command(),
         "others": [{"name": node, "text": plan.command(node)} for node in plan.others],
-        "files": [{"name": name, "text": body} for name, body in plan.files.items()],
+        "files": [{"name": name, "text": body, "about": ABOUT[name]} for name, body in plan.files.items()],
         "env": dict(plan.env),
         "notes": list(plan.notes),
         "script": plan.script(str(runs / "by-hand")),

@@ -102,7 +102,8 @@ FP.verdict = (() => {
       el("span.fp-gap"), el("button.fp-link", { type: "button", onclick: () => FP.copy(texts[tab], tab === "command" ? "Command" : tab) }, "Copy"));
     const pre = $("#fp-preview-text");
     if (pre.textContent !== texts[tab]) pre.textContent = texts[tab];
-    $("#fp-preview-notes").textContent = p.notes.join(" ");
+    const file = p.files.find((f) => f.name === tab);
+    $("#fp-preview-notes").textContent = file ? file.about : p.notes.join(" ");
   }
 
   return { draw, offline, script: () => script };
