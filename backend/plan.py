@@ -31,9 +31,9 @@ TELL_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # What people wonder about before each file.
 ABOUT: Mapping[str, str] = {
     SPEC: "What differs from the defaults; footplate run spec.yaml starts the same run.",
-    DEEPSPEED: 'The Trainer fills in "auto" from spec.yaml, so that each number stands in one place. Bucket sizes count '
-    "numbers of two bytes.",
-    FSDP: "Precision and mesh are the Trainer's own arguments. The layers to wrap are found in the model, unless named.",
+    DEEPSPEED: 'The Trainer fills in "auto" from spec.yaml, so that each number stands in one place. '
+    "Bucket sizes count numbers of two bytes.",
+    FSDP: "Precision and mesh are the Trainer's own arguments. Layers to wrap are found in the model, unless named.",
     ACCELERATE: "What accelerate launch reads. It says what the Trainer is told too, so neither overrules the other.",
     HOSTFILE: "A line a node: its name, and how many processes it may start.",
 }
