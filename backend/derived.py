@@ -62,7 +62,7 @@ def old(capability: tuple[int, int]) -> bool:
 def learners(spec: RunSpec) -> int:
     """Processes, or groups of them, that work on rows of their own: those of a group share theirs."""
     row = catalog.STRATEGIES[spec.parallel.strategy]
-    shared = spec.parallel.tensor if row.engine == "tensor" else spec.parallel.context if row.version == 2 else 1
+    shared = spec.parallel.tensor if row.engine == "tensor" else spec.parallel.pieces
     return max(1, world(spec) // shared)
 
 

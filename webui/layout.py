@@ -104,7 +104,7 @@ def _train(form: Form) -> None:
             form.place("parallel.find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffers")
             form.place("parallel.nvme_buffer_mb", "parallel.aio_block_kb", "parallel.aio_queue_depth")
             form.place("parallel.aio_threads", "parallel.reshard_after_forward", "parallel.reduce_precision")
-            form.place("parallel.state_dict", "parallel.wrap_layers", "parallel.context")
+            form.place("parallel.state_dict", "parallel.wrap_layers", "parallel.context", "parallel.sequence")
             form.place("launch.memory_settings", "launch.environment", "parallel.engine_keys")
             form.place("launch.accelerate_keys")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backend.catalog.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS
-from backend.catalog.kernels import ATTENTIONS, FLASH
+from backend.catalog.kernels import ATTENTIONS, FLASH, SHAREABLE
 from backend.catalog.kinds import (
     Attention,
     BuiltinModel,
@@ -32,7 +32,7 @@ from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDING
 __all__ = [
     "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FLASH",
     "FOUR_BIT", "FSDP", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
-    "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "STAGES", "STATE_DICTS", "STRATEGIES",
+    "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STAGES", "STATE_DICTS", "STRATEGIES",
     "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
     "Quantization", "Stage", "Strategy",
 ]  # fmt: skip

@@ -25,3 +25,4 @@ ATTENTIONS: Mapping[str, Attention] = {
     "flex_attention": Attention("FlexAttention", "PyTorch's compiled attention with masks of blocks; GPUs."),
 }
 FLASH = tuple(name for name, row in ATTENTIONS.items() if row.package)
+SHAREABLE = ("auto", "sdpa", *FLASH)  # whose heads DeepSpeed's sequence parallel can share out

@@ -47,8 +47,8 @@ class Activations(Spread):
 
     @property
     def tokens(self) -> int:
-        """Tokens that a device works on at once."""
-        return self.sequences * self.length
+        """Tokens that a device works on at once: its piece of each row, where several devices share them."""
+        return -(-self.sequences * self.length // self.spec.parallel.pieces)
 
     def _plain_loss(self) -> bool:
         """Whether the loss is computed without Triton."""

@@ -24,6 +24,7 @@ from backend.rules import (
     sharding,
     stages,
     strategy,
+    tokens,
     trainer,
     tuning,
 )
@@ -50,7 +51,7 @@ FAMILIES = {
     "PRC": (hardware, "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding), "Strategy"),
+    "STR": ((strategy, sharding, tokens), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
 }
 

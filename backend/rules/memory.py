@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
+from backend import catalog
 from backend.memory import estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B
@@ -115,6 +116,8 @@ def _changes(case: Case) -> Iterator[Fix]:
 def _smaller(case: Case) -> Iterator[dict[str, object]]:
     """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
     size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
+    if catalog.OPTIMIZERS[case.spec.train.optimizer].inside:
+        return  # it steps with every batch: nothing adds up
     neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss == "kto"  # a row needs another
     while size > 1 + neighbours and size % 2 == 0:
         size, accumulation = size // 2, accumulation * 2

@@ -284,39 +284,6 @@ def heads_in_slices(case: Case) -> str | None:
 
 
 @rule(
-    "STR022",
-    "error",
-    fields=("parallel.context", "launch.device"),
-    title="Context parallel needs GPUs",
-    source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
-    fixes=(Fix("Without", {"parallel.context": 1}),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}),
-    good=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
-    proof="launch",
-)
-def context_on_cpu(case: Case) -> str | None:
-    """The pieces of a row meet in the attention's kernel."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
-    return "The run would take the CPU." if asked and case.device == "cpu" else None
-
-
-@rule(
-    "STR023",
-    "warning",
-    fields=("parallel.context",),
-    title="Context parallel is not proven here",
-    source="Footplate's own tests run without GPUs",
-    fixes=(Fix("Without", {"parallel.context": 1}),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
-    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
-)
-def context_unproven(case: Case) -> str | None:
-    """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
-    return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
-
-
-@rule(
     "STR024",
     "error",
     fields=("checkpoint.weights_only", "parallel.state_dict"),

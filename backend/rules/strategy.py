@@ -99,8 +99,9 @@ def merge_spread(case: Case) -> str | None:
     "STR005",
     "error",
     fields=("evaluation.samples", "parallel.strategy"),
-    title="No answers with FSDP1 or context parallel",
-    source="not proven: both run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
+    title="No answers with FSDP1, nor where devices share a row",
+    source="seen with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context parallel run "
+    "on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
     fixes=(
         Fix("Without answers", {"evaluation.samples": 0}),
         Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context": 1}),
@@ -110,11 +111,10 @@ def merge_spread(case: Case) -> str | None:
 )
 def answers_spread(case: Case) -> str | None:
     """Ranks whose answers end at different lengths would wait for one another where layers are gathered one by one. So
-    ZeRO-3 and FSDP2 gather all of the weights before they answer, which FSDP1 and pieces of rows have not been seen
-    to do."""
+    ZeRO-3 and FSDP2 gather all of the weights before they answer, which FSDP1 has not been seen to do. And an attention
+    that is shared by devices expects its piece of a row, not an answer that grows."""
     asked = case.spec.evaluation.samples and catalog.STAGES[case.spec.train.stage].answers
-    pieces = case.strategy.version == 2 and case.spec.parallel.context > 1
-    return "Answers are asked for." if asked and (pieces or case.strategy.version == 1) else None
+    return "Answers are asked for." if asked and (case.spec.parallel.pieces > 1 or case.strategy.version == 1) else None
 
 
 @rule(

@@ -134,6 +134,7 @@ ELASTIC: Condition = {**STARTED, "launch.rendezvous": ("elastic",)}
 HOSTS: Condition = {**MANY, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
 BUCKETS: Condition = {"parallel.strategy": ("ddp", *catalog.DEEPSPEED)}
 OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
+ZERO: Condition = {"parallel.strategy": catalog.DEEPSPEED}
 ZERO3: Condition = {"parallel.strategy": ("zero3",)}
 FSDP: Condition = {"parallel.strategy": catalog.FSDP}
 ENGINE: Condition = {"parallel.strategy": (*catalog.DEEPSPEED, *catalog.FSDP)}

@@ -32,6 +32,7 @@ from backend.spec.kinds import (
     STARTED,
     STATIC,
     TENSOR,
+    ZERO,
     ZERO3,
     Ids,
     JsonText,
@@ -97,8 +98,16 @@ class Parallel(Section):
     """So many devices share every layer and work on the same rows. More processes than that are FSDP2 shards."""
     context: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel", when=FSDP2)] = 1
     """So many devices share a row's tokens, for long rows. Not proven without GPUs."""
+    sequence: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel", when=ZERO)] = 1
+    """So many devices share a row's tokens (Ulysses): activations of long rows are divided."""
     engine_keys: Annotated[JsonText, Ui("Further keys", when=ENGINE, widget="text")] = ""
     """JSON, laid over the engine's own file: for what has no field here."""
+
+    @property
+    def pieces(self) -> int:
+        """Devices that share the tokens of a row: context or sequence parallel."""
+        row = catalog.STRATEGIES[self.strategy]
+        return self.context if row.version == 2 else self.sequence if row.engine == "deepspeed" else 1
 
 
 class Evaluation(Section):

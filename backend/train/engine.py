@@ -1,6 +1,6 @@
 """The strategy: what the Trainer is told of it, how its engine starts, and what each rank really holds.
 
-Beside the floors. Imports spec, catalog, run, device.
+Beside the floors. Imports spec, catalog, run, device, kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer
 from accelerate import ParallelismConfig, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
@@ -25,7 +26,7 @@ from transformers.distributed import DistributedConfig
 from backend import catalog
 from backend.run import DEEPSPEED, FSDP
 from backend.spec import RunSpec
-from backend.train import device, optimizers
+from backend.train import device, kernels, optimizers
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
@@ -37,8 +38,10 @@ def check(spec: RunSpec) -> None:
     row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
     if row.spread and checkpoint.merge:
         raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
-    unproven = row.version == 1 or (row.version == 2 and spec.parallel.context > 1)
-    if unproven and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
+    shared = spec.parallel.pieces > 1
+    if row.engine == "deepspeed" and shared:
+        _check_sequence(spec)
+    if (row.version == 1 or shared) and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
         raise TrainError(f"evaluation.samples: {row.label} as chosen cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
@@ -56,6 +59,17 @@ def check(spec: RunSpec) -> None:
         raise TrainError("train.optimizer: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
 
 
+def _check_sequence(spec: RunSpec) -> None:
+    """Raise TrainError for what cannot share a row's tokens over devices."""
+    if spec.train.stage not in catalog.PLAIN:
+        label = catalog.STAGES[spec.train.stage].label
+        raise TrainError(f"parallel.sequence: {label} looks at whole rows: set it to 1.")
+    if spec.data.packing:
+        raise TrainError("data.packing: packed rows are cut at each document, not evenly: switch it off.")
+    if spec.model.attention not in catalog.SHAREABLE:
+        raise TrainError(f"model.attention: {spec.model.attention} cannot be shared: take sdpa or FlashAttention.")
+
+
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
     """The Trainer's arguments that belong to the strategy. Raises TrainError."""
     parallel, row = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy]
@@ -67,7 +81,8 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
     if row.version == 2 and parallel.context > 1 and family == "cpu":
         raise TrainError("parallel.context: context parallel needs GPUs: set it to 1.")
     if row.engine == "deepspeed":
-        return {**found, "deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.timeout}
+        found |= {"deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.timeout}
+        return found | (_ulysses(spec, family, world) if parallel.sequence > 1 else {})
     if world == 1:
         return found
     found |= {"ddp_backend": device.backend(family), "ddp_timeout": parallel.timeout}
@@ -81,6 +96,36 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
         if parallel.context > 1:
             found["pad_to_multiple_of"] = 2 * parallel.context  # each device takes a piece from both ends of a row
     return found
+
+
+class Skipping:
+    """What accelerate 1.15's skip_first_batches lacks: it does not know DeepSpeed's way to cut rows. Skipped batches
+    are read, and thrown away."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, loader: Any, number: int = 0) -> Any:
+        """`loader`, behind its first batches."""
+        if type(loader).__name__ != "UlyssesSPDataLoaderAdapter":
+            return self.original(loader, number)
+        for _ in range(number):
+            next(loader)
+        return loader
+
+
+def _ulysses(spec: RunSpec, family: str, world: int) -> dict[str, Any]:
+    """DeepSpeed's sequence parallel. Rows are filled up to what can be divided; gloo gathers equal lengths alone."""
+    size = spec.parallel.sequence
+    if world % size or (family == "cpu" and world != size):
+        groups = "all processes share a row on a CPU" if family == "cpu" else "it must divide the processes"
+        raise TrainError(f"parallel.sequence: {size} of {world} processes: {groups}.")
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernels.attention(spec))
+    config = ParallelismConfig(
+        dp_replicate_size=world // size, sp_size=size, sp_backend="deepspeed", sp_handler=handler
+    )
+    longest = -(-spec.data.max_length // size) * size
+    return {"parallelism_config": config, "pad_to_multiple_of": longest if family == "cpu" else size}
 
 
 def mesh(spec: RunSpec, world: int) -> ParallelismConfig:
@@ -98,6 +143,8 @@ def start(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     row = catalog.STRATEGIES[spec.parallel.strategy]
     if row.engine == "deepspeed":
         device.start_deepspeed(family)
+    if row.engine == "deepspeed" and spec.parallel.sequence > 1:
+        transformers.trainer.skip_first_batches = Skipping(transformers.trainer.skip_first_batches)
     if row.engine == "fsdp" and config.fsdp:
         _plugin(spec, config, family, precision)
     if row.engine in ("fsdp", "tensor") and family == "cpu":

@@ -33,7 +33,15 @@ def check(spec: RunSpec, family: str, precision: str) -> None:
 
 def loading(spec: RunSpec) -> dict[str, Any]:
     """What `from_pretrained` is told."""
-    return {} if spec.model.attention == "auto" else {"attn_implementation": spec.model.attention}
+    asked = attention(spec)
+    return {} if asked == "auto" else {"attn_implementation": asked}
+
+
+def attention(spec: RunSpec) -> str:
+    """The attention to ask for: sequence parallel goes around one that is named."""
+    asked = spec.model.attention
+    shared = catalog.STRATEGIES[spec.parallel.strategy].engine == "deepspeed" and spec.parallel.sequence > 1
+    return "sdpa" if shared and asked == "auto" else asked
 
 
 def refused(spec: RunSpec, error: Exception) -> str:

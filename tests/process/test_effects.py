@@ -258,6 +258,11 @@ def meshed(spec: RunSpec) -> Any:
     return engine.mesh(spec, 4)._sizes
 
 
+def shared_rows(spec: RunSpec) -> Any:
+    told = engine.arguments(spec, Path("."), "cuda", 4)
+    return told.get("pad_to_multiple_of"), told["parallelism_config"]._sizes if "parallelism_config" in told else None
+
+
 def sliced(spec: RunSpec) -> Any:
     return engine.slices(spec, 4, "fp32")["distributed_config"]
 
@@ -470,6 +475,7 @@ CASES: dict[str, Case] = {
     "parallel.state_dict": Case("sharded", told("fsdp.json"), FSDP2),
     "parallel.replicas": Case(2, meshed, FSDP2),
     "parallel.context": Case(2, meshed, FSDP2),
+    "parallel.sequence": Case(2, shared_rows, ZERO3),
     "parallel.engine_keys": Case('{"wall_clock_breakdown": true}', told("deepspeed.json"), ZERO3),
     "launch.accelerate_keys": Case('{"debug": true}', file("accelerate.yaml"), {"launch.launcher": "accelerate"}),
     "parallel.tensor": Case(4, sliced, {"parallel.strategy": "tensor"}),

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,11 @@ def sliced(ranks: int = 2) -> Case:
     return Case(changes, "MULTI_XPU", ranks, ranks, ranks)
 
 
+def sequence(stage: int) -> Case:
+    """Both ranks share every row's tokens."""
+    return replace(zero(stage, sequence=2), changes={**zero(stage, sequence=2).changes, "train.batch_size": 4})
+
+
 CASES = {
     "ddp": Case({"parallel.strategy": "ddp"}, "MULTI_CPU"),
     "zero0": zero(0),
@@ -66,12 +71,14 @@ CASES = {
     "fsdp2-offload": fsdp(cpu_offload=True),
     "fsdp2-sharded": fsdp(state_dict="sharded", reshard_after_forward=False),
     "hsdp": fsdp(4, replicas=2),
+    "zero2-sequence": sequence(2),
+    "zero3-sequence": sequence(3),
     "tensor": sliced(),
     "tensor-fsdp2": sliced(4),
 }
-RESUMED = ["zero2", "zero3", "fsdp2", "fsdp2-sharded"]
+RESUMED = ["zero2", "zero3", "zero2-sequence", "fsdp2", "fsdp2-sharded"]
 # An adapter's losses on the strategies that spread frozen weights too.
-ADAPTED = ["ddp", "zero2", "zero3", "fsdp2"]
+ADAPTED = ["ddp", "zero2", "zero3", "zero3-sequence", "fsdp2"]
 
 
 @dataclass

@@ -286,3 +286,11 @@ def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
     assert rows["Weights gathered for answers"] + rows["Gathered weights"] == pytest.approx(whole, rel=1e-3)
     assert rows["Keys and values"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
     assert "Keys and values" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}
+
+
+def test_devices_that_share_a_row_share_its_activations() -> None:
+    given = {"launch__processes": 2, "data__max_length": 8192, "train__batch_size": 1, "evaluation__when": "no"}
+    alone = estimate(spec(parallel__strategy="zero3", **given), TWO_H100, LLAMA_8B)
+    both = estimate(spec(parallel__strategy="zero3", parallel__sequence=2, **given), TWO_H100, LLAMA_8B)
+    one, two = ({row.name: row.bytes for row in found.rows} for found in (alone, both))
+    assert two["Activations"] == pytest.approx(one["Activations"] / 2, rel=0.01)

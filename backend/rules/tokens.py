@@ -1,0 +1,159 @@
+"""Rules of rows whose tokens several devices share: context and sequence parallel.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import catalog
+from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.examples import DEMO, LLAMA_8B, TWO_H100
+from backend.rules.stages import DPO
+
+SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence": 2}
+WITHOUT = Fix("Without", {"parallel.sequence": 1})
+EIGHT_B = replace(DEMO, shape=LLAMA_8B)
+
+
+def _shared(case: Case) -> bool:
+    return case.strategy.engine == "deepspeed" and case.spec.parallel.sequence > 1
+
+
+@rule(
+    "STR022",
+    "error",
+    fields=("parallel.context", "launch.device"),
+    title="Context parallel needs GPUs",
+    source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
+    fixes=(Fix("Without", {"parallel.context": 1}),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}),
+    good=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    proof="launch",
+)
+def context_on_cpu(case: Case) -> str | None:
+    """The pieces of a row meet in the attention's kernel."""
+    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
+    return "The run would take the CPU." if asked and case.device == "cpu" else None
+
+
+@rule(
+    "STR023",
+    "warning",
+    fields=("parallel.context",),
+    title="Context parallel is not proven here",
+    source="Footplate's own tests run without GPUs",
+    fixes=(Fix("Without", {"parallel.context": 1}),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+)
+def context_unproven(case: Case) -> str | None:
+    """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
+    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
+    return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
+
+
+@rule(
+    "STR026",
+    "error",
+    fields=("parallel.sequence", "launch.processes"),
+    title="The processes cannot form groups that share a row",
+    source="accelerate 1.15 parallelism_config.py: sizes multiply to the world's; seen with torch 2.13: gloo has no "
+    "all-to-all within a group of some processes",
+    bad=Example({**SEQUENCE, "parallel.sequence": 4}, TWO_H100, EIGHT_B),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+)
+def sequence_groups(case: Case) -> Hit | None:
+    """Each row is worked on by one group of processes, all of the same size; on a CPU by all processes together."""
+    size, count = case.spec.parallel.sequence, case.world
+    whole = case.device == "cpu"
+    if not _shared(case) or (count == size if whole else count % size == 0):
+        return None
+    fixes = (Fix(f"{count} share a row", {"parallel.sequence": count}),) if count > 1 else ()
+    return Hit(f"{counted(count, 'process')}, and {size} share a row.", (*fixes, WITHOUT))
+
+
+@rule(
+    "STR027",
+    "error",
+    fields=("parallel.sequence", "train.stage"),
+    title="This stage looks at whole rows",
+    source="trl 1.10: sequence parallel is known to the SFT trainer alone",
+    fixes=(WITHOUT,),
+    bad=Example({**SEQUENCE, **DPO}, TWO_H100, EIGHT_B),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+)
+def sequence_stage(case: Case) -> str | None:
+    """A loss that compares answers adds up all tokens of each, and a device has some of them."""
+    stage = case.spec.train.stage
+    return f"{catalog.STAGES[stage].label}." if _shared(case) and stage not in catalog.PLAIN else None
+
+
+@rule(
+    "STR028",
+    "error",
+    fields=("parallel.sequence", "data.packing"),
+    title="Packed rows are not cut evenly",
+    source="seen with deepspeed 0.19 and trl 1.10: the boundaries of documents in a packed batch are no row of tokens",
+    fixes=(Fix("Without packing", {"data.packing": False}), WITHOUT),
+    bad=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+)
+def sequence_packing(case: Case) -> str | None:
+    """Packing tells where documents begin, and DeepSpeed cuts whatever stands in a batch into equal pieces."""
+    return "Rows would be packed." if _shared(case) and case.spec.data.packing else None
+
+
+@rule(
+    "STR029",
+    "error",
+    fields=("parallel.sequence", "model.attention"),
+    title="This attention cannot be shared",
+    source="accelerate 1.15 utils/dataclasses.py, DeepSpeedSequenceParallelConfig refuses eager and flex_attention",
+    fixes=(Fix("SDPA", {"model.attention": "sdpa"}), WITHOUT),
+    bad=Example({**SEQUENCE, "model.attention": "eager"}, TWO_H100, EIGHT_B),
+    good=Example({**SEQUENCE, "model.attention": "sdpa"}, TWO_H100, EIGHT_B),
+)
+def sequence_attention(case: Case) -> str | None:
+    """DeepSpeed exchanges tokens for heads around the attention, and knows SDPA and FlashAttention."""
+    asked = case.spec.model.attention
+    return f"{catalog.ATTENTIONS[asked].label}." if _shared(case) and asked not in catalog.SHAREABLE else None
+
+
+@rule(
+    "STR030",
+    "error",
+    fields=("parallel.sequence",),
+    title="The attention's heads cannot be shared out",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: heads are divided by the group's size",
+    fixes=(WITHOUT,),
+    bad=Example(SEQUENCE, TWO_H100),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+)
+def sequence_heads(case: Case) -> str | None:
+    """Between the layers a device has some tokens of all heads, in the attention all tokens of some heads."""
+    shape, size = case.shape, case.spec.parallel.sequence
+    if not _shared(case) or shape is None:
+        return None
+    keys = shape.kv_heads
+    fits = shape.heads % size == 0 and (keys % size == 0 or size % keys == 0)
+    return None if fits else f"{shape.heads} heads, {keys} of keys, {size} devices."
+
+
+@rule(
+    "STR031",
+    "warning",
+    fields=("parallel.sequence", "train.accumulation"),
+    title="Batches of a step count alike",
+    source="seen with transformers 5.23: with accumulation 2 the losses differ from those of one process by 0.0003; "
+    "integrations/deepspeed.py, deepspeed_sp_compute_loss, takes a mean of each batch",
+    fixes=(Fix("No accumulation", {"train.accumulation": 1}, safe=False),),
+    bad=Example({**SEQUENCE, "train.accumulation": 4}, TWO_H100, EIGHT_B),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+)
+def sequence_accumulation(case: Case) -> str | None:
+    """Elsewhere every token of a step counts alike. With sequence parallel every accumulated batch does, so that tokens
+    of short rows weigh more."""
+    asked = case.spec.train.accumulation
+    return f"{asked} batches a step." if _shared(case) and asked > 1 else None
