@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainings import environment, text
@@ -66,11 +68,13 @@ for line in sys.stdin:
 """
 
 
+@dataclass(frozen=True)
 class Host:
-    """Starts trainings on a CPU, one at a time."""
+    """Starts trainings on a CPU, one at a time. All its processes carry `mark`; `cache` holds the models."""
 
-    def __init__(self, process: subprocess.Popen[str], cache: Path) -> None:
-        self.process, self.cache = process, cache
+    process: subprocess.Popen[str]
+    mark: Path
+    cache: Path
 
     def run(
         self, folder: Path, ranks: int = 0, *arguments: str, env: Mapping[str, str] = {}, seconds: float = 150
@@ -79,7 +83,7 @@ class Host:
 
         As under a launcher, the first rank that fails ends the others. Nothing of it is left.
         """
-        own = {**env, "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
+        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
         order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
         assert self.process.stdin
         assert self.process.stdout
@@ -93,6 +97,15 @@ class Host:
         assert self.run(folder, ranks, env=env) == 0, text(folder)
         return folder
 
+    def left(self, seconds: float = 2) -> set[processes.Process]:
+        """What trainings have left, and is still there after `seconds`."""
+        until = time.monotonic() + seconds
+        while found := {p for p in processes.carriers(self.mark) if p.pid != self.process.pid}:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return found
+
 
 def write(folder: Path, spec: RunSpec) -> None:
     """The files of a plan."""
@@ -102,14 +115,14 @@ def write(folder: Path, spec: RunSpec) -> None:
 
 
 @contextmanager
-def a_host(cache: Path) -> Iterator[Host]:
-    """A host with its models in `cache`; at the end nothing of it is left."""
+def a_host(mark: Path) -> Iterator[Host]:
+    """A host with its models in the folder `mark`; at the end nothing of it is left."""
     command = [sys.executable, "-c", HOST]
     with subprocess.Popen(
-        command, env=environment(cache, cache), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=environment(mark, mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        yield Host(process, cache)
+        yield Host(process, mark, mark)
         assert process.stdin
         process.stdin.close()
         assert process.wait(30) == 0
-    assert not processes.carriers(cache)
+    assert not processes.carriers(mark)

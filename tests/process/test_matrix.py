@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host import Host, a_host, write
+from host import Host, write
 from trainings import a_spec, losses, text
 
 from backend import catalog
@@ -19,7 +19,6 @@ from backend.judge import judge
 from backend.machine import Machine, probe
 from backend.paths import HOME
 from backend.rules.examples import EQUIPPED_TWO
-from backend.train import builtin
 
 pytestmark = pytest.mark.soak
 
@@ -51,17 +50,6 @@ Written by `make soak` on a CPU. Every cell is a method, a strategy, a precision
 - Otherwise the rules that refuse it everywhere ([rules.md](rules.md)).
 
 """
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("matrix") / "cache"
-    cache.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
 
 
 def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host
+from host import Host
 from safetensors.torch import load_file
 from trainings import a_spec, losses, result, text
 
-from backend.train import builtin, device
+from backend.train import device
 
 KEPT = {
     "train.warmup": 0.0,
@@ -24,16 +24,6 @@ KEPT = {
     "evaluation.samples": 2,
     "evaluation.max_new_tokens": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("precisions")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

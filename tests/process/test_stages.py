@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from host import Host, a_host, write
+from host import Host, write
+from models import tokenizer
 from trainings import a_spec, losses, points, result, text
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -21,7 +21,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from backend.paths import ASSETS
 from backend.rows import read_rows
 from backend.spec import RunSpec
-from backend.train import builtin, data, model
+from backend.train import data
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 STAGES = ("dpo", "kto", "orpo", "reward")
@@ -37,20 +37,6 @@ LEARNED = {
     "evaluation.batch_size": 32,
     "checkpoint.save_model": True,
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture(scope="module")
-def host(root: Path) -> Iterator[Host]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(root / "cache") as found:
-            yield found
 
 
 def spec(stage: str, kind: str = "lora", **more: Any) -> RunSpec:
@@ -202,7 +188,7 @@ def test_a_bad_row_is_named_by_file_and_line(root: Path, host: Host, stage: str)
 
 def prepared(stage: str, host: Host, **more: Any) -> tuple[Any, Any]:
     asked = spec(stage, **more)
-    tokens = model.tokenizer(asked, model.find(asked, lambda text, share: None))
+    tokens = tokenizer(asked)
     return data.prepare(asked, tokens, lambda done, of: True, lambda line: None).train, tokens
 
 
