@@ -6,6 +6,7 @@ What a rank runs is backend.train's own main, told of its rank by the environmen
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -96,6 +97,14 @@ class Host:
         write(folder, spec)
         assert self.run(folder, ranks, env=env) == 0, text(folder)
         return folder
+
+    def go_on(self, folder: Path, step: int, ranks: int = 0, env: Mapping[str, str] = {}) -> None:
+        """Train once more from the checkpoint of `step`; later ones are taken away."""
+        for later in (folder / "checkpoints").iterdir():
+            if int(later.name.rpartition("-")[2]) > step:
+                shutil.rmtree(later)
+        assert self.run(folder, ranks, env=env) == 0, text(folder)
+        assert f"Going on from checkpoint-{step}." in text(folder)
 
     def left(self, seconds: float = 2) -> set[processes.Process]:
         """What trainings have left, and is still there after `seconds`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, result, text
+from trainings import a_spec, losses, result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import catalog
@@ -75,9 +74,7 @@ def test_it_trains_weighs_and_goes_on(name: str, host: Host, usual: dict[int, fl
     if name in ONCE:
         return
 
-    shutil.rmtree(folder / "checkpoints/checkpoint-4")
-    assert host.run(folder, env=ENV) == 0, text(folder)
-    assert "Going on from checkpoint-2." in text(folder)
+    host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
     assert (losses(folder) == before) is not row.forgets

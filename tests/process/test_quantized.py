@@ -138,9 +138,7 @@ def test_what_is_saved_can_be_loaded(four: Path, cache: Path) -> None:
 
 def test_it_goes_on_from_its_checkpoint(four: Path, host: Host) -> None:
     before = losses(four)
-    shutil.rmtree(four / "checkpoints/checkpoint-4")
-    assert host.run(four) == 0, text(four)
-    assert "Going on from checkpoint-2." in text(four)
+    host.go_on(four, 2)
     assert losses(four) == pytest.approx(before, abs=1e-5)
 
 
