@@ -12,7 +12,7 @@ from trainings import a_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from backend.train import answers, data, templates
+from backend.train import answers, data, scores, templates
 from backend.train.chatml import chatml
 from backend.train.journal import TrainError
 from backend.train.templates import Writer
@@ -105,11 +105,11 @@ def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> N
 
 
 def test_exact_is_exact_and_json_counts_by_what_it_says() -> None:
-    assert answers.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
-    assert answers.same("Yes.", " Yes. ")
-    assert not answers.same('{"a": 1}', '{"a": 2}')
-    assert not answers.same("1", "1.0"), "a bare number is text"
-    assert not answers.same('{"a": 1}', '{"a": 1')
+    assert scores.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
+    assert scores.same("Yes.", " Yes. ")
+    assert not scores.same('{"a": 1}', '{"a": 2}')
+    assert not scores.same("1", "1.0"), "a bare number is text"
+    assert not scores.same('{"a": 1}', '{"a": 1')
 
 
 def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.Prepared, list[str]]:
