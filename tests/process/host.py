@@ -6,10 +6,13 @@ What a rank runs is backend.train's own main, told of its rank by the environmen
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainings import environment, text
@@ -20,9 +23,10 @@ from backend.run import COOKIE, processes
 from backend.spec import RunSpec
 
 HOST = """
-import importlib, json, os, socket, sys, time
+import gc, importlib, json, os, socket, sys, time
 from backend.train import __main__ as training
 import deepspeed, torch.distributed.fsdp, trl.experimental
+gc.collect(), gc.freeze()  # or every rank's first collection would walk, and copy, all that was imported
 
 def rank(order, number, port):
     log = os.open(os.path.join(order["folder"], "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -66,11 +70,13 @@ for line in sys.stdin:
 """
 
 
+@dataclass(frozen=True)
 class Host:
-    """Starts trainings on a CPU, one at a time."""
+    """Starts trainings on a CPU, one at a time. All its processes carry `mark`; `cache` holds the models."""
 
-    def __init__(self, process: subprocess.Popen[str], cache: Path) -> None:
-        self.process, self.cache = process, cache
+    process: subprocess.Popen[str]
+    mark: Path
+    cache: Path
 
     def run(
         self, folder: Path, ranks: int = 0, *arguments: str, env: Mapping[str, str] = {}, seconds: float = 150
@@ -79,7 +85,7 @@ class Host:
 
         As under a launcher, the first rank that fails ends the others. Nothing of it is left.
         """
-        own = {**env, "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
+        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
         order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
         assert self.process.stdin
         assert self.process.stdout
@@ -93,6 +99,23 @@ class Host:
         assert self.run(folder, ranks, env=env) == 0, text(folder)
         return folder
 
+    def go_on(self, folder: Path, step: int, ranks: int = 0, env: Mapping[str, str] = {}) -> None:
+        """Train once more from the checkpoint of `step`; later ones are taken away."""
+        for later in (folder / "checkpoints").iterdir():
+            if int(later.name.rpartition("-")[2]) > step:
+                shutil.rmtree(later)
+        assert self.run(folder, ranks, env=env) == 0, text(folder)
+        assert f"Going on from checkpoint-{step}." in text(folder)
+
+    def left(self, seconds: float = 2) -> set[processes.Process]:
+        """What trainings have left, and is still there after `seconds`."""
+        until = time.monotonic() + seconds
+        while found := {p for p in processes.carriers(self.mark) if p.pid != self.process.pid}:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return found
+
 
 def write(folder: Path, spec: RunSpec) -> None:
     """The files of a plan."""
@@ -102,14 +125,14 @@ def write(folder: Path, spec: RunSpec) -> None:
 
 
 @contextmanager
-def a_host(cache: Path) -> Iterator[Host]:
-    """A host with its models in `cache`; at the end nothing of it is left."""
+def a_host(mark: Path) -> Iterator[Host]:
+    """A host with its models in the folder `mark`; at the end nothing of it is left."""
     command = [sys.executable, "-c", HOST]
     with subprocess.Popen(
-        command, env=environment(cache, cache), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=environment(mark, mark), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        yield Host(process, cache)
+        yield Host(process, mark, mark)
         assert process.stdin
         process.stdin.close()
         assert process.wait(30) == 0
-    assert not processes.carriers(cache)
+    assert not processes.carriers(mark)

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host import Host, a_host, write
+from host import Host, write
 from trainings import a_spec, losses, result, text
-
-from backend.train import builtin
 
 pytestmark = pytest.mark.soak  # its first use builds a part of DeepSpeed, minutes
 FULL = {"method.kind": "full", "train.batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("disk") / "cache"
-    cache.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
 
 
 def size(folder: Path) -> int:

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import a_folder, a_spec, together
+from trainings import a_folder, a_spec, nothing, together
 
 from backend.machine import Gpu, Machine
 from backend.options import by_name, edit, effective, options, word
 from backend.plan import plan
 from backend.run import SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, builtin, checkpoints, data, device, engine, model, quiet, trainers
+from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers
 from backend.train.__main__ import Work, _start
 from backend.train.callbacks import Keeper
 from backend.train.journal import Journal, TrainError
@@ -44,14 +44,11 @@ class Case:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(root: Path, tiny: Path) -> Iterator[Path]:
     """A folder with a cache of models, data files and templates; `HERE` in the table stands for it."""
-    root = tmp_path_factory.mktemp("options")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)  # Path(".") below
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "datasets"))
-        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
         shutil.copytree(tiny, root / "one")
         shutil.copytree(tiny, root / "two")
         shutil.copytree(tiny, root / "cache/models/smollm2-135m-instruct")  # ready, so nothing is fetched
@@ -84,7 +81,7 @@ def argument(name: str) -> Observer:
 
 
 def found(spec: RunSpec) -> Any:
-    return model.find(spec, lambda text, share: None)
+    return model.find(spec, nothing)
 
 
 @cache

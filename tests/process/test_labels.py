@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from trainings import a_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from backend.train import answers, builtin, data, templates
+from backend.train import answers, data, scores, templates
 from backend.train.chatml import chatml
 from backend.train.journal import TrainError
 from backend.train.templates import Writer
@@ -34,16 +33,9 @@ PLAIN = (
 FORGETFUL = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}<|im_end|>{% endfor %}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield builtin.prepare("tiny-llama", lambda text, share: None)
-
-
 @pytest.fixture
-def tokenizer(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer(tiny: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny)
 
 
 def learned(tokenizer: Any, writer: Writer, turns: list[dict[str, Any]]) -> list[str]:
@@ -113,50 +105,50 @@ def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> N
 
 
 def test_exact_is_exact_and_json_counts_by_what_it_says() -> None:
-    assert answers.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
-    assert answers.same("Yes.", " Yes. ")
-    assert not answers.same('{"a": 1}', '{"a": 2}')
-    assert not answers.same("1", "1.0"), "a bare number is text"
-    assert not answers.same('{"a": 1}', '{"a": 1')
+    assert scores.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
+    assert scores.same("Yes.", " Yes. ")
+    assert not scores.same('{"a": 1}', '{"a": 2}')
+    assert not scores.same("1", "1.0"), "a bare number is text"
+    assert not scores.same('{"a": 1}', '{"a": 1')
 
 
-def prepared(folder: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.Prepared, list[str]]:
+def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.Prepared, list[str]]:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     own = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
     said: list[str] = []
     spec = a_spec({**own, **more})
-    return data.prepare(spec, AutoTokenizer.from_pretrained(folder), lambda done, of: True, said.append), said
+    return data.prepare(spec, AutoTokenizer.from_pretrained(tiny), lambda done, of: True, said.append), said
 
 
-def test_long_rows_are_cut_and_empty_ones_dropped_and_counted(folder: Path, tmp_path: Path) -> None:
+def test_long_rows_are_cut_and_empty_ones_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
     long = {"prompt": "word " * 400, "completion": "never seen"}
     half = {"prompt": "Hi", "completion": "word " * 400}
-    made, said = prepared(folder, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
+    made, said = prepared(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
     assert [len(row) <= 256 for row in made.train["input_ids"]] == [True, True]
     assert "2 cut at 256 tokens" in said[0]
     assert "1 with nothing left to learn dropped" in said[0]
     with pytest.raises(TrainError, match=r"data\.max_length"):
-        prepared(folder, tmp_path, [long])
+        prepared(tiny, tmp_path, [long])
 
 
-def test_pretraining_splits_long_texts_and_loses_nothing(folder: Path, tmp_path: Path) -> None:
+def test_pretraining_splits_long_texts_and_loses_nothing(tiny: Path, tmp_path: Path) -> None:
     text = "".join(f"Train {n} leaves. " for n in range(200))
-    made, said = prepared(folder, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
+    made, said = prepared(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
     tokens = [token for row in made.train["input_ids"] for token in row]
-    assert AutoTokenizer.from_pretrained(folder).decode(tokens, skip_special_tokens=True) == text
+    assert AutoTokenizer.from_pretrained(tiny).decode(tokens, skip_special_tokens=True) == text
     assert "1 split into pieces" in said[0]
     assert made.train["labels"][0] == made.train["input_ids"][0]
 
 
-def test_a_bad_row_is_named_with_file_and_line(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_with_file_and_line(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"rows\.jsonl, line 2: has no column completion"):
-        prepared(folder, tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
+        prepared(tiny, tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
 
 
-def test_packed_examples_do_not_see_each_other(folder: Path) -> None:
+def test_packed_examples_do_not_see_each_other(tiny: Path) -> None:
     """The logits of an example are the same alone and packed behind another, with the trainer's own batches."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny).eval()
     first, second = list(range(10, 40)), list(range(100, 130))
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     row = {"input_ids": first + second, "labels": first + second, "seq_lengths": [30, 30]}

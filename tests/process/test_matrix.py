@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host import Host, a_host, write
+from host import Host, write
 from trainings import a_spec, losses, text
 
 from backend import catalog
@@ -19,7 +19,6 @@ from backend.judge import judge
 from backend.machine import Machine, probe
 from backend.paths import HOME
 from backend.rules.examples import EQUIPPED_TWO
-from backend.train import builtin
 
 pytestmark = pytest.mark.soak
 
@@ -39,6 +38,7 @@ STRATEGIES: Mapping[str, Changes] = {
     "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
 PRECISIONS = [name for name in catalog.PRECISIONS if name != "auto"]
+SHORT: Changes = {"train.batch_size": 2, "data.max_samples": 16, "data.max_length": 96}  # thousands are launched
 RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
 HEAD = """# Strategies, by launch
@@ -53,20 +53,9 @@ Written by `make soak` on a CPU. Every cell is a method, a strategy, a precision
 """
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("matrix") / "cache"
-    cache.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
-
-
 def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
     """`RUNS`, `GPU`, the codes of the rules that refuse it everywhere, or what went wrong."""
-    spec = a_spec({**changes, "train.batch_size": 2})
+    spec = a_spec({**SHORT, **changes})
     found = judge(spec, machine, folder.parent)
     if any(f.level == "error" for f in found.findings):
         elsewhere = judge(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings

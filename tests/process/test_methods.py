@@ -6,20 +6,20 @@ import json
 import shutil
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host, write
+from host import Host, write
+from models import fresh, tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
 from trainings import SMALL, a_spec, losses, text
 from transformers import AutoModelForCausalLM
 
-from backend.spec import RunSpec
-from backend.train import adapters, builtin, data, kernels, lora, model, trainers
+from backend.train import data, kernels, lora, model, trainers
 
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -34,25 +34,6 @@ EVERYTHING = {
     "method.lora_modules_to_save": ("norm",),
     "method.lora_alpha": 8.0,
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("methods")
-
-
-@pytest.fixture(scope="module")
-def cache(root: Path) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        yield root / "cache"
-
-
-@pytest.fixture(scope="module")
-def host(cache: Path) -> Iterator[Host]:
-    with a_host(cache) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +58,6 @@ def logits(found: Any) -> torch.Tensor:
     with torch.no_grad():
         answer: torch.Tensor = found.eval()(torch.arange(3, 40)[None]).logits
     return answer
-
-
-def fresh(changes: Mapping[str, Any], precision: str = "fp32") -> Any:
-    """The model as it is before the first step."""
-    spec: RunSpec = a_spec(changes)
-    source = model.find(spec, lambda text, share: None)
-    return adapters.adapt(spec, model.load(spec, source, precision, model.tokenizer(spec, source)), precision)
 
 
 def a_layer(found: Any) -> Any:
@@ -160,10 +134,8 @@ def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> Non
     more = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "parallel.strategy": "ddp"}
     folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.batch_size": 1}, 2)
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
-    shutil.rmtree(folder / "checkpoints/checkpoint-4")
     shutil.rmtree(folder / "model")
-    assert host.run(folder, 2) == 0, text(folder)
-    assert "Going on from checkpoint-2." in text(folder)
+    host.go_on(folder, 2, ranks=2)
     assert losses(folder) == pytest.approx(before, abs=1e-5)
     again = load_file(folder / "model/adapter_model.safetensors")
     assert all(torch.allclose(again[name], tensor, atol=1e-5) for name, tensor in state.items())
@@ -186,7 +158,7 @@ def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
     spec = a_spec({"method.lora_plus": 16.0, "method.lora_modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
     found = fresh({"method.lora_modules_to_save": ("model.norm",)})
     config = trainers.arguments(spec, Path("."), "cpu", 1)
-    tokens = model.tokenizer(spec, model.find(spec, lambda text, share: None))
+    tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
     made = trainers.build(spec, config, found, tokens, rows, [])
     optimizer = made.create_optimizer()

@@ -25,7 +25,7 @@ from backend.machine import Machine
 from backend.plan import plan
 from backend.run import COOKIE, processes
 from backend.run.folder import ALIVE, Run
-from backend.train import builtin, checkpoints
+from backend.train import checkpoints
 
 pytestmark = pytest.mark.alone
 
@@ -34,19 +34,6 @@ SPREAD = {"parallel.strategy": "ddp", "launch.processes": 1, "launch.rendezvous"
 SPREAD |= {"launch.address": ADDRESSES[0], "launch.port": 29533, "launch.threads": 1}  # they share two cores
 HOSTFILE = {"launch.hosts": ("host-0 slots=1", "host-1 slots=1")}
 LAUNCHERS = {"torchrun": {}, "accelerate": {}, "deepspeed": HOSTFILE}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("nodes")
-
-
-@pytest.fixture(scope="module")
-def cache(root: Path) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        yield root / "cache"
 
 
 @pytest.fixture

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host
+from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, result, text
+from trainings import a_spec, losses, result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import catalog
 from backend.machine import Machine
 from backend.memory import Account
 from backend.shape import Leaf, from_config
-from backend.train import builtin, optimizers
+from backend.train import optimizers
 
 FULL = {
     "method.kind": "full",
@@ -54,19 +53,9 @@ CLASSES = {
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("optimizers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
-
-
-@pytest.fixture(scope="module")
-def usual(host: Host, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def usual(host: Host, root: Path) -> dict[int, float]:
     """The losses of AdamW."""
-    return losses(host.train(tmp_path_factory.mktemp("usual") / "run", a_spec(FULL)))
+    return losses(host.train(root / "usual", a_spec(FULL)))
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -85,9 +74,7 @@ def test_it_trains_weighs_and_goes_on(name: str, host: Host, usual: dict[int, fl
     if name in ONCE:
         return
 
-    shutil.rmtree(folder / "checkpoints/checkpoint-4")
-    assert host.run(folder, env=ENV) == 0, text(folder)
-    assert "Going on from checkpoint-2." in text(folder)
+    host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
     assert (losses(folder) == before) is not row.forgets

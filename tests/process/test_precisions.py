@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host
+from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, result, text
+from trainings import a_spec, losses, result
 
-from backend.train import builtin, device
+from backend.train import device
 
 KEPT = {
     "train.warmup": 0.0,
@@ -24,16 +23,6 @@ KEPT = {
     "evaluation.samples": 2,
     "evaluation.max_new_tokens": 4,
 }
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    cache = tmp_path_factory.mktemp("precisions")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(cache))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(cache) as found:
-            yield found
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -58,9 +47,7 @@ def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) ->
     trained = result(folder)["trainable_parameters"]
     assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trained, rel=0.01)
 
-    shutil.rmtree(folder / "checkpoints/checkpoint-3")
-    assert host.run(folder) == 0, text(folder)
-    assert "Going on from checkpoint-2." in text(folder)
+    host.go_on(folder, 2)
     assert losses(folder) == before
 
 
@@ -78,8 +65,7 @@ def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path
     assert one.keys() == two.keys()
     assert {t.dtype for t in one.values()} == {t.dtype for t in two.values()}
 
-    shutil.rmtree(eight / "checkpoints/checkpoint-3")
-    assert host.run(eight) == 0, text(eight)
+    host.go_on(eight, 2)
     assert losses(eight) == first
 
 

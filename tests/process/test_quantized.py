@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host, write
+from host import Host, write
+from models import fresh
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainings import a_spec, losses, result, text
@@ -20,7 +20,6 @@ from backend import catalog
 from backend.machine import Machine
 from backend.memory import Account
 from backend.shape import from_config
-from backend.train import adapters, builtin, model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TINY = from_config(catalog.MODELS["tiny-llama"].config)
@@ -28,25 +27,6 @@ QUICK = {"train.scheduler": "constant", "train.batch_size": 2, "train.learning_r
 HALF = {**QUICK, "train.batch_size": 1}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
 NF4, INT8 = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quantized")
-
-
-@pytest.fixture(scope="module")
-def cache(root: Path) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        yield root / "cache"
-
-
-@pytest.fixture(scope="module")
-def host(cache: Path) -> Iterator[Host]:
-    with a_host(cache) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +38,6 @@ def plain(root: Path, host: Host) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def four(root: Path, host: Host) -> Path:
     return host.train(root / "four", a_spec({**QUICK, **NF4, **KEPT, "train.max_steps": 4}))
-
-
-def fresh(changes: Mapping[str, Any], precision: str) -> Any:
-    spec = a_spec(changes)
-    source = model.find(spec, lambda text, share: None)
-    return adapters.adapt(spec, model.load(spec, source, precision, model.tokenizer(spec, source)), precision)
 
 
 def beside(module: Any) -> int:
@@ -164,9 +138,7 @@ def test_what_is_saved_can_be_loaded(four: Path, cache: Path) -> None:
 
 def test_it_goes_on_from_its_checkpoint(four: Path, host: Host) -> None:
     before = losses(four)
-    shutil.rmtree(four / "checkpoints/checkpoint-4")
-    assert host.run(four) == 0, text(four)
-    assert "Going on from checkpoint-2." in text(four)
+    host.go_on(four, 2)
     assert losses(four) == pytest.approx(before, abs=1e-5)
 
 

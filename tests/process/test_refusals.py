@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import Launch, a_folder, a_spec, text
+from trainings import Launch, a_folder, a_spec, nothing, text
 from transformers import AutoModelForCausalLM
 
 from backend import catalog
@@ -20,13 +19,6 @@ from backend.rows import problem, read_rows
 from backend.spec import Data
 from backend.train import adapters, builtin, checkpoints, model, trainers
 from backend.train.journal import Journal, TrainError
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield builtin.prepare("tiny-llama", lambda text, share: None)
 
 
 def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> None:
@@ -43,9 +35,6 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
     assert sentence in ours, "the ranks' own words are the sentence, with no traceback before it"
     assert "ChildFailedError" in torchruns
     assert sentence in json.dumps(json.loads((folder / "error.json").read_text()))
-
-
-def nothing(text: str, share: float | None) -> None: ...
 
 
 @pytest.mark.parametrize(

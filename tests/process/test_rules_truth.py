@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host import Host, a_host
+from host import Host
 from trainings import SMALL, environment
 
 from backend import catalog, derived
@@ -21,7 +21,6 @@ from backend.options import edit
 from backend.rules import RULES, Finding, Rule
 from backend.run import processes
 from backend.spec import RunSpec
-from backend.train import builtin
 
 PROVEN = [rule for rule in RULES if rule.proof == "launch"]
 
@@ -50,20 +49,10 @@ SCENES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(cache: Path) -> Path:
     """Models that need no network: the tiny one under both names."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(folder))
-        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
-        shutil.copytree(tiny, tiny.parent / "smollm2-135m-instruct")
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def host(cache: Path) -> Iterator[Host]:
-    with a_host(cache) as found:
-        yield found
+    shutil.copytree(cache / "models/tiny-llama", cache / "models/smollm2-135m-instruct")
+    return cache
 
 
 def good_scene(root: Path, cache: Path) -> None:

@@ -4,8 +4,6 @@ reference computed beforehand and a resumed run change nothing."""
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from host import Host, a_host, write
+from host import Host, write
+from models import tokenizer
 from trainings import a_spec, losses, points, result, text
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -21,7 +20,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from backend.paths import ASSETS
 from backend.rows import read_rows
 from backend.spec import RunSpec
-from backend.train import builtin, data, model
+from backend.train import data
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 STAGES = ("dpo", "kto", "orpo", "reward")
@@ -37,20 +36,6 @@ LEARNED = {
     "evaluation.batch_size": 32,
     "checkpoint.save_model": True,
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stages")
-
-
-@pytest.fixture(scope="module")
-def host(root: Path) -> Iterator[Host]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(root / "cache") as found:
-            yield found
 
 
 def spec(stage: str, kind: str = "lora", **more: Any) -> RunSpec:
@@ -168,9 +153,7 @@ def test_a_resumed_run_goes_on_with_its_curve(root: Path, host: Host) -> None:
     kept = {"checkpoint__when": "steps", "checkpoint__steps": 3, "checkpoint__keep": 0, "train__max_steps": 6}
     folder = host.train(root / "resumed", spec("dpo", **kept))
     before = [point for point in points(folder) if "loss" in point]
-    shutil.rmtree(folder / "checkpoints/checkpoint-6")
-    assert host.run(folder) == 0, text(folder)
-    assert "Going on from checkpoint-3." in text(folder)
+    host.go_on(folder, 3)
     again = [point for point in points(folder) if "loss" in point][len(before) :]
     assert [point["step"] for point in again] == [4, 5, 6]
     for name in ("loss", "reward_margin", "reward_chosen"):
@@ -202,7 +185,7 @@ def test_a_bad_row_is_named_by_file_and_line(root: Path, host: Host, stage: str)
 
 def prepared(stage: str, host: Host, **more: Any) -> tuple[Any, Any]:
     asked = spec(stage, **more)
-    tokens = model.tokenizer(asked, model.find(asked, lambda text, share: None))
+    tokens = tokenizer(asked)
     return data.prepare(asked, tokens, lambda done, of: True, lambda line: None).train, tokens
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host, write
+from host import Host, write
 from trainings import Launch, a_folder, a_spec, losses, result, text, together
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from backend.paths import HOME
-from backend.train import builtin
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -106,16 +105,11 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(root: Path, host: Host) -> Trained:
     for lock in (HOME / ".cache/torch_extensions").rglob("lock"):
         if time.time() - lock.stat().st_mtime > 900:
             lock.unlink()  # of a build that was killed
-    root = tmp_path_factory.mktemp("strategies")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(root / "cache") as host:
-            yield Trained(root, host)
+    return Trained(root, host)
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +175,7 @@ def test_the_trained_adapter_loads(alone_adapter: Path, trained: Trained, name: 
 
 def go_on(trained: Trained, folder: Path, ranks: int) -> list[int]:
     """Train step 3 once more from the checkpoint of step 2; the steps of all points."""
-    shutil.rmtree(folder / "checkpoints/checkpoint-3")
-    assert trained.host.run(folder, ranks) == 0, text(folder)
-    assert "Going on from checkpoint-2." in text(folder)
+    trained.host.go_on(folder, 2, ranks)
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [point["step"] for point in points if "loss" in point]
 

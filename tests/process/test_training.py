@@ -67,12 +67,8 @@ MANY_OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trainings")
-
-
-@pytest.fixture(scope="module")
 def cache(root: Path) -> Path:
+    """Empty at first: the first launch makes its model itself."""
     return root / "cache"
 
 

@@ -8,16 +8,14 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-import gradio as gr
 import orjson
 import pytest
-from starlette.testclient import TestClient
+from small import client
 
 from backend.machine import Machine
 from backend.options import by_name, options
 from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.run.folder import ALIVE, Run
-from webui import server
 from webui.api import asking
 from webui.api.asking import Refusal
 from webui.api.desk import Summaries
@@ -25,12 +23,6 @@ from webui.drafts import Drafts
 
 VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.name": "From a test"}
 SLEEPER = "#!/bin/sh\necho sleeping\nexec sleep 600\n"
-
-
-def small_page():
-    with gr.Blocks(analytics_enabled=False) as page:
-        gr.HTML("here")
-    return page
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +37,13 @@ def place(tmp_path_factory):
 
 def app(place):
     machine = Machine(python=str(place / "python"))
-    return TestClient(
-        server.make(place / "runs", small_page, machine=lambda _: machine), base_url="http://127.0.0.1:7860"
-    )
+    return client(place / "runs", machine=lambda _: machine)
 
 
 @pytest.fixture(scope="module")
 def one(place):
-    with app(place) as client:
-        yield client
+    with app(place) as found:
+        yield found
     for run in (place / "runs").glob("2*"):
         processes.sweep(run)
         assert not processes.carriers(run)

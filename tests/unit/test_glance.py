@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from specs import spec
 
 from backend import catalog
 from backend.glance import Glance, look, settle
-from backend.options import parse
 from backend.spec import RunSpec
-
-
-def spec(**values: Any) -> RunSpec:
-    return parse({name.replace("__", "."): value for name, value in values.items()})
 
 
 def files(*names: str, **more: Any) -> RunSpec:

@@ -8,22 +8,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from specs import spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from backend import catalog
 from backend.machine import GIB, Machine
 from backend.memory import Account, Estimate, estimate
-from backend.options import parse
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, SMOL, TWO_H100
 from backend.shape import ModelShape, from_config
 from backend.spec import RunSpec
 
 MIB = 2**20
-
-
-def spec(**values: Any) -> RunSpec:
-    return parse({name.replace("__", "."): value for name, value in values.items()})
 
 
 def shape(layers: int, hidden: int, inner: int, heads: int, kv: int, words: int, tied: bool = False) -> ModelShape:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from specs import spec
 
 from backend import catalog
 from backend.glance import look
 from backend.memory import estimate
-from backend.options import parse
 from backend.rows import convert, problem, recognise, unpaired
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
-from backend.spec import Data, RunSpec
+from backend.spec import Data
 
 DATA = Data()
 SAID = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
@@ -104,10 +104,6 @@ def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, Any], part:
     told = problem(row, format, DATA)
     assert told is not None
     assert part in told
-
-
-def spec(**values: Any) -> RunSpec:
-    return parse({name.replace("__", "."): value for name, value in values.items()})
 
 
 def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:

@@ -6,21 +6,10 @@ from pathlib import Path
 
 import gradio as gr
 import pytest
-from starlette.testclient import TestClient
+from small import client
 
 from webui import __main__ as entry
-from webui import server
 from webui.guard import Login
-
-
-def small_page():
-    with gr.Blocks(analytics_enabled=False) as page:
-        gr.HTML("here")
-    return page
-
-
-def client(runs, **more):
-    return TestClient(server.make(runs, small_page, **more), base_url="http://127.0.0.1:7860")
 
 
 def test_page_static_and_rules(tmp_path):
