@@ -75,14 +75,24 @@ def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
         trainers.arguments(a_spec({**odd, "checkpoint.steps": 10, "evaluation.steps": 4}), tmp_path, "cpu", 1)
 
 
+SHARED = {"parallel.strategy": "zero3", "parallel.sequence": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"checkpoint.save_model": True, "checkpoint.merge": True}, "checkpoint.merge"), ({}, "evaluation.samples")],
+    [
+        ({"parallel.strategy": "zero3", "checkpoint.save_model": True, "checkpoint.merge": True}, "checkpoint.merge"),
+        ({"parallel.strategy": "fsdp1", "evaluation.samples": 4}, "evaluation.samples"),
+        ({**SHARED, "evaluation.samples": 4}, "evaluation.samples"),
+        ({**SHARED, "data.packing": True}, "data.packing"),
+        ({**SHARED, "model.attention": "eager"}, "model.attention"),
+        ({**SHARED, "train.stage": "dpo", "data.builtin": "train-pairs"}, "parallel.sequence: DPO"),
+        ({**SHARED, "parallel.sequence": 3}, "parallel.sequence: 3 of 2"),
+    ],
 )
-def test_what_spread_weights_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
-    asked = {"parallel.strategy": "zero3", "evaluation.samples": 0 if changes else 4}
+def test_what_spread_weights_and_rows_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
-        trainers.arguments(a_spec({**asked, **changes}), tmp_path, "cpu", 2)
+        trainers.arguments(a_spec({"evaluation.samples": 0, **changes}), tmp_path, "cpu", 2)
 
 
 def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
