@@ -118,6 +118,8 @@ WRITERS = {
     "sharded": ("optimizer_0", "FSDP, sharded"),
     "ddp": ("optimizer.pt", "DDP or one process"),
 }
+SPREAD = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: weights, a part a rank
+SWAPPED = "global_step*/offloaded_tensors"  # state that lay on a disk
 
 
 def _engine(spec: RunSpec, folder: Path) -> str:
@@ -131,7 +133,22 @@ def _engine(spec: RunSpec, folder: Path) -> str:
     if own != writer:
         label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
         return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
-    parts = len(found["deepspeed"])
-    if own == "deepspeed" and parts != world(spec):
-        return f"{folder} was written by {parts} processes: DeepSpeed goes on with as many."
+    return _parts(spec, folder, len(found["deepspeed"])) if own == "deepspeed" else ""
+
+
+def _parts(spec: RunSpec, folder: Path, parts: int) -> str:
+    """What is wrong with the parts of a DeepSpeed checkpoint: each stage has its own kind of them. Of another number
+    than there are processes, the trainer can convert what holds AdamW's moments."""
+    row, parallel = catalog.STRATEGIES[spec.parallel.strategy], spec.parallel
+    if (row.stage == 3) != any(folder.glob(SPREAD)):
+        other = "ZeRO-1 or ZeRO-2" if row.stage == 3 else "ZeRO-3"
+        return f"{folder} was written by {other}, which {row.label} cannot read."
+    written = f"{folder} was written by {parts} processes"
+    if parts == world(spec):
+        return ""
+    disk = row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
+    if disk or any(folder.glob(SWAPPED)):
+        return f"{written}: with its state on a disk DeepSpeed goes on with as many."
+    if not catalog.OPTIMIZERS[spec.train.optimizer].moments:
+        return f"{written}: with another optimizer than AdamW DeepSpeed goes on with as many."
     return ""
