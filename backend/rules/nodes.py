@@ -124,7 +124,7 @@ def elastic_launcher(case: Case) -> str | None:
 @rule(
     "NOD006",
     "error",
-    fields=("launch.min_nodes", "parallel.strategy"),
+    fields=("launch.min_nodes", "parallel.strategy", "train.optimizer"),
     title="Too few nodes to go on from a checkpoint",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone, runtime/engine.py, "
     "load_checkpoint: none from NVMe; seen with FSDP2: any number from 2 on",

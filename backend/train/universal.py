@@ -131,13 +131,13 @@ def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
     free = shutil.disk_usage(work.folder).free
     if need > free:
         raise TrainError(
-            f"{written}; to convert it for {work.team.world} takes {need / 2**30:.1f} GiB of disk for a while, and "
-            f"{free / 2**30:.1f} are free in {work.folder}: make room, or start {len(parts)}."
+            f"{written}; to convert it for {work.team.world} takes {need / 2**30:,.2f} GiB of disk for a while, and "
+            f"{free / 2**30:,.2f} are free in {work.folder}: make room, or start {len(parts)}."
         )
     work.journal.begin(
         PHASE,
         f"Converting {checkpoint.name} of {len(parts)} processes for {work.team.world}; it takes up to "
-        f"{need / 2**30:.1f} GiB of disk for a while.",
+        f"{need / 2**30:,.2f} GiB of disk for a while.",
     )
 
 

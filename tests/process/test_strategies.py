@@ -260,6 +260,31 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
     assert files(source) == before and not (folder / ".universal").exists()
 
 
+def test_what_cannot_be_converted_is_refused(trained: Trained) -> None:
+    source = moved(trained, "zero2")
+    folder, code = elsewhere(trained, source, MOVED["zero3"], 1)
+    assert code != 0 and "parallel.strategy: " in text(folder).splitlines()[-1]
+    assert "written by ZeRO-1 or ZeRO-2, and ZeRO-3 cannot read it" in text(folder)
+    changes = {**MOVED["zero2"], "train.optimizer": "sgd"}
+    source = trained.run("zero2-sgd", {**KEPT, **changes, "train.batch_size": 2, "train.max_steps": 2}, 2)
+    folder, code = elsewhere(trained, source, changes, 1)
+    assert code != 0 and text(folder).splitlines()[-1].endswith("converts the state of AdamW alone: start 2.")
+
+
+def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained: Trained) -> None:
+    """The best checkpoint is loaded at the end, though more ranks wrote it than there are."""
+    judged = {"checkpoint.best": True, "evaluation.when": "steps", "evaluation.steps": 2}
+    # Steps that are far too long: what was best is what was first.
+    changes = {**KEPT, **MOVED["zero3"], **judged, "train.batch_size": 2}
+    source = trained.run("zero3-best", {**changes, "train.max_steps": 2}, 2)
+    folder, code = elsewhere(trained, source, {**changes, "train.max_steps": 4, "train.learning_rate": 9.0}, 1)
+    assert code == 0, text(folder)
+    assert "A step learns from 2 rows instead of 4." in text(folder)
+    assert text(folder).count("Converting checkpoint-2 of 2 processes for 1") == 2, "at the start, and at the end"
+    assert torch.allclose(logits(folder / "model"), logits(source / "model"), atol=1e-4)
+    assert not (folder / ".universal").exists()
+
+
 @pytest.mark.parametrize("name", ["fsdp2", "tensor", "zero3"])
 def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     """Input and output layer that share their weights still do, and the saved model says what the trained one said."""
