@@ -11,7 +11,7 @@ import importlib
 import io
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ def _fitted(work: Work, checkpoint: Path) -> Path | None:
     def convert() -> Path | None:
         _check(work, checkpoint, parts)
         try:
-            return _convert(work, checkpoint, len(parts))
+            return _convert(work, checkpoint)
         except _StopAsked:  # which the others hear of, too
             return None
 
@@ -146,7 +146,7 @@ def _offloaded(spec: RunSpec) -> tuple[str, ...]:
     return (spec.parallel.offload_optimizer, spec.parallel.offload_parameters) if stage == 3 else ()
 
 
-def _convert(work: Work, checkpoint: Path, count: int) -> Path:
+def _convert(work: Work, checkpoint: Path) -> Path:
     """By DeepSpeed's own tool, in this process: what is forked from one with threads may hang."""
     target = work.folder / CONVERTED / checkpoint.name
     shutil.rmtree(target.parent, ignore_errors=True)
@@ -157,12 +157,14 @@ def _convert(work: Work, checkpoint: Path, count: int) -> Path:
             shutil.copyfile(checkpoint / name, target / name)
     tool: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     bars, tool.tqdm = tool.tqdm, SimpleNamespace(tqdm=lambda items: _watched(work, items))
+    # It makes patterns of its paths: a plus or a bracket in a folder's name would end it. From here they are plain.
+    (target.parent / "source").symlink_to(source.resolve())
     try:
-        with redirect_stdout(io.StringIO()):
+        with chdir(target.parent), redirect_stdout(io.StringIO()):
             tool.main(
                 argparse.Namespace(
-                    input_folder=str(source),
-                    output_folder=str(target / source.name),
+                    input_folder="source",
+                    output_folder=f"{target.name}/{source.name}",
                     num_extract_workers=1,
                     num_merge_workers=1,
                     keep_temp_folder=False,
