@@ -226,7 +226,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 def elsewhere(trained: Trained, source: Path, changes: Mapping[str, Any], ranks: int) -> tuple[Path, int]:
     """A run of `ranks` processes that begins with checkpoint 2 of `source`, and its exit code."""
     begins = {"checkpoint.start": "path", "checkpoint.path": str(source / "checkpoints/checkpoint-2")}
-    folder = trained.root / f"{source.name}-on-{ranks}-{len(list(trained.root.iterdir()))}"
+    folder = trained.root / f"{source.name}+{ranks}-{len(list(trained.root.iterdir()))}"  # a plus is part of a name
     write(folder, a_spec({**KEPT, "train.batch_size": 4 // ranks, **changes, **begins, "launch.processes": ranks}))
     return folder, trained.host.run(folder, ranks)
 
