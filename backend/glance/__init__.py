@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import catalog
-from backend.derived import world
+from backend.derived import unconvertible, world
 from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
@@ -139,16 +139,10 @@ def _engine(spec: RunSpec, folder: Path) -> str:
 def _parts(spec: RunSpec, folder: Path, parts: int) -> str:
     """What is wrong with the parts of a DeepSpeed checkpoint: each stage has its own kind of them. Of another number
     than there are processes, the trainer can convert what holds AdamW's moments."""
-    row, parallel = catalog.STRATEGIES[spec.parallel.strategy], spec.parallel
+    row = catalog.STRATEGIES[spec.parallel.strategy]
     if (row.stage == 3) != any(folder.glob(SPREAD)):
         other = "ZeRO-1 or ZeRO-2" if row.stage == 3 else "ZeRO-3"
         return f"{folder} was written by {other}, which {row.label} cannot read."
-    written = f"{folder} was written by {parts} processes"
-    if parts == world(spec):
-        return ""
-    disk = row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
-    if disk or any(folder.glob(SWAPPED)):
-        return f"{written}: with its state on a disk DeepSpeed goes on with as many."
-    if not catalog.OPTIMIZERS[spec.train.optimizer].moments:
-        return f"{written}: with another optimizer than AdamW DeepSpeed goes on with as many."
-    return ""
+    on_disk = any(folder.glob(SWAPPED))
+    wrong = "" if parts == world(spec) else "its state on a disk" if on_disk else unconvertible(spec)
+    return wrong and f"{folder} was written by {parts} processes: with {wrong} DeepSpeed goes on with as many."

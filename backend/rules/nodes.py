@@ -9,7 +9,7 @@ import ipaddress
 import re
 from dataclasses import replace
 
-from backend import catalog, derived
+from backend import derived
 from backend.hostfile import HostError, Slots, chosen, hosts
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import LAPTOP, TWO_H100
@@ -126,15 +126,17 @@ def elastic_launcher(case: Case) -> str | None:
     "error",
     fields=("launch.min_nodes", "parallel.strategy", "train.optimizer"),
     title="Too few nodes to go on from a checkpoint",
-    source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone, runtime/engine.py, "
-    "load_checkpoint: none from NVMe; seen with FSDP2: any number from 2 on",
+    source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
+    "load_checkpoint: none from NVMe; runtime/sequence_parallel: its mpu has no model-parallel rank, which the load "
+    "asks for; seen with FSDP2: any number from 2 on",
     bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optimizer": "sgd"}),
     good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
 def elastic_parts(case: Case) -> Hit | None:
     """DeepSpeed saves a part a rank. For another number of ranks its parts are converted, which it can do with AdamW's
-    state alone, and not from a disk. FSDP shares its parts out anew, among two ranks at least, which replicas and
-    context must divide. With DDP any number goes on. Where all nodes must be there, ranks that die still come back."""
+    state alone, not from a disk, and not for sequence parallel. FSDP shares its parts out anew, among two ranks at
+    least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be there, ranks
+    that die still come back."""
     launch, parallel, row = case.spec.launch, case.spec.parallel, case.strategy
     if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nodes >= launch.nodes:
         return None
@@ -142,9 +144,7 @@ def elastic_parts(case: Case) -> Hit | None:
     least = case.processes * launch.min_nodes
     if row.engine == "fsdp" and least // mesh > 1 and case.processes % mesh == 0:
         return None
-    disk = row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
-    moments = catalog.OPTIMIZERS[case.spec.train.optimizer].moments
-    if row.engine == "deepspeed" and (row.stage == 0 or (moments and not disk)):
+    if row.engine == "deepspeed" and not derived.unconvertible(case.spec):
         return None
     fixes = (
         Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}),

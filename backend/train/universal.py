@@ -121,6 +121,8 @@ def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
     written = f"launch.processes: {checkpoint} was written by {len(parts)} processes"
     if "nvme" in _offloaded(work.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
         raise TrainError(f"{written}, and with its state on a disk only as many can go on from it.")
+    if work.spec.parallel.pieces > 1:
+        raise TrainError(f"{written}, and with sequence parallel only as many can go on from it.")
     saved = _read(parts[0])["optimizer_state_dict"]
     states = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))["state"].values()
     kinds = {key for state in states for key in state}

@@ -177,7 +177,7 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     for rank in range(2):
         (folder / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
 
-    def said(strategy: str, processes: int = 2, **more: str) -> str:
+    def said(strategy: str, processes: int = 2, **more: Any) -> str:
         named = {"checkpoint__start": "path", "checkpoint__path": str(folder), **more}
         return look(spec(**named, parallel__strategy=strategy, launch__processes=processes), tmp_path).checkpoint
 
@@ -185,6 +185,7 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
     assert said("zero2", 4) == said("zero1", 1) == said("zero2", train__optimizer="sgd") == ""
     assert "written by 2 processes: with another optimizer" in said("zero2", 4, train__optimizer="sgd")
+    assert "with sequence parallel" in said("zero2", 4, parallel__sequence=2)
     assert "written by ZeRO-1 or ZeRO-2, which ZeRO-3 cannot read" in said("zero3")
     for rank in range(2):
         (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
