@@ -90,3 +90,16 @@ def steps_per_epoch(spec: RunSpec, rows: int | None) -> int | None:
         return None
     batches = math.ceil(math.ceil(rows / spec.train.batch_size) / learners(spec))
     return max(1, math.ceil(batches / spec.train.accumulation))
+
+
+def unconvertible(spec: RunSpec) -> str:
+    """With what DeepSpeed cannot convert a checkpoint for another number of processes; '' if it can. Looked up in
+    deepspeed 0.19 checkpoint/ds_to_universal.py, runtime/engine.py and runtime/sequence_parallel."""
+    parallel, row = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy]
+    if not row.stage:
+        return row.label
+    if row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters):
+        return "its state on a disk"
+    if parallel.pieces > 1:
+        return "sequence parallel"
+    return "" if catalog.OPTIMIZERS[spec.train.optimizer].moments else "another optimizer than AdamW"

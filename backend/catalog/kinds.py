@@ -74,6 +74,11 @@ class Optimizer(Choice):
     kahan: bool = False  # one more number a bf16 weight, for what was rounded away
 
     @property
+    def moments(self) -> bool:
+        """Whether its state is AdamW's two moments and no more: DeepSpeed deals out no other anew."""
+        return self.name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
+
+    @property
     def plain(self) -> bool:
         """Whether it takes ordinary tensors alone, and fails on the weights of FSDP2 and tensor parallel."""
         return self.factored or self.package in ("bitsandbytes", "apollo-torch")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import catalog
-from backend.derived import world
+from backend.derived import unconvertible, world
 from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
@@ -118,6 +118,8 @@ WRITERS = {
     "sharded": ("optimizer_0", "FSDP, sharded"),
     "ddp": ("optimizer.pt", "DDP or one process"),
 }
+SPREAD = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: weights, a part a rank
+SWAPPED = "global_step*/offloaded_tensors"  # state that lay on a disk
 
 
 def _engine(spec: RunSpec, folder: Path) -> str:
@@ -131,7 +133,16 @@ def _engine(spec: RunSpec, folder: Path) -> str:
     if own != writer:
         label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
         return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
-    parts = len(found["deepspeed"])
-    if own == "deepspeed" and parts != world(spec):
-        return f"{folder} was written by {parts} processes: DeepSpeed goes on with as many."
-    return ""
+    return _parts(spec, folder, len(found["deepspeed"])) if own == "deepspeed" else ""
+
+
+def _parts(spec: RunSpec, folder: Path, parts: int) -> str:
+    """What is wrong with the parts of a DeepSpeed checkpoint: each stage has its own kind of them. Of another number
+    than there are processes, the trainer can convert what holds AdamW's moments."""
+    row = catalog.STRATEGIES[spec.parallel.strategy]
+    if (row.stage == 3) != any(folder.glob(SPREAD)):
+        other = "ZeRO-1 or ZeRO-2" if row.stage == 3 else "ZeRO-3"
+        return f"{folder} was written by {other}, which {row.label} cannot read."
+    on_disk = any(folder.glob(SWAPPED))
+    wrong = "" if parts == world(spec) else "its state on a disk" if on_disk else unconvertible(spec)
+    return wrong and f"{folder} was written by {parts} processes: with {wrong} DeepSpeed goes on with as many."

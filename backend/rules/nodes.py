@@ -124,22 +124,27 @@ def elastic_launcher(case: Case) -> str | None:
 @rule(
     "NOD006",
     "error",
-    fields=("launch.min_nodes", "parallel.strategy"),
+    fields=("launch.min_nodes", "parallel.strategy", "train.optimizer"),
     title="Too few nodes to go on from a checkpoint",
-    source="deepspeed 0.19 runtime/engine.py: world size of a checkpoint; seen with FSDP2: any from 2 on",
-    bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
-    good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "launch.min_nodes": 2}),
+    source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
+    "load_checkpoint: none from NVMe; runtime/sequence_parallel: its mpu has no model-parallel rank, which the load "
+    "asks for; seen with FSDP2: any number from 2 on",
+    bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optimizer": "sgd"}),
+    good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
 def elastic_parts(case: Case) -> Hit | None:
-    """DeepSpeed saves a part a rank, and only as many ranks can go on from them. FSDP shares its parts out anew, among
-    two ranks at least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be
-    there, ranks that die still come back."""
+    """DeepSpeed saves a part a rank. For another number of ranks its parts are converted, which it can do with AdamW's
+    state alone, not from a disk, and not for sequence parallel. FSDP shares its parts out anew, among two ranks at
+    least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be there, ranks
+    that die still come back."""
     launch, parallel, row = case.spec.launch, case.spec.parallel, case.strategy
     if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nodes >= launch.nodes:
         return None
     mesh = parallel.replicas * parallel.context if row.version == 2 else 1
     least = case.processes * launch.min_nodes
     if row.engine == "fsdp" and least // mesh > 1 and case.processes % mesh == 0:
+        return None
+    if row.engine == "deepspeed" and not derived.unconvertible(case.spec):
         return None
     fixes = (
         Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}),

@@ -141,7 +141,7 @@ class Checkpoint(Section):
     start: Annotated[Literal["continue", "anew", "path"], Ui("Start from")] = "continue"
     """Started again, a run continues from its last complete checkpoint, begins anew, or takes one that you name."""
     path: Annotated[str, Ui("Checkpoint folder", when={"checkpoint.start": ("path",)})] = ""
-    """A checkpoint-N folder of a run with the same model and method."""
+    """A checkpoint-N folder of a run with the same model and method; the number of processes may be another."""
     save_model: Annotated[bool, Ui("Save the trained model")] = True
     """In the run's folder under model/, as `from_pretrained` loads it."""
     merge: Annotated[bool, Ui("Merge the adapter", when={**LORA, "checkpoint.save_model": ("true",)})] = False

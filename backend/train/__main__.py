@@ -32,6 +32,7 @@ from backend.train import (
     quiet,
     stages,
     trainers,
+    universal,
 )
 from backend.train.callbacks import Keeper, Reporter, compared
 from backend.train.exam import Exam
@@ -92,6 +93,7 @@ def run(work: Work) -> None:
         journal.begin(
             "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
         )
+    start = universal.fit(work, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
     if keeper.stopped:
@@ -142,6 +144,7 @@ def _trainer(
     held = stages.needs_reference(spec)
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
+    trainer.work = work
     trained, count = model.counts(trainer.model)
     work.journal.say(f"Training {trained:,} of {count:,} weights ({trained / count:.2%}).")
     work.team.agree()

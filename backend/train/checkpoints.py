@@ -15,6 +15,7 @@ from backend.train.journal import TrainError
 
 # Where each engine keeps the optimizer's state: DeepSpeed a file a rank, FSDP one file, or a folder of all parts.
 OPTIMIZERS = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
+CONVERTED = ".universal"  # in a run: of a checkpoint, until all ranks have loaded it
 
 
 def step_of(folder: Path) -> int:
@@ -36,6 +37,7 @@ def sweep(run: Path, anew: bool = False) -> None:
     for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
         if folder not in kept:
             _delete(folder)
+    shutil.rmtree(run / CONVERTED, ignore_errors=True)
 
 
 def _of_this_start(run: Path, folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """What each stage is done with: TRL's trainer and its configuration, and the model that it is held to.
 
-Beside the floors. Imports catalog, spec, lora. Rows come to every trainer as tokens (data, pairs), so what a trainer
-does to rows is left out.
+Beside the floors. Imports catalog, spec, lora, universal. Rows come to every trainer as tokens (data, pairs), so what
+a trainer does to rows is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import device, lora, optimizers
+from backend.train import device, lora, optimizers, universal
+from backend.train.work import Work
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Own(optimizers.Optimizing):
     """What is the same in all: LoRA+, and no model card beside every checkpoint."""
 
     lora_plus = 1.0
+    work: Work
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with faster B matrices where they are asked for."""
@@ -49,6 +51,10 @@ class Own(optimizers.Optimizing):
         if fresh and self.lora_plus != 1:
             lora.hurry(made, self.model if model is None else model, self.lora_plus)
         return made
+
+    def _load_best_model(self) -> None:
+        with universal.best(self.work, self):
+            super()._load_best_model()
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Nothing."""

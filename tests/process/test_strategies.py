@@ -206,6 +206,85 @@ def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_pat
     assert losses(tmp_path / "four")[3] == pytest.approx(losses(source)[3], abs=1e-4)
 
 
+def state(checkpoint: Path) -> tuple[set[float], list[float], dict[str, float]]:
+    """Of a DeepSpeed checkpoint: counts of steps, the groups' weight decays, the norm of each moment over all ranks."""
+    parts, norms, steps = sorted(checkpoint.glob("global_step*/*_optim_states.pt")), {"exp_avg": 0.0}, set()
+    norms["exp_avg_sq"] = 0.0
+    for part in parts:
+        saved = torch.load(part, weights_only=False)["optimizer_state_dict"]
+        inner = saved.get("base_optimizer_state") or saved["optimizer_state_dict"]
+        steps |= {float(own["step"]) for own in inner["state"].values()}
+        for key in norms:
+            norms[key] += sum(float(own[key].square().sum()) for own in inner["state"].values())
+    return steps, [group["weight_decay"] for group in inner["param_groups"]], norms
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def elsewhere(trained: Trained, source: Path, changes: Mapping[str, Any], ranks: int) -> tuple[Path, int]:
+    """A run of `ranks` processes that begins with checkpoint 2 of `source`, and its exit code."""
+    begins = {"checkpoint.start": "path", "checkpoint.path": str(source / "checkpoints/checkpoint-2")}
+    folder = trained.root / f"{source.name}+{ranks}-{len(list(trained.root.iterdir()))}"  # a plus is part of a name
+    write(folder, a_spec({**KEPT, "train.batch_size": 4 // ranks, **changes, **begins, "launch.processes": ranks}))
+    return folder, trained.host.run(folder, ranks)
+
+
+MOVED = {
+    "zero2": {**FULL, "train.weight_decay": 0.1, "parallel.strategy": "zero2"},
+    "zero3": {**FULL, "train.weight_decay": 0.1, "parallel.strategy": "zero3"},
+    "zero3-lora": {"method.kind": "lora", "parallel.strategy": "zero3"},
+}
+
+
+def moved(trained: Trained, name: str) -> Path:
+    return trained.run(f"{name}-moved", {**KEPT, **MOVED[name], "train.batch_size": 2}, 2)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zero2", 1), ("zero2", 4), ("zero3", 1), ("zero3", 4), ("zero3-lora", 1)])
+def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, name: str, ranks: int) -> None:
+    """Its parts are dealt out anew: the same rows, the same moments, the same loss; what was there is left alone."""
+    source = moved(trained, name)
+    before = files(source)
+    folder, code = elsewhere(trained, source, {**MOVED[name], "train.batch_size": 4 // ranks}, ranks)
+    assert code == 0, text(folder)
+    assert f"Converting checkpoint-2 of 2 processes for {ranks}" in text(folder)
+    assert losses(folder)[3] == pytest.approx(losses(source)[3], abs=1e-4)
+    (steps, decays, moments), wanted = (state(f / "checkpoints/checkpoint-3") for f in (folder, source))
+    assert steps == wanted[0] == {3.0}
+    assert decays == wanted[1] and decays == ([0.0] if "lora" in name else [0.1, 0.0]), "norms do not decay"
+    assert moments == pytest.approx(wanted[2], rel=1e-3)
+    assert len(list((folder / "checkpoints/checkpoint-3").glob("global_step*/*_optim_states.pt"))) == ranks
+    assert files(source) == before and not (folder / ".universal").exists()
+
+
+def test_what_cannot_be_converted_is_refused(trained: Trained) -> None:
+    source = moved(trained, "zero2")
+    folder, code = elsewhere(trained, source, MOVED["zero3"], 1)
+    assert code != 0 and "parallel.strategy: " in text(folder).splitlines()[-1]
+    assert "written by ZeRO-1 or ZeRO-2, and ZeRO-3 cannot read it" in text(folder)
+    changes = {**MOVED["zero2"], "train.optimizer": "sgd"}
+    source = trained.run("zero2-sgd", {**KEPT, **changes, "train.batch_size": 2, "train.max_steps": 2}, 2)
+    folder, code = elsewhere(trained, source, changes, 1)
+    assert code != 0 and text(folder).splitlines()[-1].endswith("converts the state of AdamW alone: start 2.")
+
+
+def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained: Trained) -> None:
+    """The best checkpoint is loaded at the end, though more ranks wrote it than there are."""
+    judged = {"checkpoint.best": True, "evaluation.when": "steps", "evaluation.steps": 2}
+    changes = {**KEPT, **MOVED["zero3"], **judged, "train.batch_size": 2}
+    source = trained.run("zero3-best", {**changes, "train.max_steps": 2}, 2)
+    kept = source / "checkpoints/checkpoint-2/trainer_state.json"
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "best_metric": 0.0}))  # none will be better
+    folder, code = elsewhere(trained, source, {**changes, "train.max_steps": 4}, 1)
+    assert code == 0, text(folder)
+    assert "A step learns from 2 rows instead of 4." in text(folder)
+    assert text(folder).count("Converting checkpoint-2 of 2 processes for 1") == 2, "at the start, and at the end"
+    assert torch.allclose(logits(folder / "model"), logits(source / "model"), atol=1e-4)
+    assert not (folder / ".universal").exists()
+
+
 @pytest.mark.parametrize("name", ["fsdp2", "tensor", "zero3"])
 def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     """Input and output layer that share their weights still do, and the saved model says what the trained one said."""

@@ -168,7 +168,8 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
-    """Each engine reads its own files; DeepSpeed's go on with as many processes as wrote them."""
+    """Each engine reads its own files, each ZeRO stage its own parts; another number of parts is converted, where
+    DeepSpeed can."""
     folder = tmp_path / "checkpoint-3"
     (folder / "global_step3").mkdir(parents=True)
     for name in ("trainer_state.json", "adapter_config.json"):
@@ -176,13 +177,23 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     for rank in range(2):
         (folder / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
 
-    def said(strategy: str, processes: int = 2) -> str:
-        named = {"checkpoint__start": "path", "checkpoint__path": str(folder)}
+    def said(strategy: str, processes: int = 2, **more: Any) -> str:
+        named = {"checkpoint__start": "path", "checkpoint__path": str(folder), **more}
         return look(spec(**named, parallel__strategy=strategy, launch__processes=processes), tmp_path).checkpoint
 
     assert said("zero2") == ""
     assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
-    assert "written by 2 processes" in said("zero2", 4)
+    assert said("zero2", 4) == said("zero1", 1) == said("zero2", train__optimizer="sgd") == ""
+    assert "written by 2 processes: with another optimizer" in said("zero2", 4, train__optimizer="sgd")
+    assert "with sequence parallel" in said("zero2", 4, parallel__sequence=2)
+    assert "written by ZeRO-1 or ZeRO-2, which ZeRO-3 cannot read" in said("zero3")
+    for rank in range(2):
+        (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    assert said("zero3") == said("zero3", 4) == ""
+    assert "written by ZeRO-3, which ZeRO-2 cannot read" in said("zero2")
+    assert "written by 2 processes: with its state on a disk" in said("zero3", 4, parallel__offload_optimizer="nvme")
+    (folder / "global_step3/offloaded_tensors").mkdir()
+    assert "written by 2 processes: with its state on a disk" in said("zero3", 4)
     shutil.rmtree(folder / "global_step3")
     (folder / "optimizer.pt").touch()
     assert said("ddp") == ""

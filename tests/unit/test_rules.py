@@ -101,7 +101,11 @@ def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
         (1, 2, {}, False),
         (4, 1, {"parallel.replicas": 2}, False),
         (2, 1, {"parallel.replicas": 2}, True),
-        (8, 3, {"parallel.strategy": "zero3"}, True),
+        (8, 3, {"parallel.strategy": "zero3"}, False),
+        (8, 3, {"parallel.strategy": "zero3", "train.optimizer": "lion"}, True),
+        (8, 3, {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme"}, True),
+        (8, 3, {"parallel.strategy": "zero2", "parallel.sequence": 2}, True),
+        (8, 3, {"parallel.strategy": "zero0"}, True),
     ],
 )
 def test_which_engines_go_on_with_fewer_nodes(processes: int, least: int, more: dict[str, Any], refused: bool) -> None:
