@@ -140,11 +140,11 @@ def _trainer(
     engine.check_layers(spec, whole)
     weights = adapters.adapt(spec, whole, precision)
     work.loaded = engine.loaded(weights)
+    hollow.stand_in(weights)
     work.check_stop()
     held = stages.needs_reference(spec)
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
-    hollow.stand_in(trainer.model)
     trained, count = model.counts(trainer.model)
     work.journal.say(f"Training {trained:,} of {count:,} weights ({trained / count:.2%}).")
     work.team.agree()

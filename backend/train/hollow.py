@@ -42,6 +42,7 @@ def load(work: Work, config: Any, source: model.Source, tokens: Any, sliced: Map
         if all(outline == _outline(found) for outline in team.gather(_outline(found))):
             _share_buffers(work, found)
             return found
+    work.journal.say("Every rank reads the weights: those of this model cannot be sent from one to the others.")
     engine.everywhere(config)
     return read() if whole is None else whole
 
@@ -75,6 +76,7 @@ def _make(kind: Any, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> A
     config = AutoConfig.from_pretrained(name, **{key: how[key] for key in how if key not in attention})
     with init_empty_weights(include_buffers=False):
         made = kind.from_config(config, dtype=dtype, **attention)
+    made.tie_weights()  # each weight that was put on the meta device became one of its own
     if made.can_generate():
         place = {key: how[key] for key in how if key in ("revision", "local_files_only")}
         with contextlib.suppress(OSError):  # without a file of its own it follows from the configuration

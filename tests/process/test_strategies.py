@@ -133,7 +133,7 @@ def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name
 def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> None:
     case, whole = CASES[name], result(alone)["parameters"]
     only = {"engine": "NO", "stage": 0, "optimizer_class": "AdamW", "parameters": whole, "optimizer": 2 * whole}
-    assert result(alone)["held"] == [only]
+    assert result(alone)["held"] == [{**only, "loaded": 4 * whole}]
     found = result(trained.full(name))
     assert found["trainable_parameters"] == found["parameters"] == whole
     assert len(found["held"]) == case.ranks
