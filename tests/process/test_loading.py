@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from host import Host, a_host
-from trainings import a_spec, losses, result
+from trainings import a_spec, losses, result, text
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from backend.train import builtin
@@ -138,6 +138,7 @@ def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: st
     one, two = trained.run(name, alone, 0, model), trained.run(name, changes, 2, model)
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert loaded(two) == 2 * loaded(one)
+    assert ("Every rank reads the weights" in text(two)) == (model is not None), "what only the file tells is said"
 
 
 def test_the_others_hold_less_memory(trained: Trained) -> None:
