@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from host import Host, a_host
+from host import Host
 from trainings import a_spec, losses, result, text
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
-
-from backend.train import builtin
 
 FULL = {"method.kind": "full"}
 FREEZE = {"method.kind": "freeze", "method.freeze_layers": 1}
@@ -87,13 +85,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    root = tmp_path_factory.mktemp("loading")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", lambda text, share: None)
-        with a_host(root / "cache") as host:
-            yield Trained(root, host)
+def trained(root: Path, host: Host) -> Trained:
+    return Trained(root, host)
 
 
 def loaded(folder: Path) -> list[int]:
