@@ -49,16 +49,6 @@ def buffered(folder: Path) -> None:
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
 
 
-def large(folder: Path) -> None:
-    """300 MB: the libraries are no more than twice that."""
-    words = LlamaConfig.from_pretrained(folder).vocab_size
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=words, hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=8
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
 @dataclass
 class Trained:
     """Runs by name, each trained once, when it is first asked for."""
@@ -113,7 +103,6 @@ def test_one_rank_reads(trained: Trained, name: str) -> None:
     one, two = (trained.run(name, changes, ranks, model) for ranks in (0, 2))
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert loaded(two) == [*loaded(one), 0]
-    assert loaded(one)[0] >= 4 * result(one)["parameters"], "in fp32"
 
 
 WHOLE: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
@@ -132,11 +121,3 @@ def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: st
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert loaded(two) == 2 * loaded(one)
     assert ("Every rank reads the weights" in text(two)) == (model is not None), "what only the file tells is said"
-
-
-def test_the_others_hold_less_memory(trained: Trained) -> None:
-    """As the system counts it, over the whole run: frozen weights are in RAM once, and else in parts."""
-    folder = trained.run("large", {**LORA, "train.max_steps": 1, "data.max_length": 64}, 2, large)
-    whole, (first, second) = loaded(folder)[0], result(folder)["peak_bytes"]
-    assert whole > 300 * 10**6
-    assert second < first - 0.3 * whole
