@@ -67,12 +67,12 @@ def _precision(spec: RunSpec, machine: Machine) -> str:
 
 
 def _fsdp(spec: RunSpec) -> dict[str, Any]:
-    """What fsdp.json says, in the launcher's words. Its own defaults are another version, and loading in parts."""
+    """What fsdp.json says, in the launcher's words. Its own defaults are another version, and one reader always."""
     said = fsdp.configuration(spec)
     found = {f"fsdp_{NAMES.get(key, key)}": value for key, value in said.items()}
     if layers := said.get("transformer_layer_cls_to_wrap"):
         found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(layers)
-    return {**found, "fsdp_cpu_ram_efficient_loading": False}
+    return found
 
 
 def text(spec: RunSpec, machine: Machine) -> str:

@@ -54,6 +54,15 @@ def masters(spec: RunSpec) -> bool:
     return catalog.PRECISIONS[spec.precision.compute].masters
 
 
+def reads_once(spec: RunSpec) -> bool:
+    """Whether one process of all reads the weights, and sends the others their parts: FSDP2 can, unless the model is
+    made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or by code of its own."""
+    method = spec.method
+    moves, packs = catalog.LORA_INITS[method.lora_init].moves, catalog.QUANTIZATIONS[method.quantization].bits > 0
+    remade = spec.precision.compute == "fp8" or (method.kind == "lora" and (moves or packs))
+    return catalog.STRATEGIES[spec.parallel.strategy].version == 2 and not remade and not spec.model.trust_remote_code
+
+
 def old(capability: tuple[int, int]) -> bool:
     """Whether an NVIDIA GPU has no bf16 units: before Ampere. (0, 0) is another maker's."""
     return (0, 0) < capability < (8, 0)

@@ -197,6 +197,8 @@ def _accelerate_fsdp(table: Mapping[str, Any]) -> Patch:
     formats = {value: key for key, value in fsdp.STATE_DICTS.items()}
     if said.get("state_dict_type") in formats:
         patch["parallel.state_dict"] = formats[said["state_dict_type"]]
+    if version == 2 and said.get("cpu_ram_efficient_loading") is False:  # both files must say so
+        patch["parallel.engine_keys"] = _text({"cpu_ram_efficient_loading": False})
     layers = said.get("transformer_layer_cls_to_wrap") or ""
     return patch | {
         "parallel.wrap_layers": layers,

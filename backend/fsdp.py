@@ -1,6 +1,6 @@
 """FSDP's configuration: the file `fsdp.json` of a plan, as the Trainer's `fsdp_config` reads it.
 
-Floor 2. Imports catalog, spec. Pure. Precision and mesh are the Trainer's own arguments (`train/engine.py`).
+Floor 2. Imports catalog, derived, spec. Pure. Precision and mesh are the Trainer's own arguments (`train/engine.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from backend import catalog, keys
+from backend.derived import reads_once
 from backend.spec import RunSpec
 
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
@@ -23,6 +24,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "reshard_after_forward": parallel.reshard_after_forward if version == 2 else parallel.sharding.upper(),
         "cpu_offload": parallel.cpu_offload,
+        "cpu_ram_efficient_loading": reads_once(spec),
         "state_dict_type": STATE_DICTS[parallel.state_dict],
     }
     if parallel.wrap_layers:

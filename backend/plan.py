@@ -33,7 +33,8 @@ ABOUT: Mapping[str, str] = {
     SPEC: "What differs from the defaults; footplate run spec.yaml starts the same run.",
     DEEPSPEED: 'The Trainer fills in "auto" from spec.yaml, so that each number stands in one place. '
     "Bucket sizes count numbers of two bytes.",
-    FSDP: "Precision and mesh are the Trainer's own arguments. Layers to wrap are found in the model, unless named.",
+    FSDP: "Precision and mesh are the Trainer's own arguments. Layers to wrap are found in the model, unless named. "
+    "cpu_ram_efficient_loading: one process reads the weights, and sends the others their parts.",
     ACCELERATE: "What accelerate launch reads. It says what the Trainer is told too, so neither overrules the other.",
     HOSTFILE: "A line a node: its name, and how many processes it may start.",
 }

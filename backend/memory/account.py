@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backend import catalog
-from backend.derived import processes, steps, world
+from backend.derived import processes, reads_once, steps, world
 from backend.machine import GIB
 from backend.memory import packed
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
@@ -208,12 +208,15 @@ class Account(Activations):
             else self.state.width
         )
         loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
-        loaded += sum(row.bytes for row in self._reference())
-        words = f"{count} x {loaded:,} bytes until the device has them"
+        readers = 1 if reads_once(self.spec) and not self.packed else count
+        whole = self.holders if self.strategy.engine == "fsdp" else 1  # TRL spreads what each has read
+        held = sum(row.bytes * whole for row in self._reference())
+        words = f"{readers} x {loaded:,} bytes until the device{'s have' if readers < count else ' has'} them"
+        words += f", {count} x {held:,} of the reference" if held else ""
         return [
             Row("Libraries", count * LIBRARIES, f"{count} x Python and its libraries, about", "host"),
             *self._away(),
-            Row("Weights on their way", count * loaded, words, "host"),
+            Row("Weights on their way", readers * loaded + count * held, words, "host"),
         ]
 
     def _away(self) -> list[Row]:

@@ -26,6 +26,7 @@ from backend.train import (
     data,
     device,
     engine,
+    hollow,
     lora,
     model,
     optimizers,
@@ -137,9 +138,11 @@ def _trainer(
     work.journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {precision}.")
     set_seed(spec.train.seed)
     sliced = engine.slices(spec, work.team.world, precision)
-    whole = model.load(spec, source, precision, tokens, sliced)
+    whole = hollow.load(work, config, source, tokens, sliced)
     engine.check_layers(spec, whole)
     weights = adapters.adapt(spec, whole, precision)
+    work.loaded = engine.loaded(weights)
+    hollow.stand_in(weights)
     work.check_stop()
     held = stages.needs_reference(spec)
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
@@ -196,7 +199,7 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     """Write down what came out, with what each rank held."""
     state = trainer.state
     result["model"] = MODEL if work.spec.checkpoint.save_model else None
-    result["held"] = work.team.gather(engine.held(trainer))
+    result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
     result["optimizer"] = work.team.gather(optimizers.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
     if work.team.rank == 0:

@@ -205,6 +205,13 @@ class Team:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def share(self, value: Any) -> Any:
+        """Rank 0's value."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
     def leave(self) -> None:
         """End the process groups: a rank that leaves without this can abort when its peers are gone first."""
         if dist.is_initialized():

@@ -30,6 +30,7 @@ from backend.train import device, kernels, optimizers
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
+ONCE = "cpu_ram_efficient_loading"
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -160,9 +161,22 @@ def _plugin(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     reduce = torch.float32 if parallel.reduce_precision == "fp32" else dtype
     policy: Any = MixedPrecisionPolicy if second else MixedPrecision
     config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce)
+    # Told by the environment, transformers would leave buffers of all ranks but the first at zero, and read the file.
+    os.environ[f"FSDP_{ONCE.upper()}"] = "false"
     if parallel.cpu_offload and second:
         pin = parallel.pin_memory and family != "cpu"
         config.fsdp_plugin_args["cpu_offload"] = CPUOffloadPolicy(pin_memory=pin)
+
+
+def once(config: Any) -> bool:
+    """Whether rank 0 alone is to read the weights, as fsdp.json says."""
+    told = getattr(config, "fsdp_plugin_args", None) or {}
+    return bool(told.get("fsdp_version") == 2 and told.get(ONCE))
+
+
+def everywhere(config: Any) -> None:
+    """All ranks have read the weights."""
+    config.fsdp_plugin_args[ONCE] = False
 
 
 def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
@@ -220,6 +234,12 @@ def disk(spec: RunSpec) -> Iterator[None]:
             yield
         finally:
             shutil.rmtree(folder / "zero_stage_3", ignore_errors=True)
+
+
+def loaded(weights: torch.nn.Module) -> int:
+    """The bytes of weights that this rank has in memory."""
+    own = (_local(p) for p in weights.parameters())
+    return sum(p.nbytes for p in own if not p.is_meta)
 
 
 def held(trainer: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from backend.spec import RunSpec
 from backend.train import builtin, kernels, lora, quantized, stages, templates
 from backend.train.journal import TrainError
 
+Make = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, type, further arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -72,8 +73,10 @@ def load(
     tokens: Any,
     sliced: Mapping[str, Any] = MappingProxyType({}),
     frozen: bool = False,
+    make: Make | None = None,
 ) -> nn.Module:
-    """The untouched model, as it is trained or, `frozen`, only looked at; `sliced` says how to load it in slices.
+    """The untouched model, as it is trained or, `frozen`, only looked at; `sliced` says how to load it in slices, and
+    `make` makes it otherwise than from its file.
 
     Raises TrainError.
     """
@@ -86,7 +89,7 @@ def load(
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}
     try:
         with stages.untaught() if scores else contextlib.nullcontext():
-            model: Any = kind.from_pretrained(source.name, dtype=dtype, **how)
+            model: Any = (make or _read)(kind, source.name, dtype, how)
     except Exception as error:
         raise TrainError(kernels.refused(spec, error) or _unloadable("model", source, error)) from error
     kernels.check_attention(spec, model)
@@ -100,6 +103,10 @@ def load(
     if not scores and "<|im_end|>" in (tokens.chat_template or "") and "<|im_end|>" in tokens.get_vocab():
         _stop_at(model, tokens.convert_tokens_to_ids("<|im_end|>"))
     return model
+
+
+def _read(kind: Any, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:
+    return kind.from_pretrained(name, dtype=dtype, **how)
 
 
 def _stop_at(model: Any, token: int) -> None:

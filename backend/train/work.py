@@ -25,6 +25,8 @@ class Work:
     journal: Journal
     family: str = "cpu"
     precision: str = "fp32"
+    loaded: int = 0
+    """Bytes of weights that this rank had in memory when the model was loaded."""
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if one was asked to stop."""

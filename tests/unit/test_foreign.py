@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from backend import accelerate, deepspeed, foreign, keys
+from backend import accelerate, deepspeed, foreign, fsdp, keys
 from backend.machine import Machine
 from backend.options import SpecError, changes
 from backend.spec import RunSpec
@@ -97,8 +97,18 @@ def test_an_accelerate_file_fills_the_form() -> None:
     assert found["parallel.cpu_offload"] and found["train.activation_checkpointing"]
     assert not spec.parallel.reshard_after_forward
     assert (spec.parallel.state_dict, spec.precision.compute) == ("sharded", "bf16")
-    assert set(kept) == {"debug", "tpu_env", "fsdp_config.fsdp_cpu_ram_efficient_loading"}
+    assert set(kept) == {"debug", "tpu_env"}
     assert yaml.safe_load(accelerate.text(spec, Machine()))["debug"] is True
+
+
+def test_a_file_that_lets_every_rank_read_is_heard() -> None:
+    """The Trainer reads fsdp.json, the launcher its own file: both say so."""
+    theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
+    spec, kept = foreign.read(yaml.safe_dump(theirs), RunSpec())
+    assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
+    assert json.loads(fsdp.text(spec))["cpu_ram_efficient_loading"] is False
+    said = yaml.safe_load(accelerate.text(spec, Machine()))["fsdp_config"]
+    assert said["fsdp_cpu_ram_efficient_loading"] is False
 
 
 @pytest.mark.parametrize(

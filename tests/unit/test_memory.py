@@ -261,6 +261,37 @@ def test_host_holds_the_weights_on_their_way() -> None:
     assert all(row.formula and row.bytes > 0 for row in found.rows)
 
 
+SPREAD = {"parallel__strategy": "fsdp2", "launch__processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "readers"),
+    [
+        ({}, 1),
+        ({"method__lora_init": "pissa"}, 2),
+        ({"method__quantization": "nf4"}, 2),
+        ({"model__trust_remote_code": True, "model__source": "hub"}, 2),
+        ({"parallel__strategy": "zero3"}, 2),
+        ({"parallel__strategy": "fsdp1"}, 2),
+        ({"parallel__strategy": "ddp"}, 2),
+    ],
+)
+def test_one_process_reads_for_fsdp2(more: dict[str, Any], readers: int) -> None:
+    """Adapters that begin inside the weights, packed weights and code of the model's own are read by each."""
+    rows = estimate(spec(**{**SPREAD, **more}), TWO_H100, LLAMA_8B).rows
+    row = next(row for row in rows if row.name == "Weights on their way")
+    each = int(row.formula.split()[2].replace(",", ""))
+    assert row.formula.startswith(f"{readers} x ")
+    assert row.bytes == readers * each
+
+
+def test_each_process_reads_the_reference() -> None:
+    """8.03 B weights in fp32 once, and in bf16 twice."""
+    given = spec(**SPREAD, method__kind="full", train__stage="dpo", data__builtin="train-pairs")
+    rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "host"}
+    assert rows["Weights on their way"] == pytest.approx((4 + 2 * 2) * LLAMA_8B.parameters, rel=1e-6)
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
 def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
     """8.03 B weights in bf16 on each of two devices, of which a billion or two layers are gathered in any case; and 32
