@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,11 @@ WHOLE = {
 }
 ADAPTER = {"method.kind": "lora", "train.learning_rate": 1e-3}
 TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 352}
-# TinyLlama's shape, 1.1 billion weights.
+# TinyLlama's shape, 1.1 billion weights; on GPUs with less than `ROOMY` free 8 of its layers, half a billion.
 LARGE = {"num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 32000} | {
     "num_attention_heads": 32, "num_key_value_heads": 4,
 }  # fmt: skip
+ROOMY = 40 * GIB
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,9 @@ def absent(family: str) -> str:
 @contextlib.contextmanager
 def prepared(place: Place, root: Path) -> Iterator[Trained]:
     """The model, its rows and a host for the rehearsal, in the new folder `root`."""
-    machine = probe(root) if place.exact else Machine(**{**vars(probe(root)), "device": "cpu", "gpus": ()})
+    machine = probe(root) if place.exact else replace(probe(root), device="cpu", gpus=())
+    if place.exact and min(gpu.free_bytes for gpu in machine.gpus) < ROOMY:
+        place = replace(place, shape={**place.shape, "num_hidden_layers": 8})
     cache = root / "cache"
     cache.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
