@@ -276,7 +276,11 @@ class Trained:
             pytest.skip(f"{name}: {why}")
         folder, found = self.root / f"{name}-witnessed", self.judged(name, **{"train.max_steps": 2})
         write(folder, found.spec)
-        self.alone(folder, found, "witness.py")
+        if self.host is None:
+            self.alone(folder, found, "witness.py")
+        else:
+            script = str(Path(__file__).with_name("witness.py"))
+            assert self.host.run(folder, env=found.plan.env, script=script) == 0, text(folder)
         return list(json.loads((folder / "seen.json").read_text()))
 
     def alone(self, folder: Path, found: Judgement, script: str, *arguments: str) -> None:
