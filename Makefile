@@ -1,4 +1,4 @@
-# Five words: run, test, check, bench, docs. Each sets up what it needs.
+# Seven words: run, test, check, soak, gpu, bench, docs. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 7860
 RUNS ?= runs
 
-.PHONY: setup run test check soak bench docs tools
+.PHONY: setup run test check soak gpu bench docs tools
 
 setup: $(VENV)/ready  ## a virtual environment with everything, from constraints.txt
 
@@ -37,6 +37,9 @@ test: setup tools  ## everything
 
 soak: setup tools  ## the long proofs
 	$(BIN)/pytest -m soak
+
+gpu: setup tools  ## the proofs on NVIDIA GPUs, one or more; writes docs/gpu.md
+	$(BIN)/pytest -m gpu -rs
 
 bench: setup tools  ## timings, printed as tables
 	$(BIN)/python -m tests.bench

@@ -243,13 +243,15 @@ def loaded(weights: torch.nn.Module) -> int:
 
 
 def held(trainer: Any) -> dict[str, Any]:
-    """What drives the model, and the numbers that this rank holds of parameters and of the optimizer's state."""
+    """What drives the model, what its ranks talk by, and the numbers that this rank holds of parameters and of the
+    optimizer's state."""
     optimizer: Any = optimizers.innermost(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {
         "engine": str(trainer.accelerator.distributed_type.value),
         "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0,
+        "backend": dist.get_backend() if dist.is_initialized() else "",
         "optimizer_class": type(optimizer).__name__,
         "parameters": sum(_local(p).numel() for p in trainer.model.parameters()),
         "optimizer": sum(_local(t).numel() for t in tensors if t.dim()),

@@ -23,7 +23,7 @@ from backend.run import COOKIE, processes
 from backend.spec import RunSpec
 
 HOST = """
-import gc, importlib, json, os, socket, sys, time
+import gc, importlib, json, os, runpy, socket, sys, time
 from backend.train import __main__ as training
 import deepspeed, torch.distributed.fsdp, trl.experimental
 gc.collect(), gc.freeze()  # or every rank's first collection would walk, and copy, all that was imported
@@ -37,7 +37,7 @@ def rank(order, number, port):
             LOCAL_WORLD_SIZE=str(order["ranks"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.argv[1:], code = [".", *order["arguments"]], 0
     try:
-        training.main()
+        runpy.run_path(order["script"]) if order["script"] else training.main()
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
@@ -79,14 +79,22 @@ class Host:
     cache: Path
 
     def run(
-        self, folder: Path, ranks: int = 0, *arguments: str, env: Mapping[str, str] = {}, seconds: float = 150
+        self,
+        folder: Path,
+        ranks: int = 0,
+        *arguments: str,
+        env: Mapping[str, str] = {},
+        seconds: float = 150,
+        script: str = "",
     ) -> int:
         """The exit code of the training in `folder`, by `ranks` ranks; 0 ranks: one plain process. 124: too long.
 
-        As under a launcher, the first rank that fails ends the others. Nothing of it is left.
+        As under a launcher, the first rank that fails ends the others. Nothing of it is left. `script`: a file of
+        Python to run in its stead.
         """
         own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": "1", COOKIE: str(folder)}
         order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
+        order |= {"script": script}
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps(order) + "\n")

@@ -132,13 +132,15 @@ def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> None:
     case, whole = CASES[name], result(alone)["parameters"]
-    only = {"engine": "NO", "stage": 0, "optimizer_class": "AdamW", "parameters": whole, "optimizer": 2 * whole}
+    only = {"engine": "NO", "stage": 0, "backend": "", "optimizer_class": "AdamW"}
+    only |= {"parameters": whole, "optimizer": 2 * whole}
     assert result(alone)["held"] == [{**only, "loaded": 4 * whole}]
     found = result(trained.full(name))
     assert found["trainable_parameters"] == found["parameters"] == whole
     assert len(found["held"]) == case.ranks
     for rank in found["held"]:
         assert (rank["engine"], rank["stage"], rank["optimizer_class"]) == (case.engine, case.stage, case.steps_by)
+        assert rank["backend"] == "gloo"
         assert rank["parameters"] == pytest.approx(whole / case.weights, rel=0.01)
         assert rank["optimizer"] == pytest.approx(2 * whole / case.state, rel=0.01), "two moments"
     if case.engine == "FSDP":
