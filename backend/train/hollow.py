@@ -66,8 +66,11 @@ def _hollow(spec: RunSpec, source: model.Source, precision: str, tokens: Any) ->
             made = model.load(spec, source, precision, tokens, make=_make)
     except Exception:  # the reading, which follows, says why in its own words
         return None
-    # accelerate sends all that is in the state, and expects it to be spread: buffers are not.
-    return None if made.state_dict().keys() - dict(made.named_parameters(remove_duplicate=False)).keys() else made
+    weights, all_names = dict(made.named_parameters()), dict(made.named_parameters(remove_duplicate=False))
+    # accelerate sends all that is in the state, and expects it to be spread: buffers are not. Afterwards it ties
+    # weights again, and would not know a trained copy of one of them.
+    buffered, tied = made.state_dict().keys() - all_names.keys(), len(weights) < len(all_names)
+    return None if buffered or (tied and spec.method.kind == "lora" and spec.method.lora_modules_to_save) else made
 
 
 def _make(kind: Any, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:
