@@ -170,7 +170,7 @@ ONE = {
     "liger": Case({"train.liger": True}, needs="liger_kernel", only=("cuda",), saves=0, does=(LIGER,)),
     "compiled": Case({"train.compile": True}, does=(r"Torch-Compiled Region|^triton_|CompiledFunction",)),
     "adamw-8bit": Case(
-        {"train.optimizer": "adamw_8bit"}, near=COARSE, saves=4, needs="bitsandbytes", steps_by="AdamW8bit",
+        {"train.optimizer": "adamw_8bit"}, near=COARSE, saves=4, needs="bitsandbytes",
         does=("bitsandbytes::optimizer_update_8bit_blockwise",),
     ),
     "adamw-paged": Case({"train.optimizer": "adamw_paged"}, saves=6, needs="bitsandbytes"),
