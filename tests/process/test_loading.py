@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host
+from host import Host, write
 from trainings import a_spec, losses, result, text
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -121,3 +121,14 @@ def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: st
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     assert loaded(two) == 2 * loaded(one)
     assert ("Every rank reads the weights" in text(two)) == (model is not None), "what only the file tells is said"
+
+
+def test_a_trained_copy_of_a_tied_weight_is_not_sent(trained: Trained) -> None:
+    """FSDP2 of torch 2.13 refuses it. Sent, it would be tied again, and another model trained without a word."""
+    copied = {**LORA, "method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}
+    place = {"model.source": "path", "model.path": str(trained.model(tied)), "launch.processes": 2}
+    folder = trained.root / "copied"
+    write(folder, a_spec({**copied, **place}))
+    assert trained.host.run(folder, 2) != 0
+    assert "Every rank reads the weights" in text(folder)
+    assert "is shared with a parameter" in text(folder)
