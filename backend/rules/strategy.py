@@ -138,17 +138,19 @@ def little_to_spread(case: Case) -> str | None:
 @rule(
     "STR007",
     "error",
-    fields=("parallel.strategy", "launch.device"),
-    title="DeepSpeed needs a C++ compiler on a CPU",
-    source="deepspeed 0.19 comm/torch.py: build_shm_op builds its kernels on first use",
+    fields=("parallel.strategy", "launch.device", "parallel.offload_optimizer"),
+    title="DeepSpeed needs a C++ compiler",
+    source="deepspeed 0.19 comm/torch.py: build_shm_op, and ops/op_builder/cpu/cpu_adam.py: built on first use",
     fixes=(DDP,),
     remedy="On Debian: apt-get install g++ python3-dev.",
     bad=Example(ZERO, replace(LAPTOP, compiler=False)),
     good=Example(ZERO),
 )
 def no_compiler(case: Case) -> str | None:
-    """On a CPU its processes talk through kernels that DeepSpeed builds on first use, in a minute or two."""
-    needed = case.strategy.engine == "deepspeed" and case.device == "cpu"
+    """On a CPU its processes talk through kernels that DeepSpeed builds on first use, in a minute or two; and an
+    optimizer that works in the host's memory is built likewise, beside GPUs too."""
+    hosted = case.strategy.stage and case.spec.parallel.offload_optimizer != "none"
+    needed = case.strategy.engine == "deepspeed" and (case.device == "cpu" or hosted)
     return "There is no c++ on the path, or Python has no headers." if needed and not case.machine.compiler else None
 
 

@@ -207,6 +207,15 @@ def test_applying_fixes_comes_to_an_end() -> None:
             spec = edit(spec, next(x for x in open_[0].fixes if x.safe).patch)
 
 
+def test_offloading_beside_gpus_needs_a_compiler_too() -> None:
+    bare = replace(TWO_H100, compiler=False)
+    spec = edit(RunSpec(), {"parallel.strategy": "zero2"})
+    codes = [
+        {f.code for f in check(edit(spec, {"parallel.offload_optimizer": to}), bare, DEMO)} for to in ("none", "cpu")
+    ]
+    assert ["STR007" in found for found in codes] == [False, True]
+
+
 def test_hidden_options_raise_nothing() -> None:
     spec = edit(RunSpec(), {"method.freeze_layers": 999, "method.lora_target_modules": ("nothing",)})
     assert check(spec, LAPTOP, DEMO) == check(RunSpec(), LAPTOP, DEMO)
