@@ -17,6 +17,8 @@ from webui.form import Form, deciding, shape, visibility_css
 from webui.layout import arrange
 from webui.runpage import run_html, runs_html
 
+# Sent as one script: Gradio adds what belongs to the head while it runs, and several would come in any order.
+SCRIPT = "page.js"
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "core.js",
@@ -29,6 +31,8 @@ SCRIPTS = (
     "run.js",
     "runs.js",
 )
+# The script may come later than the page that it serves.
+READY = "async () => { while (!window.FP) await new Promise((done) => setTimeout(done, 10)); FP.ready(%s); }"
 STYLES = ("page.css", "vendor/uPlot.min.css", "run.css")
 
 TOP = """
@@ -128,7 +132,7 @@ def _wire(page: gr.Blocks, form: Form) -> None:
         **quiet,
     )
     fill.click(None, inputs=None, outputs=widgets, js="() => FP.form.filling()", **quiet)
-    page.load(None, inputs=None, js=f"() => FP.ready({json.dumps(_described(form))})", **quiet)
+    page.load(None, inputs=None, js=READY % json.dumps(_described(form)), **quiet)
 
 
 def _described(form: Form) -> dict[str, Any]:
@@ -155,9 +159,9 @@ def _described(form: Form) -> dict[str, Any]:
 def head() -> str:
     """Scripts and styles for the page's head, and the CSS that follows from `when`."""
     styles = "".join(f'<link rel="stylesheet" href="footplate/{name}">' for name in STYLES)
-    scripts = "".join(f'<script src="footplate/{name}"></script>' for name in SCRIPTS)
+    script = f'<script src="footplate/{SCRIPT}"></script>'
     icon = '<link rel="icon" href="footplate/icon.svg" type="image/svg+xml">'
-    return f"{icon}{styles}<style>{visibility_css()}</style>{scripts}"
+    return f"{icon}{styles}<style>{visibility_css()}</style>{script}"
 
 
 def mounting() -> dict[str, Any]:

@@ -6,6 +6,7 @@ Floor 6. Imports: machine, api, guard, pages, gradio. Never imports torch; matpl
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import gradio as gr
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from backend.machine import Machine, probe
@@ -56,10 +58,21 @@ def make(
         desk.machine.refresh()
         yield
 
-    routes = [*api.routes(desk), Mount("/footplate", Fresh(directory=STATIC))]
+    script = Route(f"/footplate/{pages.SCRIPT}", _script)
+    routes = [*api.routes(desk), script, Mount("/footplate", Fresh(directory=STATIC))]
     app = FastAPI(routes=routes, lifespan=lifespan, openapi_url=None)
     asyncio.run(_mount(app, page))
     return Guard(app, known_hosts(bound, hosts), login)
+
+
+def _script(request: Request) -> Response:
+    """All scripts, one after the other; 304 where the browser has them."""
+    body = "\n;\n".join((STATIC / name).read_text(encoding="utf-8") for name in pages.SCRIPTS)
+    tag = f'"{hashlib.blake2s(body.encode(), digest_size=8).hexdigest()}"'
+    headers = {"cache-control": "no-cache", "etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type="text/javascript", headers=headers)
 
 
 async def _mount(app: FastAPI, page: Callable[[], gr.Blocks]) -> None:

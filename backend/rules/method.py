@@ -216,14 +216,37 @@ def _there(shape: ModelShape, name: str) -> bool:
 def tied_drift(case: Case) -> Hit | None:
     """This model uses one matrix to read words and to write them. Training a copy of one side makes the two
     differ, and a merged model then loads with only one of them."""
+    found, fix = _tied(case)
+    return Hit(f"{names(found)} shares its weights.", (fix,)) if found else None
+
+
+def _tied(case: Case) -> tuple[list[str], Fix]:
+    """The modules to save whose matrix reads words and writes them, and the way without them."""
     shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
-    if shape is None or not shape.tied:
-        return None
-    found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
-    if not found:
-        return None
+    found: list[str] = []
+    if shape and shape.tied:
+        found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
     kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in found))
-    return Hit(f"{names(found)} shares its weights.", (Fix(f"Leave out {names(found)}", kept, False),))
+    return found, Fix(f"Leave out {names(found)}", kept, False)
+
+
+@rule(
+    "MTH011",
+    "error",
+    fields=("method.lora_modules_to_save", "parallel.strategy"),
+    title="A trained copy of a tied weight cannot be spread by FSDP2",
+    source="seen with peft 0.21 and accelerate 1.15: weights are tied again once they are spread, and the copy is lost",
+    bad=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
+    good=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
+    proof="launch",
+)
+def tied_copy(case: Case) -> Hit | None:
+    """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no
+    such pair any more."""
+    found, fix = _tied(case)
+    zero = Fix("ZeRO-3", {"parallel.strategy": "zero3"})
+    spread = case.strategy.engine == "fsdp"
+    return Hit(f"{names(found)} shares its weights.", (zero, fix)) if found and spread else None
 
 
 @rule(

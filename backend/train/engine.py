@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,13 +205,21 @@ def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
 
 
 def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
-    """Raise TrainError if the layers to gather one by one are not in the model."""
+    """Raise TrainError for layers that are not there to be gathered, and for a trained copy of a tied weight."""
     if catalog.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
         return
     known = {type(module).__name__ for module in weights.modules()}
     if missing := [name for name in spec.parallel.wrap_layers if name not in known]:
         layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
         raise TrainError(f"parallel.wrap_layers: the model has no {', '.join(missing)}; it has {', '.join(layers)}.")
+    every = list(weights.named_parameters(remove_duplicate=False))
+    uses = Counter(id(weight) for _, weight in every)
+    shared = [path for path, weight in every if uses[id(weight)] > 1]
+    copied = [name for name in spec.method.lora_modules_to_save if any(f".{name}." in f".{path}." for path in shared)]
+    if spec.method.kind == "lora" and copied:
+        raise TrainError(
+            f"method.lora_modules_to_save: {', '.join(copied)} shares its weights, and FSDP takes no copy."
+        )
 
 
 @contextmanager

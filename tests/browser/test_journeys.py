@@ -98,6 +98,14 @@ def steps_on_disk(run):
     return [p["step"] for p in map(json.loads, lines) if "loss" in p]
 
 
+def test_a_script_that_comes_late_is_waited_for(server, page):
+    """The page's own script after Gradio's: all of it is there, or nothing is begun."""
+    page.route("**/footplate/page.js", lambda route: (time.sleep(2), route.continue_()))
+    opened(page, server)
+    page.wait_for_selector("#fp-run-page > *", state="attached", timeout=10_000)
+    page.wait_for_selector("#fp-runs-page > *", state="attached", timeout=10_000)
+
+
 def test_nodes_have_a_command_each(server, page):
     """Options appear when there are several nodes; a rank that is none is refused, and mended by a click."""
     opened(page, server)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, result
+from trainings import a_spec, losses, mostly_soak, result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import catalog
@@ -39,6 +39,7 @@ KIN = {"adamw", "adamw_fused", "adamw_paged"}  # the same arithmetic
 ONCE = {"adamw_fused", "adamw_paged", "adamw_paged_8bit", "adamw_4bit_torchao", "ademamix", "lion", "lion_paged"} | {
     "lion_paged_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
 }  # fmt: skip
+RESUMED = ("adamw", "adamw_8bit", "adafactor", "muon", "galore", "apollo", "badam", "schedule_free_adamw", "adalomo")
 # Compiling takes a minute each; without it the same arithmetic runs step by step.
 ENV = {"TORCHDYNAMO_DISABLE": "1"}
 OWN = "backend.train.optimizers"
@@ -58,10 +59,20 @@ def usual(host: Host, root: Path) -> dict[int, float]:
     return losses(host.train(root / "usual", a_spec(FULL)))
 
 
+@pytest.fixture(scope="module")
+def made(host: Host, root: Path) -> Callable[[str], Path]:
+    """The run of an optimizer, trained when it is first asked for."""
+
+    def run(name: str) -> Path:
+        folder = root / name
+        return folder if folder.exists() else host.train(folder, a_spec({**FULL, "train.optimizer": name}), env=ENV)
+
+    return run
+
+
 @pytest.mark.parametrize("name", HERE)
-def test_it_trains_weighs_and_goes_on(name: str, host: Host, usual: dict[int, float], tmp_path: Path) -> None:
-    row = catalog.OPTIMIZERS[name]
-    folder = host.train(tmp_path / "run", a_spec({**FULL, "train.optimizer": name}), env=ENV)
+def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dict[int, float]) -> None:
+    row, folder = catalog.OPTIMIZERS[name], made(name)
     before = losses(folder)
     assert before[1] == usual[1]
     assert all(loss == loss and loss < 12 for loss in before.values())
@@ -71,9 +82,12 @@ def test_it_trains_weighs_and_goes_on(name: str, host: Host, usual: dict[int, fl
     found: dict[str, Any] = result(folder)["optimizer"][0]
     assert found["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
     assert account({"train.optimizer": name}).state.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
-    if name in ONCE:
-        return
 
+
+@pytest.mark.parametrize("name", mostly_soak([name for name in HERE if name not in ONCE], RESUMED))
+def test_it_goes_on(name: str, made: Callable[[str], Path], host: Host) -> None:
+    row, folder = catalog.OPTIMIZERS[name], made(name)
+    before = losses(folder)
     host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from host import Host, write
-from trainings import Launch, a_folder, a_spec, losses, result, text, together
+from trainings import Launch, a_folder, a_spec, losses, mostly_soak, result, text, together
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from backend.paths import HOME
@@ -246,7 +246,13 @@ def moved(trained: Trained, name: str) -> Path:
     return trained.run(f"{name}-moved", {**KEPT, **MOVED[name], "train.batch_size": 2}, 2)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("zero2", 1), ("zero2", 4), ("zero3", 1), ("zero3", 4), ("zero3-lora", 1)])
+DEALT = [("zero2", 4), ("zero3", 1)]
+DEALT_IN_SOAK = [("zero2", 1), ("zero3", 4), ("zero3-lora", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*DEALT, *(pytest.param(*case, marks=pytest.mark.soak) for case in DEALT_IN_SOAK)]
+)
 def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, name: str, ranks: int) -> None:
     """Its parts are dealt out anew: the same rows, the same moments, the same loss; what was there is left alone."""
     source = moved(trained, name)
@@ -321,7 +327,7 @@ ANSWERED = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
 ASKED = {"evaluation.samples": 5, "evaluation.batch_size": 2, "evaluation.max_new_tokens": 12}
 
 
-@pytest.mark.parametrize("name", ANSWERED)
+@pytest.mark.parametrize("name", mostly_soak(ANSWERED, ("zero3", "fsdp2", "tensor")))
 def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     """Ranks have different numbers of rows to answer, and answers differ in length: none waits for another without
     end. Training afterwards learns what it learns without answers."""

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from backend.machine import Machine
 from backend.options import edit
@@ -128,6 +130,11 @@ def together(cache: Path, *lines: str | Path) -> str:
     assert ended.returncode == 0, ended.stdout
     assert not processes.carriers(first)
     return ended.stdout
+
+
+def mostly_soak(names: Iterable[str], kept: Collection[str]) -> list[Any]:
+    """Parameters of which those `kept` belong to `make test`, and all to the long proofs."""
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
 def text(folder: Path) -> str:

@@ -54,5 +54,5 @@ def test_css_hides_by_the_same_conditions():
 
 def test_page_builds_and_names_its_files():
     in_blocks(pages.build)
-    for name in (*pages.SCRIPTS, *pages.STYLES):
+    for name in (pages.SCRIPT, *pages.STYLES):
         assert f"footplate/{name}" in pages.head()

@@ -19,6 +19,12 @@ def test_page_static_and_rules(tmp_path):
         assert icon.status_code == 200 and icon.headers["cache-control"] == "no-cache"
         again = one.get("/footplate/icon.svg", headers={"if-none-match": icon.headers["etag"]})
         assert again.status_code == 304
+        script = one.get("/footplate/page.js")
+        parts = [
+            script.text.find(f"window.{name} = ") for name in ("FP", "FPPoll", "FPCharts", "FPLog", "FPRun", "FPRuns")
+        ]
+        assert parts == sorted(parts) and parts[0] > 0
+        assert one.get("/footplate/page.js", headers={"if-none-match": script.headers["etag"]}).status_code == 304
         for path in ("/footplate/../server.py", "/footplate/%2e%2e/server.py", "/footplate/..%2fserver.py"):
             assert one.get(path).status_code == 404
         assert one.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)

@@ -180,8 +180,8 @@
     $("#fp-copy-script").addEventListener("click", () => FP.copy(FP.verdict.script(), "Script"));
     document.addEventListener("click", follow);
     window.addEventListener("popstate", show);
-    if (window.FPRun) FPRun.mount();
-    if (window.FPRuns) FPRuns.mount();
+    FPRun.mount();
+    FPRuns.mount();
     show();
     FP.get("api/machine").then((m) => ($("#fp-machine").textContent = m.label), () => {});
     await begin().catch((error) => FP.verdict.offline(error.message));
