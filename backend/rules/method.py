@@ -238,7 +238,6 @@ def _tied(case: Case) -> tuple[list[str], Fix]:
     source="seen with peft 0.21 and accelerate 1.15: weights are tied again once they are spread, and the copy is lost",
     bad=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
     good=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
-    proof="launch",
 )
 def tied_copy(case: Case) -> Hit | None:
     """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no
