@@ -307,6 +307,7 @@ def test_nothing_is_wider_than_the_window(server, page, width):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.soak
 def test_clean_shell_gives_the_same_losses(server, page):
     """The preview's script, pasted in a clean shell, and run.sh: the same loss at every step as the page's run."""
     opened(page, server)

@@ -96,7 +96,7 @@ SENT: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_soak(SENT, ("tied-lora", "reward")))
+@pytest.mark.parametrize("name", mostly_soak(SENT, ("tied-lora",)))
 def test_one_rank_reads(trained: Trained, name: str) -> None:
     """A reward model's head and an adapter's A begin at random, each rank's as rank 0's."""
     changes, model = SENT[name]
@@ -113,7 +113,7 @@ WHOLE: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_soak(WHOLE, ("twofold",)))
+@pytest.mark.parametrize("name", mostly_soak(WHOLE, ()))
 def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: str) -> None:
     changes, model = WHOLE[name]
     alone = {key: value for key, value in changes.items() if key not in EACH}
