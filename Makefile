@@ -33,7 +33,7 @@ test: setup tools  ## everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu" $(SLOWEST_FIRST)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu" $(SLOWEST_FIRST)
 	$(BIN)/pytest -m "alone and not soak and not gpu"
 
 soak: setup tools  ## the long proofs

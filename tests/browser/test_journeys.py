@@ -15,7 +15,7 @@ from backend.run import METRICS, SPEC
 from backend.run.folder import ALIVE, Run, runs
 from backend.run.processes import carriers as left_of
 
-SLOW = 120_000  # ms; two cores, libraries that load for ten seconds
+SLOW = 240_000  # ms; two cores that others use too, libraries that load for ten seconds
 
 
 def opened(page, server, query=""):
