@@ -84,7 +84,7 @@ class Host:
         ranks: int = 0,
         *arguments: str,
         env: Mapping[str, str] = {},
-        seconds: float = 150,
+        seconds: float = 400,
         script: str = "",
     ) -> int:
         """The exit code of the training in `folder`, by `ranks` ranks; 0 ranks: one plain process. 124: too long.

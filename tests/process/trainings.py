@@ -66,6 +66,7 @@ def environment(folder: Path, cache: Path) -> dict[str, str]:
     # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
     # leaves a lock on which all later ones wait for ever.
     own |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(HOME / ".cache/torch_extensions")}
+    own["CXX"] = str(HOME / "tests/process/quick-c++")
     return {**os.environ, **own}
 
 
