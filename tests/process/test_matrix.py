@@ -50,6 +50,8 @@ Written by `make soak` on a CPU. Every cell is a method, a strategy, a precision
 - **GPU**: refused here, but not on two H100 with every optional package.
 - Otherwise the rules that refuse it everywhere ([rules.md](rules.md)).
 
+What is blank in the summary was not launched yet.
+
 """
 
 
