@@ -56,11 +56,8 @@ def masters(spec: RunSpec) -> bool:
 
 def reads_once(spec: RunSpec) -> bool:
     """Whether one process of all reads the weights, and sends the others their parts: FSDP2 can, unless the model is
-    made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or by code of its own."""
-    method = spec.method
-    moves, packs = catalog.LORA_INITS[method.lora_init].moves, catalog.QUANTIZATIONS[method.quantization].bits > 0
-    remade = spec.precision.compute == "fp8" or (method.kind == "lora" and (moves or packs))
-    return catalog.STRATEGIES[spec.parallel.strategy].version == 2 and not remade and not spec.model.trust_remote_code
+    made anew."""
+    return catalog.STRATEGIES[spec.parallel.strategy].version == 2 and not spec.remade
 
 
 def old(capability: tuple[int, int]) -> bool:
@@ -70,9 +67,7 @@ def old(capability: tuple[int, int]) -> bool:
 
 def learners(spec: RunSpec) -> int:
     """Processes, or groups of them, that work on rows of their own: those of a group share theirs."""
-    row = catalog.STRATEGIES[spec.parallel.strategy]
-    shared = spec.parallel.tensor if row.engine == "tensor" else spec.parallel.pieces
-    return max(1, world(spec) // shared)
+    return max(1, world(spec) // (spec.parallel.slices * spec.parallel.pieces))
 
 
 def global_batch(spec: RunSpec) -> int:

@@ -173,7 +173,7 @@ class Account(Activations):
         rows = [
             Row("Keys and values", tokens * each * width, f"{tokens:,} tokens of answers x {each:,} x {width} bytes")
         ]
-        slices = spec.parallel.tensor if self.strategy.engine == "tensor" else 1
+        slices = spec.parallel.slices
         if self.holders > slices:
             whole = ((self.plain + self.trained) * width + self.packed_bytes) // slices
             more = max(0, whole - sum(row.bytes for row in self.gathered()))

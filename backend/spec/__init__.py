@@ -1,13 +1,14 @@
 """RunSpec: everything a person decides about a run, each option declared once.
 
 Floor 1. An option is one line (type, limits, label, when it is shown, default) and its help is the docstring
-below it. Nothing derived and nothing about this machine stands here. Type and limits of one field are pydantic's;
+below it. Nothing derived is kept here, and nothing about this machine. Type and limits of one field are pydantic's;
 whatever needs two fields, or the machine, is a rule (`backend/rules`). Hidden options are without effect: a
 spec is written without them (`options.effective`).
 """
 
 from __future__ import annotations
 
+from backend import catalog
 from backend.spec.data import Data, Model
 from backend.spec.kinds import Condition, OneOf, Section, Ui
 from backend.spec.running import Checkpoint, Evaluation, Launch, Logging, Parallel
@@ -31,3 +32,12 @@ class RunSpec(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     launch: Launch = Launch()
+
+    @property
+    def remade(self) -> bool:
+        """Whether the model is made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or
+        by code of its own."""
+        moves = catalog.LORA_INITS[self.method.lora_init].moves
+        packs = catalog.QUANTIZATIONS[self.method.quantization].bits > 0
+        remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
+        return remade or self.model.trust_remote_code

@@ -104,6 +104,11 @@ class Parallel(Section):
     """JSON, laid over the engine's own file: for what has no field here."""
 
     @property
+    def slices(self) -> int:
+        """Devices that share every layer: tensor parallel."""
+        return self.tensor if catalog.STRATEGIES[self.strategy].engine == "tensor" else 1
+
+    @property
     def pieces(self) -> int:
         """Devices that share the tokens of a row: context or sequence parallel."""
         row = catalog.STRATEGIES[self.strategy]

@@ -1,6 +1,6 @@
 """Held-out rows answered by the model, before and after, and compared with what was wanted.
 
-Beside the floors. Imports catalog, spec, data, device, journal, templates.
+Beside the floors. Imports spec, data, device, journal, templates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from backend import catalog
 from backend.spec import RunSpec
 from backend.train.data import Item
 from backend.train.device import Team
@@ -64,8 +63,7 @@ class Answering:
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any, team: Team, dtype: torch.dtype) -> Answering:
         """As `spec` asks for it."""
-        evaluation, sliced = spec.evaluation, catalog.STRATEGIES[spec.parallel.strategy].engine == "tensor"
-        slices = spec.parallel.tensor if sliced else 1
+        evaluation, slices = spec.evaluation, spec.parallel.slices
         return cls(tokenizer, team, evaluation.batch_size, evaluation.max_new_tokens, dtype, slices)
 
     def answer(self, model: Any, asked: Sequence[Question], tick: Callable[[int, int], bool]) -> list[str]:

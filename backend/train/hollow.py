@@ -1,6 +1,6 @@
 """One rank reads the weights of an FSDP2 run, and sends the others their parts.
 
-Beside the floors. Imports catalog, spec, engine, model, quantized, work. accelerate 1.15 sends from rank 0 of all
+Beside the floors. Imports spec, engine, model, quantized, work. accelerate 1.15 sends from rank 0 of all
 nodes, once the optimizer is made (utils/fsdp_utils.py, fsdp2_load_full_state_dict); transformers 5.23 reads the file on
 every rank all the same. So until then the others hold the model hollow: its weights are on the meta device, without
 numbers.
@@ -17,7 +17,6 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
-from backend import catalog
 from backend.spec import RunSpec
 from backend.train import engine, model, quantized
 from backend.train.work import Work
@@ -48,15 +47,9 @@ def load(work: Work, config: Any, source: model.Source, tokens: Any, sliced: Map
 
 
 def _sendable(spec: RunSpec, source: model.Source) -> bool:
-    """Whether a model without numbers can be made into what is trained; further keys may ask where it cannot."""
-    method = spec.method
-    if method.kind == "lora" and catalog.LORA_INITS[method.lora_init].moves:  # the start is taken out of the weights
-        return False
-    if spec.precision.compute == "fp8":  # which makes other layers out of them
-        return False
-    packed = method.kind == "lora" and catalog.QUANTIZATIONS[method.quantization].bits
-    # What stands beside packed numbers, and what code of the model's own computes, is not known before it was read.
-    return not (packed or quantized.came_as(source.name, source.options) or spec.model.trust_remote_code)
+    """Whether a model without numbers can be made into what is trained; further keys may ask where it cannot. What
+    stands beside packed numbers, and what code of the model's own computes, is not known before it was read."""
+    return not (spec.remade or quantized.came_as(source.name, source.options))
 
 
 def _hollow(spec: RunSpec, source: model.Source, precision: str, tokens: Any) -> Any:
