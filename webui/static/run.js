@@ -186,10 +186,9 @@ window.FPRun = (() => {
     const { started, ended: end } = detail.summary;
     const made = [];
     if (Number.isFinite(result.exact_match_after)) made.push(hero(result));
-    for (const [key, name] of [["rouge_l", "ROUGE-L"], ["bleu", "BLEU"]]) {
-      const [was, is] = [result[`${key}_before`], result[`${key}_after`]];
-      if (Number.isFinite(is)) made.push([name, FP.num(100 * is, 3), Number.isFinite(was) ? `${FP.num(100 * was, 3)} before training` : ""]);
-    }
+    const both = (side) => [result[`rouge_l_${side}`], result[`bleu_${side}`]];
+    const scored = (pair) => pair.map((value) => FP.num(100 * value, 3)).join(" \u00b7 ");
+    if (both("after").every(Number.isFinite)) made.push(["ROUGE-L \u00b7 BLEU", scored(both("after")), both("before").every(Number.isFinite) ? `${scored(both("before"))} before training` : ""]);
     const loss = result.train_loss ?? now("loss");
     const evaluation = result.eval_loss ?? now("eval_loss");
     if (Number.isFinite(evaluation)) made.push(["Evaluation loss", FP.num(evaluation)]);
