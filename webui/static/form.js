@@ -53,7 +53,9 @@ FP.form = (() => {
     document.querySelectorAll(".fp-section").forEach(said);
     for (const name of about.names) {
       const field = document.getElementById(id(name));
-      if (field) field.classList.toggle("fp-set", !same(values[name], about.options[name].default));
+      if (!field) continue;
+      field.classList.toggle("fp-set", !same(values[name], about.options[name].default));
+      press(field, name);
     }
   }
   const same = (a, b) => String(a ?? "") === String(b ?? "");
@@ -89,16 +91,22 @@ FP.form = (() => {
   function back() { if (past.length) fill(past.pop()); }
 
   // Names found in the model, below the fields that want some: a click adds one, or takes it away.
+  const chosen = (name) => String(values[name] || "").split(/[\s,]+/).filter(Boolean);
   function offer(found) {
     for (const [name, names] of Object.entries(found)) {
       const field = document.getElementById(id(name));
       if (!field) continue;
-      const chosen = String(values[name] || "").split(/[\s,]+/).filter(Boolean);
-      const next = (one) => (chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one]).join(", ");
-      const chip = (one) => el("button.fp-name", { type: "button", "aria-pressed": String(chosen.includes(one)), onclick: () => fill({ [name]: next(one) }) }, one);
       const box = $(".fp-names", field) || field.appendChild(el("div.fp-names", { role: "group", "aria-label": "Names in this model" }));
-      box.replaceChildren(...names.map(chip));
+      if (box.textContent !== names.join("")) box.replaceChildren(...names.map((one) => el("button.fp-name", { type: "button", onclick: () => toggle(name, one) }, one)));
+      press(field, name);
     }
+  }
+  function toggle(name, one) { // from what is chosen now: two quick clicks choose two
+    const now = chosen(name);
+    fill({ [name]: (now.includes(one) ? now.filter((n) => n !== one) : [...now, one]).join(", ") });
+  }
+  function press(field, name) {
+    for (const button of field.querySelectorAll(".fp-name")) button.setAttribute("aria-pressed", String(chosen(name).includes(button.textContent)));
   }
 
   function outline(marks) { // {name: level}
