@@ -90,7 +90,7 @@ def _train(form: Form) -> None:
             form.place("train.galore_projection", "train.apollo_scale", "train.apollo_projection")
             form.place("train.apollo_scaling", "train.block_order")
             form.place("train.seed", "train.dataloader_workers", "train.group_by_length")
-            form.place("train.liger", "train.compile")
+            form.place("train.liger", "train.unsloth", "train.compile")
     with section("launch", "Devices"):
         with fields():
             form.place("parallel.strategy", "launch.processes", "launch.device", "launch.devices")

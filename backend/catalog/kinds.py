@@ -78,10 +78,11 @@ class Optimizer(Choice):
         """Whether its state is AdamW's two moments and no more: DeepSpeed deals out no other anew."""
         return self.name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
 
-    @property
-    def plain(self) -> bool:
-        """Whether it takes ordinary tensors alone, and fails on the weights of FSDP2 and tensor parallel."""
-        return self.factored or self.package in ("bitsandbytes", "apollo-torch")
+    def plain(self, masters: bool) -> bool:
+        """Whether it takes ordinary tensors alone, and fails on the weights of FSDP2 and tensor parallel, which are in
+        fp32 where there are `masters`."""
+        packed = self.package == "torchao" and (self.bits == 4 or not masters)
+        return self.factored or packed or self.package in ("bitsandbytes", "apollo-torch")
 
     @property
     def switched(self) -> bool:

@@ -27,6 +27,7 @@ from backend.rules import (
     tokens,
     trainer,
     tuning,
+    unsloth,
 )
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
@@ -53,6 +54,7 @@ FAMILIES = {
     "STG": (stages, "Stage"),
     "STR": ((strategy, sharding, tokens), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
+    "UNS": (unsloth, "Unsloth"),
 }
 
 

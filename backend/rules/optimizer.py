@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
+from backend.derived import masters
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
 
@@ -308,7 +309,8 @@ def unswitched(case: Case) -> str | None:
     fields=("train.optimizer", "parallel.strategy"),
     title="The optimizer does not take spread weights",
     source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
-    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds; AdamW, torchao's, GaLore, Muon and others go on",
+    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
+    "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others go on",
     fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
     bad=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     good=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
@@ -317,6 +319,7 @@ def spread_weights(case: Case) -> str | None:
     """FSDP2 and tensor parallel turn each weight into a tensor whose parts lie on several devices. Some optimizers
     calculate with ordinary tensors beside it, and fail at the first step."""
     row = _row(case)
-    if not row.plain or _engine(case) not in ("fsdp", "tensor") or _strategy(case).version == 1:
+    if not row.plain(masters(case.spec)) or _engine(case) not in ("fsdp", "tensor") or _strategy(case).version == 1:
         return None
-    return f"{row.label} with {_strategy(case).label}."
+    because = "" if row.plain(True) else f", in {catalog.PRECISIONS[case.spec.precision.compute].label}"
+    return f"{row.label} with {_strategy(case).label}{because}."

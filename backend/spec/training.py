@@ -139,6 +139,8 @@ class Train(Section):
     """Compute activations twice instead of keeping them: far less memory, about a third slower."""
     liger: Annotated[bool, Ui("Liger kernels")] = False
     """Norms, rotary embeddings and MLPs in kernels of their own: less memory, quicker; GPUs."""
+    unsloth: Annotated[bool, Ui("Unsloth", when={**PLAIN, "method.kind": ("lora", "full")})] = False
+    """Loaded and computed by Unsloth: less memory and quicker on one GPU."""
     compile: Annotated[bool, Ui("torch.compile", when={"parallel.strategy": ("single", "ddp")})] = False
     """Compile the model: quicker steps on GPUs, after a first one that takes minutes."""
     dataloader_workers: Annotated[int, Field(ge=0, le=256), Ui("Loader processes")] = 0

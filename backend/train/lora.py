@@ -1,6 +1,6 @@
 """The kin of LoRA: adapters that begin inside the base weights and are saved to stand beside them, and LoRA+.
 
-Beside the floors. Imports spec, catalog, journal.
+Beside the floors. Imports spec, catalog, unsloth, journal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import catalog
 from backend.spec import RunSpec
+from backend.train import unsloth
 from backend.train.journal import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -38,7 +39,7 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     """
     _check(spec, model, config)
     if not catalog.LORA_INITS[spec.method.lora_init].moves:
-        return get_peft_model(model, config)
+        return unsloth.attach(spec, model, config) if spec.train.unsloth else get_peft_model(model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:

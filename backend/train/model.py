@@ -1,7 +1,7 @@
 """The weights: found, loaded, made trainable as the method says, and saved.
 
-Beside the floors. Imports catalog, spec, kernels, lora, quantized, stages, templates, builtin, journal. Trained weights
-are held in fp32, frozen ones in the precision of the computing.
+Beside the floors. Imports catalog, spec, kernels, lora, quantized, stages, templates, unsloth, builtin, journal.
+Trained weights are held in fp32, frozen ones in the precision of the computing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import builtin, kernels, lora, quantized, stages, templates
+from backend.train import builtin, kernels, lora, quantized, stages, templates, unsloth
 from backend.train.journal import TrainError
 
 Make = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, type, further arguments
@@ -89,11 +89,17 @@ def load(
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}
     try:
         with stages.untaught() if scores else contextlib.nullcontext():
-            model: Any = (make or _read)(kind, source.name, dtype, how)
+            if spec.train.unsloth:
+                model: Any = unsloth.read(spec, source.name, dtype, how)
+            else:
+                model = (make or _read)(kind, source.name, dtype, how)
+    except TrainError:
+        raise
     except Exception as error:
         raise TrainError(kernels.refused(spec, error) or _unloadable("model", source, error)) from error
     kernels.check_attention(spec, model)
     kernels.patch(spec, model)
+    unsloth.check_kernels(spec, model)
     quantized.keep_layout(model)
     vocabulary, known = model.get_input_embeddings().num_embeddings, max(tokens.get_vocab().values()) + 1
     if known > vocabulary:

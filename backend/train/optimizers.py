@@ -26,6 +26,7 @@ def check(spec: RunSpec, family: str) -> None:
     """Raise TrainError for what a library would refuse in words of its own, or do wrong without a word."""
     train, row = spec.train, catalog.OPTIMIZERS[spec.train.optimizer]
     name, strategy = row.label, catalog.STRATEGIES[spec.parallel.strategy]
+    masters = catalog.PRECISIONS[spec.precision.compute].masters
     engine, first = strategy.engine, strategy.version == 1
     alone = not engine or (engine == "ddp" and spec.launch.processes == 1)
     refused = {
@@ -39,7 +40,7 @@ def check(spec: RunSpec, family: str) -> None:
         and engine == "deepspeed",
         f"train.optimizer: {name} averages weights, and DeepSpeed does not tell it when.": row.switched
         and engine == "deepspeed",
-        f"train.optimizer: {name} does not take the weights that this strategy spreads.": row.plain
+        f"train.optimizer: {name} does not take the weights that this strategy spreads.": row.plain(masters)
         and engine in ("fsdp", "tensor")
         and not first,
         f"train.optimizer: {name} works in one process alone: set parallel.strategy to single.": not alone

@@ -1,23 +1,17 @@
 """A calm log: the libraries' levels, their progress bars, and the warnings that are understood.
 
-Beside the floors. Imports journal.
+Beside the floors. Imports nothing of Footplate.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import sys
 import warnings
-from types import TracebackType
-from typing import NoReturn
 
 import accelerate.utils.other
 import datasets
 from transformers.utils import logging as transformers_logging
-
-from backend.train.journal import TrainError
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -50,21 +44,3 @@ def _leave_deepspeed_alone() -> None:
     """accelerate imports all of DeepSpeed (seconds, and lines in the log) at the first save, merely to ask whether the
     model is one of its engines."""
     accelerate.utils.other.is_deepspeed_available = lambda: False
-
-
-def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For sys.excepthook: what a person can mend is one sentence; anything else is a traceback."""
-    if issubclass(kind, TrainError):
-        print(error, file=sys.stderr, flush=True)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-def leave() -> NoReturn:
-    """End the process now that all is written: threads of the engines' native parts can abort it while Python winds
-    down (seen with deepspeed 0.19: "terminate called without an active exception"), and the run would count as failed.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

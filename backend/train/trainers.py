@@ -17,7 +17,7 @@ from transformers import PrinterCallback
 from backend import catalog
 from backend.run import CHECKPOINTS
 from backend.spec import RunSpec
-from backend.train import device, engine, kernels, optimizers, quantized, stages
+from backend.train import device, engine, kernels, optimizers, quantized, stages, unsloth
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
@@ -35,7 +35,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
     fp8 = spec.precision.compute == "fp8"
-    config = stages.config(spec)(
+    asked = dict(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
         bf16=precision == "bf16" and kind.masters and not fp8,
@@ -47,6 +47,8 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
+    config = stages.config(spec)(**asked)
+    unsloth.check(spec, asked, config)
     engine.start(spec, config, family, precision)
     if fp8:
         config.mixed_precision, config._fp8 = "fp8", spec.precision.fp8_backend

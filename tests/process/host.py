@@ -24,7 +24,7 @@ from backend.spec import RunSpec
 
 HOST = """
 import gc, importlib, json, os, runpy, socket, sys, time
-from backend.train import __main__ as training
+from backend.train import __main__ as training, training as _
 import deepspeed, torch.distributed.fsdp, trl.experimental
 gc.collect(), gc.freeze()  # or every rank's first collection would walk, and copy, all that was imported
 

@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,10 +24,10 @@ from backend.options import by_name, edit, effective, options, word
 from backend.plan import plan
 from backend.run import SPEC
 from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers
-from backend.train.__main__ import Work, _start
+from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers, unsloth
 from backend.train.callbacks import Keeper
 from backend.train.journal import Journal, TrainError
+from backend.train.training import Work, _start
 
 # peft asks transformers under an old name; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -129,6 +130,17 @@ def refusal(spec: RunSpec) -> str:
         trainers.arguments(spec, Path("."), "cpu", 1)
     except TrainError as error:
         return str(error)
+    return ""
+
+
+def missed(spec: RunSpec) -> str:
+    """What is said where Unsloth is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "unsloth", None)
+        try:
+            unsloth.begin(spec)
+        except TrainError as error:
+            return str(error)
     return ""
 
 
@@ -435,6 +447,7 @@ CASES: dict[str, Case] = {
     "train.group_by_length": Case(True, order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),
     "train.liger": Case(True, refusal),
+    "train.unsloth": Case(True, missed),
     "train.compile": Case(True, argument("torch_compile")),
     "train.dataloader_workers": Case(2, lambda spec: trainer(spec).get_train_dataloader().num_workers),
     "train.seed": Case(7, rows),

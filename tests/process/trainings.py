@@ -36,11 +36,11 @@ SMALL = {
 # Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.
 MANY = """
 import sys
-from backend.train.__main__ import main, quiet
+from backend.train.__main__ import ending, main
 for line in sys.argv[1:]:
     sys.argv[1:] = line.split("|")
     main()
-quiet.leave()
+ending.leave()
 """
 
 
@@ -61,7 +61,8 @@ def a_folder(root: Path, name: str, changes: Mapping[str, Any]) -> Path:
 
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
-    own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
+    own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
     # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
     # leaves a lock on which all later ones wait for ever.

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend import machine
-from backend.machine import GIB, Gpu, Machine, describe, parse, probe, read
+from backend.machine import GIB, Gpu, Machine, describe, parse, probe, probing, read
 from backend.options import SpecError
 
 
@@ -116,13 +115,13 @@ NPU = """
 
 
 def test_vendor_tools_are_read() -> None:
-    first, second = machine.parse_npu(NPU)
+    first, second = probing.parse_npu(NPU)
     assert (first.id, first.name, first.total_bytes) == (0, "Ascend 910B3", 65536 * 2**20)
     assert second.free_bytes == 5536 * 2**20
-    assert machine.parse_npu("") == ()
+    assert probing.parse_npu("") == ()
     xpu = '{"device_list": [{"device_id": 0, "device_name": "Max", "memory_physical_size_byte": "68719476736"}]}'
-    assert machine.parse_xpu(xpu) == (Gpu(0, "Max", 64 * GIB, 64 * GIB),)
-    assert machine.parse_xpu("no json") == ()
+    assert probing.parse_xpu(xpu) == (Gpu(0, "Max", 64 * GIB, 64 * GIB),)
+    assert probing.parse_xpu("no json") == ()
 
 
 def test_amd_is_read_from_sys(tmp_path: Path) -> None:
@@ -132,16 +131,16 @@ def test_amd_is_read_from_sys(tmp_path: Path) -> None:
         (card / "mem_info_vram_total").write_text(f"{total}\n")
         (card / "mem_info_vram_used").write_text("1024\n")
     (tmp_path / "card0" / "device" / "product_name").write_text("MI300X\n")
-    assert machine._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
+    assert probing._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
 
 
 def test_container_limits_hold(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{GIB // 4}\n")
     (tmp_path / "memory.current").write_text(f"{GIB // 8}\n")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert machine._ram(tmp_path) == (GIB // 4, GIB // 8)
-    assert machine._cores(tmp_path) == 1
+    assert probing._ram(tmp_path) == (GIB // 4, GIB // 8)
+    assert probing._cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine._ram(tmp_path)[0] > GIB // 4
-    assert machine._cores(tmp_path) >= 1
+    assert probing._ram(tmp_path)[0] > GIB // 4
+    assert probing._cores(tmp_path) >= 1

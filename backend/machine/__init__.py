@@ -1,0 +1,10 @@
+"""The machine that a run is for: devices, memory, cores, disk, packages; probed here, or read from YAML.
+
+Floor 1. Imports: below.
+"""
+
+from backend.machine.files import described, parse, read
+from backend.machine.kinds import GIB, Gpu, Machine, describe
+from backend.machine.probing import probe
+
+__all__ = ["GIB", "Gpu", "Machine", "describe", "described", "parse", "probe", "read"]

@@ -1,0 +1,205 @@
+"""This machine: NVIDIA is asked through its driver's library, AMD through /sys, others by their tools where these
+stand; never imports torch.
+
+Floor 1. Imports: kinds, packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pynvml
+
+from backend.machine import packages
+from backend.machine.kinds import GIB, Gpu, Machine
+
+STALE = 900  # seconds
+
+
+def probe(folder: Path) -> Machine:
+    """This machine; free disk is that of `folder` or its nearest existing parent. Takes a few ms."""
+    family, gpus = _accelerators()
+    total, free = _ram()
+    versions = packages.versions()
+    return Machine(
+        device=family,
+        gpus=gpus,
+        ram_bytes=total,
+        ram_free_bytes=free,
+        cores=_cores(),
+        disk_free_bytes=disk_free(folder),
+        python=sys.executable,
+        versions=versions,
+        unsloth_wants=packages.unmet("unsloth", versions),
+        cpu_bf16=_cpu_bf16(),
+        compiler=_compiler(),
+        libaio=Path("/usr/include/libaio.h").is_file(),
+        stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
+    )
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes that may still be written under `folder`, which need not exist yet; 0 where nobody can tell."""
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return 0
+
+
+def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
+    for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
+        gpus = find()
+        if gpus:
+            return family, gpus
+    return "cpu", ()
+
+
+def _nvidia() -> tuple[Gpu, ...]:
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()  # no driver, or one that does not answer
+    try:
+        return tuple(_nvidia_gpu(i) for i in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvidia_gpu(index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    name = pynvml.nvmlDeviceGetName(handle)
+    name = name.decode() if isinstance(name, bytes) else str(name)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(index, name.removeprefix("NVIDIA "), int(memory.total), int(memory.free), (int(major), int(minor)))
+
+
+def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
+    """AMD GPUs of at least 4 GiB: smaller ones are part of a processor. torch calls them cuda."""
+    found: list[Gpu] = []
+    for card in sorted(root.glob("card[0-9]*/device/mem_info_vram_total")):
+        with suppress(OSError, ValueError):
+            total = int(card.read_text())
+            used = int((card.parent / "mem_info_vram_used").read_text())
+            product = card.parent / "product_name"
+            name = (product.read_text().strip() if product.is_file() else "") or "AMD GPU"
+            if total >= 4 * GIB:
+                found.append(Gpu(len(found), name, total, total - used))
+    return tuple(found)
+
+
+def _tool(*argv: str) -> str:
+    """What a vendor's tool prints; '' where it does not stand or does not answer."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _npu() -> tuple[Gpu, ...]:
+    return parse_npu(_tool("npu-smi", "info"))
+
+
+def parse_npu(text: str) -> tuple[Gpu, ...]:
+    """Ascend devices from `npu-smi info`: two lines each; used / total MB end the second, HBM is the larger."""
+    found: list[Gpu] = []
+    name = ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        head = re.match(r"\d+\s+(\S*\d\S*)", cells[0])
+        pairs = [(int(u), int(t)) for u, t in re.findall(r"(\d+)\s*/\s*(\d+)", cells[-1])]
+        if head and len(cells) == 3 and cells[1] in ("OK", "Warning", "Alarm"):
+            name = head.group(1)
+        elif name and len(cells) == 3 and pairs and max(t for _, t in pairs) > 0:
+            used, total = max(pairs, key=lambda pair: pair[1])
+            found.append(Gpu(len(found), f"Ascend {name}", total * 2**20, (total - used) * 2**20))
+            name = ""
+    return tuple(found)
+
+
+def _xpu() -> tuple[Gpu, ...]:
+    return parse_xpu(_tool("xpu-smi", "discovery", "-j"))
+
+
+def parse_xpu(text: str) -> tuple[Gpu, ...]:
+    """Intel devices from `xpu-smi discovery -j`."""
+    try:
+        rows = json.loads(text)["device_list"] if text else []
+        return tuple(_xpu_gpu(i, row) for i, row in enumerate(rows))
+    except (ValueError, KeyError, TypeError):
+        return ()
+
+
+def _xpu_gpu(index: int, row: Mapping[str, Any]) -> Gpu:
+    total = int(float(row.get("memory_physical_size_byte") or 0))
+    free = int(float(row.get("memory_free_size_byte") or total))
+    return Gpu(int(row.get("device_id", index)), str(row.get("device_name", "Intel GPU")), total, free)
+
+
+def _apple() -> tuple[Gpu, ...]:
+    """Apple's GPU shares the machine's memory."""
+    if platform.system() != "Darwin" or platform.machine() != "arm64":
+        return ()
+    memory = psutil.virtual_memory()
+    name = _tool("sysctl", "-n", "machdep.cpu.brand_string").strip() or "Apple GPU"
+    return (Gpu(0, name, memory.total, memory.available),)
+
+
+def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Bytes in all and bytes available, within the container's limit if there is one."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    with suppress(OSError, ValueError):
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        total, free = min(total, limit), max(0, min(free, limit - used))
+    return total, free
+
+
+def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Physical cores within this process's affinity and the container's quota."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
+    with suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
+    with suppress(OSError):
+        flags = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", info.read_text(encoding="utf-8", errors="replace"))
+        return flags is not None and bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags[1].split()))
+    return False
+
+
+def _compiler() -> bool:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return shutil.which(os.environ.get("CXX") or "c++") is not None and header.is_file()
+
+
+def _stale_lock(extensions: str | Path) -> str:
+    """The lock of a build that nobody can be at any more; builds take a minute or two."""
+    for lock in sorted(Path(extensions).glob("**/lock")):
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime > STALE:
+                return str(lock)
+    return ""
