@@ -66,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("spec", metavar="SPEC", help="a YAML file, or a preset's name")
     spec.add_argument("--set", action="append", default=[], metavar="section.field=value", help="change one option")
     machine = argparse.ArgumentParser(add_help=False)
-    machine.add_argument("--machine", metavar="FILE", help="a machine described in YAML; this one by default")
+    machine.add_argument(
+        "--machine", metavar="NAME", help="a machine of presets/machines, or one described in YAML; this one by default"
+    )
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
     one = argparse.ArgumentParser(add_help=False, parents=[where])

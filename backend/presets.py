@@ -1,7 +1,7 @@
 """RunSpec <-> YAML: the files under presets/, a run's spec.yaml, and what people import and export.
 
 Floor 2. Imports: machine, options, spec, paths. A YAML file holds sections with only what differs from the defaults,
-and may open with `title`, `about` and `machine` (the one it is meant for, described as `machine.read` reads it).
+and may open with `title`, `about` and `machine` (the name of the one it is meant for, in presets/machines).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from backend.machine import Machine, described
+from backend.machine import Machine, machines
 from backend.options import Problem, SpecError, build, changes, nest
 from backend.paths import PRESETS
 from backend.spec import RunSpec
@@ -28,6 +28,7 @@ class Preset:
     name: str
     title: str
     about: str
+    place: str
     machine: Machine
     spec: RunSpec
 
@@ -61,19 +62,13 @@ def read(source: str | Path) -> RunSpec:
 
 def presets(folder: Path = PRESETS) -> list[Preset]:
     """Every preset, those for the smallest machine first."""
-    found = []
+    found, places = [], machines()
+    order = list(places)
     for path in folder.glob("*.yaml"):
         head = _mapping(path.read_text(encoding="utf-8"))
-        title, about = (str(head.get(key, "")) for key in HEAD[:2])
-        found.append(Preset(path.stem, title, about, described(head.get("machine") or {}), read(path)))
-    return sorted(found, key=_size)
-
-
-def _size(preset: Preset) -> tuple[int, int, str]:
-    """Devices of all nodes, and the bytes of one."""
-    machine = preset.machine
-    each = machine.gpus[0].total_bytes if machine.gpus else 0
-    return machine.nodes * len(machine.gpus), each, preset.name
+        title, about, place = (str(head.get(key, "")) for key in HEAD)
+        found.append(Preset(path.stem, title, about, place, places[place], read(path)))
+    return sorted(found, key=lambda preset: (order.index(preset.place), preset.name))
 
 
 def _mapping(text: str) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ def asked(arguments: argparse.Namespace) -> RunSpec:
 
 def target(arguments: argparse.Namespace) -> Machine:
     """The machine described in --machine, or this one."""
-    return read(Path(arguments.machine)) if arguments.machine else probe(Path.cwd())
+    return read(arguments.machine) if arguments.machine else probe(Path.cwd())
 
 
 def judged(arguments: argparse.Namespace) -> Judgement:

@@ -44,7 +44,7 @@ TOP = """
     <a href="?tab=runs" data-tab="runs">Runs</a>
     <a href="rules" class="fp-quiet" target="_blank" rel="noopener">Rules</a>
   </nav>
-  <span class="fp-machine" id="fp-machine"></span>
+  <label class="fp-machine">For <select id="fp-machine" aria-label="The machine that it is for"></select></label>
   <button type="button" class="fp-icon" id="fp-theme" aria-label="Light or dark" title="Light or dark"></button>
 </header>
 """
@@ -66,6 +66,7 @@ SIDE = """
     <p class="fp-verdict-text">Checking</p>
     <p class="fp-verdict-more"></p>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
+    <button type="button" class="fp-start" id="fp-take" hidden>Export</button>
   </section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>

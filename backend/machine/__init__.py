@@ -3,8 +3,8 @@
 Floor 1. Imports: below.
 """
 
-from backend.machine.files import described, parse, read
+from backend.machine.files import described, machines, parse, read
 from backend.machine.kinds import GIB, Gpu, Machine, describe
 from backend.machine.probing import probe
 
-__all__ = ["GIB", "Gpu", "Machine", "describe", "described", "parse", "probe", "read"]
+__all__ = ["GIB", "Gpu", "Machine", "describe", "described", "machines", "parse", "probe", "read"]

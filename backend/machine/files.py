@@ -1,6 +1,6 @@
 """Machines described in YAML, so that a laptop can check a run for a cluster.
 
-Floor 1. Imports: kinds, catalog, options (SpecError).
+Floor 1. Imports: kinds, catalog, options (SpecError), paths. Some lie under presets/machines, known by their names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import yaml
 from backend import catalog
 from backend.machine.kinds import GIB, Gpu, Machine
 from backend.options import Problem, SpecError
+from backend.paths import PRESETS
+
+MACHINES = PRESETS / "machines"
 
 # Marketing name -> (GiB, compute capability), so that a machine file may say just "H100".
 GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
@@ -37,13 +40,30 @@ KEYS = ("name", "device", "nodes", "gpus", "ram_gib", "cores", "disk_gib", "pyth
 GPU_KEYS = ("name", "count", "memory_gib", "free_gib", "capability")
 
 
-def read(path: str | Path) -> Machine:
-    """A machine from a YAML file. Raises SpecError naming the file and what is wrong in it.
+def machines(folder: Path = MACHINES) -> dict[str, Machine]:
+    """The machines that come with Footplate, by the names of their files; the smallest first."""
+    found = {path.stem: read(path) for path in folder.glob("*.yaml")}
+    return dict(sorted(found.items(), key=lambda item: _size(item[1])))
+
+
+def _size(machine: Machine) -> tuple[int, int]:
+    """Devices of all nodes, and the bytes of one."""
+    return machine.nodes * len(machine.gpus), machine.gpus[0].total_bytes if machine.gpus else 0
+
+
+def read(source: str | Path) -> Machine:
+    """A machine from a YAML file, or of that name. Raises SpecError naming the file and what is wrong in it.
 
     `gpus` is a list of {name, count, memory_gib, capability}; the last two may be left out for names in GPUS.
     """
+    path = Path(source)
+    if not path.is_file() and (MACHINES / f"{source}.yaml").is_file():
+        path = MACHINES / f"{source}.yaml"
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(machines())
+        raise SpecError([Problem("", f"{path}: no such file, and no such machine ({names})")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([Problem("", f"{path}: cannot be read: {error}")]) from None
     except SpecError as error:

@@ -29,9 +29,9 @@ class Exam(TrainerCallback):
         """What the model answers before the first step; remembered for a start that goes on."""
         if not self.asked:
             return
-        kept: list[str] | None = self.work.team.gather(answers.remembered(self.work.folder, self.asked))[0]
+        kept: list[str] | None = self.work.team.share(answers.remembered(self.work.folder, self.asked))
         if kept is None:
-            kept = self._answer("answering before", f"Answering {len(self.asked)} held-out rows, untrained.")
+            kept = self._answer("answering before", f"Answering {len(self.asked)} held-out rows, before training.")
             if self.work.team.rank == 0:
                 answers.remember(self.work.folder, self.asked, kept)
         self.before = kept
@@ -40,7 +40,7 @@ class Exam(TrainerCallback):
         """Ask again. The answers side by side, and each score of them before and after."""
         if not self.asked:
             return {"exact_match_before": None, "exact_match_after": None, "samples": []}
-        after = self._answer("answering after", f"Answering {len(self.asked)} held-out rows, trained.")
+        after = self._answer("answering after", f"Answering {len(self.asked)} held-out rows, after training.")
         wanted = [question.wanted for question in self.asked]
         samples = [
             {"prompt": q.prompt, "wanted": q.wanted, "before": was, "after": now}

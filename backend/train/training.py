@@ -156,7 +156,7 @@ def _start(work: Work) -> Path | None:
             work.journal.say(f"Going on from {start.name}.")
         return start
 
-    chosen: Path | None = work.team.gather(work.first(choose))[0]
+    chosen: Path | None = work.team.share(work.first(choose))
     return chosen
 
 
@@ -205,7 +205,7 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
             model.save(weights, tokens, work.folder / MODEL, model.saved_dtype(work.spec, source), state)
         except TrainError as caught:
             error = str(caught)
-    if error := work.team.gather(error)[0]:
+    if error := work.team.share(error):
         raise TrainError(error)
     if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
         work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")

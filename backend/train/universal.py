@@ -112,7 +112,7 @@ def _fitted(work: Work, checkpoint: Path) -> Path | None:
         except _StopAsked:  # which the others hear of, too
             return None
 
-    made: Path | None = work.team.gather(work.first(convert))[0]
+    made: Path | None = work.team.share(work.first(convert))
     return made
 
 

@@ -43,7 +43,7 @@ class Work:
                 if self.team.world == 1:
                     raise
                 error = str(caught)
-        error = self.team.gather(error)[0]
+        error = self.team.share(error)
         if error:
             raise TrainError(error)
         self.check_stop()

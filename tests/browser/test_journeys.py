@@ -384,3 +384,24 @@ def test_names_found_in_the_model_are_a_click_away(page, server):
     verdict(page, "Can run")
     names.get_by_role("button", name="q_proj").click()
     expect(page.locator("#method-lora_target_modules input")).to_have_value("v_proj")
+
+
+def test_a_run_is_planned_for_a_cluster(page, server):
+    """The preset's machine is a click away; then a run is exported, not started, and all that is said is about it."""
+    opened(page, server)
+    page.locator("#fp-presets").select_option("full-8b-fsdp2")
+    page.get_by_role("button", name="Plan for its machine").click()
+    page.wait_for_function("() => /^On eight GPUs/.test(document.querySelector('.fp-verdict-more').textContent)")
+    verdict(page, "Can run")
+    expect(page.locator("#fp-start")).to_be_hidden()
+    expect(page.locator("#fp-preset-about button")).to_have_count(0)
+    with page.expect_download() as download:
+        page.locator("#fp-take").click()
+    assert "strategy: fsdp2" in download.value.path().read_text()
+    page.reload()
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    expect(page.locator("#fp-machine")).to_have_value("8x80gb")
+    expect(page.locator("#fp-take")).to_be_visible()
+    page.locator("#fp-machine").select_option("")
+    expect(page.locator("#fp-start")).to_be_visible()
+    expect(page.locator("#fp-take")).to_be_hidden()

@@ -170,9 +170,23 @@ def test_export_names_what_is_wrong(one):
     assert answer.status_code == 422 and answer.json()["field"] == "train.batch_size"
 
 
-def test_machine(one):
-    said = one.get("/api/machine").json()
-    assert said["label"] and said["device"] == "cpu" and said["gpus"] == [] and said["cores"] >= 1
+def test_machines(one):
+    here, *others = one.get("/api/machines").json()
+    assert here["name"] == "" and "no GPU" in here["label"]
+    assert {"1x24gb", "8x80gb", "2x8x80gb"} <= {machine["name"] for machine in others}
+    wanted = {preset["name"]: preset["machine"] for preset in one.get("/api/presets").json()}
+    assert wanted["first-run"] == "" and wanted["two-nodes"] == "2x8x80gb"
+
+
+def test_a_run_is_planned_for_another_machine(one):
+    eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.processes": 8, "launch.launcher": "torchrun"}
+    body = {"values": eight, "draft": "", "seq": 1}
+    here, there = (one.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
+    assert "LCH009" in {f["code"] for f in here["findings"]} - {f["code"] for f in there["findings"]}
+    assert (here["place"], there["place"]) == ("", "eight GPUs with 80 GB")
+    assert there["memory"]["capacity_bytes"] == 80 * 2**30 and "CUDA_VISIBLE_DEVICES" in there["preview"]["command"]
+    answer = one.post("/api/check", json={**body, "machine": "9x9gb"})
+    assert answer.status_code == 404 and "8x80gb" in answer.json()["error"]
 
 
 def test_rules_page(one):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.machine import GIB, Gpu, Machine, describe, parse, probe, probing, read
+from backend.machine import GIB, Gpu, Machine, describe, machines, parse, probe, probing, read
 from backend.options import SpecError
 
 
@@ -112,6 +112,15 @@ NPU = """
 +===========================+===============+====================================================+
 | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
 """
+
+
+def test_machines_have_names() -> None:
+    found = machines()
+    order = list(found)
+    assert (order[0], order[-1]) == ("laptop", "2x8x80gb")
+    assert read("1x24gb") == found["1x24gb"]
+    with pytest.raises(SpecError, match=r"no such file, and no such machine .*1x24gb"):
+        read("24gb")
 
 
 def test_vendor_tools_are_read() -> None:

@@ -18,7 +18,7 @@ GET: Mapping[str, Handler] = {
     "/api/drafts/{id}": checking.load_draft,
     "/api/presets": checking.list_presets,
     "/api/presets/{name}": checking.load_preset,
-    "/api/machine": checking.show_machine,
+    "/api/machines": checking.list_machines,
     "/api/runs": running.list_runs,
     "/api/runs/{id}": running.show,
     "/api/runs/{id}/values": running.values,

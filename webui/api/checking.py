@@ -7,7 +7,6 @@ that starts a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from backend import foreign, presets
 from backend.catalog import DEVICES
 from backend.derived import device
 from backend.judge import Judgement, described, judge
-from backend.machine import describe
+from backend.machine import Machine, describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.plan import ABOUT
 from backend.rules import Finding
@@ -30,8 +29,10 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
     if draft := ask.text("draft", ""):
         desk.drafts.save(draft, values)
     spec, problems = understood(values)
-    found = judged(desk, spec)
+    place = ask.text("machine", "")
+    found = judged(desk, spec, place)
     return {
+        "place": found.machine.name if place else "",
         "seq": ask.body.get("seq"),
         "verdict": _verdict(found, problems),
         "findings": findings_of(found, spec),
@@ -81,9 +82,12 @@ def valid(values: Mapping[str, Any]) -> RunSpec:
     return spec
 
 
-def judged(desk: Desk, spec: RunSpec) -> Judgement:
-    """What `spec` comes to here."""
-    return judge(spec, desk.machine.get(), Path.cwd())
+def judged(desk: Desk, spec: RunSpec, machine: str = "") -> Judgement:
+    """What `spec` comes to on the machine of that name, or here. Raises Refusal."""
+    known = desk.machines
+    if machine and machine not in known:
+        raise Refusal(404, f"There is no machine {machine!r}; there are {', '.join(known)}.", field="machine")
+    return judge(spec, known[machine] if machine else desk.machine.get(), Path.cwd())
 
 
 def values_of(spec: RunSpec) -> dict[str, Any]:
@@ -105,8 +109,17 @@ def load_draft(desk: Desk, ask: Ask) -> dict[str, Any]:
 
 
 def list_presets(desk: Desk, ask: Ask) -> list[dict[str, str]]:
-    """The presets, without their values."""
-    return [{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine.name} for p in presets.presets()]
+    """The presets, without their values; `machine` is the one that a preset wants and this one is not."""
+    here = desk.machine.get()
+    found = presets.presets()
+    wants = {p.name: "" if _as_good(here, p.machine) else p.place for p in found}
+    return [{"name": p.name, "title": p.title, "about": p.about, "machine": wants[p.name]} for p in found]
+
+
+def _as_good(here: Machine, wanted: Machine) -> bool:
+    """Whether `here` are as many devices, each with the memory; some of it is the driver's."""
+    least = max((gpu.total_bytes for gpu in wanted.gpus), default=0) * 0.9
+    return sum(gpu.total_bytes >= least for gpu in here.gpus) >= len(wanted.gpus) * wanted.nodes
 
 
 def load_preset(desk: Desk, ask: Ask) -> dict[str, Any]:
@@ -132,18 +145,10 @@ def export_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
     return {"yaml": presets.dump(valid(ask.table("values")))}
 
 
-def show_machine(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """This machine, as last seen."""
-    machine = desk.machine.get()
-    return {
-        "device": machine.device,
-        "gpus": [asdict(gpu) for gpu in machine.gpus],
-        "cores": machine.cores,
-        "ram_bytes": machine.ram_bytes,
-        "ram_free_bytes": machine.ram_free_bytes,
-        "disk_free_bytes": machine.disk_free_bytes,
-        "label": describe(machine),
-    }
+def list_machines(desk: Desk, ask: Ask) -> list[dict[str, str]]:
+    """This machine, under an empty name, and those that a run can be planned for."""
+    here = {"name": "", "label": describe(desk.machine.get())}
+    return [here, *({"name": name, "label": describe(machine)} for name, machine in desk.machines.items())]
 
 
 def _verdict(found: Judgement, problems: list[Problem]) -> dict[str, str]:

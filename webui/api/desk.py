@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from backend.machine import Machine, probe
+from backend.machine import Machine, machines, probe
 from backend.run import LOCK, PLAN, STATE
 from backend.run.folder import Run
 from backend.run.reading import Metrics
@@ -146,6 +146,7 @@ class Desk:
         self.keys = Keys(root / ".keys")
         self.summaries = Summaries(root)
         self.machine = Seen(lambda: machine(root))
+        self.machines = machines()
         self._metrics: OrderedDict[Path, Metrics] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -20,7 +20,7 @@
     const mine = ++seq;
     if (!draft) remember(newKey());
     try {
-      const answer = await FP.post("api/check", { values: FP.form.values(), draft, seq: mine });
+      const answer = await FP.post("api/check", { values: FP.form.values(), draft, machine: place(), seq: mine });
       if (mine < drawn) return; // a later one is drawn already
       drawn = mine;
       last = answer;
@@ -54,6 +54,26 @@
     }
   }
 
+  // Which machine it is for: this one, or one that it is planned for; a run can only be started on this one.
+  const place = () => FP.query.get("machine") || "";
+  async function machines() {
+    const menu = $("#fp-machine");
+    const found = await FP.get("api/machines");
+    menu.replaceChildren(...found.map((m) => el("option", { value: m.name }, m.name ? m.label : `this machine: ${m.label}`)));
+    if (!found.some((m) => m.name === place())) FP.query.set({ machine: "" }, { replace: true });
+    menu.addEventListener("change", () => planFor(menu.value));
+    planFor(place());
+  }
+  function planFor(name) {
+    FP.query.set({ machine: name }, { replace: true });
+    $("#fp-machine").value = name;
+    $("#fp-start").hidden = Boolean(name);
+    $("#fp-take").hidden = !name;
+    document.body.classList.toggle("fp-planned", Boolean(name));
+    about();
+    if (draft) check();
+  }
+
   let known = [];
   async function presets() {
     known = await FP.get("api/presets");
@@ -67,8 +87,15 @@
     const found = known.find((p) => p.name === name);
     const values = found ? (await FP.get(`api/presets/${encodeURIComponent(name)}`)).values : FP.form.defaults();
     $("#fp-presets").value = name;
-    $("#fp-preset-about").textContent = found ? found.about : "";
+    about();
     FP.form.fill(values, { undo: undo ? `${found ? found.title : "Defaults"} loaded.` : "" });
+  }
+
+  function about() { // of the preset, with a way to the machine that it is for
+    const found = known.find((p) => p.name === $("#fp-presets").value);
+    const other = found && found.machine && found.machine !== place();
+    const go = other && el("button.fp-link", { type: "button", onclick: () => planFor(found.machine) }, "Plan for its machine");
+    $("#fp-preset-about").replaceChildren(el("span", { title: found ? found.about : "" }, found ? found.about : ""), ...(go ? [go] : []));
   }
 
   async function start() {
@@ -95,7 +122,7 @@
     const done = new Set();
     let values = before;
     for (;;) {
-      const { findings } = await FP.post("api/check", { values, draft: "", seq: 0 });
+      const { findings } = await FP.post("api/check", { values, draft: "", machine: place(), seq: 0 });
       const next = findings.filter((f) => f.level === "error").flatMap((f) => f.fixes).find((x) => x.safe && !done.has(JSON.stringify(x.patch)));
       if (!next) break;
       done.add(JSON.stringify(next.patch));
@@ -176,14 +203,14 @@
     $("#fp-start").addEventListener("click", start);
     $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
     $("#fp-import-file").addEventListener("change", importFile);
-    $("#fp-export").addEventListener("click", exportFile);
+    for (const button of ["#fp-export", "#fp-take"]) $(button).addEventListener("click", exportFile);
     $("#fp-copy-script").addEventListener("click", () => FP.copy(FP.verdict.script(), "Script"));
     document.addEventListener("click", follow);
     window.addEventListener("popstate", show);
     FPRun.mount();
     FPRuns.mount();
     show();
-    FP.get("api/machine").then((m) => ($("#fp-machine").textContent = m.label), () => {});
+    await machines().catch(() => {});
     await begin().catch((error) => FP.verdict.offline(error.message));
     document.body.dataset.ready = "yes";
   };

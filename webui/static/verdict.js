@@ -10,7 +10,7 @@ FP.verdict = (() => {
     const box = $("#fp-verdict");
     box.dataset.level = verdict.level;
     $(".fp-verdict-text", box).textContent = verdict.text;
-    $(".fp-verdict-more", box).textContent = answer.summary || "";
+    $(".fp-verdict-more", box).textContent = [answer.place && `On ${answer.place}`, answer.summary].filter(Boolean).join(": ");
     $("#fp-start").disabled = verdict.level === "error" || verdict.level === "invalid";
     marks(findings, invalid);
     FP.form.offer(answer.names || {});
