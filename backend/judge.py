@@ -42,14 +42,15 @@ class Judgement:
 
     @property
     def verdict(self) -> str:
-        """One line: Can run, Can run with 1 warning, Cannot run: 2 errors."""
+        """One line: Can run; Can run, with 1 warning; Can run, memory unknown; Cannot run: 2 errors."""
         said = []
         for level in ("error", "warning"):
             if count := sum(f.level == level for f in self.findings):
                 said.append(f"{count} {level}{'s' if count > 1 else ''}")
         if not self.can_run:
             return f"Cannot run: {', '.join(said)}"
-        return f"Can run, with {said[0]}" if said else "Can run"
+        said = [f"with {said[0]}"] if said else []
+        return ", ".join(["Can run", *said, *(["memory unknown"] if self.estimate.unknown else [])])
 
     @property
     def title(self) -> str:

@@ -23,6 +23,7 @@ from backend.catalog.kinds import (
     Stage,
     Strategy,
 )
+from backend.catalog.known import HUB
 from backend.catalog.models import MODELS
 from backend.catalog.optimizers import OPTIMIZERS
 from backend.catalog.quantization import FOUR_BIT, PACKED, QUANTIZATIONS
@@ -31,7 +32,7 @@ from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDING
 
 __all__ = [
     "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "FLASH",
-    "FOUR_BIT", "FSDP", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
+    "FOUR_BIT", "FSDP", "HUB", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS", "OPTIMIZERS",
     "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STAGES", "STATE_DICTS", "STRATEGIES",
     "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
     "Quantization", "Stage", "Strategy",

@@ -17,11 +17,12 @@ from backend.derived import unconvertible, world
 from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
+from backend.glance.hub import fetch
 from backend.glance.model import look_at_model
 from backend.options import edit
 from backend.spec import Data, RunSpec
 
-__all__ = ["Glance", "Trouble", "look", "settle"]
+__all__ = ["Glance", "Trouble", "fetch", "look", "settle"]
 
 
 def settle(spec: RunSpec, base: Path) -> RunSpec:

@@ -35,8 +35,10 @@ def _look(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str
     if model.source == "hub":
         folder = _cached(model.hub_id, model.revision, environment)
         if folder is None:
-            return {"unknown": "the model was not downloaded yet", "fetched": False}
-        return _folder(folder)
+            known = catalog.HUB.get(model.hub_id.lower())
+            return {**(_shape(known) if known else {"unknown": "the model was not downloaded yet"}), "fetched": False}
+        found = _folder(folder)
+        return {**found, "model": "", "fetched": not found.get("model")}  # what is missing is downloaded by the run
     if not model.path:
         return {"unknown": "no model folder is named", "model": "No model folder is named."}
     return _folder(base / Path(model.path).expanduser())

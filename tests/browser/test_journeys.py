@@ -405,3 +405,19 @@ def test_a_run_is_planned_for_a_cluster(page, server):
     page.locator("#fp-machine").select_option("")
     expect(page.locator("#fp-start")).to_be_visible()
     expect(page.locator("#fp-take")).to_be_hidden()
+
+
+def test_what_is_pasted_counts(page, server):
+    """Without a key pressed: as a paste, a drop or the browser's own completion would bring it."""
+    opened(page, server)
+    choose(page, "model.source", "Hugging Face Hub")
+    verdict(page, "Cannot run")
+    page.locator("#model-hub_id input").click()
+    page.keyboard.insert_text("Qwen/Qwen3-8B")
+    page.wait_for_function("() => FP.form.values()['model.hub_id'] === 'Qwen/Qwen3-8B'")
+    page.wait_for_function("() => !document.querySelector('[data-code=MDL002]')")
+    put(page, "train.batch_size", 3)
+    page.wait_for_function("() => FP.form.values()['train.batch_size'] === 3")
+    assert value(page, "model.hub_id") == "Qwen/Qwen3-8B"
+    page.locator("#model-hub_id input").fill("")
+    page.wait_for_selector("[data-code=MDL002]")

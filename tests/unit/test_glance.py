@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from specs import spec
 
 from backend import catalog
-from backend.glance import Glance, look, settle
+from backend.glance import Glance, fetch, look, settle
 from backend.spec import RunSpec
 
 
@@ -33,6 +35,70 @@ def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
     assert found.training_rows(RunSpec().data) == 400
     assert found.validation_rows(RunSpec().data) == 32
     assert 50 < found.longest < 400
+
+
+# As the models' pages on the hub say.
+PUBLISHED = {
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-4B-Base": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_much_used_models_are_known_before_a_download(name: str, tmp_path: Path) -> None:
+    found = look(spec(model__source="hub", model__hub_id=name.lower()), tmp_path, {"HF_HOME": str(tmp_path)})
+    assert found.shape is not None
+    assert found.shape.parameters == PUBLISHED[name]
+    assert (found.fetched, found.has_template, found.model) == (False, None, "")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with one model."""
+
+    def do_GET(self) -> None:
+        body = json.dumps(catalog.MODELS["tiny-llama"].config).encode()
+        known = self.path.startswith("/own/tiny/resolve/main/config.json")
+        self.send_response(200 if known else 404)
+        for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"1"', "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        if not known:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_the_hub_is_asked_for_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked = spec(model__source="hub", model__hub_id="own/tiny")
+    assert look(asked, tmp_path).unknown == "the model was not downloaded yet"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert fetch("own/tiny", "main") == ""
+        assert fetch("own/other", "main").startswith("the hub has no such model")
+        assert fetch("a/b/c", "main") == "an id is organisation/name"
+        server.shutdown()
+    assert fetch("own/third", "main") == "the hub cannot be reached"
+    found = look(asked, tmp_path)
+    assert found.shape is not None
+    assert (found.shape.model_type, found.model, found.fetched) == ("llama", "", False)
 
 
 def test_rows_are_read_and_counted(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ POST: Mapping[str, Handler] = {
     "/api/check": checking.check,
     "/api/import": checking.import_yaml,
     "/api/export": checking.export_yaml,
+    "/api/config": checking.read_config,
     "/api/runs": running.start,
     "/api/runs/{id}/stop": running.stop,
     "/api/runs/{id}/resume": running.resume,

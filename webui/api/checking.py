@@ -13,6 +13,7 @@ from typing import Any
 from backend import foreign, presets
 from backend.catalog import DEVICES
 from backend.derived import device
+from backend.glance import fetch
 from backend.judge import Judgement, described, judge
 from backend.machine import Machine, describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
@@ -37,7 +38,7 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
         "verdict": _verdict(found, problems),
         "findings": findings_of(found, spec),
         "invalid": [{"field": p.field, "message": p.message} for p in problems],
-        "memory": {**described(found.estimate), "device_label": _device_label(found)},
+        "memory": {**described(found.estimate), "device_label": _device_label(found), "fetch": _fetchable(found)},
         "preview": _preview(found, desk.runs),
         "title": found.title,
         "summary": found.summary,
@@ -53,6 +54,13 @@ def _names(found: Judgement) -> dict[str, list[str]]:
     rest = [name for name in shape.modules if name not in shape.linear]  # what carries no adapter, and is small
     linear = {"method.lora_target_modules": list(shape.linear)}
     return {**linear, "method.lora_modules_to_save": rest, "method.freeze_also": rest}
+
+
+def _fetchable(found: Judgement) -> dict[str, str] | None:
+    """The model of the hub whose config.json would tell the memory."""
+    model = found.spec.model
+    unknown = model.source == "hub" and model.hub_id and found.glance.shape is None and not found.glance.fetched
+    return {"id": model.hub_id, "revision": model.revision} if unknown else None
 
 
 def understood(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
@@ -143,6 +151,14 @@ def import_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
 def export_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
     """The values as YAML: what differs from the defaults."""
     return {"yaml": presets.dump(valid(ask.table("values")))}
+
+
+def read_config(desk: Desk, ask: Ask) -> dict[str, str]:
+    """Fetch the config.json of a model on the hub, so that its memory is known. Raises Refusal."""
+    name = ask.text("id")
+    if error := fetch(name, ask.text("revision", "main")):
+        raise Refusal(502, f"{name}: {error}.", field="model.hub_id")
+    return {"id": name}
 
 
 def list_machines(desk: Desk, ask: Ask) -> list[dict[str, str]]:

@@ -15,6 +15,7 @@ FP.form = (() => {
     values = Object.fromEntries(about.names.map((name) => [name, about.options[name].default]));
     document.querySelectorAll(".fp-section").forEach(prepare);
     document.querySelectorAll(".fp-more").forEach((button) => button.addEventListener("click", () => more(button)));
+    document.addEventListener("input", typed, true);
   }
 
   function prepare(section) {
@@ -39,6 +40,15 @@ FP.form = (() => {
   // Gradio's handler for every edit.
   function edited(list) {
     about.names.forEach((name, i) => (values[name] = list[i]));
+    changed();
+  }
+
+  // Gradio tells of keys alone: not of what is pasted, dragged, undone or filled in by the browser.
+  function typed(event) {
+    const field = event.target.dataset?.testid === "textbox" && event.target.closest(".fp-field");
+    const name = field && about.names.find((one) => id(one) === field.id);
+    if (!name || values[name] === event.target.value) return;
+    values[name] = event.target.value;
     changed();
   }
 

@@ -75,8 +75,19 @@ FP.verdict = (() => {
     const text = m.unknown ? `Unknown, because ${m.unknown}` : `${FP.bytes(m.device_bytes)} of ${FP.bytes(m.capacity_bytes)}`;
     box.replaceChildren(
       el("div.fp-card-head", {}, el("h3", {}, m.device_label ? `Memory, ${m.device_label}` : "Memory"), el("span.fp-gap"), el("span.fp-figure", { "data-level": level }, text)),
+      m.fetch ? el("button.fp-link", { type: "button", onclick: (event) => fetchConfig(event.target, m.fetch) }, "Read its config.json from the hub") : "",
       m.unknown ? "" : el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map((r, i) => part(r, i, scale))),
       m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)));
+  }
+  async function fetchConfig(button, model) {
+    button.disabled = true;
+    button.textContent = "Reading its config.json";
+    try {
+      await FP.post("api/config", model);
+    } catch (error) {
+      FP.toast(error.message, "error");
+    }
+    FP.emit("edited");
   }
   function part(r, i, scale) {
     const node = el("span", { title: `${r.name}: ${FP.bytes(r.bytes)}`, "data-part": i % 6 });
