@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from backend import catalog, fsdp, keys
-from backend.derived import device, nodes, precision, world
+from backend.derived import device, masters, nodes, precision, world
 from backend.machine import Machine
 from backend.run import DEEPSPEED
 from backend.spec import RunSpec
@@ -62,8 +62,9 @@ def _engine(spec: RunSpec, machine: Machine) -> dict[str, Any]:
 
 
 def _precision(spec: RunSpec, machine: Machine) -> str:
+    """Beside masters in fp32; the trainer would read it as that where there are none."""
     compute = precision(spec, machine)
-    return "no" if compute == "fp32" else compute
+    return "no" if compute == "fp32" or not masters(spec) else compute
 
 
 def _fsdp(spec: RunSpec) -> dict[str, Any]:

@@ -19,6 +19,7 @@ FLOORS = {
     "backend.shell": 5.1,
     "backend.watching": 5.2,
     "backend.plan": 4,
+    "backend.whatif": 4,
     "backend.judge": 4.1,
     "backend.rules": 3,
     "backend.memory": 2,

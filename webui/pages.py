@@ -24,6 +24,7 @@ SCRIPTS = (
     "core.js",
     "poll.js",
     "form.js",
+    "whatif.js",
     "verdict.js",
     "build.js",
     "charts.js",

@@ -198,7 +198,8 @@ class Account(Activations):
         return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0
 
     def host(self) -> list[Row]:
-        """RAM beside the devices: on a CPU run the processes themselves are the device."""
+        """RAM beside the devices: on a CPU run the processes themselves are the device. What loading takes is free
+        again when the optimizer makes its state, so the larger of the two counts."""
         if self.cpu:
             return []
         count = processes(self.spec)
@@ -213,10 +214,13 @@ class Account(Activations):
         held = sum(row.bytes * whole for row in self._reference())
         words = f"{readers} x {loaded:,} bytes until the device{'s have' if readers < count else ' has'} them"
         words += f", {count} x {held:,} of the reference" if held else ""
+        away, loading = self._away(), readers * loaded + count * held
+        more = loading - sum(row.bytes for row in away)
+        words += ", beyond what is kept here later" if away else ""
         return [
             Row("Libraries", count * LIBRARIES, f"{count} x Python and its libraries, about", "host"),
-            *self._away(),
-            Row("Weights on their way", readers * loaded + count * held, words, "host"),
+            *away,
+            *([Row("Weights on their way", more, words, "host")] if more > 0 else []),
         ]
 
     def _away(self) -> list[Row]:

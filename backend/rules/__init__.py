@@ -13,6 +13,7 @@ from backend.options import effective
 from backend.rules import (
     adapter,
     data,
+    further,
     hardware,
     kernels,
     launch,
@@ -52,7 +53,7 @@ FAMILIES = {
     "PRC": (hardware, "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding, tokens), "Strategy"),
+    "STR": ((strategy, sharding, tokens, further), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
     "UNS": (unsloth, "Unsloth"),
 }

@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import islice
 
 from backend import catalog
+from backend.machine import GIB
 from backend.memory import estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
-from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B
+from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.spec import RunSpec
 
 CLEARLY = 1.2  # beyond what the estimate may be wrong by
@@ -20,6 +21,8 @@ NEAR = 0.9
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
 NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
+ZERO = {**WHOLE, "parallel.strategy": "zero3"}
+POOR = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 SOURCE = "the estimate: closed formulas, checked against measured peaks"
 
 
@@ -57,6 +60,40 @@ def nearly_full(case: Case) -> Hit | None:
     return Hit(_message(case), tuple(_fixes(case, NEAR)), _fields(case))
 
 
+@rule(
+    "MEM003",
+    "error",
+    fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
+    title="It does not fit into the host's RAM",
+    source=SOURCE,
+    remedy="Fewer processes on a machine hold fewer copies; a machine with more RAM holds them all.",
+    bad=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, POOR, EIGHT_B),
+    good=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, TWO_H100, EIGHT_B),
+)
+def host_full(case: Case) -> Hit | None:
+    """Each process reads the weights into RAM before its device has them, and what is offloaded stays there. Where it
+    ends, the system kills processes without a word."""
+    found, room = case.estimate, case.machine.ram_free_bytes
+    if found.fits is None or found.host_bytes <= CLEARLY * room:
+        return None
+    largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
+    said = f"{amount(found.host_bytes)} on each node, and it has {amount(room)} free"
+    ways = (
+        Fix("FSDP2", {"parallel.strategy": "fsdp2"}),
+        Fix("Optimizer state on the devices", {"parallel.offload_optimizer": "none"}),
+        Fix("Nothing offloaded", {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none"}),
+        Fix("Nothing offloaded", {"parallel.cpu_offload": False}),
+    )
+    good = [way for way in ways if case.takes(way.patch) and _frees(case, way, room)]
+    return Hit(f"{said}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}.", tuple(good[:2]))
+
+
+def _frees(case: Case, fix: Fix, room: int) -> bool:
+    """Whether host and devices have room after it."""
+    found = case.estimated(case.with_patch(fix.patch))
+    return found.host_bytes <= CLEARLY * room and found.device_bytes <= CLEARLY * found.capacity_bytes
+
+
 def _message(case: Case) -> str:
     found = case.estimate
     place = "each process" if case.device == "cpu" else "each device"
@@ -87,11 +124,11 @@ def _bytes(case: Case, fix: Fix) -> int:
 def _changes(case: Case) -> Iterator[Fix]:
     spec = case.spec
     checkpointing = {"train.activation_checkpointing": True}
-    smaller = list(_smaller(case))
-    yield from (Fix(f"Batch size {p['train.batch_size']}, accumulated", p) for p in smaller)
+    fewer = list(smaller(case))
+    yield from (Fix(f"Batch size {p['train.batch_size']}, accumulated", p) for p in fewer)
     yield Fix("Activation checkpointing", checkpointing)
-    yield from (Fix(f"Checkpointing, batch size {p['train.batch_size']}", {**p, **checkpointing}) for p in smaller)
-    least = {**(smaller[-1] if smaller else {}), **checkpointing}
+    yield from (Fix(f"Checkpointing, batch size {p['train.batch_size']}", {**p, **checkpointing}) for p in fewer)
+    least = {**(fewer[-1] if fewer else {}), **checkpointing}
     if spec.parallel.strategy != "tensor":
         yield Fix("Reference computed beforehand", {"preference.precompute": True})
     lora = {"method.kind": "lora", "train.learning_rate": 2e-4}
@@ -113,7 +150,7 @@ def _changes(case: Case) -> Iterator[Fix]:
         yield Fix("The built-in small model", {"model.source": "builtin"}, safe=False)
 
 
-def _smaller(case: Case) -> Iterator[dict[str, object]]:
+def smaller(case: Case) -> Iterator[dict[str, object]]:
     """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
     size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
     if catalog.OPTIMIZERS[case.spec.train.optimizer].inside:

@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,20 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
     if row.engine == "ddp":
         found["ddp_find_unused_parameters"] = parallel.find_unused_parameters
         found["ddp_bucket_cap_mb"] = parallel.bucket_mb
-    if row.engine == "fsdp":
-        found |= {"fsdp": True, "fsdp_config": str(run / FSDP)}
-        if max(parallel.replicas, parallel.context) > 1:
-            found["parallelism_config"] = mesh(spec, world)
-        if parallel.context > 1:
-            found["pad_to_multiple_of"] = 2 * parallel.context  # each device takes a piece from both ends of a row
+    return found | (_fsdp(spec, run, family, world) if row.engine == "fsdp" else {})
+
+
+def _fsdp(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
+    parallel = spec.parallel
+    if parallel.cpu_offload and family != "cpu" and not dist.is_initialized():
+        # Gradients in RAM are added up there, to be clipped; accelerate would start the device's backend alone.
+        both = f"{family}:{device.backend(family)},cpu:gloo"
+        dist.init_process_group(both, timeout=timedelta(seconds=parallel.timeout))
+    found: dict[str, Any] = {"fsdp": True, "fsdp_config": str(run / FSDP)}
+    if max(parallel.replicas, parallel.context) > 1:
+        found["parallelism_config"] = mesh(spec, world)
+    if parallel.context > 1:
+        found["pad_to_multiple_of"] = 2 * parallel.context  # each device takes a piece from both ends of a row
     return found
 
 

@@ -35,6 +35,7 @@ POST: Mapping[str, Handler] = {
     "/api/import": checking.import_yaml,
     "/api/export": checking.export_yaml,
     "/api/config": checking.read_config,
+    "/api/whatif": checking.what_if,
     "/api/runs": running.start,
     "/api/runs/{id}/stop": running.stop,
     "/api/runs/{id}/resume": running.resume,

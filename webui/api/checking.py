@@ -7,6 +7,7 @@ that starts a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from backend.judge import Judgement, described, judge
 from backend.machine import Machine, describe
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.plan import ABOUT
-from backend.rules import Finding
+from backend.rules import Case, Finding
 from backend.spec import RunSpec
+from backend.whatif import Variant, suggestion, variants
 from webui.api.asking import Ask, Refusal
 from webui.api.desk import Desk
 
@@ -54,6 +56,22 @@ def _names(found: Judgement) -> dict[str, list[str]]:
     rest = [name for name in shape.modules if name not in shape.linear]  # what carries no adapter, and is small
     linear = {"method.lora_target_modules": list(shape.linear)}
     return {**linear, "method.lora_modules_to_save": rest, "method.freeze_also": rest}
+
+
+def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """Every strategy for these values: what it takes, and a patch that leads there; and the one to suggest."""
+    spec, _ = understood(ask.table("values"))
+    found = judged(desk, spec, ask.text("machine", ""))
+    case = Case(found.spec, found.machine, found.glance)
+    best = suggestion(case)
+    rows = [_way(v, found.spec) for v in variants(case)]
+    return {"rows": rows, "best": {**_way(best[0], found.spec), "why": best[1]} if best else None}
+
+
+def _way(way: Variant, spec: RunSpec) -> dict[str, Any]:
+    changed = {name: value for name, value in way.patch.items() if get(spec, name) != value}
+    facts = {"fits": way.fits, "runs": way.runs, **_fix(way.name, True, changed, spec)}
+    return {**asdict(way), **facts}
 
 
 def _fetchable(found: Judgement) -> dict[str, str] | None:

@@ -67,7 +67,7 @@ FP.verdict = (() => {
     const box = $("#fp-memory");
     box.hidden = !m;
     if (!m) return;
-    const open = $("details", box)?.open;
+    const open = $("details:not(.fp-whatif)", box)?.open;
     const share = m.capacity_bytes ? m.device_bytes / m.capacity_bytes : 0;
     const level = m.fits === false ? "error" : share > 0.9 ? "warning" : "ok";
     const rows = m.rows.filter((r) => r.where === "device" && r.bytes > 0).sort((a, b) => b.bytes - a.bytes);
@@ -77,7 +77,8 @@ FP.verdict = (() => {
       el("div.fp-card-head", {}, el("h3", {}, m.device_label ? `Memory, ${m.device_label}` : "Memory"), el("span.fp-gap"), el("span.fp-figure", { "data-level": level }, text)),
       m.fetch ? el("button.fp-link", { type: "button", onclick: (event) => fetchConfig(event.target, m.fetch) }, "Read its config.json from the hub") : "",
       m.unknown ? "" : el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map((r, i) => part(r, i, scale))),
-      m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)));
+      m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)),
+      m.unknown ? "" : FP.whatif.place());
   }
   async function fetchConfig(button, model) {
     button.disabled = true;

@@ -1,0 +1,184 @@
+"""Rules of further keys for DeepSpeed: an imported JSON, or one of one's own, that speaks against the form.
+
+Floor 3. Imports: below. What the form cannot say is kept and laid over deepspeed.json (deepspeed.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from backend import catalog, keys
+from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.examples import TWO_H100
+
+ZERO2, ZERO3 = {"parallel.strategy": "zero2"}, {"parallel.strategy": "zero3"}
+KEYS = "parallel.engine_keys"
+FINE = Example({**ZERO2, KEYS: '{"wall_clock_breakdown": true}'}, TWO_H100)
+# deepspeed 0.19 runtime/config.py raises where it finds one of these.
+REMOVED = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
+    "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+    "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
+GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def _bad(given: Mapping[str, Any], **more: Any) -> Example:
+    return Example({**ZERO3, KEYS: json.dumps(given), **more}, TWO_H100)
+
+
+def _given(case: Case) -> dict[str, Any]:
+    """The further keys of a DeepSpeed run."""
+    return keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == "deepspeed" else {}
+
+
+def _at(table: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; "auto" where there is none."""
+    for name in path.split("."):
+        if not isinstance(table, Mapping) or name not in table:
+            return keys.AUTO
+        table = table[name]
+    return table
+
+
+def _without(case: Case, paths: list[str]) -> dict[str, Any]:
+    """A patch: the further keys without what stands at these paths."""
+
+    def left(table: Mapping[str, Any], before: str) -> dict[str, Any]:
+        found = {}
+        for name, value in table.items():
+            path = f"{before}{name}"
+            if path in paths:
+                continue
+            inner = left(value, f"{path}.") if isinstance(value, Mapping) else value
+            if inner != {} or value == {}:
+                found[name] = inner
+        return found
+
+    rest = left(_given(case), "")
+    return {KEYS: json.dumps(rest, indent=2) if rest else ""}
+
+
+@rule(
+    "STR032",
+    "error",
+    fields=(KEYS,),
+    title="Two numbers for one thing",
+    source="transformers 5.23 integrations/deepspeed.py: values that mismatch TrainingArguments raise ValueError",
+    bad=_bad({"gradient_clipping": 0.5}),
+    good=_bad({"gradient_clipping": 1.0}),
+)
+def two_numbers(case: Case) -> Hit | None:
+    """What the form has a field for stands as auto in deepspeed.json, and the trainer fills it in. A number of one's
+    own must be the same, or the start is refused."""
+    spec, train, given = case.spec, case.spec.train, _given(case)
+    form = {
+        "train_micro_batch_size_per_gpu": train.batch_size,
+        "gradient_accumulation_steps": train.accumulation,
+        "train_batch_size": train.batch_size * train.accumulation * case.world,
+        "gradient_clipping": train.max_grad_norm,
+        "fp16.enabled": case.precision == "fp16",
+        "optimizer.params.lr": train.learning_rate,
+        "optimizer.params.betas": [train.beta1, train.beta2],
+        "optimizer.params.eps": train.epsilon,
+        "optimizer.params.weight_decay": train.weight_decay,
+        "scheduler.params.warmup_max_lr": train.learning_rate,
+    }
+    if catalog.PRECISIONS[spec.precision.compute].masters:
+        form["bf16.enabled"] = case.precision == "bf16"
+    wrong = [path for path, value in form.items() if _at(given, path) not in (keys.AUTO, value)]
+    if not wrong:
+        return None
+    said = f"{wrong[0]} is {_at(given, wrong[0])} there and {form[wrong[0]]} in the form"
+    more = f", and so on: {names(wrong[1:])}" if wrong[1:] else ""
+    return Hit(f"{said}{more}.", (Fix("As the form says", _without(case, wrong), safe=False),))
+
+
+@rule(
+    "STR033",
+    "error",
+    fields=(KEYS, "train.optimizer", "train.scheduler"),
+    title="DeepSpeed would bring its own",
+    source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: with them the trainer makes none",
+    bad=_bad({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
+    good=FINE,
+)
+def own_optimizer(case: Case) -> Hit | None:
+    """An optimizer or scheduler in DeepSpeed's file takes the place of the form's, without a word: train.optimizer,
+    LoRA+, what is not decayed, warm-up and schedule have no effect, and its Adam is compiled on first use."""
+    given = _given(case)
+    found: list[str] = [name for name in ("optimizer", "scheduler") if name in given]
+    if not found:
+        return None
+    types = [str(_at(given, f"{name}.type")) for name in found]
+    fix = Fix("The form's", _without(case, found), safe=types == ["AdamW"])
+    return Hit(f"The further keys have {names(types)}, so the form's {names(found)} would have no effect.", (fix,))
+
+
+@rule(
+    "STR034",
+    "error",
+    fields=(KEYS,),
+    title="DeepSpeed has removed this",
+    source="deepspeed 0.19 runtime/config.py: DeepSpeedConfigError",
+    bad=_bad({"elasticity": {"enabled": False}}),
+    good=FINE,
+)
+def removed_keys(case: Case) -> Hit | None:
+    """Older files still have them, and the start ends with an error, also where they are switched off."""
+    given = _given(case)
+    found = [path for path in REMOVED if _at(given, path) != keys.AUTO]
+    return Hit(f"{names(found)} is no more.", (Fix("Without", _without(case, found)),)) if found else None
+
+
+@rule(
+    "STR035",
+    "error",
+    fields=(KEYS, "checkpoint.save_model"),
+    title="The trained model could not be put together",
+    source="accelerate 1.15 accelerator.py get_state_dict: Cannot get 16bit model weights because ... is False",
+    bad=_bad({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}),
+    good=_bad({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}),
+)
+def ungathered(case: Case) -> Hit | None:
+    """Under ZeRO-3 each device has a part of each weight. Where gathering is switched off the run trains to its end,
+    and fails when it saves."""
+    if case.strategy.stage != 3 or not case.spec.checkpoint.save_model or _at(_given(case), GATHER) is not False:
+        return None
+    fixes = (
+        Fix("Gather them", _without(case, [GATHER])),
+        Fix("Save checkpoints alone", {"checkpoint.save_model": False}),
+    )
+    return Hit("Gathering is switched off in the further keys.", fixes)
+
+
+@rule(
+    "STR036",
+    "error",
+    fields=(KEYS, "parallel.strategy"),
+    title="Further keys change the strategy",
+    source="Footplate lays them over the form's file; rules and estimate are about the form",
+    bad=_bad({"zero_optimization": {"stage": 2}}),
+    good=_bad({"zero_optimization": {"stage": 3}}),
+)
+def other_strategy(case: Case) -> Hit | None:
+    """The stage, and where optimizer state and weights lie, have fields in the form: another value behind it would run
+    what nobody has checked."""
+    given, parallel = _given(case), case.spec.parallel
+    if not given:
+        return None
+    form = {
+        "zero_optimization.stage": case.strategy.stage,
+        "zero_optimization.offload_optimizer.device": parallel.offload_optimizer if case.strategy.stage else "none",
+        "zero_optimization.offload_param.device": parallel.offload_parameters if case.strategy.stage == 3 else "none",
+    }
+    wrong = [path for path, value in form.items() if _at(given, path) not in (keys.AUTO, value)]
+    if "zero_optimization" in given and not isinstance(given["zero_optimization"], Mapping):
+        wrong = ["zero_optimization"]
+    if not wrong:
+        return None
+    fix = Fix("As the form says", _without(case, [path.removesuffix(".device") for path in wrong]))
+    return Hit(f"{names(wrong)} is another than in the form.", (fix,))

@@ -1,0 +1,139 @@
+"""Every strategy for this model on this machine: what it takes, what it sends, whether it would run; and the lightest.
+
+Floor 4. Imports: derived, memory, options, rules. Nothing is launched: it is the rules and the estimate, asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backend import catalog
+from backend.derived import device, global_batch, learners
+from backend.memory import Account
+from backend.memory.traffic import hosted, sent
+from backend.options import effective
+from backend.rules import Case, examine
+from backend.rules.base import amount
+from backend.rules.memory import smaller
+from backend.spec import RunSpec
+
+ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
+AWAY: Mapping[str, Mapping[str, Any]] = {
+    "zero2": {"parallel.offload_optimizer": "cpu"},
+    "zero3": {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "cpu"},
+    "fsdp2": {"parallel.cpu_offload": True},
+}
+HOST = 4  # a byte to the host counts as so many between devices
+LEFT_OUT = ("zero0", "fsdp1")  # as DDP, and as FSDP2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way: the patch that leads there; bytes on each device, in RAM, and sent at each optimizer step."""
+
+    name: str
+    patch: Mapping[str, Any]
+    device_bytes: int
+    capacity_bytes: int
+    host_bytes: int
+    ram_bytes: int
+    sent_bytes: int
+    hosted_bytes: int
+    obstacle: str
+    """The title of the first error but memory; '' if there is none."""
+    now: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays within each device, and the host's RAM."""
+        return self.device_bytes <= self.capacity_bytes and self.host_bytes <= self.ram_bytes
+
+    @property
+    def runs(self) -> bool:
+        """Whether it would run."""
+        return self.fits and not self.obstacle
+
+    @property
+    def cost(self) -> int:
+        """What a step waits for."""
+        return self.sent_bytes + HOST * self.hosted_bytes
+
+
+def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
+    """Every strategy, beside the change `ease`; [] where the model's shape is not known."""
+    if case.shape is None:
+        return []
+    eased = Case(case.with_patch(ease), case.machine, case.glance)
+    return [_variant(case, name, {**ease, **patch}) for name, patch in _patches(eased)]
+
+
+def suggestion(case: Case) -> tuple[Variant, str] | None:
+    """The lightest way that runs and uses every device, and why it is that; None if there is none."""
+    many = len(case.machine.gpus) > 1 and device(case.spec, case.machine) == case.machine.device
+    for ease, words in _eases(case):
+        found = [v for v in variants(case, ease) if not many or v.patch["parallel.strategy"] != "single"]
+        good = sorted((v for v in found if v.runs), key=lambda v: v.cost)
+        if good:
+            best = good[0]
+            over = [v.name for v in found if not v.obstacle and not v.fits and v.cost <= best.cost]
+            parts = f"{amount(best.device_bytes)} of {amount(best.capacity_bytes)}{words}, and the least to send"
+            return best, f"{parts}; {', '.join(over)} would not fit." if over else f"{parts}."
+    return None
+
+
+def _eases(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
+    checkpointing = {"train.activation_checkpointing": True}
+    yield {}, ""
+    yield checkpointing, " with activation checkpointing"
+    for patch in smaller(case):
+        yield {**checkpointing, **patch}, f" with activation checkpointing and batches of {patch['train.batch_size']}"
+
+
+def _patches(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, row in catalog.STRATEGIES.items():
+        if name in LEFT_OUT:
+            continue
+        yield row.label, _patch(case, name, ON_DEVICE)
+        if name in AWAY and case.device != "cpu":
+            yield f"{row.label}, offloaded", _patch(case, name, {**ON_DEVICE, **AWAY[name]})
+
+
+def _patch(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The change to a strategy, with all devices, and the same rows a step where they can be dealt out."""
+    spec = case.spec
+    patch = {"parallel.strategy": strategy, **more}
+    if strategy in catalog.MANY:
+        there = len(case.machine.gpus) if case.gpu else 0
+        asked = spec.launch.processes if spec.parallel.strategy in catalog.MANY else there or 2
+        patch["launch.processes"] = min(asked, there or asked)
+    rows, each = global_batch(spec), spec.train.batch_size * learners(case.with_patch(patch))
+    if rows % each == 0:
+        patch["train.accumulation"] = rows // each
+    return patch
+
+
+def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
+    spec = effective(case.with_patch(patch))
+    other = Case(spec, case.machine, case.glance)
+    found, shape = other.estimate, case.glance.shape
+    assert shape is not None
+    account = Account(spec, case.machine, shape, case.glance.longest)
+    errors = [f.title for f in examine(other) if f.level == "error" and not f.code.startswith("MEM")]
+    return Variant(
+        name,
+        patch,
+        found.device_bytes,
+        found.capacity_bytes,
+        found.host_bytes,
+        case.machine.ram_free_bytes,
+        sent(account, spec.train.batch_size * _length(spec, case)),
+        hosted(account),
+        errors[0] if errors else "",
+        spec == case.spec,
+    )
+
+
+def _length(spec: RunSpec, case: Case) -> int:
+    return min(spec.data.max_length, case.glance.longest or spec.data.max_length)
