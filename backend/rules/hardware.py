@@ -11,7 +11,19 @@ from backend import catalog
 from backend.derived import old
 from backend.machine import Gpu
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
-from backend.rules.examples import BARE, DEMO, EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, H100, LAPTOP, NPU, SMOL, T4
+from backend.rules.examples import (
+    BARE,
+    DEMO,
+    EQUIPPED,
+    EQUIPPED_H100,
+    EQUIPPED_TWO,
+    H100,
+    INSTALLED,
+    LAPTOP,
+    NPU,
+    SMOL,
+    T4,
+)
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False)
@@ -340,3 +352,30 @@ def packed_fp8(case: Case) -> str | None:
     """Both want to be the linear layers: fp8 would take the packed numbers for weights."""
     packed = catalog.QUANTIZATIONS[case.spec.method.quantization].bits
     return "The base weights are packed." if packed and case.spec.precision.compute == "fp8" else None
+
+
+OTHER_TORCH = {**INSTALLED, "torch": "2.13.0+cpu"}
+
+
+@rule(
+    "HW006",
+    "error",
+    fields=("launch.device",),
+    title="This torch does not drive the device",
+    source="torch 2.13 cuda/__init__.py: is_available is false in a build without it; the run would take the CPU",
+    fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False),),
+    remedy="Install torch for the device: pytorch.org names the command.",
+    bad=Example(machine=replace(H100, versions=OTHER_TORCH)),
+    good=Example(machine=H100),
+)
+def other_build(case: Case) -> str | None:
+    """PyTorch is built for one maker's devices, and its version says for which. Another one sees none, and automatic
+    takes the CPU without a word."""
+    version = case.machine.versions.get("torch", "")
+    build = version.partition("+")[2]
+    nvidia = any(gpu.capability > (0, 0) for gpu in case.machine.gpus)
+    if case.device != case.machine.device or not version or case.device not in ("cuda", "xpu"):
+        return None
+    others = {"cuda": ("rocm", "xpu") if nvidia else ("cu", "xpu"), "xpu": ("cu", "rocm")}[case.device]
+    wrong = build.startswith(("cpu", *others))
+    return f"torch {version} is here, and {case.machine.gpus[0].name}." if wrong else None

@@ -268,3 +268,24 @@ def overriding_variables(case: Case) -> Hit | None:
         return None
     fields = ("launch.environment", *dict.fromkeys(options[name] for name in found))
     return Hit(f"{names(found)} overrides {names([options[n] for n in found])}.", (without(case, found),), fields)
+
+
+# accelerate 1.15 reads these where it starts: state.py, accelerator.py, utils/dataclasses.py.
+THEIRS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_")
+HARMLESS = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
+
+
+@rule(
+    "LCH012",
+    "error",
+    fields=("launch.environment",),
+    title="A variable that changes the engine",
+    source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read them",
+    bad=Example({"launch.environment": {"ACCELERATE_USE_FSDP": "true"}}),
+    good=Example({"launch.environment": {"ACCELERATE_LOG_LEVEL": "info"}}),
+)
+def engine_variables(case: Case) -> Hit | None:
+    """The launchers take their settings from the environment too: another strategy, precision, device or
+    number of processes than the options say, without a word."""
+    found = [name for name in case.spec.launch.environment if name.startswith(THEIRS) and name not in HARMLESS]
+    return Hit(f"{names(found)} would change it behind the options.", (without(case, found),)) if found else None

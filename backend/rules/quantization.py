@@ -278,3 +278,22 @@ def unpacked_base(case: Case) -> str | None:
     everything can be trained."""
     row = catalog.PACKED.get(case.glance.packed)
     return f"{row.label} weights become ordinary ones." if row and row.unpacked else None
+
+
+@rule(
+    "QNT015",
+    "error",
+    fields=("parallel.strategy", "model.path", "model.hub_id"),
+    title="A model that came packed cannot be spread",
+    source="accelerate 1.15 utils/fsdp_utils.py leaves integer weights out of FSDP2; torch 2.13 FSDP1 cannot flatten "
+    "them; ZeRO-3 does not partition buffers",
+    fixes=(Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("DDP", {"parallel.strategy": "ddp"})),
+    remedy="Or take the model as it was before, and pack it while loading: NF4 is spread.",
+    bad=Example({**PATH, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
+    good=Example({**PATH, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
+)
+def spread_as_it_came(case: Case) -> str | None:
+    """Its integers would lie whole on every device, whatever the strategy spreads."""
+    came = catalog.PACKED.get(case.glance.packed, catalog.Packed(""))
+    spread = came.adapters and case.strategy.spread and case.strategy.engine != "tensor"
+    return f"Its weights come as {came.label}." if spread else None

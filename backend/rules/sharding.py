@@ -5,12 +5,13 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from backend import catalog, deepspeed, fsdp, keys
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
-from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
+from backend.rules.examples import DEMO, GPT2, LAPTOP, TINY, TWO_H100
 
 ZERO2, ZERO3 = Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("ZeRO-3", {"parallel.strategy": "zero3"})
 FSDP2, DDP = Fix("FSDP2", {"parallel.strategy": "fsdp2"}), Fix("DDP", {"parallel.strategy": "ddp"})
@@ -214,7 +215,8 @@ def mesh_arithmetic(case: Case) -> Hit | str | None:
         message = f"{counted(count, 'process')} cannot form groups of {parallel.tensor}."
         return Hit(message, _as_many(case, wanted))
     whole = parallel.replicas * parallel.context
-    if row.version != 2 or whole == 1 or (count % whole == 0 and count // parallel.replicas > 1):
+    alone = parallel.replicas > 1 and count == whole  # no shard is left beside the replicas
+    if row.version != 2 or whole == 1 or (count % whole == 0 and not alone):
         return None
     wanted = 2 * whole if count < 2 * whole else count // whole * whole
     message = f"{counted(count, 'process')} for {parallel.replicas} replicas x {parallel.context} context."
@@ -334,3 +336,45 @@ def keys_over_form(case: Case) -> str | None:
     made = deepspeed.configuration(form) if engine == "deepspeed" else fsdp.configuration(form)
     over = keys.paths(keys.clashes(keys.parse(spec.parallel.engine_keys), made))
     return f"{names(over)} would be another." if over else None
+
+
+@rule(
+    "STR038",
+    "error",
+    fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
+    title="Nobody has planned how to slice this model",
+    source="transformers 5.23 distributed/mixin.py: a model without tp_plan is refused; GPT-2 has none",
+    fixes=(FSDP2, DDP),
+    bad=Example(SLICED, TWO_H100, replace(DEMO, shape=GPT2)),
+    good=Example(SLICED, TWO_H100, SMALL),
+)
+def unsliced(case: Case) -> str | None:
+    """Which layers are cut by rows and which by columns is written in the library, for each architecture."""
+    shape = case.shape
+    planned = case.strategy.engine != "tensor" or shape is None or shape.model_type != "gpt2"
+    return None if planned else f"There is no plan for {shape.architecture}." if shape else None
+
+
+AGAIN = "activation_checkpointing"
+
+
+@rule(
+    "STR039",
+    "error",
+    fields=("parallel.engine_keys", "train.activation_checkpointing"),
+    title="FSDP's own checkpointing computes other numbers",
+    source="accelerate 1.15 utils/fsdp_utils.py: preserve_rng_state=False, so dropout differs the second time; "
+    "transformers 5.23 trainer.py refuses it beside the trainer's",
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.engine_keys": '{"activation_checkpointing": true}'}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2", "train.activation_checkpointing": True}, TWO_H100),
+)
+def checkpointed_twice(case: Case) -> Hit | None:
+    """It computes a layer's activations again in the backward pass, as train.activation_checkpointing does, but with
+    fresh random numbers."""
+    given = keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == "fsdp" else {}
+    found = [name for name in (AGAIN, f"fsdp_{AGAIN}") if given.get(name) is True]
+    if not found:
+        return None
+    rest = {name: value for name, value in given.items() if name not in found}
+    patch = {"parallel.engine_keys": json.dumps(rest) if rest else "", "train.activation_checkpointing": True}
+    return Hit(f"{found[0]} is on in the further keys.", (Fix("The trainer's instead", patch),))

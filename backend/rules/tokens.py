@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
-from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
 
@@ -157,3 +157,36 @@ def sequence_accumulation(case: Case) -> str | None:
     of short rows weigh more."""
     asked = case.spec.train.accumulation
     return f"{asked} batches a step." if _shared(case) and asked > 1 else None
+
+
+CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context": 2}
+
+
+@rule(
+    "STR037",
+    "error",
+    fields=("parallel.context", "train.stage", "data.packing", "model.attention"),
+    title="Context parallel cannot share these rows",
+    source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
+    "plain rows; trl 1.16 sft_trainer.py: no packing",
+    fixes=(Fix("Without", {"parallel.context": 1}),),
+    bad=Example({**CONTEXT, "data.packing": True}, TWO_H100),
+    good=Example(CONTEXT, TWO_H100),
+)
+def context_limits(case: Case) -> Hit | None:
+    """A row is cut into pieces for the devices, and the attention's kernel puts them together again. It knows one
+    kernel, rows that stand alone, and a loss that adds up single tokens."""
+    spec = case.spec
+    if case.strategy.version != 2 or spec.parallel.context == 1:
+        return None
+    wrong = [
+        ("packed rows", spec.data.packing, Fix("Without packing", {"data.packing": False})),
+        (
+            catalog.ATTENTIONS[spec.model.attention].label,
+            spec.model.attention not in ("auto", "sdpa"),
+            Fix("SDPA", {"model.attention": "sdpa"}),
+        ),
+        (catalog.STAGES[spec.train.stage].label, spec.train.stage not in catalog.PLAIN, None),
+    ]
+    found = [(name, fix) for name, holds, fix in wrong if holds]
+    return Hit(f"Asked for: {names([n for n, _ in found])}.", tuple(f for _, f in found if f)) if found else None
