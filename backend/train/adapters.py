@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from backend import catalog
@@ -30,14 +31,27 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
     masters = torch.float32 if catalog.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
-    packed = getattr(model, "is_quantized", False)
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
-            continue
-        if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
-            continue
-        parameter.data = parameter.data.to(masters if parameter.requires_grad else DTYPES[precision])
+    _hold(model, masters, DTYPES[precision])
     return model
+
+
+def _hold(model: Any, trained: torch.dtype, frozen: torch.dtype) -> None:
+    """Keep trained and frozen weights in these types."""
+    packed = getattr(model, "is_quantized", False)
+    sliced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            wanted = trained if parameter.requires_grad else frozen
+            if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
+                continue
+            if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
+                continue
+            if isinstance(parameter, DTensor):  # new data would not reach the slice that it wraps
+                if parameter.dtype != wanted:
+                    cast = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
+                    setattr(module, name, sliced.setdefault(id(parameter), cast))  # tied ones stay one
+                continue
+            parameter.data = parameter.data.to(wanted)
 
 
 def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:

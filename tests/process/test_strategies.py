@@ -341,3 +341,14 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
     held = [rank["parameters"] for rank in result(folder)["held"]]
     assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"
+
+
+@pytest.mark.soak
+def test_frozen_slices_are_held_in_half(trained: Trained) -> None:
+    """In bf16 the frozen layers' slices take two bytes a weight, and the losses are those of one process."""
+    changes = {"method.kind": "freeze", "precision.compute": "bf16"}
+    alone = trained.run("freeze-one", {**changes, "train.batch_size": 4}, 0)
+    sliced = trained.run("freeze-tensor", {**changes, **CASES["tensor"].changes}, 2)
+    assert losses(sliced) == pytest.approx(losses(alone), rel=1e-3)
+    held = result(sliced)["held"]
+    assert held[0]["parameters"] <= result(alone)["held"][0]["parameters"] * 0.51
