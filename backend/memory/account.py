@@ -1,8 +1,8 @@
 """The account of one spec on one machine: the rows of device, host and disk. Floor 2.
 
-There are four peaks: when the forward pass has ended (activations are full, gradients still empty), when the optimizer
-works (gradients are full, activations gone), when an evaluation's loss is computed, and when rows are answered.
-The rows are those of the largest.
+There are five peaks: when a packed base is loaded that is spread later, when the forward pass has ended (activations
+are full, gradients still empty), when the optimizer works (gradients are full, activations gone), when an evaluation's
+loss is computed, and when rows are answered. The rows are those of the largest.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ COLLECTIVES = GIB // 2
 # In RAM freed activations leave holes that glibc keeps: so much of what a step without checkpointing keeps. Adapters
 # make more short-lived tensors between the lasting ones. Measured on a CPU; devices have an allocator of torch's own.
 HOLES = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
+FILE = 5 * 10**9  # of the files that most models on the hub come in
 PAPERS = 8 * MIB  # tokenizer, configuration and the trainer's notes in each saved folder
 
 
@@ -40,7 +41,7 @@ class Account(Activations):
     def device(self) -> list[Row]:
         """What is held all the time, and the rows of the largest peak."""
         steady = self._steady()
-        peaks = (self._forward(), self._step(), self._evaluation(), self._answers())
+        peaks = (self._loading(), self._forward(), self._step(), self._evaluation(), self._answers())
         peak = max(peaks, key=lambda rows: sum(row.bytes for row in rows))
         return [row for row in (*steady, *peak) if row.bytes]
 
@@ -98,6 +99,16 @@ class Account(Activations):
             Row("Packed weights", near * count * bits // 8 // self.holders, f"{count:,} x {bits} bits{self.held}"),
             Row("Scales of packed weights", packed.scales(self.spec, self.shape, self.packed), words),
         ]
+
+    def _loading(self) -> list[Row]:
+        """A packed base on its way: each device holds all of it before it is spread (transformers 5.23
+        modeling_utils.py makes quantized models whole under ZeRO-3; accelerate 1.15 utils/fsdp_utils.py sends none)."""
+        if not self.packed or self.holders == 1:
+            return []
+        whole = self.packed_bytes + packed.scales(self.spec, self.shape, self.packed) + self.plain * self.width
+        more = whole - sum(row.bytes for row in self._steady()[:-1])  # all but the overhead, which is there already
+        words = f"what is missing of {whole:,} bytes: each device loads the whole base"
+        return [Row("Packed base on its way", max(0, more), words)]
 
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
@@ -209,6 +220,8 @@ class Account(Activations):
             else self.state.width
         )
         loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
+        if self.packed and self.strategy.stage != 3:  # each weight goes to its device as it is read
+            loaded = min(loaded, FILE)
         readers = 1 if reads_once(self.spec) and not self.packed else count
         whole = self.holders if self.strategy.engine == "fsdp" else 1  # TRL spreads what each has read
         held = sum(row.bytes * whole for row in self._reference())
