@@ -146,6 +146,8 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
         env["DS_ACCELERATOR"] = "cpu"  # otherwise it takes an accelerator that is there
     if family.visible and launcher != "deepspeed":  # which sets it itself, by --include
         env[family.visible] = ",".join(map(str, _ids(spec, machine)))
+    if device(spec, machine) == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the driver counts them; CUDA puts the fastest first
     if nodes(spec) > 1 and launcher in ("torchrun", "accelerate"):
         env |= PREFIX
     if nodes(spec) > 1 and spec.launch.rendezvous == "elastic":

@@ -387,7 +387,8 @@ def test_names_found_in_the_model_are_a_click_away(page, server):
 
 
 def test_a_run_is_planned_for_a_cluster(page, server):
-    """The preset's machine is a click away; then a run is exported, not started, and all that is said is about it."""
+    """The preset's machine is a click away; then a run is exported, not started, all that is said is about it, and what
+    other strategies would take is a click away, too."""
     opened(page, server)
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
     page.get_by_role("button", name="Plan for its machine").click()
@@ -402,6 +403,17 @@ def test_a_run_is_planned_for_a_cluster(page, server):
     page.wait_for_selector("body[data-ready]", timeout=30_000)
     expect(page.locator("#fp-machine")).to_have_value("8x80gb")
     expect(page.locator("#fp-take")).to_be_visible()
+    page.get_by_text("What if", exact=True).click()
+    table = page.locator(".fp-whatif tbody")
+    expect(table.locator("tr")).to_have_count(10)
+    expect(table.locator("b")).to_have_text("FSDP2")
+    page.locator(".fp-whatif").get_by_role("button", name="Sent a step").click()
+    expect(table.locator("tr").first).to_contain_text("One process")
+    table.get_by_role("button", name="ZeRO-3", exact=True).click()
+    page.wait_for_function("() => FP.form.values()['parallel.strategy'] === 'zero3'")
+    expect(table.locator("b")).to_have_text("ZeRO-3")
+    page.locator(".fp-toast").get_by_role("button", name="Undo").click()
+    expect(table.locator("b")).to_have_text("FSDP2")
     page.locator("#fp-machine").select_option("")
     expect(page.locator("#fp-start")).to_be_visible()
     expect(page.locator("#fp-take")).to_be_hidden()
@@ -421,20 +433,3 @@ def test_what_is_pasted_counts(page, server):
     assert value(page, "model.hub_id") == "Qwen/Qwen3-8B"
     page.locator("#model-hub_id input").fill("")
     page.wait_for_selector("[data-code=MDL002]")
-
-
-def test_what_if_is_a_click_away(page, server):
-    opened(page, server, "?machine=8x80gb")
-    page.locator("#fp-presets").select_option("full-8b-fsdp2")
-    verdict(page, "Can run")
-    page.get_by_text("What if", exact=True).click()
-    table = page.locator(".fp-whatif tbody")
-    expect(table.locator("tr")).to_have_count(10)
-    expect(table.locator("b")).to_have_text("FSDP2")
-    page.locator(".fp-whatif").get_by_role("button", name="Sent a step").click()
-    expect(table.locator("tr").first).to_contain_text("One process")
-    table.get_by_role("button", name="ZeRO-3", exact=True).click()
-    page.wait_for_function("() => FP.form.values()['parallel.strategy'] === 'zero3'")
-    expect(table.locator("b")).to_have_text("ZeRO-3")
-    page.locator(".fp-toast").get_by_role("button", name="Undo").click()
-    expect(table.locator("b")).to_have_text("FSDP2")

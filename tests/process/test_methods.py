@@ -16,7 +16,7 @@ from host import Host, write
 from models import fresh, tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import SMALL, a_spec, losses, text
+from trainings import SMALL, a_spec, losses, mostly_soak, text
 from transformers import AutoModelForCausalLM
 
 from backend.train import data, kernels, lora, model, trainers
@@ -79,7 +79,7 @@ def test_rslora_scales_by_the_root(cache: Path) -> None:
     assert a_layer(fresh({**changes, "method.lora_rslora": True})).scaling["default"] == pytest.approx(2)
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_fast", "olora"])
+@pytest.mark.parametrize("init", mostly_soak(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precision: str) -> None:
     found = fresh({"method.lora_init": init}, precision)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, result
+from trainings import a_spec, losses, mostly_soak, result
 
 from backend.train import device
 
@@ -33,7 +33,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", mostly_soak(["full", "lora"], ("full",)))
 def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) -> None:
     spec = a_spec({**KEPT, "method.kind": method, "precision.compute": "pure_bf16"})
     folder = host.train(tmp_path / "run", spec)
@@ -51,7 +51,7 @@ def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) ->
     assert losses(folder) == before
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", mostly_soak(["full", "lora"], ("lora",)))
 def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path: Path) -> None:
     """A CPU multiplies fp8 by itself, slowly: what is computed there is what a GPU computes."""
     pytest.importorskip("torchao")

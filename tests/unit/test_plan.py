@@ -174,3 +174,10 @@ def test_script_writes_files_and_runs_to_the_letter(tmp_path):
     )
     assert out.stdout.split("\n")[0] == f"1 $2 {tmp_path / 'a b'}"
     assert (tmp_path / "a b" / "spec.yaml").read_text() == nasty
+
+
+def test_unlike_devices_keep_the_drivers_numbers() -> None:
+    """What is shown, and judged, as GPU 1 is GPU 1 of the run."""
+    other = replace(NODE, gpus=(*NODE.gpus[:1], replace(NODE.gpus[1], name="A10")))
+    assert plan(RunSpec(), other).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in plan(RunSpec(), NODE).env
