@@ -69,11 +69,13 @@ def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
     return [_variant(case, name, {**ease, **patch}) for name, patch in _patches(eased)]
 
 
-def suggestion(case: Case) -> tuple[Variant, str] | None:
-    """The lightest way that runs and uses every device, and why it is that; None if there is none."""
+def suggestion(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
+    """The lightest way that runs and uses every device, and why it is that; None if there is none. `known` are the
+    variants, where somebody has them."""
     many = len(case.machine.gpus) > 1 and device(case.spec, case.machine) == case.machine.device
     for ease, words in _eases(case):
-        found = [v for v in variants(case, ease) if not many or v.patch["parallel.strategy"] != "single"]
+        ways = variants(case, ease) if ease or known is None else known
+        found = [v for v in ways if not many or v.patch["parallel.strategy"] != "single"]
         good = sorted((v for v in found if v.runs), key=lambda v: v.cost)
         if good:
             best = good[0]

@@ -1,6 +1,6 @@
-"""Rules of further keys for DeepSpeed: an imported JSON, or one of one's own, that speaks against the form.
+"""Rules of further keys for DeepSpeed and FSDP: an imported file, or keys of one's own, that speak against the form.
 
-Floor 3. Imports: below. What the form cannot say is kept and laid over deepspeed.json (deepspeed.py).
+Floor 3. Imports: below. What the form cannot say is kept and laid over the engine's file (deepspeed.py, fsdp.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _bad(given: Mapping[str, Any], **more: Any) -> Example:
     return Example({**ZERO3, KEYS: json.dumps(given), **more}, TWO_H100)
 
 
-def _given(case: Case) -> dict[str, Any]:
-    """The further keys of a DeepSpeed run."""
-    return keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == "deepspeed" else {}
+def _given(case: Case, engine: str = "deepspeed") -> dict[str, Any]:
+    """The further keys of a run by this engine."""
+    return keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == engine else {}
 
 
 def _at(table: Mapping[str, Any], path: str) -> Any:
@@ -44,8 +44,8 @@ def _at(table: Mapping[str, Any], path: str) -> Any:
     return table
 
 
-def _without(case: Case, paths: list[str]) -> dict[str, Any]:
-    """A patch: the further keys without what stands at these paths."""
+def _without(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
+    """A patch: the further keys `given` without what stands at these paths."""
 
     def left(table: Mapping[str, Any], before: str) -> dict[str, Any]:
         found = {}
@@ -58,7 +58,7 @@ def _without(case: Case, paths: list[str]) -> dict[str, Any]:
                 found[name] = inner
         return found
 
-    rest = left(_given(case), "")
+    rest = left(given, "")
     return {KEYS: json.dumps(rest, indent=2) if rest else ""}
 
 
@@ -94,7 +94,7 @@ def two_numbers(case: Case) -> Hit | None:
         return None
     said = f"{wrong[0]} is {_at(given, wrong[0])} there and {form[wrong[0]]} in the form"
     more = f", and so on: {names(wrong[1:])}" if wrong[1:] else ""
-    return Hit(f"{said}{more}.", (Fix("As the form says", _without(case, wrong), safe=False),))
+    return Hit(f"{said}{more}.", (Fix("As the form says", _without(given, wrong), safe=False),))
 
 
 @rule(
@@ -114,7 +114,7 @@ def own_optimizer(case: Case) -> Hit | None:
     if not found:
         return None
     types = [str(_at(given, f"{name}.type")) for name in found]
-    fix = Fix("The form's", _without(case, found), safe=types == ["AdamW"])
+    fix = Fix("The form's", _without(given, found), safe=types == ["AdamW"])
     return Hit(f"The further keys have {names(types)}, so the form's {names(found)} would have no effect.", (fix,))
 
 
@@ -131,7 +131,7 @@ def removed_keys(case: Case) -> Hit | None:
     """Older files still have them, and the start ends with an error, also where they are switched off."""
     given = _given(case)
     found = [path for path in REMOVED if _at(given, path) != keys.AUTO]
-    return Hit(f"{names(found)} is no more.", (Fix("Without", _without(case, found)),)) if found else None
+    return Hit(f"{names(found)} is no more.", (Fix("Without", _without(given, found)),)) if found else None
 
 
 @rule(
@@ -149,7 +149,7 @@ def ungathered(case: Case) -> Hit | None:
     if case.strategy.stage != 3 or not case.spec.checkpoint.save_model or _at(_given(case), GATHER) is not False:
         return None
     fixes = (
-        Fix("Gather them", _without(case, [GATHER])),
+        Fix("Gather them", _without(_given(case), [GATHER])),
         Fix("Save checkpoints alone", {"checkpoint.save_model": False}),
     )
     return Hit("Gathering is switched off in the further keys.", fixes)
@@ -180,5 +180,29 @@ def other_strategy(case: Case) -> Hit | None:
         wrong = ["zero_optimization"]
     if not wrong:
         return None
-    fix = Fix("As the form says", _without(case, [path.removesuffix(".device") for path in wrong]))
+    fix = Fix("As the form says", _without(given, [path.removesuffix(".device") for path in wrong]))
     return Hit(f"{names(wrong)} is another than in the form.", (fix,))
+
+
+AGAIN = "activation_checkpointing"
+
+
+@rule(
+    "STR039",
+    "error",
+    fields=(KEYS, "train.activation_checkpointing"),
+    title="FSDP's own checkpointing computes other numbers",
+    source="accelerate 1.15 utils/fsdp_utils.py: preserve_rng_state=False, so dropout differs the second time; "
+    "transformers 5.23 trainer.py refuses it beside the trainer's",
+    bad=Example({"parallel.strategy": "fsdp2", KEYS: '{"activation_checkpointing": true}'}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2", "train.activation_checkpointing": True}, TWO_H100),
+)
+def checkpointed_twice(case: Case) -> Hit | None:
+    """It computes a layer's activations again in the backward pass, as train.activation_checkpointing does, but with
+    fresh random numbers."""
+    given = _given(case, "fsdp")
+    found = [name for name in (AGAIN, f"fsdp_{AGAIN}") if given.get(name) is True]
+    if not found:
+        return None
+    patch = {**_without(given, found), "train.activation_checkpointing": True}
+    return Hit(f"{found[0]} is on in the further keys.", (Fix("The trainer's instead", patch),))

@@ -5,7 +5,6 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from backend import catalog, deepspeed, fsdp, keys
@@ -351,30 +350,6 @@ def keys_over_form(case: Case) -> str | None:
 def unsliced(case: Case) -> str | None:
     """Which layers are cut by rows and which by columns is written in the library, for each architecture."""
     shape = case.shape
-    planned = case.strategy.engine != "tensor" or shape is None or shape.model_type != "gpt2"
-    return None if planned else f"There is no plan for {shape.architecture}." if shape else None
-
-
-AGAIN = "activation_checkpointing"
-
-
-@rule(
-    "STR039",
-    "error",
-    fields=("parallel.engine_keys", "train.activation_checkpointing"),
-    title="FSDP's own checkpointing computes other numbers",
-    source="accelerate 1.15 utils/fsdp_utils.py: preserve_rng_state=False, so dropout differs the second time; "
-    "transformers 5.23 trainer.py refuses it beside the trainer's",
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.engine_keys": '{"activation_checkpointing": true}'}, TWO_H100),
-    good=Example({"parallel.strategy": "fsdp2", "train.activation_checkpointing": True}, TWO_H100),
-)
-def checkpointed_twice(case: Case) -> Hit | None:
-    """It computes a layer's activations again in the backward pass, as train.activation_checkpointing does, but with
-    fresh random numbers."""
-    given = keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == "fsdp" else {}
-    found = [name for name in (AGAIN, f"fsdp_{AGAIN}") if given.get(name) is True]
-    if not found:
+    if case.strategy.engine != "tensor" or shape is None or shape.model_type != "gpt2":
         return None
-    rest = {name: value for name, value in given.items() if name not in found}
-    patch = {"parallel.engine_keys": json.dumps(rest) if rest else "", "train.activation_checkpointing": True}
-    return Hit(f"{found[0]} is on in the further keys.", (Fix("The trainer's instead", patch),))
+    return f"There is no plan for {shape.architecture}."

@@ -81,9 +81,11 @@ def attach(spec: RunSpec, model: Any, config: Any) -> Any:
 
 def check(spec: RunSpec, asked: Mapping[str, Any], config: Any) -> None:
     """Raise TrainError if the Trainer's `config` is not what was `asked` for."""
+    if not spec.train.unsloth:
+        return
     for name, option in KEPT.items():
         want, found = asked.get(name), getattr(config, name, None)
-        if spec.train.unsloth and _word(want) != _word(found).removesuffix("_fused"):  # the same step, quicker
+        if _word(want) != _word(found).removesuffix("_fused"):  # the same step, quicker
             raise TrainError(f"{option}: Unsloth took {_word(found)} instead of {_word(want)} here.")
 
 

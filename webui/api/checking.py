@@ -63,9 +63,12 @@ def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:
     spec, _ = understood(ask.table("values"))
     found = judged(desk, spec, ask.text("machine", ""))
     case = Case(found.spec, found.machine, found.glance)
-    best = suggestion(case)
-    rows = [_way(v, found.spec) for v in variants(case)]
-    return {"rows": rows, "best": {**_way(best[0], found.spec), "why": best[1]} if best else None}
+    ways = variants(case)
+    best = suggestion(case, ways)
+    return {
+        "rows": [_way(v, found.spec) for v in ways],
+        "best": {**_way(best[0], found.spec), "why": best[1]} if best else None,
+    }
 
 
 def _way(way: Variant, spec: RunSpec) -> dict[str, Any]:
