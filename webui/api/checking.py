@@ -72,8 +72,7 @@ def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:
 
 
 def _way(way: Variant, spec: RunSpec) -> dict[str, Any]:
-    changed = {name: value for name, value in way.patch.items() if get(spec, name) != value}
-    facts = {"fits": way.fits, "runs": way.runs, **_fix(way.name, True, changed, spec)}
+    facts = {"fits": way.fits, "runs": way.runs, **_fix(way.name, True, way.patch, spec)}
     return {**asdict(way), **facts}
 
 
@@ -211,11 +210,12 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
 
 def _fix(label: str, safe: bool, patch: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
     known = by_name()
+    changed = {name: value for name, value in patch.items() if get(spec, name) != value}
     diff = [
         {"name": n, "label": known[n].label, "from": _said(n, get(spec, n)), "to": _said(n, value)}
-        for n, value in patch.items()
+        for n, value in changed.items()
     ]
-    return {"label": label, "safe": safe, "patch": {n: text(known[n], v) for n, v in patch.items()}, "diff": diff}
+    return {"label": label, "safe": safe, "patch": {n: text(known[n], v) for n, v in changed.items()}, "diff": diff}
 
 
 def _said(name: str, value: Any) -> Any:
