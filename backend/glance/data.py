@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ MOST_BYTES = 64 * 2**20
 MOST_SECONDS = 0.2
 MOST_TROUBLES = 3  # a file
 MOST_LENGTHS = 2000  # a file
+MARKS = 3  # tokens by which a template opens and closes a turn, beside those that _tokens counts
 SINGLE = re.compile(r"[^\sA-Za-z]")
 
 
@@ -44,6 +46,7 @@ class _Seen:
     format: str
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
+    openings: tuple[int, ...]
     labels: tuple[int, int]
     troubles: tuple[tuple[str, str, bool], ...]  # where, sentence, row
 
@@ -69,6 +72,7 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
     format = next((seen.format for seen in train[0] if seen.format), "")
     each = 2 if spec.train.stage == "kto" and format == "pairs" else 1  # two labelled answers
     lengths = sorted(length for seen in train[0] for length in seen.lengths)
+    openings = [opening for seen in train[0] for opening in seen.openings]
     return {
         "troubles": (*train[1], *held[1]),
         "format": format,
@@ -77,6 +81,7 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
         "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
         "exact": all(seen.exact for seen in (*train[0], *held[0])),
         "lengths": tuple(lengths),
+        "opening": min(openings, default=0),
         "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
     }
 
@@ -120,7 +125,7 @@ def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _See
 
 def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
-        return _Seen(0, False, "", (), (), (0, 0), ())  # it could only be read as a whole
+        return _Seen(0, False, "", (), (), (), (0, 0), ())  # it could only be read as a whole
     data = Data().model_copy(update=dict(zip(COLUMNS, asked.columns, strict=True)))
     look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
@@ -137,9 +142,8 @@ def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     count = look.count if exact else _count(path, size, look.count, look.characters)
     if not count and not look.troubles:
         look.troubles.append((str(path), "holds no rows", False))
-    return _Seen(
-        count, exact, look.format, look.columns, tuple(look.lengths), (look.good, look.bad), tuple(look.troubles)
-    )
+    labels, lengths, openings = (look.good, look.bad), tuple(look.lengths), tuple(look.openings)
+    return _Seen(count, exact, look.format, look.columns, lengths, openings, labels, tuple(look.troubles))
 
 
 @dataclass
@@ -156,6 +160,7 @@ class _Look:
     good: int = 0
     bad: int = 0
     lengths: list[int] = field(default_factory=list)
+    openings: list[int] = field(default_factory=list)
     troubles: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def at(self, line: int, row: Mapping[str, Any]) -> bool:
@@ -167,28 +172,37 @@ class _Look:
             said = f"no known format has the columns {', '.join(self.columns)}"
             self.troubles.append((str(self.path), said, False))
             return False
-        if len(self.troubles) < MOST_TROUBLES and (wrong := rows.problem(row, self.format, self.data)):
+        wrong = rows.problem(row, self.format, self.data)
+        if wrong and len(self.troubles) < MOST_TROUBLES:
             self.troubles.append((f"{self.path}, line {line}", wrong, True))
         texts = _texts(row)
         self.characters += sum(map(len, texts))
-        if len(self.lengths) < MOST_LENGTHS:
-            self.lengths.append(self._length(row, texts))
+        if len(self.lengths) < MOST_LENGTHS and not wrong:
+            length, opening = self._length(row, texts)
+            self.lengths.append(length)
+            self.openings.append(opening)
         return True
 
-    def _length(self, row: Mapping[str, Any], texts: list[str]) -> int:
-        """Tokens of a row, about; of two answers the longer one counts, and labels are counted."""
-        if self.format not in rows.PREFERENCES:
-            return _tokens(texts)
-        try:
-            found = rows.convert(row, self.format, self.data)
-        except rows.Unfit:
-            return 0
+    def _length(self, row: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
+        """Tokens of a row, and of what stands before its first answer, about; of two answers the longer one counts,
+        and labels are counted."""
+        found = rows.convert(row, self.format, self.data)
+        if "text" in found:
+            return _tokens(texts), 0
         if "label" in found:
             self.good, self.bad = self.good + found["label"], self.bad + (not found["label"])
-            return _tokens(texts)
-        prompt = _texts([turn["content"] for turn in found["prompt"]])
+        turns = found.get("prompt") or _before(found["messages"])
+        before = _texts([turn["content"] for turn in turns])
+        opening = _tokens(before) + MARKS * (len(turns) + 1)
+        if "chosen" not in found:
+            return _tokens(texts), opening
         answers = ([turn["content"] for turn in found[name]] for name in ("chosen", "rejected"))
-        return max(_tokens([*prompt, *_texts(answer)]) for answer in answers)
+        return max(_tokens([*before, *_texts(answer)]) for answer in answers), opening
+
+
+def _before(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns until the first answer."""
+    return list(takewhile(lambda turn: turn["role"] != "assistant", turns))
 
 
 def _count(path: Path, size: int, seen: int, read: int) -> int:

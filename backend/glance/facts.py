@@ -39,6 +39,7 @@ class Glance:
     exact: bool = True  # rows and held were counted to the end
     labels: tuple[int, int] | None = None  # good and bad answers that were seen, of labelled ones
     lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
+    opening: int = 0  # tokens before the first answer, about, in the row that has fewest
     template: str = ""  # what is wrong with the template file
     checkpoint: str = ""  # what is wrong with the checkpoint folder
     nvme: str = ""  # what is wrong with the NVMe folder

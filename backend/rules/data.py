@@ -217,12 +217,40 @@ def cut_off(case: Case) -> Hit | None:
     over = sum(length > cut for length in lengths)
     if not lengths or over < 0.1 * len(lengths) or case.spec.train.stage == "pretraining":
         return None
-    enough = 64 * -(-case.glance.longest * 5 // (4 * 64))
-    most = case.shape.max_positions if case.shape else 0
-    target = min(enough, most) if most else enough
+    target = _room(case)
     fixes = (Fix(counted(target, "token"), {"data.max_length": target}, False),) if target > cut else ()
     share = f"About {over / len(lengths):.0%} of the rows are longer than {cut:,} tokens"
     return Hit(f"{share}; the longest seen has about {case.glance.longest:,}.", fixes)
+
+
+@rule(
+    "DAT017",
+    "error",
+    fields=("data.max_length",),
+    title="Every answer is cut away",
+    source="the rows: tokens are estimated from their characters; rows with nothing left to learn are dropped",
+    bad=Example({"data.max_length": 16}, glance=replace(DEMO, opening=40)),
+    good=Example({"data.max_length": 64}, glance=replace(DEMO, opening=40)),
+    proof="launch",
+)
+def no_answer_left(case: Case) -> Hit | None:
+    """A row is learned from its first answer on. Where the cut comes before that in every row, none is left. Pairs for
+    a reward model are not cut: those that are longer are dropped."""
+    glance, stage, cut = case.glance, case.spec.train.stage, case.spec.data.max_length
+    learned = stage in catalog.COMPARING or (stage == "sft" and case.spec.data.learn == "answers")
+    least = min(glance.lengths, default=0) if stage == "reward" else glance.opening * learned
+    if not glance.exact or cut >= 0.8 * least:  # as far as estimates are trusted
+        return None
+    said = "The shortest row has" if stage == "reward" else "The shortest question takes"
+    fix = Fix("Room for every row", {"data.max_length": _room(case)}, False)
+    return Hit(f"{said} about {least:,} tokens; the cut is at {cut:,}.", (fix,))
+
+
+def _room(case: Case) -> int:
+    """Tokens that the longest row seen fits in, with a quarter to spare, or as many as the model counts."""
+    enough = 64 * -(-case.glance.longest * 5 // (4 * 64))
+    most = case.shape.max_positions if case.shape else 0
+    return min(enough, most) if most else enough
 
 
 @rule(

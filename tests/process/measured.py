@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import documents
 import pynvml
 import torch
 from devices import CASES, GIB, Trained
@@ -42,25 +43,20 @@ def head(trained: Trained) -> str:
 
 def table(trained: Trained, names: list[str]) -> str:
     """A row for each case; why for those that could not be tried."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    rows: list[list[object]] = []
     for name in names:
         if why := trained.missing(name):
-            lines.append(f"| {name} | {why} |" + " |" * (len(COLUMNS) - 2))
+            rows.append([name, why, *[""] * (len(COLUMNS) - 2)])
             continue
         told = losses(trained.run(name)[0])
         cells = [name, CASES[name].ranks, f"{told[1]:.3f} to {told[10]:.3f}", f"{trained.off(name):.2%}"]
         cells += [f"{size / GIB:.2f}" for size in (trained.peak(name), trained.estimated(name))]
-        lines.append(f"| {' | '.join(map(str, cells))} | {trained.error(name):+.0%} |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{trained.error(name):+.0%}"])
+    return documents.table(COLUMNS, rows)
 
 
 def keep(document: Path, top: str, title: str, body: str) -> None:
-    """Put one section into the document, in the order of the titles. Another machine's sections go."""
-    known = {}
-    if document.exists():
-        first, *parts = document.read_text(encoding="utf-8").split("\n## ")
-        if first.strip() == top.strip():
-            known = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
-    known[title] = body
-    bodies = "".join(f"\n## {name}\n\n{known[name]}\n" for name in TITLES if name in known)
-    document.write_text(top + bodies, encoding="utf-8")
+    """Put one section into the document. Another machine's sections go."""
+    if document.exists() and document.read_text(encoding="utf-8").partition("\n## ")[0].strip() != top.strip():
+        document.unlink()
+    documents.keep(document, lambda _: top, TITLES, title, body)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import Sections, keep, table
 from host import Host, write
 from trainings import a_spec, losses, text
 
@@ -82,7 +83,8 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
             found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
     failed = {key: what for key, what in found.items() if what.startswith("FAILS")}
     assert not failed, "\n\n".join(f"{key}: {what}" for key, what in failed.items())
-    keep(f"{method}: {strategy}", section(found))
+    order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]
+    keep(DOCUMENT, head, order, f"{method}: {strategy}", section(found))
 
 
 def section(found: Mapping[tuple[str, str], str]) -> str:
@@ -92,28 +94,14 @@ def section(found: Mapping[tuple[str, str], str]) -> str:
         rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
     cells = list(found.values())
     runs, gpu = cells.count(RUNS), cells.count(GPU)
-    lines = [
-        f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused.",
-        "",
-        f"| optimizers | {' | '.join(PRECISIONS)} |",
-        "|---" * (len(PRECISIONS) + 1) + "|",
-        *(f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()),
-    ]
-    return "\n".join(lines)
+    said = f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused."
+    return f"{said}\n\n{table(['optimizers', *PRECISIONS], [(', '.join(names), *row) for row, names in rows.items()])}"
 
 
-def keep(title: str, body: str) -> None:
-    """Put one section into the document, in the order of the tables above, under a summary of all."""
-    known = {}
-    if DOCUMENT.exists():
-        parts = DOCUMENT.read_text(encoding="utf-8").split("\n## ")[1:]
-        known = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
-    known[title] = body
-    lines = [f"| run / need a GPU / refused | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
+def head(known: Sections) -> str:
+    """What the document is, and a summary of all sections."""
+    rows = []
     for strategy in STRATEGIES:
         said = [known.get(f"{method}: {strategy}", "") for method in METHODS]
-        counts = [" / ".join(re.findall(r"\d+", text.partition("\n")[0])) for text in said]
-        lines.append(f"| {strategy} | {' | '.join(counts)} |")
-    order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]
-    bodies = "".join(f"\n## {name}\n\n{known[name]}\n" for name in order if name in known)
-    DOCUMENT.write_text(HEAD + "\n".join(lines) + "\n" + bodies, encoding="utf-8")
+        rows.append([strategy, *(" / ".join(re.findall(r"\d+", text.partition("\n")[0])) for text in said)])
+    return HEAD + table(["run / need a GPU / refused", *METHODS], rows)

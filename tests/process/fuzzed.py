@@ -1,0 +1,261 @@
+"""Random specs over all options, on models and rows that a test makes: what the soak of the checks launches.
+
+A draw begins with what every run must decide (model, rows, stage, method, strategy, precision, optimizer), then a few
+other options take other values. Values are such that a run ends within seconds; what is wrong about a spec is how its
+values go together, as in a person's hands.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend import catalog
+from backend.options import SpecError, by_name, edit, options
+from backend.spec import RunSpec
+
+Patch = dict[str, Any]
+
+# Architectures, as small as the tiny Llama and with its tokenizer: model_type -> configuration.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+NARROW = {**SIZES, "head_dim": 16}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**SIZES, "tie_word_embeddings": True},
+    "qwen2": SIZES,
+    "qwen3": NARROW,
+    "mistral": {**SIZES, "sliding_window": 64},
+    "gemma2": {**NARROW, "sliding_window": 64},
+    "gemma3_text": {**NARROW, "sliding_window": 64},
+    "phi3": SIZES,
+    "gpt_neox": SIZES,
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "qwen3_moe": {**NARROW, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+WORDS = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+
+
+def _talk(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Train {number}?"}, {"role": "assistant", "content": f"At {number} o'clock."}]
+
+
+# Rows of each format: number -> row.
+ROWS: Mapping[str, Any] = {
+    "messages": lambda n: {"messages": _talk(n)},
+    "sharegpt": lambda n: {
+        "conversations": [{"from": "human", "value": f"Train {n}?"}, {"from": "gpt", "value": f"At {n} o'clock."}]
+    },
+    "alpaca": lambda n: {"instruction": f"Train {n}?", "input": "", "output": f"At {n} o'clock."},
+    "prompt_completion": lambda n: {"prompt": f"Train {n}?", "completion": f" At {n} o'clock."},
+    "text": lambda n: {"text": f"Train {n} leaves at {n} o'clock. " * (1 + n % 3)},
+    "pairs": lambda n: {"prompt": f"Train {n}?", "chosen": f"At {n} o'clock.", "rejected": "Never."},
+    "labels": lambda n: {"prompt": f"Train {n}?", "completion": f"At {n} o'clock.", "label": n % 2 == 0},
+}
+COUNT = 24
+
+# Options that a draw leaves alone, or sets itself, and why.
+FIXED: Mapping[str, str] = {
+    "model.source": "set with the model",
+    "model.builtin": "set with the model",
+    "model.path": "set with the model",
+    "model.hub_id": "no hub can be reached",
+    "model.revision": "no hub can be reached",
+    "data.source": "set with the rows",
+    "data.builtin": "set with the rows",
+    "data.files": "set with the rows",
+    "data.hub_id": "no hub can be reached",
+    "data.hub_config": "no hub can be reached",
+    "data.hub_split": "no hub can be reached",
+    "data.validation_files": "set with the rows",
+    "data.template_file": "set with the rows",
+    "train.unsloth": "installed by a proof of its own (test_unsloth.py)",
+    "parallel.nvme_path": "set with the folder",
+    "checkpoint.start": "set with the folder: every run begins in a new one",
+    "checkpoint.path": "set with the folder",
+    "logging.report_to": "its services cannot be reached",
+    "launch.rendezvous": "several nodes have proofs of their own (test_nodes.py)",
+    "launch.nodes": "as above",
+    "launch.min_nodes": "as above",
+    "launch.node_rank": "as above",
+    "launch.address": "as above",
+    "launch.rendezvous_id": "as above",
+    "launch.hosts": "as above",
+    "launch.include": "as above",
+    "launch.max_restarts": "as above",
+    "launch.port": "the machine's own business",
+    "launch.device": "there is the CPU",
+}
+# Values of options whose kind does not say what is plausible, and quick.
+VALUES: Mapping[str, Sequence[Any]] = {
+    "data.messages_column": ("", "messages", "talk"),
+    "data.prompt_column": ("", "prompt", "instruction"),
+    "data.completion_column": ("", "completion"),
+    "data.chosen_column": ("", "chosen"),
+    "data.rejected_column": ("", "rejected", "chosen"),
+    "data.label_column": ("", "label"),
+    "data.text_column": ("", "text"),
+    "data.system": ("", "Be brief."),
+    "data.max_length": (8, 32, 64, 128, 512, 1024),
+    "data.max_samples": (0, 1, 2, 5, 8, 16),
+    "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
+    "data.workers": (1, 2),
+    "method.lora_rank": (1, 3, 4, 8, 64, 200),
+    "method.lora_alpha": (0.0, 8.0, 32.0, 128.0),
+    "method.lora_dropout": (0.0, 0.05, 0.5),
+    "method.lora_plus": (1.0, 4.0, 16.0),
+    "method.lora_target_modules": ((), ("q_proj",), ("q_proj", "down_proj"), ("c_attn",), ("lm_head",), ("nothing",)),
+    "method.lora_modules_to_save": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("embed_tokens", "lm_head")),
+    "method.freeze_layers": (-3, -1, 0, 1, 2, 3, 4),
+    "method.freeze_also": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("nothing",)),
+    "train.epochs": (0.1, 0.5, 1.0, 2.0),
+    "train.max_steps": (1, 2, 3, 4),
+    "train.batch_size": (1, 2, 3, 4),
+    "train.accumulation": (1, 2, 3),
+    "train.learning_rate": (0.0, 1e-5, 1e-4, 1e-3),
+    "train.warmup": (0.0, 0.1, 1.0, 2.0, 10.0),
+    "train.weight_decay": (0.0, 0.1),
+    "train.beta1": (0.0, 0.9, 0.95),
+    "train.beta2": (0.0, 0.95, 0.999),
+    "train.epsilon": (1e-8, 1e-6),
+    "train.max_grad_norm": (0.0, 0.5, 1.0),
+    "train.momentum": (0.0, 0.9),
+    "train.projection_rank": (1, 4, 16, 128),
+    "train.projection_gap": (1, 2, 200),
+    "train.projection_modules": ((), ("q_proj",), ("nothing",)),
+    "train.galore_scale": (0.25, 1.0),
+    "train.apollo_scale": (1.0, 8.0),
+    "train.block_steps": (1, 2, 50),
+    "train.neftune": (0.0, 5.0),
+    "train.dataloader_workers": (0, 1),
+    "train.seed": (0, 42, 4294967295),
+    "preference.beta": (0.0, 0.05, 0.5),
+    "preference.label_smoothing": (0.0, 0.1),
+    "preference.sft_weight": (0.0, 0.5),
+    "preference.desirable_weight": (1.0, 1.3),
+    "preference.undesirable_weight": (1.0, 0.7),
+    "preference.center_rewards": (0.0, 0.01),
+    "parallel.bucket_mb": (1, 25, 64),
+    "parallel.timeout": (60, 1800),
+    "parallel.nvme_buffers": (4, 8),
+    "parallel.nvme_buffer_mb": (1, 8),
+    "parallel.aio_block_kb": (64, 1024),
+    "parallel.aio_queue_depth": (2, 8),
+    "parallel.aio_threads": (1, 2),
+    "parallel.wrap_layers": ((), ("LlamaDecoderLayer",), ("GPT2Block",)),
+    "parallel.replicas": (1, 2, 4),
+    "parallel.tensor": (2, 4),
+    "parallel.context": (1, 2),
+    "parallel.sequence": (1, 2),
+    "parallel.engine_keys": (
+        "",
+        '{"zero_optimization": {"overlap_comm": false}}',
+        '{"gradient_clipping": 0.5}',
+        '{"zero_optimization": {"stage3_param_persistence_threshold": 100}}',
+        '{"train_micro_batch_size_per_gpu": 7}',
+        '{"limit_all_gathers": false}',
+        '{"activation_checkpointing": true}',
+    ),
+    "evaluation.steps": (1, 2, 50),
+    "evaluation.batch_size": (1, 2, 8),
+    "evaluation.samples": (0, 1, 3),
+    "evaluation.max_new_tokens": (1, 8),
+    "checkpoint.steps": (1, 2, 100),
+    "checkpoint.keep": (0, 1, 2),
+    "logging.name": ("", "a name"),
+    "logging.steps": (1, 2, 10),
+    "launch.processes": (1, 2, 2, 2, 3, 4),
+    "launch.devices": ((), (0,), (0, 1)),
+    "launch.threads": (0, 1),
+    "launch.accelerate_keys": ("", '{"mixed_precision": "bf16"}', '{"main_training_function": "main"}'),
+    "launch.environment": ({}, {"OMP_NUM_THREADS": "2"}, {"TOKENIZERS_PARALLELISM": "false"}, {"RANK": "1"}),
+}
+RARE = {"train.compile": 0.1, "train.liger": 0.5, "model.attention": 0.6}  # slow, or mostly for GPUs
+
+
+def scene(root: Path, tiny: Path) -> None:
+    """Models of every architecture, rows of every format, and a template, in `root`."""
+    for name, sizes in MODELS.items():
+        shutil.copytree(tiny, root / "models" / name)
+        config = AutoConfig.for_model(name, **sizes, **WORDS)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / "models" / name)
+    for name, row in ROWS.items():
+        for part, count in (("train", COUNT), ("held", 5)):
+            lines = [json.dumps(row(n)) for n in range(count)]
+            (root / f"{name}-{part}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    own = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    (root / "own.jinja").write_text(own, encoding="utf-8")
+    (root / "disk").mkdir()
+
+
+def draw(dice: random.Random) -> RunSpec:
+    """One spec. Paths start at the scene's folder."""
+    patch = {**_model(dice), **_main(dice)}
+    patch |= _rows(dice, patch["train.stage"])
+    patch |= {"launch.device": "cpu", "parallel.nvme_path": "disk", "data.template_file": "own.jinja"}
+    patch |= {"train.length": dice.choice(("steps", "steps", "epochs")), "train.max_steps": 2, "train.epochs": 1.0}
+    patch |= {"train.batch_size": 2, "evaluation.when": "no", "checkpoint.when": "no"}
+    free = [o for o in options() if o.name not in FIXED and o.name not in patch] + [
+        by_name()[name] for name in ("evaluation.when", "checkpoint.when", "train.batch_size", "train.max_steps")
+    ]
+    share = dice.choice((0.05, 0.1, 0.2, 0.3))
+    for option in free:
+        if dice.random() < share * RARE.get(option.name, 1):
+            patch[option.name] = _value(option.name, dice)
+    while True:
+        try:
+            return edit(RunSpec(), patch)
+        except SpecError as error:  # what no form can hold, as a rank below the rows of its kind
+            for problem in error.problems:
+                del patch[problem.field]
+
+
+def _value(name: str, dice: random.Random) -> Any:
+    option = by_name()[name]
+    if name in VALUES:
+        return dice.choice(VALUES[name])
+    if option.kind == "bool":
+        return not option.default
+    return dice.choice([value for value, _ in option.choices])
+
+
+def _model(dice: random.Random) -> Patch:
+    if dice.random() < 0.4:
+        return {"model.source": "builtin", "model.builtin": "tiny-llama"}
+    return {"model.source": "path", "model.path": f"models/{dice.choice(list(MODELS))}"}
+
+
+def _main(dice: random.Random) -> Patch:
+    """What decides most: often the usual, or there would be no end of refusals."""
+    stage = dice.choice(("sft", "sft", "sft", *catalog.STAGES))
+    optimizer = dice.choice(("adamw", *catalog.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
+    return {
+        "train.stage": stage,
+        "method.kind": dice.choice(("lora", "lora", *catalog.METHODS)),
+        "method.quantization": dice.choice(("none", "none", "none", *catalog.QUANTIZATIONS)),
+        "parallel.strategy": dice.choice(("single", *catalog.STRATEGIES)),
+        "precision.compute": dice.choice(("auto", "auto", *catalog.PRECISIONS)),
+        "train.optimizer": optimizer,
+        "launch.launcher": dice.choice(("torchrun",) * 12 + ("accelerate", "deepspeed", "python")),
+    }
+
+
+def _rows(dice: random.Random, stage: str) -> Patch:
+    """Rows that the stage takes, nearly always."""
+    if dice.random() < 0.3:
+        return {"data.source": "builtin", "data.builtin": dice.choice(list(catalog.DATASETS)), "data.max_samples": 16}
+    fitting = catalog.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
+    kind = dice.choice(fitting)
+    patch: Patch = {"data.source": "files", "data.files": (f"{kind}-train.jsonl",)}
+    return patch | {"data.validation_files": (f"{kind}-held.jsonl",)}

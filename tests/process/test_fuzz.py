@@ -1,0 +1,192 @@
+"""Random specs (fuzzed.py): what the checks let through is launched and must run, drawn so or mended by fixes alone;
+of what they refuse a sample is launched past them. The outcome becomes docs/checks.md, a row for each seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from documents import Sections, keep, known, table
+from fuzzed import FIXED, VALUES, draw, scene
+from host import Host
+from trainings import environment, losses, result, text
+
+from backend import catalog
+from backend.derived import processes
+from backend.judge import Judgement, judge
+from backend.machine import Machine, probe
+from backend.options import by_name, changes, edit
+from backend.paths import HOME
+from backend.rules import RULES, Finding
+from backend.run import RESULT
+from backend.run import processes as running
+
+LAUNCHED, REFUSED = 100, 30  # of each seed
+SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
+SECONDS, WAITED = 400, 60  # for what should run, and what should fail
+DOCUMENT = HOME / "docs/checks.md"
+
+
+@dataclass
+class Tally:
+    """What came of one seed's specs. `ran`: codes of specs that are refused, and yet ended well."""
+
+    drawn: int = 0
+    launched: int = 0
+    mended: int = 0
+    failed: list[str] = field(default_factory=list)
+    refused: int = 0
+    ended: int = 0
+    ran: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+def test_every_option_is_drawn_or_says_why_not() -> None:
+    assert not set(FIXED) & set(VALUES)
+    assert set(FIXED) | set(VALUES) <= set(by_name())
+    plain = {name for name, o in by_name().items() if o.kind in ("bool", "choice")}
+    assert set(by_name()) == set(FIXED) | set(VALUES) | plain
+
+
+@pytest.fixture(scope="module")
+def place(root: Path, tiny: Path) -> Path:
+    """The folder that paths start at."""
+    found = root / "place"
+    found.mkdir()
+    scene(found, tiny)
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_passes_runs_and_what_is_refused_fails(seed: int, place: Path, host: Host) -> None:
+    machine, tally = probe(place), Tally()
+    for number, found, mended in drawn(seed, place, machine, tally):
+        folder = place / f"{seed}-{number}"
+        wrong = launch(found, folder, host)
+        told = f"seed {seed}, spec {number}{', mended' if mended else ''}: {json.dumps(changes(found.spec))}\n"
+        if found.can_run:
+            tally.launched += 1
+            tally.mended += mended
+            tally.failed += [f"{told}{wrong}"] if wrong else []
+        else:
+            tally.refused += 1
+            codes = {f.code for f in errors(found)}
+            tally.seen.update(codes)
+            tally.ran.update(codes if not wrong else ())
+            tally.ended += not wrong
+        shutil.rmtree(folder)
+    title = f"Seed {seed}"
+    keep(
+        DOCUMENT, head, sorted({*known(DOCUMENT), title}, key=lambda name: int(name.split()[1])), title, section(tally)
+    )
+    assert not tally.failed, "\n\n".join(tally.failed)
+
+
+def drawn(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Judgement, bool]]:
+    """(number, judgement, whether fixes made it good), until enough of both kinds are there."""
+    dice = random.Random(seed)
+    good = bad = 0
+    while good < LAUNCHED or bad < REFUSED:
+        tally.drawn += 1
+        found = judge(draw(dice), machine, place)
+        if found.can_run and good < LAUNCHED:
+            good += 1
+            yield tally.drawn, found, False
+        elif not found.can_run:
+            if bad < REFUSED:
+                bad += 1
+                yield tally.drawn, found, False
+            better = mend(found, place)
+            if better.can_run and good < LAUNCHED:
+                good += 1
+                yield tally.drawn, better, True
+
+
+def errors(found: Judgement) -> list[Finding]:
+    return [f for f in found.findings if f.level == "error"]
+
+
+def mend(found: Judgement, place: Path) -> Judgement:
+    """What clicks on the first fix of the first error lead to."""
+    seen: set[str] = set()
+    while not found.can_run and (text := found.spec.model_dump_json()) not in seen:
+        seen.add(text)
+        patch = next((f.fixes[0].patch for f in errors(found) if f.fixes), None)
+        if patch is None:
+            break
+        found = judge(edit(found.spec, patch), found.machine, place)
+    return found
+
+
+def launch(found: Judgement, folder: Path, host: Host) -> str:
+    """What went wrong; '' if it ended well, and every loss was a number."""
+    folder.mkdir()
+    plan, spec = found.plan, found.spec
+    for name, body in plan.files.items():
+        (folder / name).write_text(body, encoding="utf-8")
+    if spec.launch.launcher in ("torchrun", "python"):
+        many = spec.parallel.strategy in catalog.MANY and spec.launch.launcher == "torchrun"
+        seconds = SECONDS if found.can_run else WAITED
+        code = host.run(folder, processes(spec) if many else 0, env=plan.env, seconds=seconds)
+    else:
+        code = command(found, folder, host)
+    if code or not (folder / RESULT).exists():
+        return f"exit {code}: {text(folder)[-1500:]}"
+    if None in losses(folder).values():  # how the journal writes what is no number
+        return f"a loss is no number: {text(folder)[-500:]}"
+    return "" if result(folder)["steps"] else "no step was made"
+
+
+def command(found: Judgement, folder: Path, host: Host) -> int:
+    """The exit code of the plan's own command."""
+    env = {**environment(folder, host.cache), **found.plan.env}
+    with (folder / "log.txt").open("w") as log:
+        ended = subprocess.Popen(found.plan.argv, cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            return ended.wait(2 * SECONDS)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            running.sweep(folder, gentle=0)
+            ended.wait(30)
+            assert not running.carriers(folder)
+
+
+HEAD = """# Checks, by launch
+
+Written by `make soak`: random specs over all options, on ten architectures, seven formats of rows and every strategy
+that a CPU has, a few steps each. What the checks let through is launched and must end well: as it was drawn, or after
+clicks on the first fix of the first error until none is left. Of what they refuse a sample is launched past them.
+
+"""
+COLUMNS = ("seed", "drawn", "launched", "of them mended by clicks", "failed", "refused and launched", "ended well")
+
+
+def head(known: Sections) -> str:
+    """What the document is, and the counts of all seeds."""
+    counts = [re.findall(r"\d+", body.partition("\n")[0]) for body in known.values()]
+    rows = [[title.removeprefix("Seed "), *count] for title, count in zip(known, counts, strict=True)]
+    total = ["all", *(sum(map(int, column)) for column in zip(*counts, strict=True))]
+    return HEAD + table(COLUMNS, [*rows, total])
+
+
+def section(tally: Tally) -> str:
+    """The counts of one seed, and the rules that refused what was launched past them."""
+    said = (
+        f"{tally.drawn} specs were drawn. {tally.launched} that pass were launched, {tally.mended} of them mended by "
+    )
+    said += f"clicks; {len(tally.failed)} failed. {tally.refused} that are refused were launched past the checks, and "
+    said += f"{tally.ended} ended well."
+    titles = {rule.code: rule.title for rule in RULES}
+    rows = [(code, titles[code], count, tally.ran[code] or "") for code, count in sorted(tally.seen.items())]
+    return f"{said}\n\n{table(('rule', 'says', 'launched', 'ended well'), rows)}"
