@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "RTX 5090": (32, (12, 0)),
 }
 
-KEYS = ("name", "device", "nodes", "gpus", "ram_gib", "cores", "disk_gib", "python", "versions", "cpu_bf16")
+KEYS = ("name", "device", "nodes", "gpus", "ram_gib", "cores", "disk_gib", "python", "versions", "cpu_bf16", "nvlink")
 GPU_KEYS = ("name", "count", "memory_gib", "free_gib", "capability")
 
 
@@ -55,6 +56,7 @@ def read(source: str | Path) -> Machine:
     """A machine from a YAML file, or of that name. Raises SpecError naming the file and what is wrong in it.
 
     `gpus` is a list of {name, count, memory_gib, capability}; the last two may be left out for names in GPUS.
+    `nvlink` says whether it joins each with all others.
     """
     path = Path(source)
     if not path.is_file() and (MACHINES / f"{source}.yaml").is_file():
@@ -100,7 +102,7 @@ def described(value: Any) -> Machine:
         raise _wrong("versions", "must be a table: package name, version")
     return Machine(
         device=device,
-        gpus=gpus,
+        gpus=_linked(gpus, value.get("nvlink")),
         nodes=_count(value, "nodes", 1),
         ram_bytes=ram,
         ram_free_bytes=ram,
@@ -148,6 +150,15 @@ def _gpus(rows: Any) -> tuple[Gpu, ...]:
         capability = _capability(row["capability"]) if "capability" in row else capability
         found += [Gpu(len(found) + i, name, total, free, capability) for i in range(_count(row, "count", 1))]
     return tuple(found)
+
+
+def _linked(gpus: tuple[Gpu, ...], nvlink: Any) -> tuple[Gpu, ...]:
+    """With links to all others, or none; left out, nobody knows."""
+    if nvlink is None:
+        return gpus
+    if not isinstance(nvlink, bool):
+        raise _wrong("nvlink", "must be true or false")
+    return tuple(replace(g, links=tuple(o.id for o in gpus if o.id != g.id) if nvlink else ()) for g in gpus)
 
 
 def _capability(value: Any) -> tuple[int, int]:

@@ -14,13 +14,16 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. `capability` is NVIDIA's compute capability, (0, 0) for others."""
+    """One device. `capability` is NVIDIA's compute capability, (0, 0) for others; `links` are the ids that NVLink
+    reaches, None if nobody knows; `users` are the processes that hold some of its memory: 'python (4711)'."""
 
     id: int
     name: str
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int] = (0, 0)
+    links: tuple[int, ...] | None = None
+    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Machine:
     compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
     unsloth_wants: str = ""  # other versions than those that are here, which Unsloth asks for
     libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
+    shm_bytes: int | None = None  # of /dev/shm, free; None where there is none or nobody knows
     stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed
 
 

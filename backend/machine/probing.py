@@ -47,6 +47,7 @@ def probe(folder: Path) -> Machine:
         cpu_bf16=_cpu_bf16(),
         compiler=_compiler(),
         libaio=Path("/usr/include/libaio.h").is_file(),
+        shm_bytes=_shm(),
         stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
     )
 
@@ -74,20 +75,45 @@ def _nvidia() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()  # no driver, or one that does not answer
     try:
-        return tuple(_nvidia_gpu(i) for i in range(pynvml.nvmlDeviceGetCount()))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(_nvidia_gpu(index, handles) for index in range(len(handles)))
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvidia_gpu(index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+def _nvidia_gpu(index: int, handles: list[Any]) -> Gpu:
+    handle = handles[index]
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     name = pynvml.nvmlDeviceGetName(handle)
-    name = name.decode() if isinstance(name, bytes) else str(name)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(index, name.removeprefix("NVIDIA "), int(memory.total), int(memory.free), (int(major), int(minor)))
+    name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
+    major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    links, users = _links(index, handles), _users(handle)
+    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), links, users)
+
+
+def _links(index: int, handles: list[Any]) -> tuple[int, ...] | None:
+    """The devices that NVLink reaches, through a switch too; None where the driver does not tell."""
+    wanted, fine = pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK
+    try:
+        others = [n for n in range(len(handles)) if n != index]
+        return tuple(n for n in others if pynvml.nvmlDeviceGetP2PStatus(handles[index], handles[n], wanted) == fine)
+    except pynvml.NVMLError:
+        return None
+
+
+def _users(handle: Any) -> tuple[str, ...]:
+    """The processes that compute on a device. In a container those outside it have no name."""
+    with suppress(pynvml.NVMLError):
+        return tuple(_named(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    return ()
+
+
+def _named(pid: int) -> str:
+    with suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} ({pid})"
+    return f"process {pid}"
 
 
 def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
@@ -172,6 +198,13 @@ def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
         used = int((root / "memory.current").read_text())
         total, free = min(total, limit), max(0, min(free, limit - used))
     return total, free
+
+
+def _shm(place: str = "/dev/shm") -> int | None:
+    """Bytes that processes may still share through memory; a container often has 64 MiB."""
+    with suppress(OSError):
+        return shutil.disk_usage(place).free
+    return None
 
 
 def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:

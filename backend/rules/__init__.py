@@ -13,6 +13,7 @@ from backend.options import effective
 from backend.rules import (
     adapter,
     data,
+    devices,
     further,
     hardware,
     kernels,
@@ -41,7 +42,7 @@ RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
     "DAT": (data, "Rows"),
-    "HW": (hardware, "Machine"),
+    "HW": ((hardware, devices), "Machine"),
     "KRN": (kernels, "Attention and kernels"),
     "LCH": (launch, "Launch"),
     "MDL": (method, "Model and template"),

@@ -139,23 +139,6 @@ def save_packed(case: Case) -> Hit | None:
 
 
 @rule(
-    "QNT007",
-    "error",
-    fields=("method.lora_dora", "method.quantization", "launch.device"),
-    title="DoRA on 8-bit weights does not work on a CPU",
-    source="seen with peft 0.21 and bitsandbytes 0.50: unpacking on a CPU loses the scales",
-    fixes=(NF4, Fix("Without DoRA", {"method.lora_dora": False}, safe=False)),
-    bad=Example({**EIGHT, "method.lora_dora": True}),
-    good=Example({**FOUR, "method.lora_dora": True}),
-    proof="launch",
-)
-def dora_bytes(case: Case) -> str | None:
-    """DoRA measures every row of a weight, so it unpacks them all."""
-    asked = case.spec.method.lora_dora and _row(case).bits == 8 and case.device == "cpu"
-    return "The run is for the CPU." if asked else None
-
-
-@rule(
     "QNT008",
     "error",
     fields=("method.quantization",),

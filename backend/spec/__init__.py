@@ -41,3 +41,9 @@ class RunSpec(Section):
         packs = catalog.QUANTIZATIONS[self.method.quantization].bits > 0
         remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
         return remade or self.model.trust_remote_code
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
+        decaying = {"lm_head", "embed_tokens"}.issuperset(self.method.lora_modules_to_save)
+        return self.method.kind != "lora" or self.method.lora_plus > 1 or not decaying

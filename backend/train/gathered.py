@@ -39,3 +39,7 @@ def gathered(spec: RunSpec, trainer: Any) -> Iterator[Any]:
         for part in parts:
             part.set_reshard_after_forward(spec.parallel.reshard_after_forward, recurse=False)
             part.reshard()
+        # FSDP fetches ahead in the next backward pass by what was called before; a rank that had more to answer, or
+        # anything at all, would fetch what the others do not, and all would wait for ever.
+        if parts and parts[0]._get_fsdp_state()._is_root:  # unknown before the first call
+            parts[0].reset_iter_state()

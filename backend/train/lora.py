@@ -1,6 +1,6 @@
 """The kin of LoRA: adapters that begin inside the base weights and are saved to stand beside them, and LoRA+.
 
-Beside the floors. Imports spec, catalog, unsloth, journal.
+Beside the floors. Imports spec, catalog, quantized, unsloth, journal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import unsloth
+from backend.train import quantized, unsloth
 from backend.train.journal import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -38,6 +38,8 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     of its search is fixed, and what it began with is remembered for `stand_alone`.
     """
     _check(spec, model, config)
+    if spec.method.lora_dora:
+        quantized.keep_weights()
     if not catalog.LORA_INITS[spec.method.lora_init].moves:
         return unsloth.attach(spec, model, config) if spec.train.unsloth else get_peft_model(model, config)
     with torch.random.fork_rng(devices=[]):

@@ -36,8 +36,9 @@ def check(spec: RunSpec, family: str) -> None:
         and family not in row.devices,
         f"train.optimizer: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
         and (engine == "deepspeed" or first),
-        f"train.optimizer: {name} has its state before DeepSpeed flattens the weights.": row.early
-        and engine == "deepspeed",
+        f"train.optimizer: DeepSpeed makes {name} anew with one group of weights; here are several.": row.early
+        and strategy.stage > 0
+        and spec.grouped,
         f"train.optimizer: {name} averages weights, and DeepSpeed does not tell it when.": row.switched
         and engine == "deepspeed",
         f"train.optimizer: {name} does not take the weights that this strategy spreads.": row.plain(masters)
@@ -130,6 +131,10 @@ class Optimizing:
                     super().create_optimizer(model)  # type: ignore[misc]
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optimizer](self.spec, chosen, decaying)
+            if row.early:
+                innermost(
+                    trainer.optimizer
+                ).state.clear()  # of weights that an engine replaces; the first step makes it anew
             if row.layout == "low_rank":
                 _regroup(self.spec, trainer.optimizer, chosen, decaying)
                 if row.inside:

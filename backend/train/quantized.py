@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from peft.tuners.lora import dora, variants
+from peft.utils import integrations
 from transformers import (
     AwqConfig,
     BitsAndBytesConfig,
@@ -33,7 +35,7 @@ UNPACK: Mapping[str, Any] = {
 TRAINABLE: Mapping[str, Any] = {"gptq": GPTQConfig, "awq": AwqConfig}
 
 
-def check(spec: RunSpec, family: str) -> None:
+def check(spec: RunSpec) -> None:
     """Raise TrainError for what packed weights cannot do, before any are loaded."""
     method, row = spec.method, catalog.QUANTIZATIONS[spec.method.quantization]
     strategy = catalog.STRATEGIES[spec.parallel.strategy]
@@ -49,8 +51,6 @@ def check(spec: RunSpec, family: str) -> None:
         raise TrainError("method.quantization: 8-bit weights cannot be spread over devices: take nf4.")
     if strategy.version == 1:
         raise TrainError("parallel.strategy: FSDP1 cannot spread packed weights: take fsdp2.")
-    if method.lora_dora and row.bits == 8 and family == "cpu":
-        raise TrainError("method.lora_dora: on a CPU bitsandbytes cannot unpack 8-bit weights for DoRA: take nf4.")
 
 
 def loading(spec: RunSpec, source: str, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -124,6 +124,21 @@ def keep_layout(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def keep_weights() -> None:
+    """Let DoRA unpack base weights and leave them where they are, as `unpacked` does."""
+    dora.dequantize_module_weight = variants.dequantize_module_weight = unpacked
+
+
+def unpacked(module: Any) -> Any:
+    """The weight of a layer as numbers. On a CPU peft 0.21 leaves a copy in the packed weight's place, which has lost
+    its scales (8 bits) and what DeepSpeed has noted on it."""
+    weight = module.weight
+    found = integrations.dequantize_module_weight(module)
+    if module.weight is not weight:
+        module.weight = weight
+    return found
 
 
 def is_packed(module: Any) -> bool:

@@ -27,7 +27,7 @@ FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
     _check(spec)
-    quantized.check(spec, family)
+    quantized.check(spec)
     optimizers.check(spec, family)
     device.check_precision(spec, family)
     precision, kind = device.precision(spec, family), catalog.PRECISIONS[spec.precision.compute]

@@ -154,6 +154,18 @@ def test_sides_of_a_projection(how: str) -> None:
         assert state._beside(leaf) == optimizers.held(made)["bytes"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])
+def test_a_state_that_was_made_early_follows_the_weights(strategy: str, root: Path, host: Host) -> None:
+    """Adagrad makes its state when it is made itself; an engine then puts other weights in the place of those."""
+    early = {**FULL, "train.optimizer": "adagrad"}
+    one = losses(host.train(root / f"early-1-{strategy}", a_spec(early)))
+    more = {**early, "parallel.strategy": strategy, "train.batch_size": 1}
+    folder = host.train(root / f"early-2-{strategy}", a_spec(more), 2)
+    assert losses(folder) == pytest.approx(one, abs=1e-4)
+    host.go_on(folder, 2, 2)
+    assert losses(folder) == pytest.approx(one, abs=1e-4)
+
+
 def test_muon_orthogonalises_the_layers_alone() -> None:
     spec = a_spec({**FULL, "train.optimizer": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

@@ -27,6 +27,7 @@ QUICK = {"train.scheduler": "constant", "train.batch_size": 2, "train.learning_r
 HALF = {**QUICK, "train.batch_size": 1}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
 NF4, INT8 = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
+DORA = {"method.lora_dora": True}
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +95,13 @@ def test_it_learns_as_on_plain_weights(
         pytest.param(NF4, "zero2", marks=pytest.mark.soak),
         (NF4, "zero3"),
         (NF4, "fsdp2"),
+        pytest.param({**INT8, **DORA}, "ddp", marks=pytest.mark.soak),
+        ({**NF4, **DORA}, "zero3"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value["method.quantization"],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, Any], strategy: str) -> None:
-    kind = changes["method.quantization"]
+    kind = "-".join(map(str, changes.values()))
     one = host.train(root / f"alone-{kind}-{strategy}", a_spec({**QUICK, **changes}))
     more = {**HALF, **changes, "parallel.strategy": strategy}
     two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
@@ -109,6 +112,14 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
         packed = sum(leaf.inputs * leaf.outputs for leaf in TINY.leaves() if leaf.inputs and leaf.path != TINY.head)
         rest = TINY.parameters - packed + result(two)["trainable_parameters"]
         assert held == pytest.approx([(packed / 8 + rest) / 2] * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
+def test_dora_learns_as_on_plain_weights(root: Path, host: Host, changes: dict[str, Any]) -> None:
+    more = {**QUICK, **DORA}
+    plain = losses(host.train(root / f"plain-{changes['method.quantization']}", a_spec(more)))
+    found = losses(host.train(root / f"dora-{changes['method.quantization']}", a_spec({**more, **changes})))
+    assert found == pytest.approx(plain, abs=0.05)
 
 
 def test_adapters_are_not_rounded(four: Path) -> None:

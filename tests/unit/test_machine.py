@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -131,6 +132,39 @@ def test_vendor_tools_are_read() -> None:
     xpu = '{"device_list": [{"device_id": 0, "device_name": "Max", "memory_physical_size_byte": "68719476736"}]}'
     assert probing.parse_xpu(xpu) == (Gpu(0, "Max", 64 * GIB, 64 * GIB),)
     assert probing.parse_xpu("no json") == ()
+
+
+def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three devices, of which a bridge joins the first two; this process computes on the last."""
+    driver = SimpleNamespace(
+        NVMLError=ValueError,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: "NVIDIA RTX A6000",
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=48 * GIB, free=47 * GIB),
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 6),
+        nvmlDeviceGetP2PStatus=lambda one, other, index: 0 if index == 2 and {one, other} == {0, 1} else 3,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=os.getpid())] if handle == 2 else [],
+    )
+    monkeypatch.setattr(probing, "pynvml", driver)
+    first, second, third = probing._nvidia()
+    assert (first.name, first.capability, first.free_bytes) == ("RTX A6000", (8, 6), 47 * GIB)
+    assert (first.links, second.links, third.links) == ((1,), (0,), ())
+    assert first.users == ()
+    assert f"({os.getpid()})" in third.users[0]
+
+
+def test_a_file_says_whether_nvlink_joins_them() -> None:
+    joined, apart, unknown = (
+        parse(f"gpus: [{{name: H100, count: 2}}]{said}").gpus for said in ("\nnvlink: true", "\nnvlink: false", "")
+    )
+    assert [gpu.links for gpu in (*joined, *apart, *unknown)] == [(1,), (0,), (), (), None, None]
+    with pytest.raises(SpecError, match="nvlink: must be true or false"):
+        parse("gpus: [{name: H100}]\nnvlink: 900")
 
 
 def test_amd_is_read_from_sys(tmp_path: Path) -> None:
