@@ -30,11 +30,12 @@ SINGLE = re.compile(r"[^\sA-Za-z]")
 
 @dataclass(frozen=True)
 class Asked:
-    """What rows are read as: the formats that the stage takes, the one that is named, the columns."""
+    """What rows are read as: the formats that the stage takes, the one that is named, the columns, a system prompt."""
 
     wanted: tuple[str, ...]
     format: str
     columns: tuple[str, ...]
+    system: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _files(
     """What was seen of the files that paths and patterns name, and what is wrong with them."""
     seen: list[_Seen] = []
     troubles: list[Trouble] = []
-    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS))
+    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS), data.system)
     for name in names:
         try:
             for path in rows.expand([name], base):
@@ -126,7 +127,7 @@ def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _See
 def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
         return _Seen(0, False, "", (), (), (), (0, 0), ())  # it could only be read as a whole
-    data = Data().model_copy(update=dict(zip(COLUMNS, asked.columns, strict=True)))
+    data = Data().model_copy(update={**dict(zip(COLUMNS, asked.columns, strict=True)), "system": asked.system})
     look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
     try:
@@ -191,13 +192,15 @@ class _Look:
             return _tokens(texts), 0
         if "label" in found:
             self.good, self.bad = self.good + found["label"], self.bad + (not found["label"])
-        turns = found.get("prompt") or _before(found["messages"])
-        before = _texts([turn["content"] for turn in turns])
-        opening = _tokens(before) + MARKS * (len(turns) + 1)
-        if "chosen" not in found:
-            return _tokens(texts), opening
-        answers = ([turn["content"] for turn in found[name]] for name in ("chosen", "rejected"))
-        return max(_tokens([*before, *_texts(answer)]) for answer in answers), opening
+        if "messages" in found:
+            return _said(found["messages"]), _said(_before(found["messages"])) + MARKS
+        answers = [found[name] for name in ("chosen", "rejected", "completion") if name in found]
+        return max(_said([*found["prompt"], *answer]) for answer in answers), _said(found["prompt"]) + MARKS
+
+
+def _said(turns: list[dict[str, Any]]) -> int:
+    """Tokens of turns in a template, about."""
+    return _tokens(_texts([turn["content"] for turn in turns])) + MARKS * len(turns)
 
 
 def _before(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

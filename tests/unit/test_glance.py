@@ -106,7 +106,7 @@ def test_rows_are_read_and_counted(tmp_path: Path) -> None:
     asked = files("*.jsonl")
     found = look(asked, tmp_path)
     assert (found.format, found.columns, found.rows) == ("prompt_completion", ("prompt", "completion"), 3)
-    assert found.lengths == (4, 54, 84)
+    assert found.lengths == (10, 60, 90)
     assert found.validation_rows(asked.data) == 1
     assert found.training_rows(asked.data) == 2
     assert look(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data) == 1
