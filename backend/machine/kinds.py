@@ -43,6 +43,7 @@ class Machine:
     name: str = ""
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
     compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
+    triton: bool = True  # it can build what it launches kernels by: a C compiler is there, or it has built it before
     unsloth_wants: str = ""  # other versions than those that are here, which Unsloth asks for
     libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
     stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed

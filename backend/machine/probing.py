@@ -46,6 +46,7 @@ def probe(folder: Path) -> Machine:
         unsloth_wants=packages.unmet("unsloth", versions),
         cpu_bf16=_cpu_bf16(),
         compiler=_compiler(),
+        triton=_triton(Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")),
         libaio=Path("/usr/include/libaio.h").is_file(),
         stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
     )
@@ -192,8 +193,18 @@ def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _compiler() -> bool:
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return shutil.which(os.environ.get("CXX") or "c++") is not None and header.is_file()
+    return shutil.which(os.environ.get("CXX") or "c++") is not None and _headers()
+
+
+def _headers() -> bool:
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
+
+
+def _triton(cache: Path) -> bool:
+    """Whether Triton can build its launcher, or need not: it looks for compilers in this order, and keeps what it
+    built."""
+    names = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
+    return (any(map(shutil.which, names)) and _headers()) or any(cache.glob("*/*_utils.*so"))
 
 
 def _stale_lock(extensions: str | Path) -> str:

@@ -41,6 +41,18 @@ def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not probe(tmp_path).compiler
 
 
+def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", sys.executable)
+    assert probe(tmp_path).triton
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not probe(tmp_path).triton
+    built = tmp_path / "X7C" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
+    built.parent.mkdir()
+    built.touch()
+    assert probe(tmp_path).triton
+
+
 def test_label_names_what_counts() -> None:
     assert describe(Machine(cores=2, ram_bytes=24 * GIB)) == "2 cores, 24 GiB, no GPU"
     assert describe(Machine(cores=1, ram_bytes=8 * GIB)) == "1 core, 8 GiB, no GPU"
