@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 198
+COUNT = 199
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -121,7 +121,19 @@ def test_order_is_fixed() -> None:
     assert found == check(spec, LAPTOP, DEMO)
 
 
-MACHINES = (LAPTOP, SMALL, H100, TWO_H100, EQUIPPED, EQUIPPED_TWO, T4, NPU, FULL_DISK, Machine())
+MACHINES = (
+    replace(TWO_H100, triton=False),
+    LAPTOP,
+    SMALL,
+    H100,
+    TWO_H100,
+    EQUIPPED,
+    EQUIPPED_TWO,
+    T4,
+    NPU,
+    FULL_DISK,
+    Machine(),
+)
 GLANCES = (
     DEMO,
     Glance(),
@@ -133,6 +145,7 @@ GLANCES = (
     trouble("data.validation_files", "column text holds a number", 7),
     replace(DEMO, packed="gptq"),
     replace(DEMO, packed="hqq"),
+    replace(DEMO, packed="bitsandbytes"),
     replace(DEMO, packed="quark"),
 )
 WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
@@ -146,6 +159,12 @@ NODES: dict[str, tuple[Any, ...]] = {
     ),
     "launch.include": ("", "worker-1", "worker-3", "worker-1:0@worker-2:1", "worker-1:9", ":"),
     "launch.address": ("", "localhost", "10.0.0.1", "::1", "node-0", "a b"),
+    "parallel.engine_keys": (
+        "",
+        '{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}, "elasticity": {}}',
+        '{"zero_optimization": {"stage": 1, "stage3_gather_16bit_weights_on_model_save": false}}',
+        '{"activation_checkpointing": true}',
+    ),
 }
 SPREAD = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
 BASES: tuple[dict[str, Any], ...] = ({}, {}, SPREAD, {**SPREAD, "launch.launcher": "deepspeed"})
