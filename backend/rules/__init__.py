@@ -12,6 +12,7 @@ from backend.machine import Machine
 from backend.options import effective
 from backend.rules import (
     adapter,
+    contrary,
     data,
     further,
     hardware,
@@ -53,7 +54,7 @@ FAMILIES = {
     "PRC": (hardware, "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding, tokens, further), "Strategy"),
+    "STR": ((strategy, sharding, tokens, further, contrary), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
     "UNS": (unsloth, "Unsloth"),
 }

@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 199
+COUNT = 204
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -163,7 +163,8 @@ NODES: dict[str, tuple[Any, ...]] = {
         "",
         '{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}, "elasticity": {}}',
         '{"zero_optimization": {"stage": 1, "stage3_gather_16bit_weights_on_model_save": false}}',
-        '{"activation_checkpointing": true}',
+        '{"activation_checkpointing": true, "auto_wrap_policy": "NO_WRAP", "nobody": 1, "xla": true}',
+        '{"prescale_gradients": true, "tensor_parallel": {"autotp_size": 2}}',
     ),
 }
 SPREAD = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
