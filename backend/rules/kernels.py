@@ -246,3 +246,28 @@ def no_compiler_for_triton(case: Case) -> str | None:
         [catalog.OPTIMIZERS[spec.train.optimizer].label] if catalog.OPTIMIZERS[spec.train.optimizer].compiled else []
     )
     return f"There is none on the path, or Python has no headers; for {names(wanted)}." if wanted else None
+
+
+# What transformers 5.23 has for the architectures that Footplate counts, and one of them has not.
+LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention")}
+
+
+@rule(
+    "KRN012",
+    "error",
+    fields=("model.attention", "parallel.sequence"),
+    title="The architecture has no such attention",
+    source="transformers 5.23 modeling_gemma2.py: _supports_sdpa is false; modeling_gpt2.py: no _supports_flex_attn",
+    fixes=(AUTO, Fix("Whole rows", {"parallel.sequence": 1})),
+    bad=Example({"model.attention": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
+    good=Example({"model.attention": "flex_attention"}, H100),
+)
+def unknown_attention(case: Case) -> str | None:
+    """Most models take any attention; Gemma 2 bends its scores in a way that SDPA does not, and GPT-2 was not
+    prepared for FlexAttention. Sequence parallel asks for SDPA by itself."""
+    shape, spec = case.shape, case.spec
+    shared = case.strategy.engine == "deepspeed" and spec.parallel.sequence > 1
+    asked = "sdpa" if shared and spec.model.attention == "auto" else spec.model.attention
+    if shape is None or (shape.model_type, asked) not in LACKS:
+        return None
+    return f"{shape.architecture} has no {catalog.ATTENTIONS[asked].label}."

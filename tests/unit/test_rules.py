@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 204
+COUNT = 206
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -234,6 +234,27 @@ def test_offloading_beside_gpus_needs_a_compiler_too() -> None:
         {f.code for f in check(edit(spec, {"parallel.offload_optimizer": to}), bare, DEMO)} for to in ("none", "cpu")
     ]
     assert ["STR007" in found for found in codes] == [False, True]
+
+
+def test_windows_of_attention_are_not_cut_into_pieces() -> None:
+    spec = edit(RunSpec(), {"parallel.strategy": "fsdp2", "parallel.context": 2})
+    for slides in (False, True):
+        seen = replace(DEMO, shape=replace(LLAMA_8B, sliding=slides))
+        assert ("STR037" in codes(check(spec, TWO_H100, seen))) == slides
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_gpt2_has_nothing_to_project(targets: str) -> None:
+    patch = {"method.kind": "full", "train.optimizer": "galore", "train.projection_targets": targets}
+    assert "OPT023" in codes(check(edit(RunSpec(), patch), EQUIPPED, replace(DEMO, shape=GPT2)))
+    assert "OPT023" not in codes(check(edit(RunSpec(), patch), EQUIPPED, DEMO))
+
+
+def test_apple_gpus_do_not_meet() -> None:
+    apple = replace(LAPTOP, device="mps")
+    spec = edit(RunSpec(), {**SPREAD, "launch.processes": 1})
+    assert "STR002" in codes(check(spec, apple, DEMO))
+    assert "STR002" not in codes(check(spec, LAPTOP, DEMO))
 
 
 def test_hidden_options_raise_nothing() -> None:
