@@ -44,7 +44,7 @@ def value_at(table: Mapping[str, Any], path: str) -> Any:
     return table
 
 
-def dropping(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
+def dropping(given: Mapping[str, Any], paths: list[str], field: str = KEYS) -> dict[str, Any]:
     """A patch: the further keys `given` without what stands at these paths."""
 
     def left(table: Mapping[str, Any], before: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def dropping(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
         return found
 
     rest = left(given, "")
-    return {KEYS: json.dumps(rest, indent=2) if rest else ""}
+    return {field: json.dumps(rest, indent=2) if rest else ""}
 
 
 @rule(

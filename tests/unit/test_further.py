@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from accelerate.commands.config.config_args import ClusterConfig
 
 from backend.options import edit
 from backend.rules import check
 from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
+from backend.rules.launchers import KNOWN as KNOWN_TO_ACCELERATE
 from backend.spec import RunSpec
 
 KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
@@ -90,3 +92,53 @@ def zero(**given: Any) -> dict[str, Any]:
 )
 def test_keys_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
     assert (code in codes("parallel.engine_keys", given, patch)) == raised
+
+
+NODES = {
+    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1", "launch.processes": 2,
+}  # fmt: skip
+DDP = {"parallel.strategy": "ddp"}
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "patch", "raised"),
+    [
+        ("LCH013", {"num_processes": 4}, DDP, True),
+        (
+            "LCH013",
+            {"num_processes": 2, "gpu_ids": "all", "main_process_port": 1234, "rdzv_backend": "c10d"},
+            DDP,
+            False,
+        ),
+        ("LCH013", {"main_process_port": 1234}, NODES, True),
+        ("LCH013", {"rdzv_backend": "c10d"}, NODES, True),
+        ("LCH013", {"gpu_ids": "0"}, DDP, True),
+        ("LCH013", {"use_cpu": True}, DDP, True),
+        ("LCH013", {"use_cpu": True}, {**DDP, "launch.device": "cpu"}, False),
+        ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),
+        ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "pure_bf16"}, True),
+        ("LCH013", {"mixed_precision": "no"}, {**DDP, "precision.compute": "fp32"}, False),
+        ("LCH013", {"mixed_precision": "fp16"}, DDP, False),  # the trainer says bf16 itself
+        ("LCH013", {"mixed_precision": "no"}, ZERO2, True),
+        ("LCH013", {"deepspeed_config": {"zero_stage": 2}}, ZERO2, True),
+        ("LCH013", {"deepspeed_config": {"deepspeed_moe_layer_cls_names": "X"}}, ZERO2, False),
+        ("LCH013", {"deepspeed_config": {"deepspeed_multinode_launcher": "pdsh"}}, ZERO2, False),
+        ("LCH013", {"deepspeed_config": {"deepspeed_multinode_launcher": "pdsh"}}, {**NODES, **ZERO2}, True),
+        ("LCH013", {"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"sync_module_states": False}}, FSDP1, False),
+        ("LCH013", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, FSDP2, True),
+        ("LCH013", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, FSDP2, True),
+        ("LCH014", {"fp8_config": {"backend": "TE"}}, DDP, True),
+        ("LCH014", {"fsdp_config": {"forward_prefetch": True}}, FSDP2, True),
+        ("LCH014", {"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, False),  # refused, by another
+        ("LCH015", {"dynamo_config": {"backend": "INDUCTOR"}}, FSDP2, True),
+    ],
+)
+def test_keys_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
+    found = codes("launch.accelerate_keys", given, {**patch, "launch.launcher": "accelerate"})
+    assert (code in found) == raised
+
+
+def test_the_launcher_knows_what_the_rule_knows() -> None:
+    """The installed one: a newer version may have other names."""
+    assert {field.name for field in fields(ClusterConfig)} == KNOWN_TO_ACCELERATE

@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 206
+COUNT = 209
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -159,6 +159,11 @@ NODES: dict[str, tuple[Any, ...]] = {
     ),
     "launch.include": ("", "worker-1", "worker-3", "worker-1:0@worker-2:1", "worker-1:9", ":"),
     "launch.address": ("", "localhost", "10.0.0.1", "::1", "node-0", "a b"),
+    "launch.accelerate_keys": (
+        "",
+        '{"ipex_config": {}, "mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}',
+        '{"fsdp_config": {"backward_prefetch": "x"}, "fp8_config": {"backend": "TE"}}',
+    ),
     "parallel.engine_keys": (
         "",
         '{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}, "elasticity": {}}',
