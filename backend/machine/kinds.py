@@ -21,6 +21,7 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int] = (0, 0)
+    uuid: str = ""  # NVIDIA's
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Machine:
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
     compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
     triton: bool = True  # it can build what it launches kernels by: a C compiler is there, or it has built it before
+    driver: str = ""  # of NVIDIA's GPUs
     unsloth_wants: str = ""  # other versions than those that are here, which Unsloth asks for
     libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
     stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed

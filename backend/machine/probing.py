@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pynvml
 
+from backend import catalog
 from backend.machine import packages
 from backend.machine.kinds import GIB, Gpu, Machine
 
@@ -43,6 +44,7 @@ def probe(folder: Path) -> Machine:
         disk_free_bytes=disk_free(folder),
         python=sys.executable,
         versions=versions,
+        driver=_driver(),
         unsloth_wants=packages.unmet("unsloth", versions),
         cpu_bf16=_cpu_bf16(),
         compiler=_compiler(),
@@ -63,10 +65,36 @@ def disk_free(folder: Path) -> int:
 
 def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
     for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
-        gpus = find()
+        gpus = visible(find(), os.environ.get(catalog.DEVICES[family].visible))
         if gpus:
             return family, gpus
     return "cpu", ()
+
+
+def visible(gpus: tuple[Gpu, ...], told: str | None) -> tuple[Gpu, ...]:
+    """Those that this shell, or a scheduler, was given, in that order: a run takes no others. As CUDA reads it, the
+    list ends at the first that is not there. What names parts of devices is left to the driver."""
+    if told is None or "MIG" in told:
+        return gpus
+    found: list[Gpu] = []
+    for word in told.split(","):
+        name = word.strip().partition(".")[0]  # a tile of Intel's
+        gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
+        if gpu is None:
+            break
+        found += [] if gpu in found else [gpu]
+    return tuple(found)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    return ""
 
 
 def _nvidia() -> tuple[Gpu, ...]:
@@ -88,7 +116,9 @@ def _nvidia_gpu(index: int) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     name = name.decode() if isinstance(name, bytes) else str(name)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(index, name.removeprefix("NVIDIA "), int(memory.total), int(memory.free), (int(major), int(minor)))
+    uuid = str(pynvml.nvmlDeviceGetUUID(handle))
+    label, capability = name.removeprefix("NVIDIA "), (int(major), int(minor))
+    return Gpu(index, label, int(memory.total), int(memory.free), capability, uuid)
 
 
 def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:

@@ -53,6 +53,24 @@ def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, mo
     assert probe(tmp_path).triton
 
 
+@pytest.mark.parametrize(
+    ("told", "ids"),
+    [
+        (None, [0, 1, 2]),
+        ("2,1", [2, 1]),
+        ("1,7,0", [1]),  # CUDA's list ends at the first that is not there
+        ("", []),
+        ("-1", []),
+        ("GPU-b", [1]),
+        ("0.0,0.1,2.0", [0, 2]),  # tiles
+        ("MIG-1234", [0, 1, 2]),
+    ],
+)
+def test_only_what_the_shell_was_given_is_there(told: str | None, ids: list[int]) -> None:
+    gpus = tuple(Gpu(i, "X9", GIB, GIB, (9, 0), f"GPU-{name}") for i, name in enumerate("abc"))
+    assert [gpu.id for gpu in probing.visible(gpus, told)] == ids
+
+
 def test_label_names_what_counts() -> None:
     assert describe(Machine(cores=2, ram_bytes=24 * GIB)) == "2 cores, 24 GiB, no GPU"
     assert describe(Machine(cores=1, ram_bytes=8 * GIB)) == "1 core, 8 GiB, no GPU"

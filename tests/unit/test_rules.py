@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 209
+COUNT = 210
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
