@@ -11,12 +11,11 @@ from typing import Any
 import yaml
 
 from backend import catalog, fsdp, keys
-from backend.derived import device, masters, nodes, precision, world
+from backend.derived import PORT, device, masters, nodes, precision, world
 from backend.machine import Machine
 from backend.run import DEEPSPEED
 from backend.spec import RunSpec
 
-PORT = 29500  # torch's own, where none is given
 NAMES = {"cpu_offload": "offload_params"}
 # A CPU's processes are started like a GPU's: MULTI_CPU would ask for mpirun.
 TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}

@@ -11,6 +11,8 @@ from backend import catalog, hostfile
 from backend.machine import Machine
 from backend.spec import RunSpec
 
+PORT = 29500  # torch's own, where none is given
+
 
 def device(spec: RunSpec, machine: Machine) -> str:
     """The device family that the run uses: the one asked for, or the accelerator that is there."""
@@ -32,6 +34,16 @@ def nodes(spec: RunSpec) -> int:
 def world(spec: RunSpec) -> int:
     """Processes of all nodes together."""
     return processes(spec) * nodes(spec)
+
+
+def port(spec: RunSpec) -> int:
+    """Where the ranks meet on this node, so that it must be free; 0 if that is elsewhere, or any free one is taken."""
+    launch, alone = spec.launch, nodes(spec) == 1
+    if launch.launcher == "python" or launch.rendezvous == "elastic" or (alone and launch.launcher == "accelerate"):
+        return 0
+    if not alone and launch.node_rank:
+        return 0
+    return launch.port or (0 if alone and launch.launcher == "torchrun" else PORT)
 
 
 def include(spec: RunSpec) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from backend import accelerate, catalog, deepspeed, fsdp, keys
+from backend.derived import world
 from backend.machine import Machine
 from backend.options import Problem, SpecError, edit
 from backend.spec import RunSpec
@@ -42,7 +43,11 @@ def read(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
     kind = recognise(text)
     made = edit(spec, _deepspeed(theirs) if kind == "deepspeed" else _accelerate(theirs))
     if kind == "deepspeed":
+        made = edit(made, _rows(theirs, made))
         kept = keys.beyond(theirs, deepspeed.configuration(made))
+        kept = {key: value for key, value in kept.items() if key not in _understood(theirs)}
+        if _is_number(whole := theirs.get("train_batch_size")) and whole != _step(made):
+            kept["train_batch_size"] = whole
         return edit(made, {"parallel.engine_keys": _text(kept)}), keys.paths(kept)
     kept = keys.beyond(theirs, accelerate.configuration(made, Machine()))
     kept = _without(kept, SAID)
@@ -79,9 +84,13 @@ def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
     return {str(k): plain(v) for k, v in found.items()}
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _number(name: str, value: Any, divide: float = 1) -> Patch:
     """A patch of one option, if the value is a number ("auto" and null leave the form as it is)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not _is_number(value):
         return {}
     return {name: max(1, round(value / divide)) if divide != 1 else value}
 
@@ -107,7 +116,75 @@ def _deepspeed(theirs: Mapping[str, Any]) -> Patch:
     aio = theirs.get("aio") or {}
     patch |= _number("parallel.aio_block_kb", aio.get("block_size"), 1024)
     patch |= _number("parallel.aio_queue_depth", aio.get("queue_depth"))
-    return patch | _number("parallel.aio_threads", aio.get("intra_op_parallelism"))
+    patch |= _number("parallel.aio_threads", aio.get("intra_op_parallelism"))
+    return patch | _schedule(theirs.get("scheduler") or {}) | _optimizer(theirs.get("optimizer") or {})
+
+
+def _step(spec: RunSpec) -> int:
+    """Rows of a step, as DeepSpeed counts them."""
+    return spec.train.batch_size * spec.train.accumulation * world(spec)
+
+
+def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
+    """What of batch size and accumulation is not said, so that a step learns from as many rows as the file says."""
+    whole: Any = theirs.get("train_batch_size")
+    for name, key, other in (
+        ("train.accumulation", "gradient_accumulation_steps", made.train.batch_size),
+        ("train.batch_size", "train_micro_batch_size_per_gpu", made.train.accumulation),
+    ):
+        each = other * world(made)
+        if _is_number(whole) and not _is_number(theirs.get(key)) and whole % each == 0:
+            return {name: whole // each}
+    return {}
+
+
+# DeepSpeed's optimizers and schedules that are the form's too; source: transformers 5.23 docs/main_classes/deepspeed.
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw"}  # its Adam decays like AdamW, unless told otherwise
+SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+PLAIN = {"torch_adam": (True, False), "adam_w_mode": (True,), "bias_correction": (True,), "warmup_min_lr": (0, "auto"),
+         "warmup_type": ("linear",)}  # fmt: skip
+RATES = {"lr": "learning_rate", "eps": "epsilon", "weight_decay": "weight_decay"}
+STEPS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup"}
+
+
+def _optimizer(block: Mapping[str, Any]) -> Patch:
+    params: Mapping[str, Any] = block.get("params") or {}
+    patch: Patch = {}
+    if name := OPTIMIZERS.get(str(block.get("type")).lower()):
+        patch["train.optimizer"] = name
+    for key, option in RATES.items():
+        patch |= _number(f"train.{option}", params.get(key))
+    betas = params.get("betas")
+    if isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)):
+        patch |= {"train.beta1": betas[0], "train.beta2": betas[1]}
+    return patch
+
+
+def _schedule(block: Mapping[str, Any]) -> Patch:
+    params: Mapping[str, Any] = block.get("params") or {}
+    patch: Patch = {}
+    if name := SCHEDULES.get(str(block.get("type"))):
+        patch["train.scheduler"] = name
+    for key, option in STEPS.items():
+        patch |= _number(f"train.{option}", params.get(key))
+    if _is_number(steps := params.get("total_num_steps")):  # of the whole training
+        patch |= {"train.length": "steps", "train.max_steps": steps}
+    return patch
+
+
+def _understood(theirs: Mapping[str, Any]) -> list[str]:
+    """Which of the blocks optimizer and scheduler the form says in full."""
+    found = []
+    for name, types, said in (
+        ("optimizer", {*OPTIMIZERS}, {*RATES, "betas"}),
+        ("scheduler", {key.lower() for key in SCHEDULES}, {*STEPS, "total_num_steps"}),
+    ):
+        block = theirs.get(name) or {}
+        params = block.get("params") or {}
+        rest = {k: v for k, v in params.items() if k not in said and v not in PLAIN.get(k, ())}
+        if str(block.get("type")).lower() in types and not rest:
+            found.append(name)
+    return found
 
 
 def _offload(option: str, table: Mapping[str, Any]) -> Patch:
@@ -156,7 +233,7 @@ def _accelerate(theirs: Mapping[str, Any]) -> Patch:
         patch |= {"launch.address": str(theirs.get("main_process_ip") or "")}
         patch |= _number("launch.node_rank", theirs.get("machine_rank"))
     patch |= _number("launch.port", theirs.get("main_process_port"))
-    if theirs.get("mixed_precision") in ("no", "bf16", "fp16"):
+    if theirs.get("mixed_precision") in ("no", "bf16", "fp16", "fp8"):
         patch["precision.compute"] = str(theirs["mixed_precision"]).replace("no", "fp32")
     if theirs.get("use_cpu") is True:
         patch["launch.device"] = "cpu"

@@ -6,20 +6,21 @@ preview and launch are the same Plan.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from backend import accelerate, catalog, deepspeed, fsdp, hostfile
-from backend.derived import backend, device, include, nodes, processes, world
+from backend.derived import PORT, backend, device, include, nodes, processes, world
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
 from backend.run import ACCELERATE, ALIASES, DEEPSPEED, FSDP, HOSTFILE, JOIN, RANK_LOGS, SPEC, Plan
 from backend.spec import RunSpec
 
-PORT = accelerate.PORT
 TRAINER = ("backend.train", ".")
 # torch 2.13 still takes the first under this name, and does the second by itself, as it has since 2.8.
 MEMORY = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 # The lines of a rank begin with its number among all nodes' ranks, instead of its number on the node.
 PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
 
@@ -108,7 +109,8 @@ def _deepspeed(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
     else:
         visible = catalog.DEVICES[device(spec, machine)].visible
         ids = hostfile.included(("localhost",), _ids(spec, machine)) if visible else ""
-        where = (f"--include={ids}" if ids else f"--num_gpus={processes(spec)}",)
+        # It would read /job/hostfile, if that is there, and start the run on those hosts by ssh.
+        where = ("--hostfile=/dev/null", f"--include={ids}" if ids else f"--num_gpus={processes(spec)}")
     calm = ("--no_local_rank", "--log_level=error")
     return ("deepspeed.launcher.runner", *where, *port, *calm, "--module", *TRAINER)
 
@@ -157,10 +159,18 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
 
 def _defaults(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Additions that give way to what is set already, under whatever name."""
-    if not spec.launch.memory_settings or device(spec, machine) != "cuda":
+    if device(spec, machine) != "cuda":
         return {}
+    found = {**(MEMORY if spec.launch.memory_settings else {}), **(NO_PEERS if _peerless(machine) else {})}
     own = spec.launch.environment.keys()
-    return {name: value for name, value in MEMORY.items() if not {name, *ALIASES.get(name, ())} & own}
+    return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & own}
+
+
+def _peerless(machine: Machine) -> bool:
+    """Whether GPUs are such as do not reach each other's memory: accelerate 1.15 state.py refuses to start on them,
+    unless NCCL is told."""
+    old = [int(part) for part in re.findall(r"\d+", machine.driver)] < [550, 40, 7]
+    return bool(machine.driver) and old and any("RTX 40" in gpu.name for gpu in machine.gpus)
 
 
 def _notes(spec: RunSpec, machine: Machine) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class ModelShape:
     activation: str = "silu"
     bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
     group: int = 0  # so many of them share a scale and a zero point
+    sliding: bool = False  # a token of some layers sees its neighbours alone
     stack: str = "model.layers"
     layer: tuple[Leaf, ...] = field(default=(), repr=False)
     outside: tuple[Leaf, ...] = field(default=(), repr=False)
@@ -195,7 +196,24 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         "model_type": str(config["model_type"]),
         **_came_packed(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
+        "sliding": _slides(config),
     }
+
+
+WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}  # of configs that do not say; in turns, for Gemma
+
+
+def _slides(config: Config) -> bool:
+    """Whether some layers see a window of the row; source: transformers 5.23 models/*/configuration_*.py."""
+    kind = str(config.get("model_type"))
+    if config.get("layer_types"):
+        return any(name != "full_attention" for name in config["layer_types"])
+    if kind in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):
+        return False
+    late = kind in ("qwen2", "qwen3") and _number(config, "num_hidden_layers") <= int(
+        config.get("max_window_layers", 28)
+    )
+    return bool(config.get("sliding_window", WINDOWS.get(kind))) and not late
 
 
 def _came_packed(found: Config) -> dict[str, int]:

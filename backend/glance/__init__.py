@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from backend import catalog
-from backend.derived import unconvertible, world
+from backend.derived import port, unconvertible, world
 from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
 from backend.glance.hub import fetch
 from backend.glance.model import look_at_model
+from backend.glance.ports import look_at_port
 from backend.options import edit
 from backend.spec import Data, RunSpec
 
@@ -56,6 +57,7 @@ def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ)
         template=_template(spec.data, base),
         checkpoint=_checkpoint(spec, base),
         **look_at_disk(spec, base),
+        **look_at_port(port(spec)),
     )
 
 

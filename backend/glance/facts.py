@@ -44,6 +44,8 @@ class Glance:
     checkpoint: str = ""  # what is wrong with the checkpoint folder
     nvme: str = ""  # what is wrong with the NVMe folder
     nvme_slow: str = ""  # why it is no fast disk
+    taken: int = 0  # the port at which the ranks would meet, if something holds it
+    spare: int = 0  # one that is free instead
     classes: tuple[str, ...] = ()  # of the model's modules, those with weights first; empty if nobody knows
 
     @property

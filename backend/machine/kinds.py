@@ -24,6 +24,7 @@ class Gpu:
     capability: tuple[int, int] = (0, 0)
     links: tuple[int, ...] | None = None
     users: tuple[str, ...] = ()
+    uuid: str = ""  # NVIDIA's
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Machine:
     name: str = ""
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
     compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
+    triton: bool = True  # it can build what it launches kernels by: a C compiler is there, or it has built it before
+    driver: str = ""  # of NVIDIA's GPUs
     unsloth_wants: str = ""  # other versions than those that are here, which Unsloth asks for
     libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
     shm_bytes: int | None = None  # of /dev/shm, free; None where there is none or nobody knows

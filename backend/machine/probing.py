@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pynvml
 
+from backend import catalog
 from backend.machine import packages
 from backend.machine.kinds import GIB, Gpu, Machine
 
@@ -43,9 +44,11 @@ def probe(folder: Path) -> Machine:
         disk_free_bytes=disk_free(folder),
         python=sys.executable,
         versions=versions,
+        driver=_driver(),
         unsloth_wants=packages.unmet("unsloth", versions),
         cpu_bf16=_cpu_bf16(),
         compiler=_compiler(),
+        triton=_triton(Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")),
         libaio=Path("/usr/include/libaio.h").is_file(),
         shm_bytes=_shm(),
         stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
@@ -63,10 +66,36 @@ def disk_free(folder: Path) -> int:
 
 def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
     for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
-        gpus = find()
+        gpus = visible(find(), os.environ.get(catalog.DEVICES[family].visible))
         if gpus:
             return family, gpus
     return "cpu", ()
+
+
+def visible(gpus: tuple[Gpu, ...], told: str | None) -> tuple[Gpu, ...]:
+    """Those that this shell, or a scheduler, was given, in that order: a run takes no others. As CUDA reads it, the
+    list ends at the first that is not there. What names parts of devices is left to the driver."""
+    if told is None or "MIG" in told:
+        return gpus
+    found: list[Gpu] = []
+    for word in told.split(","):
+        name = word.strip().partition(".")[0]  # a tile of Intel's
+        gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
+        if gpu is None:
+            break
+        found += [] if gpu in found else [gpu]
+    return tuple(found)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver."""
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    return ""
 
 
 def _nvidia() -> tuple[Gpu, ...]:
@@ -89,8 +118,8 @@ def _nvidia_gpu(index: int, handles: list[Any]) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
     major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-    links, users = _links(index, handles), _users(handle)
-    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), links, users)
+    links, users, uuid = _links(index, handles), _users(handle), str(pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), links, users, uuid)
 
 
 def _links(index: int, handles: list[Any]) -> tuple[int, ...] | None:
@@ -225,8 +254,18 @@ def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _compiler() -> bool:
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return shutil.which(os.environ.get("CXX") or "c++") is not None and header.is_file()
+    return shutil.which(os.environ.get("CXX") or "c++") is not None and _headers()
+
+
+def _headers() -> bool:
+    return (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
+
+
+def _triton(cache: Path) -> bool:
+    """Whether Triton can build its launcher, or need not: it looks for compilers in this order, and keeps what it
+    built."""
+    names = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
+    return (any(map(shutil.which, names)) and _headers()) or any(cache.glob("*/*_utils.*so"))
 
 
 def _stale_lock(extensions: str | Path) -> str:

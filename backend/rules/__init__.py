@@ -12,12 +12,14 @@ from backend.machine import Machine
 from backend.options import effective
 from backend.rules import (
     adapter,
+    contrary,
     data,
     devices,
     further,
     hardware,
     kernels,
     launch,
+    launchers,
     memory,
     method,
     nodes,
@@ -44,7 +46,7 @@ FAMILIES = {
     "DAT": (data, "Rows"),
     "HW": ((hardware, devices), "Machine"),
     "KRN": (kernels, "Attention and kernels"),
-    "LCH": (launch, "Launch"),
+    "LCH": ((launch, launchers), "Launch"),
     "MDL": (method, "Model and template"),
     "MEM": (memory, "Memory"),
     "MTH": (method, "Method"),
@@ -54,7 +56,7 @@ FAMILIES = {
     "PRC": (hardware, "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding, tokens, further), "Strategy"),
+    "STR": ((strategy, sharding, tokens, further, contrary), "Strategy"),
     "TRN": (trainer, "Training and checkpoints"),
     "UNS": (unsloth, "Unsloth"),
 }

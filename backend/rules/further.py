@@ -30,12 +30,12 @@ def _bad(given: Mapping[str, Any], **more: Any) -> Example:
     return Example({**ZERO3, KEYS: json.dumps(given), **more}, TWO_H100)
 
 
-def _given(case: Case, engine: str = "deepspeed") -> dict[str, Any]:
+def given_keys(case: Case, engine: str = "deepspeed") -> dict[str, Any]:
     """The further keys of a run by this engine."""
     return keys.parse(case.spec.parallel.engine_keys) if case.strategy.engine == engine else {}
 
 
-def _at(table: Mapping[str, Any], path: str) -> Any:
+def value_at(table: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path; "auto" where there is none."""
     for name in path.split("."):
         if not isinstance(table, Mapping) or name not in table:
@@ -44,7 +44,7 @@ def _at(table: Mapping[str, Any], path: str) -> Any:
     return table
 
 
-def _without(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
+def dropping(given: Mapping[str, Any], paths: list[str], field: str = KEYS) -> dict[str, Any]:
     """A patch: the further keys `given` without what stands at these paths."""
 
     def left(table: Mapping[str, Any], before: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _without(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
         return found
 
     rest = left(given, "")
-    return {KEYS: json.dumps(rest, indent=2) if rest else ""}
+    return {field: json.dumps(rest, indent=2) if rest else ""}
 
 
 @rule(
@@ -74,7 +74,7 @@ def _without(given: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
 def two_numbers(case: Case) -> Hit | None:
     """What the form has a field for stands as auto in deepspeed.json, and the trainer fills it in. A number of one's
     own must be the same, or the start is refused."""
-    spec, train, given = case.spec, case.spec.train, _given(case)
+    spec, train, given = case.spec, case.spec.train, given_keys(case)
     form = {
         "train_micro_batch_size_per_gpu": train.batch_size,
         "gradient_accumulation_steps": train.accumulation,
@@ -89,12 +89,12 @@ def two_numbers(case: Case) -> Hit | None:
     }
     if catalog.PRECISIONS[spec.precision.compute].masters:
         form["bf16.enabled"] = case.precision == "bf16"
-    wrong = [path for path, value in form.items() if _at(given, path) not in (keys.AUTO, value)]
+    wrong = [path for path, value in form.items() if value_at(given, path) not in (keys.AUTO, value)]
     if not wrong:
         return None
-    said = f"{wrong[0]} is {_at(given, wrong[0])} there and {form[wrong[0]]} in the form"
+    said = f"{wrong[0]} is {value_at(given, wrong[0])} there and {form[wrong[0]]} in the form"
     more = f", and so on: {names(wrong[1:])}" if wrong[1:] else ""
-    return Hit(f"{said}{more}.", (Fix("As the form says", _without(given, wrong), safe=False),))
+    return Hit(f"{said}{more}.", (Fix("As the form says", dropping(given, wrong), safe=False),))
 
 
 @rule(
@@ -109,12 +109,12 @@ def two_numbers(case: Case) -> Hit | None:
 def own_optimizer(case: Case) -> Hit | None:
     """An optimizer or scheduler in DeepSpeed's file takes the place of the form's, without a word: train.optimizer,
     LoRA+, what is not decayed, warm-up and schedule have no effect, and its Adam is compiled on first use."""
-    given = _given(case)
+    given = given_keys(case)
     found: list[str] = [name for name in ("optimizer", "scheduler") if name in given]
     if not found:
         return None
-    types = [str(_at(given, f"{name}.type")) for name in found]
-    fix = Fix("The form's", _without(given, found), safe=types == ["AdamW"])
+    types = [str(value_at(given, f"{name}.type")) for name in found]
+    fix = Fix("The form's", dropping(given, found), safe=types == ["AdamW"])
     return Hit(f"The further keys have {names(types)}, so the form's {names(found)} would have no effect.", (fix,))
 
 
@@ -129,9 +129,9 @@ def own_optimizer(case: Case) -> Hit | None:
 )
 def removed_keys(case: Case) -> Hit | None:
     """Older files still have them, and the start ends with an error, also where they are switched off."""
-    given = _given(case)
-    found = [path for path in REMOVED if _at(given, path) != keys.AUTO]
-    return Hit(f"{names(found)} is no more.", (Fix("Without", _without(given, found)),)) if found else None
+    given = given_keys(case)
+    found = [path for path in REMOVED if value_at(given, path) != keys.AUTO]
+    return Hit(f"{names(found)} is no more.", (Fix("Without", dropping(given, found)),)) if found else None
 
 
 @rule(
@@ -146,10 +146,14 @@ def removed_keys(case: Case) -> Hit | None:
 def ungathered(case: Case) -> Hit | None:
     """Under ZeRO-3 each device has a part of each weight. Where gathering is switched off the run trains to its end,
     and fails when it saves."""
-    if case.strategy.stage != 3 or not case.spec.checkpoint.save_model or _at(_given(case), GATHER) is not False:
+    if (
+        case.strategy.stage != 3
+        or not case.spec.checkpoint.save_model
+        or value_at(given_keys(case), GATHER) is not False
+    ):
         return None
     fixes = (
-        Fix("Gather them", _without(_given(case), [GATHER])),
+        Fix("Gather them", dropping(given_keys(case), [GATHER])),
         Fix("Save checkpoints alone", {"checkpoint.save_model": False}),
     )
     return Hit("Gathering is switched off in the further keys.", fixes)
@@ -165,22 +169,24 @@ def ungathered(case: Case) -> Hit | None:
     good=_bad({"zero_optimization": {"stage": 3}}),
 )
 def other_strategy(case: Case) -> Hit | None:
-    """The stage, and where optimizer state and weights lie, have fields in the form: another value behind it would run
-    what nobody has checked."""
-    given, parallel = _given(case), case.spec.parallel
-    if not given:
-        return None
-    form = {
-        "zero_optimization.stage": case.strategy.stage,
-        "zero_optimization.offload_optimizer.device": parallel.offload_optimizer if case.strategy.stage else "none",
-        "zero_optimization.offload_param.device": parallel.offload_parameters if case.strategy.stage == 3 else "none",
+    """The stage or version, and where optimizer state and weights lie, have fields in the form: another value behind it
+    would run what nobody has checked."""
+    parallel, row = case.spec.parallel, case.strategy
+    given = given_keys(case, row.engine) if row.engine in ("deepspeed", "fsdp") else {}
+    form: dict[str, Any] = {
+        "zero_optimization.stage": row.stage,
+        "zero_optimization.offload_optimizer.device": parallel.offload_optimizer if row.stage else "none",
+        "zero_optimization.offload_param.device": parallel.offload_parameters if row.stage == 3 else "none",
     }
-    wrong = [path for path, value in form.items() if _at(given, path) not in (keys.AUTO, value)]
-    if "zero_optimization" in given and not isinstance(given["zero_optimization"], Mapping):
+    if row.engine == "fsdp":
+        said = {"version": row.version, "cpu_offload": parallel.cpu_offload}
+        form = {**said, **{f"fsdp_{name}": value for name, value in said.items()}}
+    wrong = [path for path, value in form.items() if value_at(given, path) not in (keys.AUTO, value)]
+    if not isinstance(given.get("zero_optimization", {}), Mapping):
         wrong = ["zero_optimization"]
     if not wrong:
         return None
-    fix = Fix("As the form says", _without(given, [path.removesuffix(".device") for path in wrong]))
+    fix = Fix("As the form says", dropping(given, [path.removesuffix(".device") for path in wrong]))
     return Hit(f"{names(wrong)} is another than in the form.", (fix,))
 
 
@@ -200,9 +206,9 @@ AGAIN = "activation_checkpointing"
 def checkpointed_twice(case: Case) -> Hit | None:
     """It computes a layer's activations again in the backward pass, as train.activation_checkpointing does, but with
     fresh random numbers."""
-    given = _given(case, "fsdp")
+    given = given_keys(case, "fsdp")
     found = [name for name in (AGAIN, f"fsdp_{AGAIN}") if given.get(name) is True]
     if not found:
         return None
-    patch = {**_without(given, found), "train.activation_checkpointing": True}
+    patch = {**dropping(given, found), "train.activation_checkpointing": True}
     return Hit(f"{found[0]} is on in the further keys.", (Fix("The trainer's instead", patch),))

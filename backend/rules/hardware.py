@@ -341,7 +341,7 @@ def odd_layers(case: Case) -> str | None:
 @rule(
     "PRC012",
     "error",
-    fields=("precision.compute", "method.quantization"),
+    fields=("precision.compute", "method.quantization", "model.path"),
     title="fp8 on a quantized base",
     source="accelerate 1.15 utils/ao.py: every torch.nn.Linear is replaced, and bitsandbytes' packed layers are ones",
     fixes=(BF16, Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)),
@@ -350,7 +350,7 @@ def odd_layers(case: Case) -> str | None:
 )
 def packed_fp8(case: Case) -> str | None:
     """Both want to be the linear layers: fp8 would take the packed numbers for weights."""
-    packed = catalog.QUANTIZATIONS[case.spec.method.quantization].bits
+    packed = catalog.QUANTIZATIONS[case.spec.method.quantization].bits or case.glance.packed == "bitsandbytes"
     return "The base weights are packed." if packed and case.spec.precision.compute == "fp8" else None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import catalog
 from backend.machine import Machine
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, names, rule
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
 
 AUTO = Fix("Choose it automatically", {"model.attention": "auto"})
@@ -214,3 +214,60 @@ def no_compiler_for_compile(case: Case) -> str | None:
 def compiled_for_cpu(case: Case) -> str | None:
     """Every new length of a row may be compiled again."""
     return "The run is for the CPU." if case.spec.train.compile and case.device == "cpu" else None
+
+
+# Stages whose loss is a Triton kernel on GPUs.
+FUSED = ("pretraining", "sft", "dpo", "kto")
+
+
+@rule(
+    "KRN011",
+    "error",
+    fields=("launch.device", "train.stage", "train.compile", "train.liger"),
+    title="No C compiler for kernels on the GPU",
+    source="triton 3.9 runtime/build.py: Failed to find C compiler; trl 1.16 kernels/chunked_logprob.py: the loss is a "
+    "Triton kernel on cuda and xpu",
+    fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False),),
+    remedy="On Debian: apt-get install gcc python3-dev.",
+    bad=Example(machine=replace(H100, triton=False)),
+    good=Example(machine=H100),
+)
+def no_compiler_for_triton(case: Case) -> str | None:
+    """Triton launches its kernels by a piece of C that it compiles on first use. Images made for running, and not for
+    building, have no compiler; the loss of most stages is such a kernel, and so is what torch.compile makes."""
+    spec, wanted = case.spec, []
+    if case.device not in ("cuda", "xpu") or case.machine.triton:
+        return None
+    if spec.train.stage in FUSED:
+        wanted.append(f"the loss of {catalog.STAGES[spec.train.stage].label}")
+    wanted += [name for name in ("compile", "liger", "unsloth") if getattr(spec.train, name)]
+    wanted += [name for name in (spec.model.attention,) if name == "flex_attention"]
+    wanted += (
+        [catalog.OPTIMIZERS[spec.train.optimizer].label] if catalog.OPTIMIZERS[spec.train.optimizer].compiled else []
+    )
+    return f"There is none on the path, or Python has no headers; for {names(wanted)}." if wanted else None
+
+
+# What transformers 5.23 has for the architectures that Footplate counts, and one of them has not.
+LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention")}
+
+
+@rule(
+    "KRN012",
+    "error",
+    fields=("model.attention", "parallel.sequence"),
+    title="The architecture has no such attention",
+    source="transformers 5.23 modeling_gemma2.py: _supports_sdpa is false; modeling_gpt2.py: no _supports_flex_attn",
+    fixes=(AUTO, Fix("Whole rows", {"parallel.sequence": 1})),
+    bad=Example({"model.attention": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
+    good=Example({"model.attention": "flex_attention"}, H100),
+)
+def unknown_attention(case: Case) -> str | None:
+    """Most models take any attention; Gemma 2 bends its scores in a way that SDPA does not, and GPT-2 was not
+    prepared for FlexAttention. Sequence parallel asks for SDPA by itself."""
+    shape, spec = case.shape, case.spec
+    shared = case.strategy.engine == "deepspeed" and spec.parallel.sequence > 1
+    asked = "sdpa" if shared and spec.model.attention == "auto" else spec.model.attention
+    if shape is None or (shape.model_type, asked) not in LACKS:
+        return None
+    return f"{shape.architecture} has no {catalog.ATTENTIONS[asked].label}."

@@ -12,7 +12,7 @@ from dataclasses import replace
 from backend import derived
 from backend.hostfile import HostError, Slots, chosen, hosts
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
-from backend.rules.examples import LAPTOP, TWO_H100
+from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE, without
 
 TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
@@ -333,3 +333,28 @@ def ignored_variable(case: Case) -> Hit | None:
     if case.spec.launch.launcher != "deepspeed" or not found:
         return None
     return Hit(f"{names(found)} will have no effect; launch.devices has one.", (without(case, found),))
+
+
+HERE = replace(LAPTOP, name="")  # the machine that Footplate runs on
+BY_DEEPSPEED = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
+
+
+@rule(
+    "NOD015",
+    "error",
+    fields=("launch.port",),
+    title="The port is taken",
+    source="seen with torch 2.13: the store where the ranks meet ends with EADDRINUSE",
+    bad=Example(BY_DEEPSPEED, HERE, replace(DEMO, taken=29500, spare=29501)),
+    good=Example(BY_DEEPSPEED, HERE),
+)
+def port_taken(case: Case) -> Hit | None:
+    """The ranks of a run meet at a port of their own. Two runs with several nodes, or two of DeepSpeed's launcher, take
+    the same one unless they are told of others."""
+    taken, spare = case.glance.taken, case.glance.spare
+    if not taken or taken != derived.port(case.spec) or case.machine.name:
+        return None
+    fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.port": spare}),) if spare else ()
+    if case.nodes == 1:
+        fixes += (Fix("A free one, by torchrun", {"launch.launcher": "torchrun", "launch.port": 0}),)
+    return Hit(f"Something on this machine listens at {taken}.", fixes)

@@ -265,8 +265,9 @@ def forgetful(case: Case) -> str | None:
     good=Example({"train.optimizer": "adamw_8bit_torchao"}, EQUIPPED),
 )
 def no_compiler(case: Case) -> str | None:
-    """The optimizers of torchao are compiled when they first step."""
-    missing = _row(case).compiled and case.device == "cpu" and not case.machine.compiler
+    """The optimizers of torchao are compiled when they first step: to C++ where their numbers lie in RAM."""
+    hosted = case.device == "cpu" or (_engine(case) == "fsdp" and case.spec.parallel.cpu_offload)
+    missing = _row(case).compiled and hosted and not case.machine.compiler
     return f"{_row(case).label} needs a C++ compiler, and there is none." if missing else None
 
 

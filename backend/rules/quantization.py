@@ -15,6 +15,7 @@ from backend.shape import matches
 
 PLAIN = Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)
 NF4 = Fix("4 bit (NF4)", {"method.quantization": "nf4"}, safe=False)
+WITHOUT_DORA = Fix("Without DoRA", {"method.lora_dora": False}, safe=False)
 FOUR, EIGHT = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "bitsandbytes"}
 V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
@@ -23,6 +24,18 @@ V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
 def _row(case: Case) -> catalog.Quantization:
     kind = case.spec.method.quantization if case.spec.method.kind == "lora" else "none"
     return catalog.QUANTIZATIONS[kind]
+
+
+def _came(case: Case) -> catalog.Packed:
+    """The format that a model came in and stays in."""
+    row = catalog.PACKED.get(case.glance.packed)
+    return row if row and row.adapters else catalog.Packed("")
+
+
+def packed_base(case: Case) -> str:
+    """How the base is packed, by us or by whoever made the model, in a sentence; '' if it is not."""
+    bits, came = _row(case).bits, _came(case)
+    return f"The base has {bits} bits." if bits else f"The base comes as {came.label}." if came.adapters else ""
 
 
 @rule(
@@ -57,8 +70,9 @@ def missing_package(case: Case) -> str | None:
 )
 def start_on_packed(case: Case) -> str | None:
     """PiSSA and OLoRA take a part out of the weights, and the adapter must later fit the whole ones again."""
-    start = case.spec.method.lora_init
-    return f"The base has {_row(case).bits} bits." if _row(case).bits and start not in ("zero", "gaussian") else None
+    method = case.spec.method
+    begins = method.kind == "lora" and method.lora_init not in ("zero", "gaussian")
+    return packed_base(case) or None if begins else None
 
 
 @rule(
@@ -108,10 +122,7 @@ def packed_on_first(case: Case) -> str | None:
 def merge_packed(case: Case) -> str | None:
     """Load the untouched model in bf16 afterwards, the adapter onto it, and merge there with merge_and_unload."""
     merged = case.spec.checkpoint.merge and case.spec.checkpoint.save_model and case.spec.method.kind == "lora"
-    came = catalog.PACKED.get(case.glance.packed, catalog.Packed(""))
-    if not merged or not (_row(case).bits or came.adapters):
-        return None
-    return f"The base comes as {came.label}." if came.adapters else f"The base has {_row(case).bits} bits."
+    return packed_base(case) or None if merged else None
 
 
 @rule(
@@ -128,7 +139,7 @@ def merge_packed(case: Case) -> str | None:
 def save_packed(case: Case) -> Hit | None:
     """The linear layers are packed. Norms, embeddings and the output layer are not, and can be trained in full."""
     wanted = case.spec.method.lora_modules_to_save
-    if not _row(case).bits or not case.shape or not wanted:
+    if not packed_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
     found = packed.leaves(case.spec, case.shape)
     wrong = [name for name in wanted if any(matches(leaf.path, name) for leaf in found)]
@@ -277,6 +288,27 @@ def unpacked_base(case: Case) -> str | None:
 )
 def spread_as_it_came(case: Case) -> str | None:
     """Its integers would lie whole on every device, whatever the strategy spreads."""
-    came = catalog.PACKED.get(case.glance.packed, catalog.Packed(""))
-    spread = came.adapters and case.strategy.spread and case.strategy.engine != "tensor"
-    return f"Its weights come as {came.label}." if spread else None
+    spread = case.strategy.spread and case.strategy.engine != "tensor"
+    return f"Its weights come as {_came(case).label}." if _came(case).adapters and spread else None
+
+
+@rule(
+    "QNT016",
+    "error",
+    fields=("method.lora_dora", "model.path", "model.hub_id"),
+    title="No DoRA on weights packed like this",
+    source="peft 0.21 tuners/lora/gptq.py and awq.py: GPTQLoraLinear does not support DoRA yet",
+    fixes=(WITHOUT_DORA,),
+    remedy="Or take the model as it was before, and pack it while loading: NF4 takes DoRA.",
+    bad=Example({**PATH, "method.lora_dora": True}, READY, GPTQ),
+    good=Example(
+        {**PATH, "method.lora_dora": True},
+        replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}),
+        replace(DEMO, packed="hqq"),
+    ),
+)
+def dora_as_it_came(case: Case) -> str | None:
+    """DoRA measures the rows of a weight, which these kernels do not unpack for it."""
+    method = case.spec.method
+    asked = method.kind == "lora" and method.lora_dora and case.glance.packed in ("gptq", "awq")
+    return f"Its weights come as {_came(case).label}." if asked else None

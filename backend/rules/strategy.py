@@ -39,8 +39,9 @@ def missing_engine(case: Case) -> str | None:
     "STR002",
     "error",
     fields=("parallel.strategy", "launch.device"),
-    title="DeepSpeed does not drive Apple GPUs",
-    source="torch 2.13 distributed: no collective backend serves MPS tensors",
+    title="Apple GPUs do not work together",
+    source="torch 2.13 distributed: no collective backend serves MPS tensors; accelerate 1.15 state.py: none is "
+    "chosen, and each process would train alone",
     fixes=(
         Fix("One process", {"parallel.strategy": "single"}, safe=False),
         Fix("On the CPU", {"launch.device": "cpu"}, safe=False),
@@ -48,9 +49,11 @@ def missing_engine(case: Case) -> str | None:
     bad=Example({**ZERO, "launch.processes": 1}, APPLE),
     good=Example(ZERO),
 )
-def deepspeed_on_mps(case: Case) -> str | None:
-    """Its processes exchange gradients through a collective backend, and there is none for Apple's GPUs."""
-    return "The run would take the Apple GPU." if case.strategy.engine == "deepspeed" and case.device == "mps" else None
+def together_on_mps(case: Case) -> str | None:
+    """Processes exchange gradients through a collective backend, and there is none for Apple's GPUs. DeepSpeed wants
+    one even for a process alone."""
+    many = case.world > 1 or case.strategy.engine == "deepspeed"
+    return "The run would take Apple GPUs." if many and case.device == "mps" else None
 
 
 @rule(

@@ -168,14 +168,14 @@ CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context": 2}
     fields=("parallel.context", "train.stage", "data.packing", "model.attention"),
     title="Context parallel cannot share these rows",
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
-    "plain rows; trl 1.16 sft_trainer.py: no packing",
+    "plain rows; accelerate 1.15 big_modeling.py: full attention alone; trl 1.16 sft_trainer.py: no packing",
     fixes=(Fix("Without", {"parallel.context": 1}),),
     bad=Example({**CONTEXT, "data.packing": True}, TWO_H100),
     good=Example(CONTEXT, TWO_H100),
 )
 def context_limits(case: Case) -> Hit | None:
     """A row is cut into pieces for the devices, and the attention's kernel puts them together again. It knows one
-    kernel, rows that stand alone, and a loss that adds up single tokens."""
+    kernel, rows that stand alone and are seen whole, and a loss that adds up single tokens."""
     spec = case.spec
     if case.strategy.version != 2 or spec.parallel.context == 1:
         return None
@@ -187,6 +187,7 @@ def context_limits(case: Case) -> Hit | None:
             Fix("SDPA", {"model.attention": "sdpa"}),
         ),
         (catalog.STAGES[spec.train.stage].label, spec.train.stage not in catalog.PLAIN, None),
+        ("a window of attention in the model", case.shape is not None and case.shape.sliding, None),
     ]
     found = [(name, fix) for name, holds, fix in wrong if holds]
     return Hit(f"Asked for: {names([n for n, _ in found])}.", tuple(f for _, f in found if f)) if found else None

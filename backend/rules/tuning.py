@@ -5,6 +5,8 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
+import re
+
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
@@ -148,3 +150,50 @@ def short_turns(case: Case) -> Hit | None:
     fewer = steps // shape.layers
     fixes = (Fix(f"{counted(fewer, 'step')} a layer", {"train.block_steps": fewer}, safe=False),) if fewer else ()
     return Hit(f"{shape.layers} layers x {counted(each, 'step')}, and {counted(steps, 'step')} in all.", fixes)
+
+
+def _projected(case: Case) -> list[str]:
+    """The linear layers that a projection would find by the names asked for."""
+    train, shape = case.spec.train, case.shape
+    if shape is None:
+        return []
+    # GPT-2 keeps its layers as Conv1D, and a tied head belongs to the embeddings.
+    linear = [leaf.path for leaf in shape.leaves() if leaf.inputs and leaf.parameters]
+    if shape.model_type == "gpt2":
+        linear = [path for path in linear if path == shape.head]
+    if train.projection_targets == "all-linear":
+        return linear
+    names = ("attn", "attention") if train.projection_targets == "attention" else train.projection_modules
+    return [path for path in linear if any(name in path or _fits(name, path) for name in names)]
+
+
+def _fits(pattern: str, path: str) -> bool:
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error:
+        return False
+
+
+@rule(
+    "OPT023",
+    "error",
+    fields=("train.projection_targets", "train.projection_modules"),
+    title="No layer to project",
+    source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
+    fixes=(ADAMW,),
+    bad=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("foo",)), EQUIPPED),
+    good=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("mlp",)), EQUIPPED),
+    proof="launch",
+)
+def unprojected(case: Case) -> Hit | None:
+    """A projection is for linear layers whose names contain what is asked for, or fit it as a pattern. GPT-2 has
+    none: its layers are of another kind."""
+    train, shape = case.spec.train, case.shape
+    unnamed = train.projection_targets == "custom" and not train.projection_modules  # a rule of its own says so
+    if _row(case).layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unnamed:
+        return None
+    if _projected(case):
+        return None
+    every = {"train.projection_targets": "all-linear"}
+    fixes = () if shape.model_type == "gpt2" else (Fix("All linear layers", every, safe=False),)
+    return Hit(f"{shape.architecture} has no such linear layer.", fixes)

@@ -220,9 +220,9 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
         validation, counts = tokenize(held, work, spec.data.workers, tick)
         say(f"{len(held):,} rows to validate, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
         validation = validation if len(validation) else None
-    table = finished(table, spec, spec.train.batch_size)
+    table = finished(table, spec)
     if validation is not None:
-        validation = finished(validation, spec, spec.evaluation.batch_size)
+        validation = finished(validation, spec)
     answered = _answered(held)[: spec.evaluation.samples]
     return Prepared(table, validation, answered if catalog.STAGES[spec.train.stage].answers else [])
 

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -128,7 +129,8 @@ class Optimizing:
             if row.name:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "This implementation of AdamW is deprecated")  # GaLore's copy
-                    super().create_optimizer(model)  # type: ignore[misc]
+                    with _projecting(chosen):
+                        super().create_optimizer(model)  # type: ignore[misc]
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optimizer](self.spec, chosen, decaying)
             if row.early:
@@ -201,8 +203,23 @@ def _regroup(spec: RunSpec, optimizer: Any, model: Any, decaying: set[str]) -> N
         named = [(names[id(p)], p) for p in group["params"] if p.requires_grad]
         groups += [{**group, **more, **part} for part in _groups(spec, named, decaying)]
     if not any("rank" in group for group in groups):
-        raise TrainError(f"train.projection_targets: {type(model).__name__} has no such linear layers to project.")
+        raise _unprojected(model)
     optimizer.param_groups = groups
+
+
+def _unprojected(model: Any) -> TrainError:
+    return TrainError(f"train.projection_targets: {type(model).__name__} has no such linear layers to project.")
+
+
+@contextmanager
+def _projecting(model: Any) -> Iterator[None]:
+    """The Trainer's words for a model without the layers that were named, turned into ours."""
+    try:
+        yield
+    except ValueError as error:
+        if "No target modules" not in str(error):
+            raise
+        raise _unprojected(model) from None
 
 
 def _step_within_backward(optimizer: Any) -> None:

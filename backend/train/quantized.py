@@ -87,13 +87,23 @@ def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
         raise TrainError(f"method.quantization: the model comes packed as {row.label} already: set it to none.")
     if row.unpacked:
         return {"quantization_config": UNPACK[kind](dequantize=True)}
+    _check_adapter(spec, kind, row)
+    if kind in TRAINABLE:  # kernels with a backward pass
+        return {"quantization_config": TRAINABLE[kind](bits=int(came.get("bits") or 4), backend="auto_trainable")}
+    return {}
+
+
+def _check_adapter(spec: RunSpec, kind: str, row: catalog.Packed) -> None:
     if spec.method.kind != "lora":
         raise TrainError(f"method.kind: weights packed as {row.label} carry adapters only: take lora.")
     if spec.checkpoint.merge:
         raise TrainError("checkpoint.merge: an adapter cannot be merged into packed weights: switch it off.")
-    if kind in TRAINABLE:  # kernels with a backward pass
-        return {"quantization_config": TRAINABLE[kind](bits=int(came.get("bits") or 4), backend="auto_trainable")}
-    return {}
+    if spec.method.lora_init not in ("zero", "gaussian"):
+        raise TrainError(f"method.lora_init: the model comes packed as {row.label}: set it to zero.")
+    if spec.method.lora_dora and kind in TRAINABLE:
+        raise TrainError(f"method.lora_dora: adapters on {row.label} have no DoRA: switch it off.")
+    if spec.precision.compute == "fp8" and kind == "bitsandbytes":
+        raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
 
 
 def _installed(distribution: str) -> bool:

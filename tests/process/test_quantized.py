@@ -17,6 +17,7 @@ from trainings import a_spec, losses, result, text
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from backend import catalog
+from backend.judge import judge
 from backend.machine import Machine
 from backend.memory import Account
 from backend.shape import from_config
@@ -204,3 +205,39 @@ def test_packed_formats_that_are_refused(root: Path, host: Host, cache: Path) ->
         write(root / f"refused-{kind}", a_spec({"model.source": "path", "model.path": str(folder)}))
         assert host.run(root / f"refused-{kind}") == 1
         assert text(root / f"refused-{kind}").strip().splitlines()[-1].startswith(said)
+
+
+@pytest.fixture(scope="module")
+def came(cache: Path, root: Path) -> Path:
+    """The tiny model as others publish it, in 4 bits."""
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    source, folder = cache / "models/tiny-llama", root / "came"
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, device_map={"": "cpu"})
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_came_packed_takes_dora(root: Path, host: Host, came: Path) -> None:
+    more = {**QUICK, "model.source": "path", "model.path": str(came), "method.lora_dora": True}
+    found = list(losses(host.train(root / "came-dora", a_spec(more))).values())
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("method.lora_init", "orthogonal"),
+        ("precision.compute", "fp8"),
+        ("method.lora_modules_to_save", ("up_proj",)),
+        ("checkpoint.merge", True),
+    ],
+)
+def test_what_a_model_that_came_packed_cannot_have(root: Path, host: Host, came: Path, field: str, value: Any) -> None:
+    """The rules say so before, and the run by a sentence of its own."""
+    more = {"model.source": "path", "model.path": str(came), "checkpoint.save_model": True, field: value}
+    folder = root / f"came-{field}"
+    write(folder, a_spec(more))
+    assert any(f.level == "error" and field in f.fields for f in judge(a_spec(more), Machine(), root).findings)
+    assert host.run(folder) == 1
+    assert text(folder).strip().splitlines()[-1].startswith(field)

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from trainings import Launch, a_folder, a_spec, nothing, text
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
 from backend import catalog
 from backend.paths import ASSETS, HOME
 from backend.rows import problem, read_rows
+from backend.rules.kernels import LACKS
 from backend.spec import Data
 from backend.train import adapters, builtin, checkpoints, model, trainers
 from backend.train.journal import Journal, TrainError
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
 
 def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> None:
@@ -67,6 +70,20 @@ def test_modules_that_are_not_there_are_answered_with_those_that_are(
 ) -> None:
     with pytest.raises(TrainError, match=part):
         adapters.adapt(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [(Gemma2Config(**SIZES, head_dim=8), "sdpa"), (GPT2Config(n_layer=1, n_embd=16, n_head=2), "flex_attention")],
+)
+def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, config: Any, asked: str) -> None:
+    """A rule has the list of them; what the library says is turned into a sentence."""
+    assert (config.model_type, asked) in LACKS
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attention": asked})
+    tokens = model.tokenizer(a_spec({"model.source": "path", "model.path": str(tiny)}), model.Source(str(tiny), {}))
+    with pytest.raises(TrainError, match=f"model.attention: {asked} cannot be used here"):
+        model.load(spec, model.find(spec, nothing), "fp32", tokens)
 
 
 def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:

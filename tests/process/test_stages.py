@@ -183,10 +183,10 @@ def test_a_bad_row_is_named_by_file_and_line(root: Path, host: Host, stage: str)
     assert says in said
 
 
-def prepared(stage: str, host: Host, **more: Any) -> tuple[Any, Any]:
+def prepared(stage: str, host: Host, split: str = "train", **more: Any) -> tuple[Any, Any]:
     asked = spec(stage, **more)
     tokens = tokenizer(asked)
-    return data.prepare(asked, tokens, lambda done, of: True, lambda line: None).train, tokens
+    return getattr(data.prepare(asked, tokens, lambda done, of: True, lambda line: None), split), tokens
 
 
 def test_tokens_are_those_of_the_library(host: Host) -> None:
@@ -199,11 +199,13 @@ def test_tokens_are_those_of_the_library(host: Host) -> None:
         assert ours[name][:] == theirs[name][:]
 
 
-def test_kto_pairs_each_question_with_its_neighbours_answer(host: Host) -> None:
-    table, _ = prepared("kto", host, data__max_samples=0)
-    rows = list(table)
-    assert len(rows) == 600
-    assert sum(row["label"] for row in rows) == 300
+@pytest.mark.parametrize(("split", "count"), [("train", 600), ("validation", 64)])
+def test_kto_pairs_each_question_with_its_neighbours_answer(host: Host, split: str, count: int) -> None:
+    """Also where rows are validated one by one."""
+    more = {"data__max_samples": 0, "evaluation__when": "epoch", "evaluation__batch_size": 1}
+    rows = list(prepared("kto", host, split, **more)[0])
+    assert len(rows) == count
+    assert sum(row["label"] for row in rows) == count / 2
     for at in range(0, 12, 4):
         batch = rows[at : at + 4]
         turned = [batch[-1], *batch[:-1]]

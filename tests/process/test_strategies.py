@@ -8,15 +8,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from host import Host, write
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
 from trainings import Launch, a_folder, a_spec, losses, mostly_soak, result, text, together
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from backend.paths import HOME
+from backend.train import engine
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -362,3 +366,17 @@ def test_frozen_slices_are_held_in_half(trained: Trained) -> None:
     assert losses(sliced) == pytest.approx(losses(alone), rel=1e-3)
     held = result(sliced)["held"]
     assert held[0]["parameters"] <= result(alone)["held"][0]["parameters"] * 0.51
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with adapters peft chooses them: it runs on GPUs alone, but what would be wrapped can be asked."""
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
+    spec = a_spec({"parallel.strategy": "fsdp1", "parallel.wrap_layers": ("LlamaMLP",)})
+    engine.start(spec, SimpleNamespace(fsdp=True, fsdp_plugin_args={}), "cuda", "bf16")
+    wraps = fsdp_auto_wrap_policy(adapted)
+    found = {type(m).__name__ for m in adapted.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)}
+    assert "LlamaMLP" in found and "LlamaDecoderLayer" not in found

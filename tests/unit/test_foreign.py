@@ -57,6 +57,60 @@ def test_a_deepspeed_file_comes_back_as_it_was() -> None:
     assert keys.beyond(foreign._plain(OFFLOADED), deepspeed.configuration(spec)) == {}
 
 
+OWN = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.99], "eps": "auto", "weight_decay": 0.1, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 20, "total_num_steps": 500},
+    },
+}
+
+
+def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
+    """As further keys they would take the form's place, which a rule refuses."""
+    spec, kept = foreign.read(json.dumps(OWN), RunSpec())
+    train = spec.train
+    assert (kept, spec.parallel.engine_keys) == ([], "")
+    assert (train.optimizer, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
+    assert (train.beta1, train.beta2, train.epsilon) == (0.8, 0.99, 1e-8)
+    assert (train.scheduler, train.warmup, train.length, train.max_steps) == ("linear", 20, "steps", 500)
+
+
+@pytest.mark.parametrize(
+    ("block", "kept"),
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ["optimizer.type", "optimizer.params.lr"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, None),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, ["scheduler.type", "scheduler.params"]),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None),
+    ],
+)
+def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
+    spec, found = foreign.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    assert keys.parse(spec.parallel.engine_keys) == block
+    assert found == (kept if kept is not None else keys.paths(block))
+    assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "accumulation", "kept"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 4, 8, []),
+        ({"gradient_accumulation_steps": 16}, 2, 16, []),
+        ({"train_micro_batch_size_per_gpu": 3}, 3, 1, ["train_batch_size"]),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 4, 2, ["train_batch_size"]),
+    ],
+)
+def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
+    """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
+    spec, found = foreign.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    assert (spec.train.batch_size, spec.train.accumulation, found) == (size, accumulation, kept)
+
+
 def test_a_second_import_keeps_what_the_first_set() -> None:
     spec, _ = foreign.read(json.dumps(OFFLOADED), RunSpec())
     again, kept = foreign.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import shutil
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from specs import spec
 
-from backend import catalog
+from backend import catalog, derived
 from backend.glance import Glance, fetch, look, settle
+from backend.options import edit
 from backend.spec import RunSpec
 
 
@@ -269,3 +271,24 @@ def test_paths_are_settled(tmp_path: Path) -> None:
     settled = settle(files("a/*.jsonl", "/abs/b.jsonl", data__template_file=""), tmp_path)
     assert settled.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
     assert settle(RunSpec(), tmp_path) == RunSpec()
+
+
+def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.port": port})
+        found = look(asked, tmp_path)
+        assert found.taken == port and found.spare > port
+        assert not look(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).taken, "it takes another by itself"
+        far = {"launch.rendezvous": "static", "launch.node_rank": 1}
+        assert not look(edit(asked, far), tmp_path).taken, "it is node 0 that listens"
+        assert look(edit(asked, {**far, "launch.node_rank": 0}), tmp_path).taken
+    assert not look(asked, tmp_path).taken
+    assert not look(edit(RunSpec(), {"parallel.strategy": "ddp"}), tmp_path).taken
+
+
+def test_deepspeeds_launcher_has_a_port_of_its_own() -> None:
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"})
+    assert (derived.port(spec), derived.port(edit(spec, {"launch.port": 7}))) == (29500, 7)

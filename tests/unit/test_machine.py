@@ -42,6 +42,36 @@ def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not probe(tmp_path).compiler
 
 
+def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CC", sys.executable)
+    assert probe(tmp_path).triton
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not probe(tmp_path).triton
+    built = tmp_path / "X7C" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
+    built.parent.mkdir()
+    built.touch()
+    assert probe(tmp_path).triton
+
+
+@pytest.mark.parametrize(
+    ("told", "ids"),
+    [
+        (None, [0, 1, 2]),
+        ("2,1", [2, 1]),
+        ("1,7,0", [1]),  # CUDA's list ends at the first that is not there
+        ("", []),
+        ("-1", []),
+        ("GPU-b", [1]),
+        ("0.0,0.1,2.0", [0, 2]),  # tiles
+        ("MIG-1234", [0, 1, 2]),
+    ],
+)
+def test_only_what_the_shell_was_given_is_there(told: str | None, ids: list[int]) -> None:
+    gpus = tuple(Gpu(i, "X9", GIB, GIB, (9, 0), uuid=f"GPU-{name}") for i, name in enumerate("abc"))
+    assert [gpu.id for gpu in probing.visible(gpus, told)] == ids
+
+
 def test_label_names_what_counts() -> None:
     assert describe(Machine(cores=2, ram_bytes=24 * GIB)) == "2 cores, 24 GiB, no GPU"
     assert describe(Machine(cores=1, ram_bytes=8 * GIB)) == "1 core, 8 GiB, no GPU"
@@ -147,6 +177,7 @@ def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetName=lambda handle: "NVIDIA RTX A6000",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=48 * GIB, free=47 * GIB),
         nvmlDeviceGetCudaComputeCapability=lambda handle: (8, 6),
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
         nvmlDeviceGetP2PStatus=lambda one, other, index: 0 if index == 2 and {one, other} == {0, 1} else 3,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=os.getpid())] if handle == 2 else [],
     )

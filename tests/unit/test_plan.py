@@ -181,3 +181,15 @@ def test_unlike_devices_keep_the_drivers_numbers() -> None:
     other = replace(NODE, gpus=(*NODE.gpus[:1], replace(NODE.gpus[1], name="A10")))
     assert plan(RunSpec(), other).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in plan(RunSpec(), NODE).env
+
+
+def test_gpus_that_do_not_reach_each_other_are_told_so() -> None:
+    """accelerate refuses to start on them otherwise; its own launcher sets the same."""
+    gpus = tuple(Gpu(i, "GeForce RTX 4090", GIB, GIB, (8, 9)) for i in range(2))
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.memory_settings": False})
+    old = Machine("cuda", gpus, driver="550.40.06")
+    assert plan(spec, old).defaults == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    own = edit(spec, {"launch.environment": {"NCCL_P2P_DISABLE": "0"}})
+    assert "NCCL_P2P_DISABLE" not in plan(own, old).defaults
+    for machine in (replace(old, driver="550.40.07"), replace(old, driver="")):
+        assert not plan(spec, machine).defaults

@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 200
+COUNT = 213
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -121,7 +121,19 @@ def test_order_is_fixed() -> None:
     assert found == check(spec, LAPTOP, DEMO)
 
 
-MACHINES = (LAPTOP, SMALL, H100, TWO_H100, EQUIPPED, EQUIPPED_TWO, T4, NPU, FULL_DISK, Machine())
+MACHINES = (
+    replace(TWO_H100, triton=False),
+    LAPTOP,
+    SMALL,
+    H100,
+    TWO_H100,
+    EQUIPPED,
+    EQUIPPED_TWO,
+    T4,
+    NPU,
+    FULL_DISK,
+    Machine(),
+)
 GLANCES = (
     DEMO,
     Glance(),
@@ -133,6 +145,7 @@ GLANCES = (
     trouble("data.validation_files", "column text holds a number", 7),
     replace(DEMO, packed="gptq"),
     replace(DEMO, packed="hqq"),
+    replace(DEMO, packed="bitsandbytes"),
     replace(DEMO, packed="quark"),
 )
 WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
@@ -146,6 +159,18 @@ NODES: dict[str, tuple[Any, ...]] = {
     ),
     "launch.include": ("", "worker-1", "worker-3", "worker-1:0@worker-2:1", "worker-1:9", ":"),
     "launch.address": ("", "localhost", "10.0.0.1", "::1", "node-0", "a b"),
+    "launch.accelerate_keys": (
+        "",
+        '{"ipex_config": {}, "mixed_precision": "bf16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}',
+        '{"fsdp_config": {"backward_prefetch": "x"}, "fp8_config": {"backend": "TE"}}',
+    ),
+    "parallel.engine_keys": (
+        "",
+        '{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW"}, "elasticity": {}}',
+        '{"zero_optimization": {"stage": 1, "stage3_gather_16bit_weights_on_model_save": false}}',
+        '{"activation_checkpointing": true, "auto_wrap_policy": "NO_WRAP", "nobody": 1, "xla": true}',
+        '{"prescale_gradients": true, "tensor_parallel": {"autotp_size": 2}}',
+    ),
 }
 SPREAD = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
 BASES: tuple[dict[str, Any], ...] = ({}, {}, SPREAD, {**SPREAD, "launch.launcher": "deepspeed"})
@@ -214,6 +239,27 @@ def test_offloading_beside_gpus_needs_a_compiler_too() -> None:
         {f.code for f in check(edit(spec, {"parallel.offload_optimizer": to}), bare, DEMO)} for to in ("none", "cpu")
     ]
     assert ["STR007" in found for found in codes] == [False, True]
+
+
+def test_windows_of_attention_are_not_cut_into_pieces() -> None:
+    spec = edit(RunSpec(), {"parallel.strategy": "fsdp2", "parallel.context": 2})
+    for slides in (False, True):
+        seen = replace(DEMO, shape=replace(LLAMA_8B, sliding=slides))
+        assert ("STR037" in codes(check(spec, TWO_H100, seen))) == slides
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_gpt2_has_nothing_to_project(targets: str) -> None:
+    patch = {"method.kind": "full", "train.optimizer": "galore", "train.projection_targets": targets}
+    assert "OPT023" in codes(check(edit(RunSpec(), patch), EQUIPPED, replace(DEMO, shape=GPT2)))
+    assert "OPT023" not in codes(check(edit(RunSpec(), patch), EQUIPPED, DEMO))
+
+
+def test_apple_gpus_do_not_meet() -> None:
+    apple = replace(LAPTOP, device="mps")
+    spec = edit(RunSpec(), {**SPREAD, "launch.processes": 1})
+    assert "STR002" in codes(check(spec, apple, DEMO))
+    assert "STR002" not in codes(check(spec, LAPTOP, DEMO))
 
 
 def test_hidden_options_raise_nothing() -> None:

@@ -144,3 +144,27 @@ def test_known_models_have_their_known_size() -> None:
 def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:
     with pytest.raises(Unknown, match=word):
         from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "slides"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "mistral"}, True),
+        ({"model_type": "mistral", "sliding_window": None}, False),
+        ({"model_type": "qwen2", "sliding_window": 4096}, False),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, False),  # from layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, True),
+        ({"model_type": "gemma3_text"}, True),
+        ({"model_type": "phi3", "sliding_window": 2047}, True),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 2}, False),
+        ({"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)
+def test_windows_of_attention_are_those_of_the_library(config: dict[str, Any], slides: bool) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    assert from_config({**small, "intermediate_size": 8, **config}).sliding == slides
+    made = AutoConfig.for_model(**small, **config)
+    types = getattr(made, "layer_types", None)
+    window = getattr(made, "sliding_window", None)
+    assert (any(name != "full_attention" for name in types) if types else bool(window)) == slides
