@@ -40,7 +40,8 @@ def missing_engine(case: Case) -> str | None:
     "error",
     fields=("parallel.strategy", "launch.device"),
     title="DeepSpeed does not drive Apple GPUs",
-    source="torch 2.13 distributed: no collective backend serves MPS tensors",
+    source="torch 2.13 distributed/distributed_c10d.py, Backend.backend_capability: no collective backend serves MPS "
+    "tensors",
     fixes=(
         Fix("One process", {"parallel.strategy": "single"}, safe=False),
         Fix("On the CPU", {"launch.device": "cpu"}, safe=False),
@@ -65,6 +66,7 @@ def deepspeed_on_mps(case: Case) -> str | None:
     ),
     bad=Example({**ZERO, "checkpoint.best": True, "checkpoint.weights_only": True}, TWO_H100),
     good=Example({**ZERO, "checkpoint.best": True}, TWO_H100),
+    proof="launch",
 )
 def best_without_state(case: Case) -> str | None:
     """To end with the best checkpoint the engine loads it whole, its optimizer's parts included."""
@@ -79,7 +81,8 @@ def best_without_state(case: Case) -> str | None:
     "error",
     fields=("checkpoint.merge", "parallel.strategy"),
     title="Adapters cannot be merged into spread weights",
-    source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part",
+    source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part; launched without "
+    "our check, ZeRO-3 saves the base as it was",
     fixes=(
         Fix("Save the adapter alone", {"checkpoint.merge": False}),
         Fix("ZeRO-2", {"parallel.strategy": "zero2"}),
@@ -100,8 +103,8 @@ def merge_spread(case: Case) -> str | None:
     "error",
     fields=("evaluation.samples", "parallel.strategy"),
     title="No answers with FSDP1, nor where devices share a row",
-    source="seen with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context parallel run "
-    "on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
+    source="launched with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context "
+    "parallel run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
     fixes=(
         Fix("Without answers", {"evaluation.samples": 0}),
         Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context": 1}),

@@ -27,9 +27,3 @@ def clean() -> Iterator[None]:
 def group(tmp_path: Path) -> None:
     """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-
-
-@pytest.fixture
-def only_ninja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a C++ compiler."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))

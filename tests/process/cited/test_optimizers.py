@@ -14,11 +14,15 @@ import pytest
 import torch
 import transformers.trainer_optimizer as trainer_optimizer
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_linear_layers
 from badam import BlockOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from galore_torch.galore_projector import GaLoreProjector
 from grokadamw import GrokAdamW
 from lomo_optim import AdaLomo, Lomo
+from schedulefree import AdamWScheduleFree
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.optim import AdamW8bit
@@ -142,6 +146,19 @@ def test_torchaos_optimizers_are_compiled(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Exception, match="InvalidCxxCompiler"):
         stepped(AdamW8bit)
+
+
+@cites("OPT022")
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_deepspeed_does_not_switch_an_optimizer(kind: Any) -> None:
+    """Which accelerate would pass on, and schedule-free ones insist on."""
+    assert {"train", "eval"} <= set(dir(AcceleratedOptimizer)) & set(dir(AdamWScheduleFree))
+    assert not {"train", "eval"} & set(dir(kind))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AdamWScheduleFree([weight])
+    weight.grad = torch.ones(2)
+    with pytest.raises(Exception, match="not in train mode"):
+        optimizer.step()
 
 
 @cites("PRC001")

@@ -24,6 +24,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
 from torch.utils.file_baton import FileBaton
@@ -118,6 +119,8 @@ def test_layers_that_are_not_there_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="Could not find the transformer layer class GPT2Block in the model"):
         fsdp2_prepare_auto_wrap_policy(plugin, llama())
+    with pytest.raises(ValueError, match="Could not find the transformer layer class GPT2Block in the model"):
+        plugin.set_auto_wrap_policy(llama())
 
 
 @cites("STR026")
@@ -218,7 +221,10 @@ def test_fsdps_own_checkpointing_draws_other_numbers() -> None:
 def test_what_deepspeed_reads_for_other_numbers_of_ranks(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Moments of AdamW; and of groups that share a row it asks for what they have not."""
+    """Moments of AdamW, nothing where NVMe has them; and of groups that share a row it asks for what they have not."""
+    # It would take an engine with a disk to call it.
+    source = inspect.getsource(DeepSpeedEngine.load_checkpoint)
+    assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer()" in source
     state = {"optimizer_state_dict": {"param_slice_mappings": [], "base_optimizer_state": {"state": [{"sum": 1}]}}}
     state["optimizer_state_dict"]["single_partition_of_fp32_groups"] = [None]
     checkpoint = SimpleNamespace(get_zero_checkpoint_state=lambda **place: state, get_checkpoint_info=lambda name: {})
