@@ -67,7 +67,7 @@ def rank_beyond_layer(case: Case) -> Hit | None:
     "error",
     fields=("method.lora_init",),
     title="OLoRA does not know this model's layers",
-    source="seen with peft 0.21: olora_init does not transpose the weights of a Conv1D",
+    source="peft 0.21 lora/layer.py: olora_init does not transpose the weights of a Conv1D",
     fixes=(ZERO, Fix("PiSSA", {"method.lora_init": "pissa"}, safe=False)),
     bad=Example({"method.lora_init": "olora"}, glance=replace(DEMO, shape=GPT2)),
     good=Example({"method.lora_init": "pissa"}, glance=replace(DEMO, shape=GPT2)),

@@ -113,6 +113,7 @@ def bad_rows(case: Case) -> Hit | None:
     fixes=(DEMO_DATA,),
     bad=Example({"data.source": "hub"}, glance=replace(FILES, rows=None)),
     good=Example({"data.source": "hub", "data.hub_id": "trl-lib/Capybara"}, glance=replace(FILES, rows=None)),
+    proof="launch",
 )
 def no_dataset(case: Case) -> str | None:
     """A dataset of the hub is named as organisation/name."""

@@ -70,6 +70,7 @@ def dropping(given: Mapping[str, Any], paths: list[str], field: str = KEYS) -> d
     source="transformers 5.23 integrations/deepspeed.py: values that mismatch TrainingArguments raise ValueError",
     bad=_bad({"gradient_clipping": 0.5}),
     good=_bad({"gradient_clipping": 1.0}),
+    proof="launch",
 )
 def two_numbers(case: Case) -> Hit | None:
     """What the form has a field for stands as auto in deepspeed.json, and the trainer fills it in. A number of one's
@@ -126,6 +127,7 @@ def own_optimizer(case: Case) -> Hit | None:
     source="deepspeed 0.19 runtime/config.py: DeepSpeedConfigError",
     bad=_bad({"elasticity": {"enabled": False}}),
     good=FINE,
+    proof="launch",
 )
 def removed_keys(case: Case) -> Hit | None:
     """Older files still have them, and the start ends with an error, also where they are switched off."""
@@ -142,6 +144,7 @@ def removed_keys(case: Case) -> Hit | None:
     source="accelerate 1.15 accelerator.py get_state_dict: Cannot get 16bit model weights because ... is False",
     bad=_bad({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}),
     good=_bad({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}),
+    proof="launch",
 )
 def ungathered(case: Case) -> Hit | None:
     """Under ZeRO-3 each device has a part of each weight. Where gathering is switched off the run trains to its end,

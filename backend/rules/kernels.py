@@ -96,7 +96,8 @@ def attention_capability(case: Case) -> str | None:
     "error",
     fields=("model.attention", "precision.compute"),
     title="FlashAttention does not compute in full precision",
-    source="transformers 5.23 modeling_utils.py: FlashAttention only supports fp16 and bf16",
+    source="transformers 5.23 modeling_utils.py, _flash_attn_can_dispatch, warns: only fp16 and bf16; flash-attention "
+    "csrc/flash_attn/flash_api.cpp refuses",
     fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False), AUTO),
     bad=Example({**FLASH, "precision.compute": "fp32"}, _with(H100)),
     good=Example(FLASH, _with(H100)),
@@ -153,7 +154,7 @@ def liger_without_gpu(case: Case) -> str | None:
     "error",
     fields=("train.liger",),
     title="Liger is not installed",
-    source="liger-kernel's README",
+    source="transformers 5.23 integrations/liger.py: apply_liger_kernel asks for the package",
     fixes=(PLAIN,),
     bad=Example(LIGER, H100),
     good=Example(LIGER, WITH_LIGER),
@@ -206,7 +207,8 @@ def no_compiler_for_compile(case: Case) -> str | None:
     "advice",
     fields=("train.compile", "launch.device"),
     title="Compiling for a CPU takes longer than it saves",
-    source="seen with torch 2.13: the first step of a model of four small layers took two minutes on two busy cores",
+    source="torch 2.13 _inductor: C++ is written and compiled at the first step; two minutes for a model of four "
+    "small layers on two busy cores",
     fixes=(Fix("Without compiling", {"train.compile": False}),),
     bad=Example({"train.compile": True}),
     good=Example({"train.compile": True}, H100),

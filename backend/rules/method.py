@@ -235,9 +235,11 @@ def _tied(case: Case) -> tuple[list[str], Fix]:
     "error",
     fields=("method.lora_modules_to_save", "parallel.strategy"),
     title="A trained copy of a tied weight cannot be spread by FSDP2",
-    source="seen with peft 0.21 and accelerate 1.15: weights are tied again once they are spread, and the copy is lost",
+    source="torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py: shared with a parameter of another group; peft "
+    "0.21 copies one of the two",
     bad=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
     good=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
+    proof="launch",
 )
 def tied_copy(case: Case) -> Hit | None:
     """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no

@@ -27,7 +27,8 @@ BY_TORCHRUN = Fix("Start with torchrun", {"launch.launcher": "torchrun"})
     "error",
     fields=("launch.node_rank", "launch.nodes"),
     title="A node rank beyond the nodes",
-    source="seen with torch 2.13: torchrun does not look, and waits for ever",
+    source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: nobody looks, and ranks "
+    "wait for ever",
     bad=Example({**TWO, "launch.node_rank": 2}),
     good=Example({**TWO, "launch.node_rank": 1}),
 )
@@ -71,7 +72,8 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     "error",
     fields=("launch.address",),
     title="An address that only node 0 can reach",
-    source="seen with torch 2.13: each node finds a store of its own, or none, and waits",
+    source="torch 2.13 elastic/rendezvous/utils.py: localhost is every node; each finds a store of its own, or none, "
+    "and waits",
     fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
     remedy="Give the name or the IP by which the other nodes reach node 0.",
     bad=Example({**TWO, "launch.address": "127.0.0.1"}),
@@ -108,7 +110,7 @@ def range_turned(case: Case) -> Hit | None:
     "error",
     fields=("launch.rendezvous", "launch.launcher"),
     title="Only torchrun is elastic",
-    source="accelerate 1.15 utils/launch.py and deepspeed 0.19 launcher/launch.py: a fixed number of nodes",
+    source="accelerate 1.15 commands/launch.py and deepspeed 0.19 launcher/runner.py: a fixed number of nodes",
     fixes=(BY_TORCHRUN, Fix("Several nodes", {"launch.rendezvous": "static"})),
     bad=Example({**ELASTIC, "launch.launcher": "accelerate"}),
     good=Example(ELASTIC),
@@ -127,8 +129,8 @@ def elastic_launcher(case: Case) -> str | None:
     fields=("launch.min_nodes", "parallel.strategy", "train.optimizer"),
     title="Too few nodes to go on from a checkpoint",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
-    "load_checkpoint: none from NVMe; runtime/sequence_parallel: its mpu has no model-parallel rank, which the load "
-    "asks for; seen with FSDP2: any number from 2 on",
+    "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: no tensor-parallel world size, "
+    "which the load asks for; seen with FSDP2: any number from 2 on",
     bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optimizer": "sgd"}),
     good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
@@ -258,7 +260,7 @@ def _selected(case: Case, include: str) -> Slots | None:
     "error",
     fields=("launch.hosts", "launch.include", "launch.nodes", "launch.processes"),
     title="Hostfile and numbers disagree",
-    source="arithmetic: DeepSpeed's launcher starts a process a slot, on every host that is chosen",
+    source="deepspeed 0.19 launcher/runner.py: a process a slot, on every host that is chosen",
     remedy="Let the hostfile choose as many hosts as nodes, each with as many slots as processes.",
     bad=Example({**HOSTS, "launch.nodes": 3}),
     good=Example(HOSTS),

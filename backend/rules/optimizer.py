@@ -220,7 +220,7 @@ def no_targets(case: Case) -> str | None:
     "warning",
     fields=("train.optimizer", "launch.device"),
     title="Nothing is paged on a CPU",
-    source="seen with bitsandbytes 0.50: without a GPU its state is ordinary memory",
+    source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
     bad=Example({"train.optimizer": "adamw_paged"}, EQUIPPED),
     good=Example({"train.optimizer": "adamw_paged"}, EQUIPPED_H100),
 )
@@ -241,8 +241,8 @@ def nothing_paged(case: Case) -> Hit | None:
     "warning",
     fields=("train.optimizer", "checkpoint.when"),
     title="A resumed run begins with an empty optimizer",
-    source="seen with grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py "
-    "keeps them outside of its state",
+    source="grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py keeps "
+    "them outside of its state",
     fixes=(ADAMW,),
     bad=Example({"train.optimizer": "grokadamw"}, EQUIPPED),
     good=Example({"train.optimizer": "adamw"}, EQUIPPED),
@@ -295,8 +295,8 @@ def made_anew(case: Case) -> str | None:
     "error",
     fields=("train.optimizer", "parallel.strategy"),
     title="DeepSpeed does not switch the optimizer",
-    source="seen with deepspeed 0.19 and schedulefree 1.4: not in train mode when the engine takes an empty step; "
-    "where it starts, validation sees the weights of the training",
+    source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not told: "
+    "validation sees the weights of the training, or a step finds it not in train mode",
     fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
     bad=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
     good=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
@@ -318,6 +318,7 @@ def unswitched(case: Case) -> str | None:
     fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
     bad=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     good=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    proof="launch",
 )
 def spread_weights(case: Case) -> str | None:
     """FSDP2 and tensor parallel turn each weight into a tensor whose parts lie on several devices. Some optimizers

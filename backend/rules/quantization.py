@@ -80,11 +80,12 @@ def start_on_packed(case: Case) -> str | None:
     "error",
     fields=("method.quantization", "parallel.strategy"),
     title="8-bit weights cannot be spread",
-    source="seen with bitsandbytes 0.50: under ZeRO-3 each layer keeps its whole weight beside its part "
-    "(Linear8bitLt.state.CB); under FSDP2 the layer no longer finds its scales",
+    source="bitsandbytes 0.50 nn/modules.py, Linear8bitLt: under FSDP2 the layer no longer finds its scales "
+    "(weight.CB); under ZeRO-3 it keeps its whole weight beside its part",
     fixes=(NF4, Fix("DDP", {"parallel.strategy": "ddp"})),
     bad=Example({**EIGHT, "parallel.strategy": "fsdp2"}, TWO_H100),
     good=Example({**FOUR, "parallel.strategy": "fsdp2"}, TWO_H100),
+    proof="launch",
 )
 def spread_bytes(case: Case) -> str | None:
     """Weights of 4 bits are stored as floating-point numbers where a strategy spreads them. 8-bit ones cannot be."""
@@ -196,13 +197,15 @@ def train_packed(case: Case) -> str | None:
     "error",
     fields=("model.path", "model.hub_id"),
     title="Nothing is trained on weights packed like this",
-    source="transformers 5.23 quantizers: is_trainable",
+    source="transformers 5.23 quantizers: is_trainable; of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, MXFP8, Quanto, "
+    "SINQ and torchao it is true, and none was seen to train here",
     remedy="Take the model as it was before it was packed; it can be packed while loading (quantized base).",
     bad=Example(PATH, glance=replace(DEMO, packed="quark")),
     good=Example(PATH, READY, GPTQ),
 )
 def untrainable_packing(case: Case) -> str | None:
-    """Some formats have kernels for answering only, without a backward pass."""
+    """Some formats have kernels for answering only, without a backward pass. Others have one that was never seen to
+    work here."""
     kind = case.glance.packed
     return f"Its weights are packed as {kind}." if kind and kind not in catalog.PACKED else None
 

@@ -109,7 +109,8 @@ def offloaded_optimizer(case: Case) -> str | None:
     "error",
     fields=("parallel.offload_optimizer", "parallel.strategy"),
     title="Only ZeRO-3 keeps state on a disk",
-    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU alone",
+    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU alone, and nothing "
+    "comes to the disk",
     fixes=(ZERO3, Fix("CPU memory", {"parallel.offload_optimizer": "cpu"})),
     bad=Example({**ON_DISK, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, nvme="")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
@@ -128,6 +129,7 @@ def disk_below_three(case: Case) -> str | None:
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
     bad=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+    proof="launch",
 )
 def disk_missing(case: Case) -> str | None:
     """State and weights travel to files in that folder all the time."""
@@ -139,7 +141,7 @@ def disk_missing(case: Case) -> str | None:
     "error",
     fields=("parallel.offload_optimizer", "parallel.offload_parameters"),
     title="libaio is missing",
-    source="deepspeed 0.19 ops/op_builder/async_io.py: builds against libaio on first use",
+    source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and tries whether it is there",
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
     remedy="On Debian: apt-get install libaio-dev g++ python3-dev.",
     bad=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
@@ -170,7 +172,7 @@ def disk_slow(case: Case) -> str | None:
     "error",
     fields=("parallel.wrap_layers",),
     title="The model has no such layers",
-    source="accelerate 1.15 utils/dataclasses.py: could not find the transformer layer class",
+    source="accelerate 1.15 utils/dataclasses.py and fsdp_utils.py: could not find the transformer layer class",
     fixes=(Fix("The model's own", {"parallel.wrap_layers": ()}),),
     bad=Example(
         {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("GPT2Block",)},
@@ -203,6 +205,7 @@ def unknown_layers(case: Case) -> Hit | None:
     fixes=(Fix("No further dimensions", {"parallel.replicas": 1, "parallel.context": 1}),),
     bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 3}, _cores(LAPTOP, 4)),
     good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 2}, _cores(LAPTOP, 4)),
+    proof="launch",
 )
 def mesh_arithmetic(case: Case) -> Hit | str | None:
     """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
@@ -271,10 +274,12 @@ def slices_resume(case: Case) -> str | None:
     "error",
     fields=("parallel.tensor",),
     title="The heads cannot be shared out",
-    source="transformers 5.23 distributed/tensor_parallel.py: each device takes whole heads",
+    source="transformers 5.23 distributed/tensor_parallel.py: a projection is cut evenly, and attention reads whole "
+    "heads",
     fixes=(FSDP2,),
     bad=Example({**SLICED, **FOUR, "parallel.tensor": 4}, _cores(LAPTOP, 4)),
     good=Example({**SLICED, "parallel.tensor": 3, "launch.processes": 3}, _cores(LAPTOP, 3)),
+    proof="launch",
 )
 def heads_in_slices(case: Case) -> str | None:
     """A layer is sliced between its attention heads."""
@@ -346,6 +351,7 @@ def keys_over_form(case: Case) -> str | None:
     fixes=(FSDP2, DDP),
     bad=Example(SLICED, TWO_H100, replace(DEMO, shape=GPT2)),
     good=Example(SLICED, TWO_H100, SMALL),
+    proof="launch",
 )
 def unsliced(case: Case) -> str | None:
     """Which layers are cut by rows and which by columns is written in the library, for each architecture."""

@@ -122,10 +122,11 @@ def certain_exo(case: Case) -> str | None:
     "error",
     fields=("preference.precompute", "parallel.strategy"),
     title="The reference cannot be computed beforehand on sliced layers",
-    source="seen with trl 1.16: hash_module reads every weight as a plain tensor",
+    source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
     fixes=(Fix("Beside the training", {"preference.precompute": False}),),
     bad=Example({**SLICED, "preference.precompute": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     good=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    proof="launch",
 )
 def sliced_reference(case: Case) -> str | None:
     """What is computed is kept under a sum over all weights, which cannot be taken of slices."""

@@ -68,6 +68,7 @@ def together_on_mps(case: Case) -> str | None:
     ),
     bad=Example({**ZERO, "checkpoint.best": True, "checkpoint.weights_only": True}, TWO_H100),
     good=Example({**ZERO, "checkpoint.best": True}, TWO_H100),
+    proof="launch",
 )
 def best_without_state(case: Case) -> str | None:
     """To end with the best checkpoint the engine loads it whole, its optimizer's parts included."""
@@ -82,7 +83,8 @@ def best_without_state(case: Case) -> str | None:
     "error",
     fields=("checkpoint.merge", "parallel.strategy"),
     title="Adapters cannot be merged into spread weights",
-    source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part",
+    source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part; launched without "
+    "our check, ZeRO-3 saves the base as it was",
     fixes=(
         Fix("Save the adapter alone", {"checkpoint.merge": False}),
         Fix("ZeRO-2", {"parallel.strategy": "zero2"}),
@@ -103,8 +105,8 @@ def merge_spread(case: Case) -> str | None:
     "error",
     fields=("evaluation.samples", "parallel.strategy"),
     title="No answers with FSDP1, nor where devices share a row",
-    source="seen with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context parallel run "
-    "on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
+    source="launched with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context "
+    "parallel run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
     fixes=(
         Fix("Without answers", {"evaluation.samples": 0}),
         Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context": 1}),

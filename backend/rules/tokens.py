@@ -59,8 +59,9 @@ def context_unproven(case: Case) -> str | None:
     "error",
     fields=("parallel.sequence", "launch.processes"),
     title="The processes cannot form groups that share a row",
-    source="accelerate 1.15 parallelism_config.py: sizes multiply to the world's; seen with torch 2.13: gloo has no "
-    "all-to-all within a group of some processes",
+    source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the group's size must divide the world's; "
+    "torch 2.13 distributed/nn/functional.py: with gloo gradients are scattered from global ranks, of which such a "
+    "group has some",
     bad=Example({**SEQUENCE, "parallel.sequence": 4}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
 )
@@ -79,10 +80,12 @@ def sequence_groups(case: Case) -> Hit | None:
     "error",
     fields=("parallel.sequence", "train.stage"),
     title="This stage looks at whole rows",
-    source="trl 1.10: sequence parallel is known to the SFT trainer alone",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py wants position_ids, which pairs of answers lack; "
+    "trl 1.16: sequence parallel is known to the SFT trainer alone",
     fixes=(WITHOUT,),
     bad=Example({**SEQUENCE, **DPO}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    proof="launch",
 )
 def sequence_stage(case: Case) -> str | None:
     """A loss that compares answers adds up all tokens of each, and a device has some of them."""
@@ -95,10 +98,12 @@ def sequence_stage(case: Case) -> str | None:
     "error",
     fields=("parallel.sequence", "data.packing"),
     title="Packed rows are not cut evenly",
-    source="seen with deepspeed 0.19 and trl 1.10: the boundaries of documents in a packed batch are no row of tokens",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the boundaries of "
+    "documents in a packed batch are no row of tokens",
     fixes=(Fix("Without packing", {"data.packing": False}), WITHOUT),
     bad=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    proof="launch",
 )
 def sequence_packing(case: Case) -> str | None:
     """Packing tells where documents begin, and DeepSpeed cuts whatever stands in a batch into equal pieces."""
@@ -130,6 +135,7 @@ def sequence_attention(case: Case) -> str | None:
     fixes=(WITHOUT,),
     bad=Example(SEQUENCE, TWO_H100),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    proof="launch",
 )
 def sequence_heads(case: Case) -> str | None:
     """Between the layers a device has some tokens of all heads, in the attention all tokens of some heads."""
@@ -146,8 +152,8 @@ def sequence_heads(case: Case) -> str | None:
     "warning",
     fields=("parallel.sequence", "train.accumulation"),
     title="Batches of a step count alike",
-    source="seen with transformers 5.23: with accumulation 2 the losses differ from those of one process by 0.0003; "
-    "integrations/deepspeed.py, deepspeed_sp_compute_loss, takes a mean of each batch",
+    source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: a mean of each batch; with "
+    "accumulation 2 the losses differ from those of one process by 0.0003",
     fixes=(Fix("No accumulation", {"train.accumulation": 1}, safe=False),),
     bad=Example({**SEQUENCE, "train.accumulation": 4}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),

@@ -94,6 +94,8 @@ def _files(spec: RunSpec, paths: Iterable[Path]) -> list[Item]:
 
 def _hub(spec: RunSpec) -> list[Item]:
     data = spec.data
+    if not data.hub_id.strip():
+        raise TrainError("data.hub_id is empty: write organisation/name.")
     try:
         table = load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
     except Exception as error:  # of many kinds: network, name, split, configuration

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cited import cites
 from trainings import Launch, a_folder, losses, result, text
 
 pytestmark = pytest.mark.soak
@@ -41,6 +42,7 @@ def trained(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code
     return folder
 
 
+@cites("UNS002")
 @pytest.mark.parametrize(
     "changes", [{}, FULL, {"method.quantization": "nf4"}, DDP, {**ZERO2, **FULL}, {**KEPT, **ANSWERS}],
     ids=["lora", "full", "nf4", "ddp", "zero2", "kept"],
@@ -56,6 +58,7 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
         assert [json.loads((f / "model/config.json").read_text())["model_type"] for f in (own, plain)] == ["llama"] * 2
 
 
+@cites("UNS003", "UNS005", "UNS006")
 @pytest.mark.parametrize(
     ("changes", "part"),
     [

@@ -1,0 +1,198 @@
+"""Launchers, devices and nodes: what torch, accelerate and DeepSpeed do with what they are told."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed.launcher.runner as runner
+import pytest
+import torch
+import torch.distributed.run as torchrun
+from accelerate import Accelerator, ParallelismConfig, PartialState
+from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, MegatronLMPlugin
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from backend.hostfile import chosen, hosts
+from backend.rules.launch import THEIRS
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cites("LCH002", "LCH005")
+def test_processes_beyond_the_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    def device(rank: int) -> int:
+        state = SimpleNamespace(device=None, distributed_type=DistributedType.MULTI_GPU, local_process_index=rank)
+        PartialState.set_device(state)
+        return int(state.device.index)
+
+    assert [device(rank) for rank in range(4)] == [0, 1, 0, 1]
+
+
+@cites("LCH003", "LCH004")
+@pytest.mark.parametrize(("ids", "seen"), [("0,1", 2), ("0,9,1", 1), ("9,0", 0), ("0,0", 0), ("1,0,1", 0)])
+def test_visible_devices_end_at_a_wrong_one(ids: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids)
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 2)
+    assert torch.cuda._device_count_nvml() == seen
+
+
+VARIABLES: dict[str, tuple[str, str, Any]] = {
+    "ACCELERATE_": ("MIXED_PRECISION", "bf16", lambda: Accelerator(cpu=True).mixed_precision),
+    "FSDP_": ("STATE_DICT_TYPE", "FULL_STATE_DICT", lambda: plugin().state_dict_type.name),
+    "PARALLELISM_CONFIG_": ("DP_REPLICATE_SIZE", "3", lambda: str(ParallelismConfig().dp_replicate_size)),
+    "MEGATRON_LM_": ("TP_DEGREE", "3", lambda: str(MegatronLMPlugin().tp_degree)),
+    "PET_": ("MAX_RESTARTS", "7", lambda: str(asked("x.py").max_restarts)),
+}
+
+
+def plugin() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+@cites("LCH012")
+@pytest.mark.parametrize("prefix", THEIRS)
+def test_the_environment_decides(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value, take = VARIABLES[prefix]
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
+    assert take() != value
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv(prefix + name, value)
+    assert take() == value
+
+
+@cites("HW003")
+def test_torch_alone_does_not_know_npus() -> None:
+    assert "torch_npu" in sys.modules or not hasattr(torch, "npu")
+
+
+@cites("HW006")
+def test_a_build_for_other_devices_sees_none() -> None:
+    builds = {torch.cuda: bool(torch.version.cuda or torch.version.hip), torch.xpu: torch.xpu._is_compiled()}
+    others = [module for module, built in builds.items() if not built]
+    assert others
+    assert not any(module.is_available() for module in others)
+
+
+def asked(*arguments: str) -> Any:
+    return torchrun.parse_args([*arguments])
+
+
+def config(*arguments: str) -> LaunchConfig:
+    return torchrun.config_from_args(asked(*arguments, "x.py"))[0]
+
+
+@cites("NOD001")
+def test_nobody_looks_at_a_rank_beyond_the_nodes() -> None:
+    found = config("--nnodes=2", "--node-rank=2", "--master-addr=127.0.0.1")
+    assert (found.max_nodes, found.rdzv_configs["rank"]) == (2, 2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = StaticTCPRendezvous("127.0.0.1", store.port, 2, 2, "run", 5)
+    assert meeting.next_rendezvous().rank == 2
+
+
+@cites("NOD002")
+def test_the_store_is_looked_for_at_the_address() -> None:
+    assert config("--nnodes=2", "--master-addr=10.0.0.1", "--master-port=29511").rdzv_endpoint == "10.0.0.1:29511"
+    nowhere = config("--nnodes=2", "--master-addr=", "--master-port=29511").rdzv_endpoint
+    with pytest.raises(ValueError, match="hostname of the rendezvous endpoint ':29511' must be"):
+        parse_rendezvous_endpoint(nowhere, -1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@cites("NOD003")
+def test_every_node_is_localhost() -> None:
+    """Which then starts a store of its own, or waits where there is none."""
+    assert all(_matches_machine_hostname(name) for name in ("localhost", "127.0.0.1"))
+    with pytest.raises(torch.distributed.DistNetworkError, match="timed out"):
+        TCPStore("127.0.0.1", free_port(), is_master=False, timeout=timedelta(seconds=0.5))
+
+
+@cites("NOD004")
+def test_a_range_that_is_turned_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"min_nodes must be > 0 and <= max_nodes, got min_nodes=3, max_nodes=2"):
+        config("--nnodes=3:2")
+
+
+@cites("NOD005")
+@pytest.mark.parametrize("option", ["nodes", "elastic"])
+def test_other_launchers_know_no_range_of_nodes(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert config("--nnodes=1:2").max_nodes == 2
+    told = {
+        "nodes": (["--num_machines=1:2"], ["--num_nodes=1:2"]),
+        "elastic": (["--min_nodes=1"], ["--elastic_training"]),
+    }
+    for parse, arguments in zip((launch_command_parser().parse_args, runner.parse_args), told[option], strict=True):
+        with pytest.raises(SystemExit):
+            parse([*arguments, "x.py"])
+        assert "error: " in capsys.readouterr().err
+
+
+@cites("NOD008")
+def test_a_rank_that_dies_starts_again_as_a_new_process(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} ');"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    )
+    told = LaunchConfig(
+        1, 1, 1, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1, monitor_interval=0.05
+    )
+    elastic_launch(told, sys.executable)("-c", code, str(tmp_path / "pids"))
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(set(pids)) == 2
+
+
+HOSTFILE = ["worker-1 slots=2", "worker-2 slots=2"]
+
+
+@cites("NOD009")
+@pytest.mark.parametrize("lines", [["worker-1 slots=2", "worker-2"], ["worker-1 slots=2"] * 2, ["worker-1 slots=x"]])
+def test_lines_that_are_no_hostfile(lines: list[str]) -> None:
+    assert {name: tuple(range(n)) for name, n in runner._parse_hostfile(HOSTFILE).items()} == hosts(HOSTFILE)
+    with pytest.raises(ValueError, match="unable to proceed with launching"):
+        runner._parse_hostfile(lines)
+
+
+def active(include: str = "") -> dict[str, tuple[int, ...]]:
+    found = runner.parse_inclusion_exclusion(runner._parse_hostfile(HOSTFILE), include, "")
+    return {name: tuple(slots) for name, slots in found.items()}
+
+
+@cites("NOD010")
+def test_an_include_of_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="'worker-3' not found in hostfile"):
+        active("worker-1@worker-3")
+    with pytest.raises(ValueError, match="No slot '9' specified on host 'worker-1'"):
+        active("worker-1:9")
+
+
+@cites("NOD011", "NOD012")
+@pytest.mark.parametrize("include", ["", "worker-1@worker-2", "worker-1:0@worker-2", "worker-2:1"])
+def test_an_include_chooses_hosts_and_slots(include: str) -> None:
+    assert active(include) == chosen(HOSTFILE, include)
+
+
+@cites("NOD014")
+def test_deepspeed_sets_what_each_process_sees() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "1,0"}
+    CUDA_Accelerator().set_visible_devices_envs(environment, [0, 1])
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"

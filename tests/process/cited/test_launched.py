@@ -1,0 +1,77 @@
+"""What goes on without a word: launched without our checks, it ends well, and has done something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import unguarded
+from host import Host
+from safetensors.torch import load_file
+from trainings import a_spec, result
+
+from cited import cites
+
+pytestmark = pytest.mark.soak
+
+
+def ended(folder: Path, changes: Mapping[str, Any], host: Host) -> Path:
+    code, log = unguarded.run(folder, a_spec(changes), host)
+    assert code == 0, log
+    return folder
+
+
+@cites("STR004")
+def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: Path, host: Host) -> None:
+    changes = {"parallel.strategy": "zero3", "checkpoint.save_model": True, "checkpoint.merge": True}
+    saved = load_file(ended(tmp_path / "run", changes, host) / "model/model.safetensors")
+    base = load_file(tiny / "model.safetensors")
+    assert not set(saved) & set(base), "under names that no model knows"
+    found = {name.rpartition("base_model.model.")[2]: weight for name, weight in saved.items()}
+    assert all(found[name].equal(weight) for name, weight in base.items())
+
+
+@cites("STR005")
+def test_answers_differ_where_devices_share_a_row(tmp_path: Path, host: Host) -> None:
+    asked = {"evaluation.samples": 4, "evaluation.max_new_tokens": 16, "train.max_steps": 1}
+    shared = {"parallel.strategy": "zero3", "parallel.sequence": 2}
+    one, two = (
+        [sample["before"] for sample in result(ended(tmp_path / name, {**asked, **more}, host))["samples"]]
+        for name, more in (("one", {}), ("two", shared))
+    )
+    assert len(one) == len(two) == 4
+    assert one != two
+
+
+@cites("STR013")
+def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": str(disk)}
+    found = result(ended(tmp_path / "run", asked, host))
+    assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
+    assert not list(disk.iterdir())
+
+
+GATHER = """
+import torch, torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+dist.init_process_group("gloo")
+half = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+for group in (None, half):
+    given = torch.ones(2, requires_grad=True)
+    sum(all_gather(given, group=group)).sum().backward()
+    print("done", flush=True)
+"""
+
+
+@cites("STR026")
+def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, host: Host) -> None:
+    (tmp_path / "script.py").write_text(GATHER)
+    code = host.run(tmp_path, 4, script=str(tmp_path / "script.py"), seconds=60)
+    log = (tmp_path / "log.txt").read_text()
+    assert code == 1, log
+    assert log.count("done") >= 4
+    assert "is not part of group" in log

@@ -1,0 +1,222 @@
+"""Optimizers and precisions: what each of the libraries does at a step."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import transformers.trainer_optimizer as trainer_optimizer
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.ao import convert_model_to_fp8_ao, filter_linear_layers
+from badam import BlockOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from galore_torch.galore_projector import GaLoreProjector
+from grokadamw import GrokAdamW
+from lomo_optim import AdaLomo, Lomo
+from schedulefree import AdamWScheduleFree
+from torch import nn
+from torchao.float8 import Float8LinearConfig
+from torchao.optim import AdamW8bit
+from transformers import Trainer, TrainingArguments
+from transformers.optimization import Adafactor
+
+from backend import catalog
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# Those that the Trainer makes by a package of its own; what backend.train makes is not among its names.
+THEIRS = sorted({row.name for row in catalog.OPTIMIZERS.values() if row.package and row.name})
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
+
+
+@cites("OPT001")
+@pytest.mark.parametrize("name", THEIRS)
+def test_an_optimizers_package_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in vars(trainer_optimizer).copy():
+        if found.startswith("is_") and found.endswith("_available"):
+            monkeypatch.setattr(trainer_optimizer, found, lambda *version: False)
+    given = arguments(tmp_path, optim=name, optim_target_modules=["mlp"])
+    with pytest.raises((ImportError, ValueError), match=r"(?i)install|failed to import"):
+        Trainer.get_optimizer_cls_and_kwargs(given, nn.Linear(2, 2))
+
+
+@cites("OPT006")
+def test_gradients_within_the_backward_pass_are_still_scaled() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weight, seen = nn.Parameter(torch.ones(1)), []
+    weight.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.item()))
+    accelerator.backward(weight.sum())
+    assert seen == [1024.0]
+
+
+@cites("OPT010")
+def test_a_projection_has_no_more_directions_than_there_are() -> None:
+    gradient = torch.randn(8, 6)
+    assert [GaLoreProjector(rank=rank).project(gradient, 0).numel() for rank in (2, 6, 1024)] == [16, 48, 48]
+
+
+def stepped(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0, **more: Any) -> tuple[Any, Any]:
+    """An optimizer that has stepped once, and its weight."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(sides))
+    optimizer = kind([weight], **more)
+    weight.grad = torch.randn(sides) * scale
+    optimizer.step()
+    return optimizer, weight
+
+
+@cites("OPT011")
+def test_nothing_is_paged_on_a_cpu() -> None:
+    optimizer, weight = stepped(bitsandbytes.optim.PagedAdamW32bit, sides=(512, 512))
+    state = optimizer.state[weight]["state1"]
+    assert state.device.type == "cpu"
+    assert not getattr(state, "is_paged", False)
+
+
+@cites("OPT013")
+def test_a_gradients_size_decides_the_step_of_sgd() -> None:
+    small, large = (stepped(torch.optim.SGD, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
+    assert torch.allclose(1e3 * small, large)
+    small, large = (stepped(torch.optim.AdamW, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
+    assert torch.allclose(small, large, atol=0.05)
+    assert inspect.signature(Lomo).parameters["lr"].default == 1e-3
+
+
+@cites("OPT014")
+def test_adafactor_clips_by_itself() -> None:
+    given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
+    for scale in (1.0, 1e3):
+        _, weight = stepped(Adafactor, scale=scale, **given)
+        assert weight.square().mean().sqrt() <= 1.0001
+
+
+@cites("OPT015")
+def test_adafactor_factors_matrices_alone() -> None:
+    given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
+    sizes = {}
+    for sides in ((64, 64), (4096,)):
+        optimizer, weight = stepped(Adafactor, sides=sides, **given)
+        sizes[sides] = sum(t.numel() for n, t in optimizer.state[weight].items() if n.startswith("exp_avg_sq"))
+    assert sizes == {(64, 64): 128, (4096,): 4096}
+
+
+@cites("OPT016")
+def test_checkpoints_without_moments(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GrokAdamW's hang on another process's weights; AdaLomo's are no part of its state."""
+    optimizer, weight = stepped(GrokAdamW)
+    assert weight.abs().sum() > 0
+    assert not optimizer.state_dict()["state"]
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda own: own)
+    lomo = AdaLomo(nn.Linear(4, 4))
+    assert set(lomo.exp_avg_sq_row) == {"weight"}
+    assert not lomo.state_dict()["state"]
+
+
+@cites("OPT017")
+def test_badam_copies_the_active_block() -> None:
+    model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        base = torch.optim.AdamW(model.parameters())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = BlockOptimizer(base, list(model.named_parameters()), [["0."], ["1."]], verbose=0)
+        assert any("expect model to be loaded in fp16/bf16" in str(w.message) for w in said) == (dtype == torch.float32)
+        copies = list(made.param_idx2hp.values())
+        assert [(copy.dtype, copy.numel()) for copy in copies] == [(torch.float32, 16)]
+
+
+@cites("OPT019")
+def test_torchaos_optimizers_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(Exception, match="InvalidCxxCompiler"):
+        stepped(AdamW8bit)
+
+
+@cites("OPT022")
+@pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
+def test_deepspeed_does_not_switch_an_optimizer(kind: Any) -> None:
+    """Which accelerate would pass on, and schedule-free ones insist on."""
+    assert {"train", "eval"} <= set(dir(AcceleratedOptimizer)) & set(dir(AdamWScheduleFree))
+    assert not {"train", "eval"} & set(dir(kind))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AdamWScheduleFree([weight])
+    weight.grad = torch.ones(2)
+    with pytest.raises(Exception, match="not in train mode"):
+        optimizer.step()
+
+
+@cites("PRC001")
+def test_fp16_is_ignored_on_a_cpu() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert (accelerator.scaler, accelerator.native_amp) == (None, False)
+    layer = nn.Linear(2, 2)
+    assert accelerator.prepare_model(layer)(torch.ones(2)).dtype == torch.float32
+    with accelerator.autocast():
+        assert layer(torch.ones(2)).dtype == torch.float32
+
+
+@cites("PRC007")
+def test_fp8_asks_for_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, own = inspect.getmodule(type(Accelerator(cpu=True).state)), inspect.getmodule(Accelerator)
+    monkeypatch.setattr(state, "is_fp8_available", lambda: True)
+    for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
+        monkeypatch.setattr(own, name, lambda: False)
+    type(Accelerator(cpu=True).state)._reset_state(True)
+    with pytest.raises(ImportError, match="no FP8-compatible backend was installed"):
+        Accelerator(cpu=True, mixed_precision="fp8")
+
+
+def linear(*sides: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(sides)))
+
+
+@pytest.mark.soak
+@cites("PRC010")
+def test_fp8_is_imitated_on_a_cpu() -> None:
+    """It trains, and takes longer than fp32."""
+    best = {}
+    for kind in ("fp32", "fp8"):
+        model = linear(512, 512, 512, 512)
+        if kind == "fp8":
+            convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
+            assert type(model[1]).__name__ == "Float8Linear"
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            model(torch.randn(256, 512)).square().mean().backward()
+            times.append(time.perf_counter() - start)
+        assert model[1].weight.grad.abs().sum() > 0
+        best[kind] = min(times)
+    assert best["fp8"] > best["fp32"]
+
+
+@cites("PRC011")
+@pytest.mark.parametrize(("side", "taken"), [(570, False), (576, True)])
+def test_fp8_leaves_odd_layers_out(side: int, taken: bool) -> None:
+    assert filter_linear_layers(nn.Linear(side, 64), "layer", []) is taken
+
+
+@cites("PRC012")
+def test_fp8_takes_packed_layers_for_plain_ones() -> None:
+    for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
+        assert isinstance(kind(64, 64), nn.Linear)
+        assert filter_linear_layers(kind(64, 64), "layer", [])
+    model = nn.Sequential(nn.Linear(64, 64), bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 64))
+    convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
+    assert type(model[1]).__name__ == "Float8Linear"

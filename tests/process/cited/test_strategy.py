@@ -1,0 +1,239 @@
+"""Engines: what transformers, accelerate, torch and DeepSpeed refuse, and what they do instead without a word."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+import transformers.integrations.deepspeed as integration
+import trl
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, DummyScheduler, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_auto_wrap_policy
+from deepspeed.checkpoint.ds_to_universal import extract_zero_shards
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+from deepspeed.runtime import config as deepspeed_config
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
+from torch.utils.file_baton import FileBaton
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from backend import catalog
+from backend.rules.further import REMOVED
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, **more))
+
+
+@cites("STR001")
+def test_an_engine_is_asked_for_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "deepspeed":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    assert {row.package for row in catalog.STRATEGIES.values()} == {"", "deepspeed"}
+    integration.HfDeepSpeedConfig({})
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    with pytest.raises(importlib.metadata.PackageNotFoundError, match=r"'deepspeed>=.*' distribution was not found"):
+        integration.HfDeepSpeedConfig({})
+
+
+@cites("STR002")
+def test_no_backend_serves_apple() -> None:
+    assert "cpu" in dist.Backend.backend_capability["gloo"]
+    assert not [name for name, devices in dist.Backend.backend_capability.items() if "mps" in devices]
+
+
+@cites("STR007")
+@pytest.mark.parametrize("builder", [ShareMemCommBuilder, CPUAdamBuilder])
+def test_kernels_are_built_by_a_compiler(builder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a path with ninja alone."""
+    found = shutil.which("ninja")
+    assert found
+    (tmp_path / "ninja").symlink_to(found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RuntimeError, match="Error building extension"):
+        builder().jit_load(verbose=False)
+
+
+@cites("STR008")
+def test_a_lock_is_waited_for_until_it_is_gone(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    lock.unlink()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+@cites("STR010")
+def test_the_first_fsdp_is_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(transformers.training_args.logger, "warning", said.append)
+    for version in (1, 2):
+        given = SimpleNamespace(fsdp=True, fsdp_config={"version": version}, activation_checkpointing=False)
+        TrainingArguments._process_fsdp_args(given)
+    assert len(said) == 1
+    assert "is deprecated and will be removed" in said[0]
+
+
+@cites("STR015")
+def test_the_disk_is_reached_through_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    builder = AsyncIOBuilder()
+    monkeypatch.setattr(builder, "has_function", lambda name, libraries: asked.append((name, libraries)))
+    assert not builder.is_compatible(verbose=False)
+    assert asked == [("io_submit", ("aio",))]
+    assert "-laio" in builder.extra_ldflags()
+
+
+@cites("STR017")
+def test_layers_that_are_not_there_are_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
+    )
+    with pytest.raises(ValueError, match="Could not find the transformer layer class GPT2Block in the model"):
+        fsdp2_prepare_auto_wrap_policy(plugin, llama())
+    with pytest.raises(ValueError, match="Could not find the transformer layer class GPT2Block in the model"):
+        plugin.set_auto_wrap_policy(llama())
+
+
+@cites("STR026")
+def test_groups_that_share_a_row_divide_the_processes(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by accelerate, which leaves it to DeepSpeed."""
+    monkeypatch.setattr(parallel_state_sp, "dist", dist)  # DeepSpeed's own knows only what it has started
+    with pytest.raises(RuntimeError, match=r"world_size \(1\) is less than sequence_parallel_size 4"):
+        parallel_state_sp.initialize_sequence_parallel(4)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with pytest.raises(RuntimeError, match=r"world_size \(3\) is not divisible by sequence_parallel_size 2"):
+        parallel_state_sp.initialize_sequence_parallel(2)
+
+
+@cites("STR029")
+@pytest.mark.parametrize("name", catalog.ATTENTIONS)
+def test_attentions_that_can_be_shared(name: str) -> None:
+    if name in catalog.SHAREABLE:
+        assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=None if name == "auto" else name)
+        return
+    with pytest.raises(ValueError, match="Invalid sp_attn_implementation"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation=name)
+
+
+@cites("STR031")
+def test_a_batch_that_is_shared_counts_by_itself(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss is the mean over its own tokens; how many a step has, it is not told."""
+    assert "num_items_in_batch" not in inspect.signature(integration.deepspeed_sp_compute_loss).parameters
+    monkeypatch.setattr(groups, "_get_sequence_parallel_group", lambda: dist.group.WORLD)
+    shared = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
+
+    def loss(learned: int) -> float:
+        labels = torch.tensor([[1] * learned + [-100] * (9 - learned)])
+        own = torch.arange(9.0)[:learned].mean()
+        model = lambda **inputs: SimpleNamespace(loss=own)  # noqa: E731
+        return float(integration.deepspeed_sp_compute_loss(None, model, {"shift_labels": labels}, False, shared))
+
+    assert [loss(learned) for learned in (1, 9)] == [0.0, 4.0]
+
+
+@cites("STR033")
+def test_deepspeeds_own_optimizer_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    trainer = SimpleNamespace(create_optimizer=lambda: made.append("optimizer"))
+
+    def asked(**config: Any) -> tuple[Any, Any]:
+        return integration.deepspeed_optim_sched(
+            trainer, SimpleNamespace(config=config, is_offload=lambda: False), None, 10, []
+        )
+
+    optimizer, scheduler = asked(optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"})
+    assert (type(optimizer), type(scheduler), made) == (DummyOptim, DummyScheduler, [])
+    asked()
+    assert made == ["optimizer"]
+
+
+def test_what_deepspeed_has_removed() -> None:
+    """STR034, which is launched too, names all of it."""
+    names = [*deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
+    names += [f"zero_optimization.{name}" for name in deepspeed_config._REMOVED_ZERO_CONFIG_KEYS]
+    assert sorted(names) == sorted(REMOVED)
+    for name in names:
+        given: dict[str, Any] = {"train_batch_size": 1}
+        inner = given.setdefault("zero_optimization", {}) if "." in name else given
+        inner[name.rpartition(".")[2]] = {"enabled": False}
+        with pytest.raises(deepspeed_config.DeepSpeedConfigError, match="removed"):
+            deepspeed_config.DeepSpeedConfig(given)
+
+
+@cites("STR037")
+def test_context_parallel_knows_one_attention() -> None:
+    mesh = SimpleNamespace(cp_enabled=True, cp_backend="torch")
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=mesh))
+    with pytest.raises(ValueError, match="supported only with SDPA attention, you are using eager"):
+        Trainer._prepare_context_parallel_inputs(trainer, llama(attn_implementation="eager"), {})
+    # Its trainer starts on devices that can share a row alone, so the words are looked for.
+    source = inspect.getsource(trl.SFTTrainer.__init__)
+    assert "parallelism_config.cp_enabled and (args.packing or args.eval_packing)" in source
+    assert all(
+        "cp_enabled" not in inspect.getsource(inspect.getmodule(kind)) for kind in (trl.DPOTrainer, trl.KTOTrainer)
+    )
+
+
+@cites("STR039")
+def test_fsdps_own_checkpointing_draws_other_numbers() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    model = fsdp2_apply_ac(accelerator, llama(attention_dropout=0.5)).train()
+    torch.manual_seed(0)
+    seen = []
+    layer = model.model.layers[0]
+    layer.self_attn.register_forward_hook(lambda module, given, answer: seen.append(answer[0].detach()))
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    assert len(seen) == 2
+    assert not torch.equal(*seen)
+
+
+@cites("NOD006")
+def test_what_deepspeed_reads_for_other_numbers_of_ranks(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments of AdamW, nothing where NVMe has them; and of groups that share a row it asks for what they have not."""
+    # It would take an engine with a disk to call it.
+    source = inspect.getsource(DeepSpeedEngine.load_checkpoint)
+    assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer()" in source
+    state = {"optimizer_state_dict": {"param_slice_mappings": [], "base_optimizer_state": {"state": [{"sum": 1}]}}}
+    state["optimizer_state_dict"]["single_partition_of_fp32_groups"] = [None]
+    checkpoint = SimpleNamespace(get_zero_checkpoint_state=lambda **place: state, get_checkpoint_info=lambda name: {})
+    with pytest.raises(KeyError, match="exp_avg"):
+        extract_zero_shards("", checkpoint, (0, 0, 0))
+    (tmp_path / "zero").mkdir()
+    torch.save({"param_groups": []}, tmp_path / "zero/optimizer_state.pt")
+    monkeypatch.setattr(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.group.WORLD)
+    monkeypatch.setattr(parallel_state_sp, "dist", dist)
+    engine = SimpleNamespace(_load_global_state=lambda state: None, mpu=parallel_state_sp)
+    with pytest.raises(AttributeError, match="get_tensor_model_parallel_world_size"):
+        ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir(engine, "", str(tmp_path))

@@ -1,0 +1,143 @@
+"""The Trainer's arithmetic, its checkpoints and its schedules; stages; rows."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DefaultFlowCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_constant_schedule,
+    get_scheduler,
+)
+from transformers.masking_utils import create_causal_mask
+
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Line(nn.Module):
+    """Learns a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * x).square().mean()}
+
+
+ROWS = [{"x": torch.tensor([1.0])} for _ in range(10)]
+
+
+def trainer(folder: Path, **more: Any) -> Trainer:
+    given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", **more}
+    return Trainer(Line(), TrainingArguments(output_dir=str(folder), **given), train_dataset=ROWS)
+
+
+@cites("TRN001")
+def test_a_pass_is_at_least_one_step(tmp_path: Path) -> None:
+    found = trainer(
+        tmp_path, num_train_epochs=2, per_device_train_batch_size=16, gradient_accumulation_steps=64, logging_steps=1
+    )
+    found.train()
+    assert found.state.global_step == 2
+
+
+def rates(name: str, warmup: int, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    found = []
+    for _ in range(steps):
+        found.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@cites("TRN002")
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup"])
+def test_a_long_warmup_never_reaches_the_peak(name: str) -> None:
+    assert max(rates(name, 100, 50)) < 0.5
+    assert max(rates(name, 10, 50)) == 1
+
+
+@cites("TRN003")
+def test_the_constant_schedule_begins_at_its_peak() -> None:
+    assert "num_warmup_steps" not in inspect.signature(get_constant_schedule).parameters
+    assert rates("constant", 10, 20) == [1.0] * 20
+
+
+@cites("TRN005")
+def test_a_checkpoint_is_written_at_the_end(tmp_path: Path) -> None:
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
+    saved = []
+    for step in range(1, 21):
+        state = TrainerState(global_step=step, max_steps=20, save_steps=500, logging_steps=500, eval_steps=500)
+        if DefaultFlowCallback().on_step_end(given, state, TrainerControl()).should_save:
+            saved.append(step)
+    assert saved == [20]
+
+
+@cites("TRN007")
+def test_without_its_state_the_optimizer_begins_anew(tmp_path: Path) -> None:
+    found = trainer(tmp_path, max_steps=5)
+    found.create_optimizer_and_scheduler(5)
+    found._load_optimizer_and_scheduler(str(tmp_path))
+    assert not found.optimizer.state
+
+
+@cites("DAT007")
+def test_evaluation_wants_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="but you didn't pass an `eval_dataset`"):
+        trainer(tmp_path, eval_strategy="steps")
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, **more))
+
+
+@cites("DAT013")
+def test_packed_rows_are_masked_by_all_pairs_of_tokens() -> None:
+    model = llama(attn_implementation="sdpa")
+    where = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    mask = create_causal_mask(model.config, torch.zeros(1, 12, 32), None, None, position_ids=where)
+    assert mask.shape == (1, 1, 12, 12)
+    assert not mask[0, 0, 11, 0]
+
+
+PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
+MARKED = {"prompt": "a", "completion": " b", "label": True}
+
+
+@cites("STG006")
+@pytest.mark.parametrize("beforehand", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "config", "row"), [(trl.DPOTrainer, trl.DPOConfig, PAIR), (trl.KTOTrainer, trl.KTOConfig, MARKED)]
+)
+def test_the_reference_is_a_second_model(
+    kind: Any, config: Any, row: dict[str, Any], beforehand: bool, tiny: Path, tmp_path: Path
+) -> None:
+    """Unless it is asked beforehand."""
+    given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False, "per_device_train_batch_size": 2}
+    args = config(output_dir=str(tmp_path), precompute_ref_log_probs=beforehand, **given)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(tiny)
+    found = kind(model, args=args, train_dataset=Dataset.from_list([row, row]), processing_class=tokens)
+    assert (found.ref_model is None) is beforehand

@@ -1,0 +1,259 @@
+"""Attention, compiling, packed weights and adapters: what transformers, torch, peft and bitsandbytes do with them."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.cpp_builder as cpp_builder
+import transformers.integrations.liger as liger
+import transformers.modeling_utils as modeling
+import transformers.quantizers.quantizer_bnb_4bit as bnb
+import transformers.quantizers.quantizer_hqq as hqq
+from accelerate.utils import fsdp_utils
+from deepspeed.runtime.zero.partition_parameters import Init
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import dora
+from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.distributed.fsdp._flat_param import FlatParamHandle
+from transformers import (
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTQConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mxfp4Config,
+)
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.trainer_utils import validate_quantization_for_training
+
+from backend import catalog
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, **more))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=8))
+
+
+@cites("KRN002")
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attention_asks_for_its_package(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
+    monkeypatch.setitem(found, "general_availability_check", lambda: False)
+    monkeypatch.setattr(modeling, "is_kernels_available", lambda: False, raising=False)
+    with pytest.raises(ImportError, match=f"the package for FlashAttention{version} doesn't seem to be installed"):
+        llama(attn_implementation=f"flash_attention_{version}")._flash_attn_can_dispatch(version)
+
+
+@cites("KRN004")
+def test_flash_attention_warns_of_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(modeling.logger, "warning_once", said.append)
+    monkeypatch.setattr(modeling.PreTrainedModel, "_flash_attn_import_error", lambda own, **requirements: None)
+    for dtype in (torch.float32, torch.bfloat16):
+        llama(dtype=dtype)._flash_attn_can_dispatch(2, is_init_check=True)
+    assert len(said) == 1
+    assert "only supports torch.float16 and torch.bfloat16 dtypes" in said[0]
+
+
+@cites("KRN007")
+def test_liger_is_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
+    with pytest.raises(ImportError, match="pip install liger-kernel"):
+        liger.apply_liger_kernel(llama(), None)
+
+
+@cites("KRN009")
+def test_what_is_compiled_for_a_cpu_is_cpp(tmp_path: Path) -> None:
+    none = {"cpp.cxx": (None, str(tmp_path / "no-compiler"))}
+    with cpp_builder.config.patch(none), pytest.raises(InvalidCxxCompiler):
+        cpp_builder.get_cpp_compiler()
+
+
+@pytest.mark.soak
+@cites("KRN010")
+def test_compiling_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, rows = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.ones(8, 64)
+
+    def seconds(found: Any) -> float:
+        start = time.perf_counter()
+        found(rows).sum().backward()
+        return time.perf_counter() - start
+
+    plain = min(seconds(model) for _ in range(9))
+    assert seconds(torch.compile(model)) > 1000 * plain
+
+
+@cites("QNT001")
+def test_packing_asks_for_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer = AutoHfQuantizer.from_config(BitsAndBytesConfig(load_in_4bit=True))
+    quantizer.validate_environment()
+    for name in ("is_bitsandbytes_available",):
+        monkeypatch.setattr(bnb, name, lambda *version: False)
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        quantizer.validate_environment()
+
+
+def flattened(*tensors: torch.Tensor) -> None:
+    """As FSDP1 does, which itself wants an accelerator."""
+    FlatParamHandle._validate_tensors_to_flatten(SimpleNamespace(_use_orig_params=True), tensors)
+
+
+@cites("QNT004")
+def test_a_flat_unit_has_one_type() -> None:
+    with pytest.raises(ValueError, match=r"uniform dtype but got torch\.bfloat16 and torch\.float32"):
+        flattened(torch.zeros(4).bfloat16(), torch.zeros(4))
+
+
+@cites("QNT015")
+def test_integers_are_not_spread() -> None:
+    """FSDP1 does not flatten them. For FSDP2 accelerate leaves them out, and ZeRO-3 takes parameters alone, where the
+    integers of GPTQ and AWQ are buffers: both begin with an engine of several devices, so the words are looked for."""
+    integers = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="Cannot flatten integer dtype tensors"):
+        flattened(integers)
+    source = inspect.getsource(fsdp_utils.fsdp2_prepare_model)
+    assert "(not param.requires_grad) and (not param.is_floating_point())" in source
+    source = inspect.getsource(Init._post_init_method)
+    assert "in module.named_parameters(recurse=False)" in source
+    assert "buffers(" not in source
+
+
+@cites("QNT009")
+def test_packed_weights_are_trained_by_adapters() -> None:
+    base = llama()
+    base.is_quantized, base.hf_quantizer = True, SimpleNamespace(is_trainable=True, is_qat_trainable=False)
+    with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
+        validate_quantization_for_training(base)
+    validate_quantization_for_training(get_peft_model(base, LoraConfig(target_modules=["q_proj"])))
+
+
+# Kinds that the library takes for trainable, and Footplate has not seen train: by packages that need a GPU, or that
+# pack while loading alone.
+UNSEEN = {"eetq", "quanto", "sinq", "mxfp8", "aqlm", "torchao", "bitnet", "fp_quant", "fouroversix"}
+
+
+@cites("QNT010")
+def test_kinds_that_are_not_trained() -> None:
+    kinds = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
+    assert set(catalog.PACKED) <= kinds
+    for kind in kinds - set(catalog.PACKED) - UNSEEN:
+        quantizer = AUTO_QUANTIZER_MAPPING[kind]
+        assert quantizer.is_trainable.fget(SimpleNamespace()) is False, kind
+    base = llama()
+    base.is_quantized = base._hf_peft_config_loaded = False
+    base.is_quantized, base.hf_quantizer = (
+        True,
+        SimpleNamespace(
+            is_trainable=False, is_qat_trainable=False, quantization_config=SimpleNamespace(quant_method="quark")
+        ),
+    )
+    with pytest.raises(ValueError, match="quantized with quark but that quantization method do not support training"):
+        validate_quantization_for_training(get_peft_model(base, LoraConfig(target_modules=["q_proj"])))
+
+
+@cites("QNT011")
+@pytest.mark.parametrize(
+    ("kind", "package"), [(kind, name) for kind, row in catalog.PACKED.items() for name in row.packages]
+)
+def test_a_packed_model_asks_for_its_package(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "bitsandbytes":  # its own
+        return test_packing_asks_for_bitsandbytes(monkeypatch)
+    quantizer = AUTO_QUANTIZER_MAPPING[kind]
+    module = inspect.getmodule(quantizer)
+    monkeypatch.setattr(module, f"is_{package.replace('-', '_')}_available", lambda: False)
+    config = SimpleNamespace(quant_method=kind, skip_modules=[])
+    with pytest.raises((ImportError, RuntimeError), match=f"(?i){package}|optimum|GPU is required"):
+        quantizer.validate_environment(SimpleNamespace())
+        quantizer(config)
+
+
+@cites("QNT012")
+def test_weights_are_packed_once() -> None:
+    came = GPTQConfig(bits=4).to_dict()
+    with pytest.raises(ValueError, match="quantized with GPTQConfig but you are passing a BitsAndBytesConfig config"):
+        AutoHfQuantizer.merge_quantization_configs(came, BitsAndBytesConfig(load_in_4bit=True))
+
+
+@cites("QNT013")
+def test_hqq_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hqq, "is_hqq_available", lambda: True)
+    config = SimpleNamespace(quant_config={}, skip_modules=[])
+    with pytest.raises(ValueError, match="HQQ model with a device_map that contains a CPU or disk device"):
+        hqq.HqqHfQuantizer(config).validate_environment(device_map={"": "cpu"})
+
+
+@cites("QNT014")
+@pytest.mark.parametrize("config", [Mxfp4Config, FineGrainedFP8Config])
+def test_formats_that_are_unpacked(config: Any) -> None:
+    """Asked to, they need no package, and become ordinary weights."""
+    quantizer = AutoHfQuantizer.from_config(config(dequantize=True), pre_quantized=True)
+    quantizer.validate_environment()
+    quantizer.quantization_config.dequantize = True
+    name = "Mxfp4Dequantize" if config is Mxfp4Config else "Fp8Dequantize"
+    found = [o for c in quantizer.get_weight_conversions() for o in c.operations]
+    assert name in {type(operation).__name__ for operation in found}
+
+
+@cites("ADP003")
+def test_olora_takes_transposed_weights_as_they_are() -> None:
+    given = {"target_modules": ["c_attn"], "r": 4, "fan_in_fan_out": True}
+    for start in ("pissa", "olora"):
+        model = get_peft_model(gpt2(), LoraConfig(**given, init_lora_weights=start))
+        if start == "pissa":
+            model(torch.arange(8)[None])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.arange(8)[None])
+
+
+@cites("ADP006")
+@pytest.mark.parametrize(("dropout", "times"), [(0.0, 0), (0.1, 1)])
+def test_dora_with_dropout_computes_the_base_again(dropout: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], use_dora=True, lora_dropout=dropout)).train()
+    base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    seen = []
+    linear = nn.functional.linear
+
+    def counted(given: Any, weight: Any, *more: Any) -> Any:
+        seen.append(weight.data_ptr())
+        return linear(given, weight, *more)
+
+    monkeypatch.setattr(dora.F, "linear", counted)
+    model(input_ids=torch.arange(4)[None])
+    assert seen.count(base.data_ptr()) == times + 1
+
+
+@cites("MTH005")
+def test_a_trained_copy_is_no_longer_tied() -> None:
+    base = llama(tie_word_embeddings=True)
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    found = model.base_model.model
+    trained = found.model.embed_tokens.modules_to_save["default"].weight
+    assert trained.requires_grad
+    assert not found.lm_head.weight.requires_grad
+    assert found.lm_head.weight.data_ptr() != trained.data_ptr()
+
+
+@cites("DAT010")
+def test_positions_beyond_the_table() -> None:
+    model = gpt2()
+    model(torch.arange(8)[None])
+    with pytest.raises(IndexError):
+        model(torch.arange(9)[None])
