@@ -89,7 +89,8 @@ def _section(rule: Rule) -> list[str]:
     if rule.remedy:
         lines.append(f"- Way out: {rule.remedy}")
     if rule.fixes:
-        lines.append(f"- Fixes: {'; '.join(fix.label for fix in rule.fixes)}")
+        said = (f"{fix.label} ({fix.cost})" if fix.cost else fix.label for fix in rule.fixes)
+        lines.append(f"- Fixes: {'; '.join(said)}")
     lines.append(f"- Source: {rule.source}")
     if rule.proof:
         lines.append(f"- Proof: {rule.proof}")

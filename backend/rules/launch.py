@@ -10,10 +10,10 @@ from dataclasses import replace
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import H100, LAPTOP, TWO_H100
+from backend.rules.fixes import ONE
 
 ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
 DDP = {"parallel.strategy": "ddp"}
-ONE = Fix("One process", {"parallel.strategy": "single"}, safe=False)
 
 
 @rule(
@@ -79,7 +79,7 @@ def unknown_device(case: Case) -> Hit | None:
     wrong = [i for i in case.spec.launch.devices if i not in known]
     if not case.gpu or not known or not wrong:
         return None
-    fixes = [Fix("The first ones", {"launch.devices": ()})]
+    fixes = [Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")]
     right = tuple(dict.fromkeys(i for i in case.spec.launch.devices if i in known))
     if len(right) == case.processes:
         fixes.insert(0, Fix(f"Only {names(right)}", {"launch.devices": right}))
@@ -115,7 +115,7 @@ def repeated_device(case: Case) -> Hit | None:
     once = tuple(dict.fromkeys(ids))
     fix = Fix("Each once", {"launch.devices": once})
     if len(once) < case.processes:
-        fix = Fix("The first ones", {"launch.devices": ()})
+        fix = Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")
     return Hit(f"Devices {names(ids)}: each id may stand once.", (fix,))
 
 
@@ -135,7 +135,10 @@ def too_few_ids(case: Case) -> Hit | None:
         return None
     fixes = [_together(case, len(ids)) if len(ids) > 1 else ONE]
     if len(case.machine.gpus) >= case.processes:
-        fixes.insert(0, Fix(f"The first {counted(case.processes, 'device')}", {"launch.devices": ()}))
+        fixes.insert(
+            0,
+            Fix(f"The first {counted(case.processes, 'device')}", {"launch.devices": ()}, cost="ids are left to torch"),
+        )
     return Hit(f"{counted(case.processes, 'process')} on device {names(ids)}.", tuple(fixes))
 
 
@@ -155,7 +158,10 @@ def idle_devices(case: Case) -> Hit | None:
         return None
     first = tuple(dict.fromkeys(ids))[: case.processes]
     every = {"parallel.strategy": "ddp", "launch.processes": len(set(ids)), "launch.launcher": "torchrun"}
-    fixes = (Fix(f"Only {names(first)}", {"launch.devices": first}), Fix("DDP on all of them", every, safe=False))
+    fixes = (
+        Fix(f"Only {names(first)}", {"launch.devices": first}),
+        Fix("DDP on all of them", every, safe=False, cost="more rows a step"),
+    )
     return Hit(f"{counted(len(set(ids)), 'device')} named, and {case.processes} will be used.", fixes)
 
 

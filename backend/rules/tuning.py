@@ -8,8 +8,8 @@ from __future__ import annotations
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
+from backend.rules.fixes import ADAMW, DDP
 
-ADAMW = Fix("AdamW", {"train.optimizer": "adamw"}, safe=False)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
@@ -101,7 +101,7 @@ def clipped_twice(case: Case) -> str | None:
     fields=("train.optimizer", "parallel.strategy"),
     title="ZeRO undoes Adafactor's saving",
     source="seen with deepspeed 0.19: transformers 5.23 optimization.py factors matrices only, and gets flat parts",
-    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
     good=Example(_with("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
