@@ -78,9 +78,14 @@ class Judgement:
 
 def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
     """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
+    case = looked(spec, machine, base)
+    return Judgement(case.spec, machine, case.glance, case.estimate, examine(case), plan(case.spec, machine))
+
+
+def looked(spec: RunSpec, machine: Machine, base: Path) -> Case:
+    """What rules judge: what has an effect in `spec`, and what its files show."""
     spec = settle(effective(spec), base)
-    case = Case(spec, machine, look(spec, base))
-    return Judgement(spec, machine, case.glance, case.estimate, examine(case), plan(spec, machine))
+    return Case(spec, machine, look(spec, base))
 
 
 def described(found: Estimate) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """From a spec that cannot run to one that can, by safe fixes alone: what is learned stays the same.
 
-Floor 4. Imports: glance (settle, look), options, rules. The same fixes that a person clicks, one after the other.
+Floor 4. Imports: options, rules. The same fixes that a person clicks, one after the other.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from backend.options import edit, effective
+from backend.options import edit
 from backend.rules import Case, Finding, examine
 from backend.spec import RunSpec
 
@@ -27,7 +27,7 @@ class Mended:
 def mend(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> Mended:
     """Apply safe fixes until no error is left, or none leads to a spec with fewer errors. `case_of` looks at a spec:
     files may be others after a fix. Never revisits a spec, so it ends; never ends with more errors than it began."""
-    now = best = Mended(spec, (), _errors(case_of(effective(spec))))
+    now = best = Mended(spec, (), _errors(case_of(spec)))
     seen = [spec]
     while now.left and len(now.applied) < MOST:
         step = _step(now, seen, case_of)
@@ -47,7 +47,7 @@ def _step(now: Mended, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) 
         if spec in seen:
             continue
         seen.append(spec)
-        found = Mended(spec, (*now.applied, fix.label), _errors(case_of(effective(spec))))
+        found = Mended(spec, (*now.applied, fix.label), _errors(case_of(spec)))
         if len(found.left) < len(now.left):
             return found
         first = first or found

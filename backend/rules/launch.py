@@ -5,6 +5,7 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from backend import catalog
@@ -49,8 +50,16 @@ def too_many_processes(case: Case) -> Hit | None:
     there = len(case.machine.gpus)
     if case.device == "cpu" or case.device != case.machine.device or case.processes <= max(there, 1):
         return None
-    fixes = (_together(case, there),) if there > 1 else (ONE,)
+    fixes = (_together(case, there) if there > 1 else _one(case),)
     return Hit(f"{counted(case.processes, 'process')}, and {counted(there, 'device')}.", fixes)
+
+
+def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
+    """One process; the batch of a step stays if it can."""
+    patch = {"parallel.strategy": "single", **more}
+    whole = {**patch, "train.accumulation": case.spec.train.accumulation * case.learners}
+    same = case.takes(whole) and not catalog.OPTIMIZERS[case.spec.train.optimizer].inside
+    return Fix("One process", whole if same else patch, same, "one device does it all")
 
 
 def _together(case: Case, count: int) -> Fix:
@@ -94,7 +103,7 @@ def unknown_device(case: Case) -> Hit | None:
                 )
             ]
         else:
-            fixes = [Fix("One process", {"launch.devices": (), "parallel.strategy": "single"}, False)]
+            fixes = [_one(case, {"launch.devices": ()})]
     return Hit(f"There is no device {names(wrong)}; there are {names(known)}.", tuple(fixes))
 
 
@@ -133,7 +142,7 @@ def too_few_ids(case: Case) -> Hit | None:
     ids = tuple(dict.fromkeys(case.spec.launch.devices))
     if not case.gpu or not ids or len(ids) >= case.processes or len(ids) < len(case.spec.launch.devices):
         return None
-    fixes = [_together(case, len(ids)) if len(ids) > 1 else ONE]
+    fixes = [_together(case, len(ids)) if len(ids) > 1 else _one(case)]
     if len(case.machine.gpus) >= case.processes:
         fixes.insert(
             0,
@@ -220,7 +229,7 @@ def crowded_cores(case: Case) -> Hit | None:
         return None
     return Hit(
         f"{counted(case.processes, 'process')} on {counted(cores, 'core')}.",
-        (_together(case, cores) if cores > 1 else ONE,),
+        (_together(case, cores) if cores > 1 else _one(case),),
     )
 
 

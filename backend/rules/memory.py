@@ -22,6 +22,7 @@ WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
 NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
 ZERO = {**WHOLE, "parallel.strategy": "zero3"}
 POOR = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
+NO_WAY = "No option changes that: it takes a smaller model, or a machine with more memory."
 THERE = "more memory on the devices"
 SOURCE = "the estimate: closed formulas, checked against measured peaks"
 
@@ -40,7 +41,8 @@ def does_not_fit(case: Case) -> Hit | None:
     found = case.estimate
     if found.fits is None or found.device_bytes <= CLEARLY * found.capacity_bytes:
         return None
-    return Hit(_message(case), tuple(ways(case, 1.0) or ways(case, CLEARLY)), _fields(case))
+    fixes = ways(case, 1.0) or ways(case, CLEARLY)
+    return Hit(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
 
 
 @rule(

@@ -22,7 +22,7 @@ from backend.shape import from_config
 MOST = 6  # ways that are worth reading
 FEW = 3  # below it, rows are cut, too
 TRIES = 30  # combinations of one size that are worth the time
-LOSSES = ((0, 0), (1, 39), (40, 1000))
+LOSSES = ((0, 0, 1), (1, 39, FEW), (40, 1000, 1))  # from, to; further changes are added until so many are found
 HOSTED = 1.2  # of the free RAM: as far as the estimate may be wrong
 ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
 AWAY: Mapping[str, Mapping[str, Any]] = {
@@ -72,9 +72,7 @@ def after(case: Case, patch: Mapping[str, Any]) -> Case:
 def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
     """Ways that fit: those that keep what is learned, then what learns a little otherwise, then what cuts rows, if
     there are few others. What saves too little even if all savings added up is not looked at twice."""
-    load = _load(case.estimate)
-    saving = [(change, load - _load(after(case, change.fix.patch).estimate)) for change in _changes(case)]
-    useful = [(change, saved) for change, saved in saving if saved > 0]
+    load, useful = _load(case.estimate), _useful(case)
     alone = [[change] for change, saved in useful if load - saved <= share]
     rest = [(change, saved) for change, saved in useful if [change] not in alone]
     enough = [
@@ -84,18 +82,35 @@ def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
         if load - sum(saved for _, saved in some) <= share and len({change.kind for change, _ in some}) == size
     ]
     taken: list[list[Change]] = []
-    for least, most in LOSSES:
+    for least, most, wanted in LOSSES:
         if len(taken) < FEW:
             sets = [some for some in alone + enough if least <= _price(some)[0] <= most]
-            yield from _fewest(sets, taken, case, share, known)
+            yield from _fewest(sets, wanted, taken, case, share, known)
+
+
+def _useful(case: Case) -> list[tuple[Change, float]]:
+    """Changes that save, and how much at most, as a share of what is free. A peak is where most is held at once: what
+    a change saves may show only after the largest saving."""
+
+    def saving(now: Case) -> dict[str, float]:
+        load = _load(now.estimate)
+        return {c.fix.label: load - _load(after(now, c.fix.patch).estimate) for c in _changes(now)}
+
+    first = saving(case)
+    changes = _changes(case)
+    largest = max(changes, key=lambda change: first[change.fix.label], default=None)
+    then = saving(after(case, largest.fix.patch)) if largest else {}
+    most = [(change, max(first[change.fix.label], then.get(change.fix.label, 0))) for change in changes]
+    return [(change, saved) for change, saved in most if saved > 0]
 
 
 def _fewest(
-    sets: list[list[Change]], taken: list[list[Change]], case: Case, share: float, known: set[str]
+    sets: list[list[Change]], wanted: int, taken: list[list[Change]], case: Case, share: float, known: set[str]
 ) -> Iterator[Fix]:
     """Of these sets the smallest that fit, the cheapest first: few of the same kinds, and none with more in it than
     one that is taken."""
-    for size in (1, 2, 3):
+    before = len(taken)
+    for size in (1, 2) if taken else (1, 2, 3):
         kinds: list[tuple[str, ...]] = []
         for some in islice(sorted((s for s in sets if len(s) == size), key=_price), TRIES):
             own = tuple(change.kind for change in some)
@@ -105,7 +120,7 @@ def _fewest(
                 kinds.append(own)
                 taken.append(some)
                 yield fix
-        if kinds:
+        if len(taken) - before >= wanted:
             return
 
 
@@ -198,6 +213,12 @@ def _methods(case: Case) -> Iterator[Change]:
         yield Change("method", Fix("QLoRA", packed, False, cost), loss=25 if whole else 10, slow=30)
 
 
+def _ranks(case: Case) -> Iterator[Change]:
+    if case.spec.method.lora_rank > 64:
+        narrow = {"method.lora_rank": 16, "method.lora_alpha": 32.0}
+        yield Change("rank", Fix("Rank 16", narrow, False, "narrower adapters"), loss=6)
+
+
 def _optimizers(case: Case) -> Iterator[Change]:
     if case.spec.train.optimizer in ("adamw", "adamw_fused"):
         rounded = Fix("8-bit AdamW", {"train.optimizer": "adamw_8bit"}, False, "its state is rounded")
@@ -235,6 +256,7 @@ def _lengths(case: Case) -> Iterator[Change]:
 KINDS = {
     "strategy": _strategies,
     "method": _methods,
+    "rank": _ranks,
     "optimizer": _optimizers,
     "reference": _references,
     "checkpointing": _checkpointing,

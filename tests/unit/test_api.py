@@ -138,6 +138,20 @@ def test_findings_come_with_fixes_that_fit_the_form(one):
         assert not check(one, {**VALUES, **fix["patch"]})["invalid"]
 
 
+def test_safe_fixes_at_one_stroke(one):
+    """The change in one, which leads there; what they cannot mend is left, and a spec that runs stays as it is."""
+    wrong = {**VALUES, "parallel.strategy": "zero3", "checkpoint.merge": True, "precision.compute": "fp16"}
+    found = one.post("/api/fix", json={"values": wrong}).json()
+    assert found["patch"] == {"launch.launcher": "torchrun", "checkpoint.merge": False} and found["count"] == 2
+    assert [part["name"] for part in found["diff"]] == ["checkpoint.merge", "launch.launcher"]
+    assert found["left"] == ["fp16 on a CPU"]
+    left = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
+    assert left == found["left"]
+    nothing = one.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
+    assert (nothing["patch"], nothing["diff"], nothing["count"], nothing["left"]) == ({}, [], 0, [])
+    assert one.post("/api/fix", json={"values": VALUES, "machine": "9x9gb"}).status_code == 404
+
+
 def test_presets_import_export(one):
     found = one.get("/api/presets").json()
     assert found and {"name", "title", "about", "machine"} == set(found[0])

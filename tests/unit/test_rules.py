@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from backend.glance import Glance, look
 from backend.machine import Machine
 from backend.mend import MOST, Mended, mend
-from backend.options import Option, SpecError, by_name, edit, options
+from backend.options import Option, SpecError, by_name, edit, effective, options
 from backend.presets import presets
 from backend.rules import FAMILIES, RULES, Case, Example, Finding, Rule, check, rules_markdown
 from backend.rules.examples import (
@@ -34,6 +33,7 @@ from backend.rules.examples import (
     gpus,
     trouble,
 )
+from backend.rules.memory import NO_WAY
 from backend.spec import RunSpec
 
 COUNT = 197
@@ -213,8 +213,14 @@ def cases(count: int) -> Iterator[tuple[RunSpec, Machine, Glance]]:
 def test_no_spec_makes_check_fail() -> None:
     seen = set()
     for spec, machine, glance in cases(1200):
-        seen |= codes(check(spec, machine, glance))
+        found = check(spec, machine, glance)
+        seen |= codes(found)
+        assert not [f for f in found if f.code == "MEM001" and not f.fixes and NO_WAY not in f.message]
     assert len(seen) > 0.7 * COUNT, {r.code for r in RULES} - seen
+
+
+def cased(machine: Machine, glance: Glance) -> Callable[[RunSpec], Case]:
+    return lambda spec: Case(effective(spec), machine, glance)
 
 
 def test_applying_fixes_comes_to_an_end() -> None:
@@ -223,7 +229,7 @@ def test_applying_fixes_comes_to_an_end() -> None:
     mended = 0
     for spec, machine, glance in cases(80):
         before = [f for f in check(spec, machine, glance) if f.level == "error"]
-        after = mend(spec, partial(Case, machine=machine, glance=glance))
+        after = mend(spec, cased(machine, glance))
         assert len(after.applied) < MOST
         assert list(after.left) == [f for f in check(after.spec, machine, glance) if f.level == "error"]
         assert len(after.left) < len(before) if after.applied else after.spec == spec
@@ -232,7 +238,7 @@ def test_applying_fixes_comes_to_an_end() -> None:
 
 
 def test_a_spec_that_runs_is_left_alone() -> None:
-    assert mend(RunSpec(), partial(Case, machine=LAPTOP, glance=DEMO)) == Mended(RunSpec(), (), ())
+    assert mend(RunSpec(), cased(LAPTOP, DEMO)) == Mended(RunSpec(), (), ())
 
 
 def test_offloading_beside_gpus_needs_a_compiler_too() -> None:
