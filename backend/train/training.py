@@ -186,6 +186,7 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
     result["optimizer"] = work.team.gather(optimizers.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
+    result["reserved_bytes"] = work.team.gather(device.reserved_bytes(work.family))
     if work.team.rank == 0:
         write_json(work.folder / RESULT, result)
     work.journal.begin("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)

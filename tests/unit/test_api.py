@@ -327,6 +327,9 @@ def test_a_key_makes_one_run(place, one):
     assert shown["summary"]["state"] in ("starting", "running") and shown["can"]["stop"] and not shown["can"]["delete"]
     assert shown["spec"]["model.builtin"] == "tiny-llama" and "tiny-llama" in shown["yaml"]
     assert str(place / "python") in shown["command"] and shown["failure"] is None
+    judged = check(one, VALUES)["memory"]
+    assert shown["estimate"]["device_bytes"] == shown["estimate"]["measured_bytes"] == judged["device_bytes"]
+    assert shown["estimate"]["rows"] == judged["rows"]
     assert one.delete(f"/api/runs/{name}").status_code == 409
     assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
     assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
