@@ -173,3 +173,23 @@ def test_what_would_make_it_fit_is_a_click_away(page):
     assert judged(page)[0].startswith("Can run")
     expect(page.locator("#fp-memory .fp-figure")).to_have_text(f"{peak} of 80 GiB")
     expect(table).to_have_count(0)
+
+
+def test_rules_are_found_by_word_level_and_family(page):
+    """And what is no longer so beside them."""
+    rules = page.context.new_page()
+    rules.goto(page.url.partition("?")[0] + "rules")
+    shown, status = rules.locator("article:visible"), rules.locator(".search [role=status]")
+    every = shown.count()
+    rules.get_by_label("Find a rule").press_sequentially("PiSSA ZeRO-3")
+    expect(shown).to_have_count(1)
+    expect(shown).to_contain_text("test_zero3_saves_the_same")
+    rules.get_by_role("link", name="No longer so").click()
+    expect(shown).to_have_count(every)
+    rules.get_by_role("button", name="Error").click()
+    rules.get_by_label("Family").select_option(label="Unsloth")
+    assert {card.get_attribute("data-level") for card in shown.all()} == {"error"}
+    expect(status).to_have_text(f"{shown.count()} of {rules.locator('article[id]').count()}")
+    expect(rules.locator("#no-longer-so")).to_be_hidden()
+    expect(shown.first.locator("li").first).to_have_text("Without Unsloth slower, and more memory")
+    rules.close()

@@ -14,6 +14,7 @@ from small import client
 
 from backend.machine import Machine
 from backend.options import by_name, options
+from backend.rules import RULES, STALE
 from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.run.folder import ALIVE, Run
 from webui.api import asking
@@ -206,7 +207,9 @@ def test_a_run_is_planned_for_another_machine(one):
 def test_rules_page(one):
     page = one.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text.count("<article") >= 20 and "footplate/page.css" in page.text
+    assert page.text.count("<article") == len(RULES) + len(STALE) and "footplate/page.css" in page.text
+    assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
+    assert not [name for name in ("cards", "count", "families", "levels", "stale") if f"{{{name}}}" in page.text]
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------

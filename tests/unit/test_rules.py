@@ -14,8 +14,9 @@ from backend.glance import Glance, look
 from backend.machine import Machine
 from backend.mend import MOST, Mended, mend
 from backend.options import Option, SpecError, by_name, edit, effective, options
+from backend.paths import HOME
 from backend.presets import presets
-from backend.rules import FAMILIES, RULES, Case, Example, Finding, Rule, check, rules_markdown
+from backend.rules import FAMILIES, RULES, STALE, Case, Example, Finding, Rule, check, rules_markdown
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -56,6 +57,17 @@ def test_catalogue() -> None:
     text = rules_markdown()
     assert text.isascii()
     assert all(f"### {r.code} {r.title}" in text for r in RULES)
+
+
+def test_what_is_no_longer_so_is_proven_where_it_says_so() -> None:
+    assert 8 <= len(STALE) <= 14 and len({old.pair for old in STALE}) == len(STALE)
+    text = rules_markdown()
+    for old in STALE:
+        assert old.belief.endswith(".") and old.now.endswith(".") and old.seen and f"### {old.pair}" in text
+        if old.test:
+            file, _, name = old.test.partition("::")
+            assert f"def {name}(" in (HOME / "tests/process" / file).read_text(), old.test
+    assert sum(bool(old.test) for old in STALE) >= 8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
