@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import catalog
-from backend.derived import global_batch
+from backend.derived import device, global_batch
 from backend.glance import Glance, look, settle
 from backend.machine import Machine
 from backend.memory import Estimate
@@ -22,6 +22,8 @@ from backend.rules.base import counted
 from backend.run import Plan
 from backend.shape import trainable
 from backend.spec import RunSpec
+
+OVERHEAD = "Overhead"  # the row of the estimate that torch's allocator does not see: the driver's own
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ class Judgement:
         return {"model": self.spec.model.name, "method": catalog.METHODS[self.spec.method.kind].label}
 
     @property
+    def expected(self) -> Mapping[str, Any] | None:
+        """The estimate, to be kept with a run, and what of it the run will measure; None if nobody knows."""
+        if self.estimate.unknown:
+            return None
+        whole = self.estimate.device_bytes
+        unseen = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
+        on_cpu = device(self.spec, self.machine) == "cpu"  # where it measures all that the process holds
+        return {**described(self.estimate), "measured_bytes": whole if on_cpu else whole - unseen}
+
+    @property
     def summary(self) -> str:
         """What it amounts to: rows a step, steps where they are known, parameters trained."""
         spec, parts = self.spec, []
@@ -78,9 +90,14 @@ class Judgement:
 
 def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
     """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
+    case = looked(spec, machine, base)
+    return Judgement(case.spec, machine, case.glance, case.estimate, examine(case), plan(case.spec, machine))
+
+
+def looked(spec: RunSpec, machine: Machine, base: Path) -> Case:
+    """What rules judge: what has an effect in `spec`, and what its files show."""
     spec = settle(effective(spec), base)
-    case = Case(spec, machine, look(spec, base))
-    return Judgement(spec, machine, case.glance, case.estimate, examine(case), plan(spec, machine))
+    return Case(spec, machine, look(spec, base))
 
 
 def described(found: Estimate) -> dict[str, Any]:

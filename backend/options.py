@@ -174,15 +174,23 @@ def build(sections: Mapping[str, Any]) -> RunSpec:
 
 def parse(values: Mapping[str, Any]) -> RunSpec:
     """RunSpec from dotted names, as a form sends them. Raises SpecError."""
-    unknown = [Problem(name, "is no option of Footplate") for name in values if name not in by_name()]
-    if unknown:
-        raise SpecError(unknown)
+    _known(values)
     return build(nest(values))
+
+
+def _known(values: Mapping[str, Any]) -> None:
+    if unknown := [Problem(name, "is no option of Footplate") for name in values if name not in by_name()]:
+        raise SpecError(unknown)
 
 
 def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
     """`spec` with the options of `patch` (dotted names) replaced. Raises SpecError."""
-    return parse({**flat(spec), **patch})
+    _known(patch)
+    sections = {section: {**vars(getattr(spec, section))} for section in RunSpec.model_fields}
+    for name, value in patch.items():
+        section, _, key = name.partition(".")
+        sections[section][key] = value
+    return build(sections)
 
 
 def _problem(error: Any) -> Problem:

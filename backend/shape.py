@@ -6,7 +6,7 @@ a sum over it: all parameters, what LoRA adds, what freeze leaves. Checked again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -86,12 +86,18 @@ class ModelShape:
         """The same model with a head that gives one number, in the place of the output layer."""
         return replace(self, tied=False, outside=(*self.outside[:-1], Leaf(SCORE, self.hidden, self.hidden, 1)))
 
-    def leaves(self) -> Iterable[Leaf]:
+    def leaves(self) -> tuple[Leaf, ...]:
         """Every leaf module with its full name."""
-        for number in range(self.layers):
-            for leaf in self.layer:
-                yield Leaf(f"{self.stack}.{number}.{leaf.path}", leaf.parameters, leaf.inputs, leaf.outputs)
-        yield from self.outside
+        return self._leaves
+
+    @cached_property
+    def _leaves(self) -> tuple[Leaf, ...]:
+        layers = [
+            Leaf(f"{self.stack}.{number}.{leaf.path}", leaf.parameters, leaf.inputs, leaf.outputs)
+            for number in range(self.layers)
+            for leaf in self.layer
+        ]
+        return (*layers, *self.outside)
 
 
 def _end(path: str) -> str:
@@ -117,7 +123,11 @@ def adapted(method: Method, shape: ModelShape) -> list[Leaf]:
 
 def trainable(spec: RunSpec, shape: ModelShape) -> int:
     """Parameters that the method trains, adapters included."""
-    method = spec.method
+    return _trainable(spec.method, shape)
+
+
+@lru_cache(maxsize=64)
+def _trainable(method: Method, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
@@ -134,6 +144,7 @@ def low_rank(method: Method, leaf: Leaf) -> int:
     return method.lora_rank * (leaf.inputs + leaf.outputs) + (leaf.outputs if method.lora_dora else 0)
 
 
+@lru_cache(maxsize=64)
 def kept(shape: ModelShape, name: str) -> int:
     """Parameters of the copies that `modules_to_save` makes of modules called `name`; a tied head is copied too."""
     found = sum(leaf.parameters for leaf in shape.leaves() if matches(leaf.path, name))

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print_findings(found)
         return 1
-    made = Run.create(Path(arguments.runs), found.title, found.plan, datetime.now(), found.about)
+    made = Run.create(Path(arguments.runs), found.title, found.plan, datetime.now(), found.about, found.expected)
     made.start()
     return _started(made, arguments, 0)
 

@@ -9,24 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backend import catalog
-from backend.derived import device, global_batch, learners
+from backend.derived import device
 from backend.memory import Account
 from backend.memory.traffic import hosted, sent
 from backend.options import effective
-from backend.rules import Case, examine
+from backend.rules import Case
 from backend.rules.base import amount
-from backend.rules.memory import smaller
+from backend.rules.ways import obstacles, smaller, strategies
 from backend.spec import RunSpec
 
-ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
-AWAY: Mapping[str, Mapping[str, Any]] = {
-    "zero2": {"parallel.offload_optimizer": "cpu"},
-    "zero3": {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "cpu"},
-    "fsdp2": {"parallel.cpu_offload": True},
-}
 HOST = 4  # a byte to the host counts as so many between devices
-LEFT_OUT = ("zero0", "fsdp1")  # as DDP, and as FSDP2
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
     if case.shape is None:
         return []
     eased = Case(case.with_patch(ease), case.machine, case.glance)
-    return [_variant(case, name, {**ease, **patch}) for name, patch in _patches(eased)]
+    return [_variant(case, label, {**ease, **patch}) for _, label, patch in strategies(eased)]
 
 
 def suggestion(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
@@ -93,36 +85,13 @@ def _eases(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield {**checkpointing, **patch}, f" with activation checkpointing and batches of {patch['train.batch_size']}"
 
 
-def _patches(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, row in catalog.STRATEGIES.items():
-        if name in LEFT_OUT:
-            continue
-        yield row.label, _patch(case, name, ON_DEVICE)
-        if name in AWAY and case.device != "cpu":
-            yield f"{row.label}, offloaded", _patch(case, name, {**ON_DEVICE, **AWAY[name]})
-
-
-def _patch(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The change to a strategy, with all devices, and the same rows a step where they can be dealt out."""
-    spec = case.spec
-    patch = {"parallel.strategy": strategy, **more}
-    if strategy in catalog.MANY:
-        there = len(case.machine.gpus) if case.gpu else 0
-        asked = spec.launch.processes if spec.parallel.strategy in catalog.MANY else there or 2
-        patch["launch.processes"] = min(asked, there or asked)
-    rows, each = global_batch(spec), spec.train.batch_size * learners(case.with_patch(patch))
-    if rows % each == 0:
-        patch["train.accumulation"] = rows // each
-    return patch
-
-
 def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     spec = effective(case.with_patch(patch))
     other = Case(spec, case.machine, case.glance)
     found, shape = other.estimate, case.glance.shape
     assert shape is not None
     account = Account(spec, case.machine, shape, case.glance.longest)
-    errors = [f.title for f in examine(other) if f.level == "error" and not f.code.startswith("MEM")]
+    errors = [found.title for found in obstacles(other)]
     return Variant(
         name,
         patch,

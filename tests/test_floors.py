@@ -20,6 +20,7 @@ FLOORS = {
     "backend.watching": 5.2,
     "backend.plan": 4,
     "backend.whatif": 4,
+    "backend.mend": 4,
     "backend.judge": 4.1,
     "backend.rules": 3,
     "backend.memory": 2,

@@ -66,6 +66,7 @@ SIDE = """
   <section class="fp-verdict" id="fp-verdict" data-level="checking" role="status" aria-live="polite">
     <p class="fp-verdict-text">Checking</p>
     <p class="fp-verdict-more"></p>
+    <button type="button" class="fp-button" id="fp-fix-all" hidden>Fix everything</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-take" hidden>Export</button>
   </section>

@@ -5,6 +5,7 @@ Floor 0. Imports nothing of ours. A model that lies in the cache, or in a folder
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -85,7 +86,27 @@ def _named() -> Iterator[tuple[str, dict[str, Any]]]:
     for names, config in ROWS.items():
         first, *ends = names.split(",")
         for name in (first, *(first + end for end in ends)):
-            yield name.lower(), config
+            yield name, config
 
 
-HUB: Mapping[str, Mapping[str, Any]] = dict(_named())
+HUB: Mapping[str, Mapping[str, Any]] = {name.lower(): config for name, config in _named()}
+
+
+def siblings(name: str) -> list[str]:
+    """Smaller models of the same maker, kind and ending, such as -Instruct: the largest first, and of a size the last
+    in the table."""
+    own = HUB.get(name.lower())
+    if own is None:
+        return []
+    sizes = {_size(config): other for other, config in _named() if _line(other) == _line(name)}
+    return [sizes[size] for size in sorted(sizes, reverse=True) if size < _size(own)]
+
+
+def _line(name: str) -> tuple[str, str, str]:
+    """Maker, kind and ending: meta-llama, llama, -instruct."""
+    return name.lower().partition("/")[0], HUB[name.lower()]["model_type"], re.sub(r"^.*\db", "", name.lower())
+
+
+def _size(config: Mapping[str, Any]) -> int:
+    """What the number of parameters grows with."""
+    return int(config["num_hidden_layers"] * config["hidden_size"] * config["intermediate_size"])

@@ -7,9 +7,12 @@ spec; a fix is a patch that a person applies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 from backend.glance import Glance
 from backend.machine import Machine
-from backend.options import effective
+from backend.options import edit, effective
 from backend.rules import (
     adapter,
     contrary,
@@ -35,9 +38,14 @@ from backend.rules import (
 )
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
+from backend.rules.examples import DEMO, LAPTOP
+from backend.rules.stale import STALE, Stale
 from backend.spec import RunSpec
 
-__all__ = ["FAMILIES", "RULES", "Case", "Example", "Finding", "Fix", "Hit", "Rule", "check", "rules_markdown"]
+__all__ = [
+    "FAMILIES", "RULES", "STALE", "Case", "Example", "Finding", "Fix", "Hit", "Rule", "Stale", "check", "offered",
+    "rules_markdown",
+]  # fmt: skip
 
 LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
@@ -84,7 +92,22 @@ def rules_markdown() -> str:
         for rule in RULES:
             if rule.code.rstrip("0123456789") == prefix:
                 parts += ["", *_section(rule)]
+    parts += ["", "## No longer so", "", "Beliefs of earlier versions that no rule holds any more."]
+    for old in STALE:
+        proof = f"Proof: `tests/process/{old.test}`." if old.test else "Read, not launched."
+        parts += ["", f"### {old.pair}", "", f"*Once*: {old.belief} *Now*: {old.now} Seen with {old.seen}. {proof}"]
     return "\n".join(parts) + "\n"
+
+
+@cache
+def offered() -> Mapping[str, tuple[Fix, ...]]:
+    """Each rule's fixes by its code, as its bad example gets them: many are made for the case."""
+    found = {}
+    for rule in RULES:
+        spec = effective(edit(RunSpec(), rule.bad.patch))
+        finding = rule.finding(Case(spec, rule.bad.machine or LAPTOP, rule.bad.glance or DEMO))
+        found[rule.code] = finding.fixes if finding else ()
+    return found
 
 
 def _section(rule: Rule) -> list[str]:
@@ -93,7 +116,8 @@ def _section(rule: Rule) -> list[str]:
     if rule.remedy:
         lines.append(f"- Way out: {rule.remedy}")
     if rule.fixes:
-        lines.append(f"- Fixes: {'; '.join(fix.label for fix in rule.fixes)}")
+        said = (f"{fix.label} ({fix.cost})" if fix.cost else fix.label for fix in rule.fixes)
+        lines.append(f"- Fixes: {'; '.join(said)}")
     lines.append(f"- Source: {rule.source}")
     if rule.proof:
         lines.append(f"- Proof: {rule.proof}")

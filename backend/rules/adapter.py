@@ -13,7 +13,7 @@ from backend.rules.base import Case, Example, Fix, Hit, rule
 from backend.rules.examples import DEMO, GPT2
 from backend.shape import adapted
 
-ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False)
+ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower")
 MOVING = tuple(name for name, row in catalog.LORA_INITS.items() if row.moves)
 
 
@@ -68,7 +68,7 @@ def rank_beyond_layer(case: Case) -> Hit | None:
     fields=("method.lora_init",),
     title="OLoRA does not know this model's layers",
     source="peft 0.21 lora/layer.py: olora_init does not transpose the weights of a Conv1D",
-    fixes=(ZERO, Fix("PiSSA", {"method.lora_init": "pissa"}, safe=False)),
+    fixes=(ZERO, Fix("PiSSA", {"method.lora_init": "pissa"}, safe=False, cost="a minute at the start")),
     bad=Example({"method.lora_init": "olora"}, glance=replace(DEMO, shape=GPT2)),
     good=Example({"method.lora_init": "pissa"}, glance=replace(DEMO, shape=GPT2)),
 )

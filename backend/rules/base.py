@@ -7,7 +7,7 @@ message (a sentence with the numbers of this case), or a Hit that brings fixes m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from backend import catalog, derived
 from backend.glance import Glance
 from backend.machine import Machine
 from backend.memory import Estimate, estimate
-from backend.options import SpecError, edit, get
+from backend.options import SpecError, edit, effective, get
 from backend.shape import ModelShape
 from backend.spec import RunSpec
 
@@ -25,11 +25,14 @@ Patch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fix:
-    """One click: a patch over the spec. `safe` says that what is learned stays the same."""
+    """One click: a patch over the spec. `safe` says that what is learned stays the same, `cost` in a few words what
+    else is given up, and `peak` the bytes on each device after it, where it is about them."""
 
     label: str
     patch: Patch
     safe: bool = True
+    cost: str = ""
+    peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,16 @@ class Rule:
     judge: Judge
 
     def finding(self, case: Case) -> Finding | None:
-        """The finding of `case`, or None. Fixes that would change nothing are left out."""
+        """The finding of `case`, or None. Fixes that change nothing are left out; what would not fit comes last."""
         answer = self.judge(case)
         if answer is None:
             return None
         hit = answer if isinstance(answer, Hit) else Hit(answer)
         fixes = tuple(f for f in (*hit.fixes, *self.fixes) if case.takes(f.patch))
+        if len(fixes) > 1 and case.estimate.fits:
+            large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
+            rest = tuple(fix for fix in fixes if fix not in large)
+            fixes = (*rest, *(replace(fix, cost="does not fit") for fix in large))
         message = f"{hit.message} {self.remedy}" if self.remedy else hit.message
         return Finding(self.code, self.level, self.title, message, hit.fields or self.fields, fixes, self.source)
 

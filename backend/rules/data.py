@@ -12,7 +12,7 @@ from backend.glance import Trouble
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
 
-DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False)
+DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False, cost="not your data")
 NO_VALIDATION = Fix("Without validation", {"evaluation.when": "no"})
 
 
@@ -122,7 +122,7 @@ def no_dataset(case: Case) -> str | None:
 
 
 FROM_FILES = {**OWN, "data.validation": "files"}
-SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=False)
+SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=False, cost="fewer rows to learn from")
 
 
 @rule(
@@ -131,7 +131,10 @@ SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=F
     fields=("data.validation_files",),
     title="Validation files that cannot be used",
     source="the file itself",
-    fixes=(SPLIT, Fix("No validation", {"data.validation": "none", "evaluation.when": "no"})),
+    fixes=(
+        Fix("No validation", {"data.validation": "none", "evaluation.when": "no"}, cost="nothing is measured"),
+        SPLIT,
+    ),
     bad=Example(FROM_FILES, glance=FILES),
     good=Example({**FROM_FILES, "data.validation_files": ("v.jsonl",)}, glance=replace(FILES, held=20)),
     proof="launch",
@@ -172,7 +175,10 @@ UNVALIDATED = {**OWN, "data.validation": "none"}
     fields=("evaluation.when", "data.validation", "checkpoint.best"),
     title="Nothing to evaluate on",
     source="transformers 5.23: evaluation needs rows that are not trained on",
-    fixes=(SPLIT, Fix("No evaluation", {"evaluation.when": "no", "checkpoint.best": False})),
+    fixes=(
+        Fix("No evaluation", {"evaluation.when": "no", "checkpoint.best": False}, cost="nothing is measured"),
+        SPLIT,
+    ),
     bad=Example(UNVALIDATED, glance=FILES),
     good=Example({**UNVALIDATED, "evaluation.when": "no"}, glance=FILES),
 )
@@ -332,7 +338,10 @@ def long_packs(case: Case) -> Hit | None:
     fields=("data.learn",),
     title="Plain text has no answers",
     source="the rows: no turn is marked as an answer",
-    fixes=(Fix("Every token", {"data.learn": "all"}), Fix("Pre-training", {"train.stage": "pretraining"}, False)),
+    fixes=(
+        Fix("Every token", {"data.learn": "all"}),
+        Fix("Pre-training", {"train.stage": "pretraining"}, False, "no chat"),
+    ),
     bad=Example({**OWN, "data.format": "text"}, glance=replace(FILES, format="text", columns=("text",))),
     good=Example(
         {**OWN, "data.format": "text", "data.learn": "all"},

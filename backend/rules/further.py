@@ -157,7 +157,7 @@ def ungathered(case: Case) -> Hit | None:
         return None
     fixes = (
         Fix("Gather them", dropping(given_keys(case), [GATHER])),
-        Fix("Save checkpoints alone", {"checkpoint.save_model": False}),
+        Fix("Save checkpoints alone", {"checkpoint.save_model": False}, cost="to put together by hand"),
     )
     return Hit("Gathering is switched off in the further keys.", fixes)
 

@@ -24,9 +24,10 @@ from backend.rules.examples import (
     SMOL,
     T4,
 )
+from backend.rules.fixes import BF16
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
-AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False)
+AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False, cost="what this device does best")
 
 
 @rule(
@@ -71,7 +72,7 @@ def missing_package(case: Case) -> str | None:
     title="Ascend NPU without torch_npu",
     source="torch 2.13: torch.npu exists only with torch_npu",
     remedy="Install the torch_npu that belongs to this torch.",
-    fixes=(Fix("Train on the CPU", {"launch.device": "cpu"}, safe=False),),
+    fixes=(Fix("Train on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
     bad=Example(machine=NPU),
     good=Example(machine=replace(NPU, versions={**NPU.versions, "torch_npu": "2.13.0"})),
 )
@@ -124,7 +125,7 @@ def other_nodes(case: Case) -> str | None:
     fields=("precision.compute", "launch.device"),
     title="fp16 on a CPU",
     source="accelerate 1.15 accelerator.py: no autocast and no loss scaling for fp16 on a CPU",
-    fixes=(AUTO, Fix("Full precision", {"precision.compute": "fp32"}, safe=False)),
+    fixes=(AUTO, Fix("Full precision", {"precision.compute": "fp32"}, safe=False, cost="twice the memory")),
     bad=Example({"precision.compute": "fp16"}),
     good=Example({"precision.compute": "fp16"}, T4),
 )
@@ -140,7 +141,10 @@ def fp16_on_cpu(case: Case) -> str | None:
     fields=("precision.compute",),
     title="bf16 on a GPU without bf16 units",
     source="torch 2.13 cuda/__init__.py: is_bf16_supported counts emulation; units came with capability 8.0",
-    fixes=(Fix("fp16", {"precision.compute": "fp16"}, safe=False), Fix("fp32", {"precision.compute": "fp32"}, False)),
+    fixes=(
+        Fix("fp16", {"precision.compute": "fp16"}, False, "a narrow range"),
+        Fix("fp32", {"precision.compute": "fp32"}, False, "twice the memory"),
+    ),
     bad=Example({"precision.compute": "bf16"}, T4),
     good=Example({"precision.compute": "bf16"}, H100),
     proof="gpu",
@@ -195,7 +199,6 @@ def fp32_on_new_gpu(case: Case) -> str | None:
     return "These GPUs compute faster in bf16." if capable and case.precision == "fp32" else None
 
 
-BF16 = Fix("bf16", {"precision.compute": "bf16"}, safe=False)
 TF32, FP8, PURE = ({"precision.compute": name} for name in ("tf32", "fp8", "pure_bf16"))
 
 
@@ -294,7 +297,7 @@ def precision_of_zero(case: Case) -> str | None:
     fields=("precision.compute", "train.optimizer"),
     title="Pure bf16 loses small updates",
     source="arithmetic: bf16 has 8 bits of mantissa, so 1 + 0.001 is 1",
-    fixes=(BF16, Fix("StableAdamW", {"train.optimizer": "stable_adamw"}, safe=False)),
+    fixes=(BF16, Fix("StableAdamW", {"train.optimizer": "stable_adamw"}, safe=False, cost="sums what rounding loses")),
     bad=Example(PURE, EQUIPPED_H100),
     good=Example({**PURE, "train.optimizer": "stable_adamw"}, EQUIPPED_H100),
 )
@@ -344,7 +347,15 @@ def odd_layers(case: Case) -> str | None:
     fields=("precision.compute", "method.quantization", "model.path"),
     title="fp8 on a quantized base",
     source="accelerate 1.15 utils/ao.py: every torch.nn.Linear is replaced, and bitsandbytes' packed layers are ones",
-    fixes=(BF16, Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)),
+    fixes=(
+        BF16,
+        Fix(
+            "A base that is not packed",
+            {"method.quantization": "none"},
+            safe=False,
+            cost="two to four times the memory",
+        ),
+    ),
     bad=Example({**FP8, "method.quantization": "nf4"}, EQUIPPED_H100),
     good=Example(FP8, EQUIPPED_H100),
 )
@@ -363,7 +374,7 @@ OTHER_TORCH = {**INSTALLED, "torch": "2.13.0+cpu"}
     fields=("launch.device",),
     title="This torch does not drive the device",
     source="torch 2.13 cuda/__init__.py: is_available is false in a build without it; the run would take the CPU",
-    fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False),),
+    fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
     remedy="Install torch for the device: pytorch.org names the command.",
     bad=Example(machine=replace(H100, versions=OTHER_TORCH)),
     good=Example(machine=H100),

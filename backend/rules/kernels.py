@@ -11,8 +11,9 @@ from backend import catalog
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, names, rule
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
+from backend.rules.fixes import BF16
 
-AUTO = Fix("Choose it automatically", {"model.attention": "auto"})
+AUTO = Fix("Choose it automatically", {"model.attention": "auto"}, cost="SDPA: as exact, slower on long rows")
 FLASH = {"model.attention": "flash_attention_2"}
 THREE = {"model.attention": "flash_attention_3"}
 BOTH = {**INSTALLED, "flash_attn": "2.8.3", "flash_attn_3": "3.0.0"}
@@ -98,7 +99,7 @@ def attention_capability(case: Case) -> str | None:
     title="FlashAttention does not compute in full precision",
     source="transformers 5.23 modeling_utils.py, _flash_attn_can_dispatch, warns: only fp16 and bf16; flash-attention "
     "csrc/flash_attn/flash_api.cpp refuses",
-    fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False), AUTO),
+    fixes=(AUTO, BF16),
     bad=Example({**FLASH, "precision.compute": "fp32"}, _with(H100)),
     good=Example(FLASH, _with(H100)),
 )

@@ -5,15 +5,16 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import H100, LAPTOP, TWO_H100
+from backend.rules.fixes import ONE
 
 ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
 DDP = {"parallel.strategy": "ddp"}
-ONE = Fix("One process", {"parallel.strategy": "single"}, safe=False)
 
 
 @rule(
@@ -49,8 +50,16 @@ def too_many_processes(case: Case) -> Hit | None:
     there = len(case.machine.gpus)
     if case.device == "cpu" or case.device != case.machine.device or case.processes <= max(there, 1):
         return None
-    fixes = (_together(case, there),) if there > 1 else (ONE,)
+    fixes = (_together(case, there) if there > 1 else _one(case),)
     return Hit(f"{counted(case.processes, 'process')}, and {counted(there, 'device')}.", fixes)
+
+
+def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
+    """One process; the batch of a step stays if it can."""
+    patch = {"parallel.strategy": "single", **more}
+    whole = {**patch, "train.accumulation": case.spec.train.accumulation * case.learners}
+    same = case.takes(whole) and not catalog.OPTIMIZERS[case.spec.train.optimizer].inside
+    return Fix("One process", whole if same else patch, same, "one device does it all")
 
 
 def _together(case: Case, count: int) -> Fix:
@@ -79,7 +88,7 @@ def unknown_device(case: Case) -> Hit | None:
     wrong = [i for i in case.spec.launch.devices if i not in known]
     if not case.gpu or not known or not wrong:
         return None
-    fixes = [Fix("The first ones", {"launch.devices": ()})]
+    fixes = [Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")]
     right = tuple(dict.fromkeys(i for i in case.spec.launch.devices if i in known))
     if len(right) == case.processes:
         fixes.insert(0, Fix(f"Only {names(right)}", {"launch.devices": right}))
@@ -94,7 +103,7 @@ def unknown_device(case: Case) -> Hit | None:
                 )
             ]
         else:
-            fixes = [Fix("One process", {"launch.devices": (), "parallel.strategy": "single"}, False)]
+            fixes = [_one(case, {"launch.devices": ()})]
     return Hit(f"There is no device {names(wrong)}; there are {names(known)}.", tuple(fixes))
 
 
@@ -115,7 +124,7 @@ def repeated_device(case: Case) -> Hit | None:
     once = tuple(dict.fromkeys(ids))
     fix = Fix("Each once", {"launch.devices": once})
     if len(once) < case.processes:
-        fix = Fix("The first ones", {"launch.devices": ()})
+        fix = Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")
     return Hit(f"Devices {names(ids)}: each id may stand once.", (fix,))
 
 
@@ -133,9 +142,12 @@ def too_few_ids(case: Case) -> Hit | None:
     ids = tuple(dict.fromkeys(case.spec.launch.devices))
     if not case.gpu or not ids or len(ids) >= case.processes or len(ids) < len(case.spec.launch.devices):
         return None
-    fixes = [_together(case, len(ids)) if len(ids) > 1 else ONE]
+    fixes = [_together(case, len(ids)) if len(ids) > 1 else _one(case)]
     if len(case.machine.gpus) >= case.processes:
-        fixes.insert(0, Fix(f"The first {counted(case.processes, 'device')}", {"launch.devices": ()}))
+        fixes.insert(
+            0,
+            Fix(f"The first {counted(case.processes, 'device')}", {"launch.devices": ()}, cost="ids are left to torch"),
+        )
     return Hit(f"{counted(case.processes, 'process')} on device {names(ids)}.", tuple(fixes))
 
 
@@ -155,7 +167,10 @@ def idle_devices(case: Case) -> Hit | None:
         return None
     first = tuple(dict.fromkeys(ids))[: case.processes]
     every = {"parallel.strategy": "ddp", "launch.processes": len(set(ids)), "launch.launcher": "torchrun"}
-    fixes = (Fix(f"Only {names(first)}", {"launch.devices": first}), Fix("DDP on all of them", every, safe=False))
+    fixes = (
+        Fix(f"Only {names(first)}", {"launch.devices": first}),
+        Fix("DDP on all of them", every, safe=False, cost="more rows a step"),
+    )
     return Hit(f"{counted(len(set(ids)), 'device')} named, and {case.processes} will be used.", fixes)
 
 
@@ -214,7 +229,7 @@ def crowded_cores(case: Case) -> Hit | None:
         return None
     return Hit(
         f"{counted(case.processes, 'process')} on {counted(cores, 'core')}.",
-        (_together(case, cores) if cores > 1 else ONE,),
+        (_together(case, cores) if cores > 1 else _one(case),),
     )
 
 

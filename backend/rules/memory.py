@@ -5,15 +5,14 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 
-from backend import catalog
 from backend.machine import GIB
 from backend.memory import estimate
-from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
+from backend.rules.base import Case, Example, Fix, Hit, amount, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
+from backend.rules.fixes import FSDP2
+from backend.rules.ways import ways
 from backend.spec import RunSpec
 
 CLEARLY = 1.2  # beyond what the estimate may be wrong by
@@ -23,6 +22,8 @@ WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
 NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
 ZERO = {**WHOLE, "parallel.strategy": "zero3"}
 POOR = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
+NO_WAY = "No option changes that: it takes a smaller model, or a machine with more memory."
+THERE = "more memory on the devices"
 SOURCE = "the estimate: closed formulas, checked against measured peaks"
 
 
@@ -40,7 +41,8 @@ def does_not_fit(case: Case) -> Hit | None:
     found = case.estimate
     if found.fits is None or found.device_bytes <= CLEARLY * found.capacity_bytes:
         return None
-    return Hit(_message(case), tuple(_fixes(case, CLEARLY)), _fields(case))
+    fixes = ways(case, 1.0) or ways(case, CLEARLY)
+    return Hit(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
 
 
 @rule(
@@ -57,7 +59,7 @@ def nearly_full(case: Case) -> Hit | None:
     found = case.estimate
     if found.fits is None or not NEAR * found.capacity_bytes < found.device_bytes <= CLEARLY * found.capacity_bytes:
         return None
-    return Hit(_message(case), tuple(_fixes(case, NEAR)), _fields(case))
+    return Hit(_message(case), tuple(ways(case, NEAR)), _fields(case))
 
 
 @rule(
@@ -79,10 +81,14 @@ def host_full(case: Case) -> Hit | None:
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
     said = f"{amount(found.host_bytes)} on each node, and it has {amount(room)} free"
     ways = (
-        Fix("FSDP2", {"parallel.strategy": "fsdp2"}),
-        Fix("Optimizer state on the devices", {"parallel.offload_optimizer": "none"}),
-        Fix("Nothing offloaded", {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none"}),
-        Fix("Nothing offloaded", {"parallel.cpu_offload": False}),
+        FSDP2,
+        Fix("Optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=THERE),
+        Fix(
+            "Nothing offloaded",
+            {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none"},
+            cost=THERE,
+        ),
+        Fix("Nothing offloaded", {"parallel.cpu_offload": False}, cost=THERE),
     )
     good = [way for way in ways if case.takes(way.patch) and _frees(case, way, room)]
     return Hit(f"{said}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}.", tuple(good[:2]))
@@ -108,54 +114,3 @@ def _fields(case: Case) -> tuple[str, ...]:
     if largest.name in ("Activations", "Loss"):
         return ("train.batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optimizer", "precision.compute")
-
-
-def _fixes(case: Case, share: float) -> list[Fix]:
-    """The first three changes, gentlest first, that bring the run within `share` of what is free."""
-    room = share * case.estimate.capacity_bytes
-    fitting = (f for f in _changes(case) if case.takes(f.patch) and _bytes(case, f) <= room)
-    return list(islice(fitting, 3))
-
-
-def _bytes(case: Case, fix: Fix) -> int:
-    return case.estimated(case.with_patch(fix.patch)).device_bytes
-
-
-def _changes(case: Case) -> Iterator[Fix]:
-    spec = case.spec
-    checkpointing = {"train.activation_checkpointing": True}
-    fewer = list(smaller(case))
-    yield from (Fix(f"Batch size {p['train.batch_size']}, accumulated", p) for p in fewer)
-    yield Fix("Activation checkpointing", checkpointing)
-    yield from (Fix(f"Checkpointing, batch size {p['train.batch_size']}", {**p, **checkpointing}) for p in fewer)
-    least = {**(fewer[-1] if fewer else {}), **checkpointing}
-    if spec.parallel.strategy != "tensor":
-        yield Fix("Reference computed beforehand", {"preference.precompute": True})
-    lora = {"method.kind": "lora", "train.learning_rate": 2e-4}
-    if spec.method.kind != "lora":
-        yield Fix("LoRA", lora, safe=False)
-        yield Fix("LoRA, with less at once", {**lora, **least}, safe=False)
-    length = spec.data.max_length
-    while length >= 256:
-        length //= 2
-        yield Fix(f"Cut off at {counted(length, 'token')}", {"data.max_length": length}, safe=False)
-        yield Fix(
-            f"Cut off at {counted(length, 'token')}, with less at once",
-            {**least, "data.max_length": length},
-            safe=False,
-        )
-    if spec.train.optimizer not in ("adafactor", "sgd"):
-        yield Fix("Adafactor", {"train.optimizer": "adafactor", **least}, safe=False)
-    if spec.model.source != "builtin":
-        yield Fix("The built-in small model", {"model.source": "builtin"}, safe=False)
-
-
-def smaller(case: Case) -> Iterator[dict[str, object]]:
-    """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
-    size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
-    if catalog.OPTIMIZERS[case.spec.train.optimizer].inside:
-        return  # it steps with every batch: nothing adds up
-    neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss == "kto"  # a row needs another
-    while size > 1 + neighbours and size % 2 == 0:
-        size, accumulation = size // 2, accumulation * 2
-        yield {"train.batch_size": size, "train.accumulation": accumulation}

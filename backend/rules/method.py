@@ -11,10 +11,11 @@ from typing import Any
 
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
+from backend.rules.fixes import ZERO3
 from backend.shape import ModelShape, adapted, matches, trainable
 
-BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False)
-ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False)
+BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
+ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False, cost="more is trained")
 CUSTOM = {"method.lora_targets": "custom"}
 FREEZE = {"method.kind": "freeze"}
 
@@ -73,7 +74,7 @@ def no_template(case: Case) -> Hit | None:
         return None
     if glance.format == "text":
         return None
-    plain = Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False)
+    plain = Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat")
     fixes = (plain,) if case.spec.train.stage == "sft" else ()
     return Hit("Its tokenizer brings none, and the rows are conversations.", fixes)
 
@@ -245,7 +246,7 @@ def tied_copy(case: Case) -> Hit | None:
     """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no
     such pair any more."""
     found, fix = _tied(case)
-    zero = Fix("ZeRO-3", {"parallel.strategy": "zero3"})
+    zero = ZERO3
     spread = case.strategy.engine == "fsdp"
     return Hit(f"{names(found)} shares its weights.", (zero, fix)) if found and spread else None
 

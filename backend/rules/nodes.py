@@ -13,6 +13,7 @@ from backend import derived
 from backend.hostfile import HostError, Slots, chosen, hosts
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
+from backend.rules.fixes import DDP
 from backend.rules.launch import VISIBLE, without
 
 TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
@@ -111,7 +112,7 @@ def range_turned(case: Case) -> Hit | None:
     fields=("launch.rendezvous", "launch.launcher"),
     title="Only torchrun is elastic",
     source="accelerate 1.15 commands/launch.py and deepspeed 0.19 launcher/runner.py: a fixed number of nodes",
-    fixes=(BY_TORCHRUN, Fix("Several nodes", {"launch.rendezvous": "static"})),
+    fixes=(BY_TORCHRUN, Fix("Several nodes", {"launch.rendezvous": "static"}, cost="no node may come or go")),
     bad=Example({**ELASTIC, "launch.launcher": "accelerate"}),
     good=Example(ELASTIC),
 )
@@ -149,8 +150,8 @@ def elastic_parts(case: Case) -> Hit | None:
     if row.engine == "deepspeed" and not derived.unconvertible(case.spec):
         return None
     fixes = (
-        Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}),
-        Fix("DDP", {"parallel.strategy": "ddp"}),
+        Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}, cost="waits when one is gone"),
+        DDP,
     )
     return Hit(f"With {launch.min_nodes} of {launch.nodes} nodes no checkpoint could be read.", fixes)
 
@@ -191,7 +192,7 @@ def nothing_to_return_to(case: Case) -> Hit | None:
     if case.spec.launch.rendezvous != "elastic" or (checkpoint.when != "no" and not checkpoint.weights_only):
         return None
     if case.strategy.engine == "tensor":  # which has none
-        fix = Fix("Several nodes", {"launch.rendezvous": "static"})
+        fix = Fix("Several nodes", {"launch.rendezvous": "static"}, cost="no node may come or go")
         return Hit("A run of slices keeps no checkpoint that training could go on from.", (fix,))
     patch: dict[str, object] = {"checkpoint.weights_only": False}
     if checkpoint.when == "no":
@@ -288,8 +289,8 @@ def hostfile_differs(case: Case) -> Hit | None:
     title="Devices named twice over",
     source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
     fixes=(
-        Fix("By the include", {"launch.devices": ()}),
-        Fix("By the ids, on every host", {"launch.include": ""}),
+        Fix("By the include", {"launch.devices": ()}, cost="the device ids are dropped"),
+        Fix("By the ids, on every host", {"launch.include": ""}, cost="the include is dropped"),
     ),
     bad=Example({**HOSTS, "launch.include": "worker-1@worker-2", "launch.devices": (0, 1)}, TWO_H100),
     good=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
@@ -358,5 +359,7 @@ def port_taken(case: Case) -> Hit | None:
         return None
     fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.port": spare}),) if spare else ()
     if case.nodes == 1:
-        fixes += (Fix("A free one, by torchrun", {"launch.launcher": "torchrun", "launch.port": 0}),)
+        fixes += (
+            Fix("A free one, by torchrun", {"launch.launcher": "torchrun", "launch.port": 0}, cost="another launcher"),
+        )
     return Hit(f"Something on this machine listens at {taken}.", fixes)

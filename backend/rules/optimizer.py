@@ -11,9 +11,8 @@ from backend import catalog
 from backend.derived import masters
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
+from backend.rules.fixes import ADAMW, BF16, DDP, ONE
 
-ADAMW = Fix("AdamW", {"train.optimizer": "adamw"}, safe=False)
-ALONE = Fix("One process", {"parallel.strategy": "single"}, safe=False)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
@@ -80,7 +79,7 @@ def wrong_device(case: Case) -> str | None:
     title="The strategy hands this optimizer no matrices",
     source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
     "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
-    fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("galore", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
     good=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
@@ -102,7 +101,7 @@ def flat_parts(case: Case) -> str | None:
     title="This optimizer works in one process",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
     "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
-    fixes=(ALONE, ADAMW),
+    fixes=(ONE, ADAMW),
     bad=Example(_with("lomo", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
     good=Example(_with("galore_layerwise"), EQUIPPED_TWO),
     proof="launch",
@@ -137,8 +136,8 @@ def nothing_adds_up(case: Case) -> Hit | None:
         return None
     size = train.batch_size * train.accumulation
     fixes = (
-        Fix(f"{counted(size, 'row')} at once", {"train.accumulation": 1, "train.batch_size": size}),
-        Fix("Smaller steps", {"train.accumulation": 1}, safe=False),
+        Fix(f"{counted(size, 'row')} at once", {"train.accumulation": 1, "train.batch_size": size}, cost="more memory"),
+        Fix("Smaller steps", {"train.accumulation": 1}, safe=False, cost="learns from fewer rows a step"),
     )
     return Hit(f"{_row(case).label} with {counted(train.accumulation, 'batch')} a step.", fixes)
 
@@ -149,7 +148,7 @@ def nothing_adds_up(case: Case) -> Hit | None:
     fields=("precision.compute", "train.optimizer"),
     title="fp16 with steps within the backward pass",
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
-    fixes=(Fix("bf16", {"precision.compute": "bf16"}, safe=False), ADAMW),
+    fixes=(BF16, ADAMW),
     bad=Example(_with("lomo", precision__compute="fp16"), EQUIPPED_H100),
     good=Example(_with("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
@@ -165,7 +164,7 @@ def scaled_steps(case: Case) -> str | None:
     fields=("method.kind", "train.optimizer"),
     title="Adam-mini finds no heads in adapters",
     source="seen with adam-mini 1.1.1 and peft 0.21: the halves of an adapter do not divide into heads",
-    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False)),
+    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
     bad=Example({"train.optimizer": "adam_mini"}, EQUIPPED),
     good=Example(_with("adam_mini"), EQUIPPED),
     proof="launch",
@@ -183,7 +182,7 @@ def no_heads(case: Case) -> str | None:
     fields=("method.kind", "train.optimizer"),
     title="An optimizer for whole matrices on adapters",
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
-    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False)),
+    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
     bad=Example({"train.optimizer": "galore"}, EQUIPPED),
     good=Example(_with("galore"), EQUIPPED),
 )
@@ -277,7 +276,7 @@ def no_compiler(case: Case) -> str | None:
     fields=("train.optimizer", "parallel.strategy"),
     title="DeepSpeed makes this optimizer anew, with one group",
     source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
-    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
     good=Example({"train.optimizer": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
     proof="launch",
@@ -297,7 +296,7 @@ def made_anew(case: Case) -> str | None:
     title="DeepSpeed does not switch the optimizer",
     source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not told: "
     "validation sees the weights of the training, or a step finds it not in train mode",
-    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
     good=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
@@ -315,7 +314,7 @@ def unswitched(case: Case) -> str | None:
     source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
     "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
     "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others go on",
-    fixes=(ADAMW, Fix("DDP", {"parallel.strategy": "ddp"})),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     good=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     proof="launch",

@@ -11,11 +11,14 @@ from backend import catalog
 from backend.memory import packed
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
 from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, PATH, T4, TWO_H100
+from backend.rules.fixes import DDP, FSDP2, ZERO2
 from backend.shape import matches
 
-PLAIN = Fix("A base that is not packed", {"method.quantization": "none"}, safe=False)
-NF4 = Fix("4 bit (NF4)", {"method.quantization": "nf4"}, safe=False)
-WITHOUT_DORA = Fix("Without DoRA", {"method.lora_dora": False}, safe=False)
+PLAIN = Fix(
+    "A base that is not packed", {"method.quantization": "none"}, safe=False, cost="two to four times the memory"
+)
+NF4 = Fix("4 bit (NF4)", {"method.quantization": "nf4"}, safe=False, cost="coarser than 8 bits")
+WITHOUT_DORA = Fix("Without DoRA", {"method.lora_dora": False}, safe=False, cost="plain LoRA")
 FOUR, EIGHT = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "bitsandbytes"}
 V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
@@ -63,7 +66,7 @@ def missing_package(case: Case) -> str | None:
     title="This start needs weights that are not packed",
     source="peft 0.21 lora/layer.py: pissa_init and orthogonal_init read floating-point weights; and a base from which "
     "a part was taken is packed to other numbers than the whole one",
-    fixes=(Fix("The usual start", {"method.lora_init": "zero"}, safe=False), PLAIN),
+    fixes=(Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower"), PLAIN),
     bad=Example({**FOUR, "method.lora_init": "pissa"}),
     good=Example({**FOUR, "method.lora_init": "gaussian"}),
     proof="launch",
@@ -82,7 +85,7 @@ def start_on_packed(case: Case) -> str | None:
     title="8-bit weights cannot be spread",
     source="bitsandbytes 0.50 nn/modules.py, Linear8bitLt: under FSDP2 the layer no longer finds its scales "
     "(weight.CB); under ZeRO-3 it keeps its whole weight beside its part",
-    fixes=(NF4, Fix("DDP", {"parallel.strategy": "ddp"})),
+    fixes=(DDP, NF4),
     bad=Example({**EIGHT, "parallel.strategy": "fsdp2"}, TWO_H100),
     good=Example({**FOUR, "parallel.strategy": "fsdp2"}, TWO_H100),
     proof="launch",
@@ -99,7 +102,7 @@ def spread_bytes(case: Case) -> str | None:
     fields=("method.quantization", "parallel.strategy"),
     title="FSDP1 cannot spread packed weights beside adapters",
     source="torch 2.13 fsdp/_flat_param.py: a unit must have one type, and adapters stay in fp32",
-    fixes=(Fix("FSDP2", {"parallel.strategy": "fsdp2"}), PLAIN),
+    fixes=(FSDP2, PLAIN),
     bad=Example({**FOUR, "parallel.strategy": "fsdp1"}, TWO_H100),
     good=Example({**FOUR, "parallel.strategy": "fsdp2"}, TWO_H100),
 )
@@ -115,7 +118,7 @@ def packed_on_first(case: Case) -> str | None:
     fields=("checkpoint.merge", "method.quantization"),
     title="Adapters cannot be merged into packed weights",
     source="peft 0.21 lora/bnb.py: merging packs the sum again, and its rounding undoes a part of what was learned",
-    fixes=(Fix("Save the adapter alone", {"checkpoint.merge": False}), PLAIN),
+    fixes=(Fix("Save the adapter alone", {"checkpoint.merge": False}, cost="to merge afterwards"), PLAIN),
     bad=Example({**FOUR, "checkpoint.save_model": True, "checkpoint.merge": True}),
     good=Example(FOUR),
     proof="launch",
@@ -284,7 +287,7 @@ def unpacked_base(case: Case) -> str | None:
     title="A model that came packed cannot be spread",
     source="accelerate 1.15 utils/fsdp_utils.py leaves integer weights out of FSDP2; torch 2.13 FSDP1 cannot flatten "
     "them; ZeRO-3 does not partition buffers",
-    fixes=(Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("DDP", {"parallel.strategy": "ddp"})),
+    fixes=(ZERO2, DDP),
     remedy="Or take the model as it was before, and pack it while loading: NF4 is spread.",
     bad=Example({**PATH, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
     good=Example({**PATH, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),

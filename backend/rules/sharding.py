@@ -11,9 +11,8 @@ from backend import catalog, deepspeed, fsdp, keys
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, GPT2, LAPTOP, TINY, TWO_H100
+from backend.rules.fixes import DDP, FSDP2, ZERO3
 
-ZERO2, ZERO3 = Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("ZeRO-3", {"parallel.strategy": "zero3"})
-FSDP2, DDP = Fix("FSDP2", {"parallel.strategy": "fsdp2"}), Fix("DDP", {"parallel.strategy": "ddp"})
 FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
 OFFLOADED = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}
 SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
@@ -70,7 +69,10 @@ def first_is_old(case: Case) -> str | None:
     fields=("parallel.strategy", "launch.processes"),
     title="One process has nobody to share weights with",
     source="transformers 5.23 trainer.py: FSDP only works in distributed training",
-    fixes=(Fix("Two processes", {"launch.processes": 2}), Fix("One process", {"parallel.strategy": "single"})),
+    fixes=(
+        Fix("One process", {"parallel.strategy": "single"}),
+        Fix("Two processes", {"launch.processes": 2}, cost="a second device"),
+    ),
     bad=Example({"parallel.strategy": "fsdp2", "launch.processes": 1}, TWO_H100),
     good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
     proof="launch",
@@ -87,8 +89,8 @@ def alone(case: Case) -> str | None:
     title="The CPU's step is AdamW's",
     source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
     fixes=(
+        Fix("State on the device", {"parallel.offload_optimizer": "none"}, cost="more memory there"),
         Fix("AdamW", {"train.optimizer": "adamw"}, safe=False),
-        Fix("State on the device", {"parallel.offload_optimizer": "none"}),
     ),
     bad=Example({**OFFLOADED, "train.optimizer": "sgd"}, TWO_H100),
     good=Example(OFFLOADED, TWO_H100),
@@ -111,7 +113,7 @@ def offloaded_optimizer(case: Case) -> str | None:
     title="Only ZeRO-3 keeps state on a disk",
     source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU alone, and nothing "
     "comes to the disk",
-    fixes=(ZERO3, Fix("CPU memory", {"parallel.offload_optimizer": "cpu"})),
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu"}, cost="RAM"), ZERO3),
     bad=Example({**ON_DISK, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, nvme="")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
@@ -126,7 +128,9 @@ def disk_below_three(case: Case) -> str | None:
     fields=("parallel.nvme_path",),
     title="The NVMe folder cannot be used",
     source="deepspeed 0.19 runtime/swap_tensor: files are made in the folder that is named",
-    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    fixes=(
+        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
+    ),
     bad=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
     proof="launch",
@@ -142,7 +146,9 @@ def disk_missing(case: Case) -> str | None:
     fields=("parallel.offload_optimizer", "parallel.offload_parameters"),
     title="libaio is missing",
     source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and tries whether it is there",
-    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    fixes=(
+        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
+    ),
     remedy="On Debian: apt-get install libaio-dev g++ python3-dev.",
     bad=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
@@ -158,7 +164,9 @@ def no_libaio(case: Case) -> str | None:
     fields=("parallel.nvme_path",),
     title="This folder is not on an NVMe disk",
     source="deepspeed.ai ZeRO-Infinity: made for several GB/s",
-    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}),),
+    fixes=(
+        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
+    ),
     bad=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="", nvme_slow="/nvme lies on a turning disk.")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
@@ -173,7 +181,7 @@ def disk_slow(case: Case) -> str | None:
     fields=("parallel.wrap_layers",),
     title="The model has no such layers",
     source="accelerate 1.15 utils/dataclasses.py and fsdp_utils.py: could not find the transformer layer class",
-    fixes=(Fix("The model's own", {"parallel.wrap_layers": ()}),),
+    fixes=(Fix("The model's own", {"parallel.wrap_layers": ()}, cost="layers are found by themselves"),),
     bad=Example(
         {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("GPT2Block",)},
         TWO_H100,
@@ -202,7 +210,11 @@ def unknown_layers(case: Case) -> Hit | None:
     fields=("parallel.replicas", "parallel.context", "parallel.tensor", "launch.processes"),
     title="The processes do not fill the mesh",
     source="accelerate 1.15 parallelism_config.py, transformers 5.23 distributed: sizes multiply to the world's",
-    fixes=(Fix("No further dimensions", {"parallel.replicas": 1, "parallel.context": 1}),),
+    fixes=(
+        Fix(
+            "No further dimensions", {"parallel.replicas": 1, "parallel.context": 1}, cost="all devices share one copy"
+        ),
+    ),
     bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 3}, _cores(LAPTOP, 4)),
     good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 2}, _cores(LAPTOP, 4)),
     proof="launch",
@@ -228,7 +240,7 @@ def mesh_arithmetic(case: Case) -> Hit | str | None:
 def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     """So many processes on all nodes together, if they can be shared out."""
     each, rest = divmod(wanted, case.nodes)
-    return () if rest else (Fix(counted(wanted, "process"), {"launch.processes": each}),)
+    return () if rest else (Fix(counted(wanted, "process"), {"launch.processes": each}, cost="as many devices"),)
 
 
 @rule(
@@ -237,7 +249,7 @@ def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     fields=("parallel.strategy", "method.kind"),
     title="Adapters do not fit slices of layers",
     source="seen with peft 0.21 and transformers 5.23: the adapter's shapes are those of the whole layer",
-    fixes=(FSDP2, Fix("Full training", FULL, safe=False)),
+    fixes=(FSDP2, Fix("Full training", FULL, safe=False, cost="much more memory")),
     bad=Example({"parallel.strategy": "tensor", "checkpoint.when": "no"}, TWO_H100, SMALL),
     good=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
@@ -254,8 +266,8 @@ def adapters_on_slices(case: Case) -> str | None:
     title="A run of slices cannot be resumed",
     source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
     fixes=(
-        Fix("Weights only", {"checkpoint.weights_only": True}),
-        Fix("No checkpoints", {"checkpoint.when": "no"}),
+        Fix("Weights only", {"checkpoint.weights_only": True}, cost="cannot be resumed"),
+        Fix("No checkpoints", {"checkpoint.when": "no"}, cost="nothing before the end"),
         FSDP2,
     ),
     bad=Example({**SLICED, "checkpoint.when": "epoch"}, TWO_H100, SMALL),
@@ -296,8 +308,8 @@ def heads_in_slices(case: Case) -> str | None:
     title="Weights alone cannot be sharded",
     source="transformers 5.23 trainer.py: save_only_model is not compatible with SHARDED_STATE_DICT",
     fixes=(
-        Fix("One file", {"parallel.state_dict": "full"}),
-        Fix("Whole checkpoints", {"checkpoint.weights_only": False}),
+        Fix("One file", {"parallel.state_dict": "full"}, cost="gathered in RAM"),
+        Fix("Whole checkpoints", {"checkpoint.weights_only": False}, cost="larger on disk"),
     ),
     bad=Example(
         {

@@ -81,7 +81,14 @@ def other_rows(case: Case) -> Hit | None:
     fields=("train.batch_size",),
     title="KTO compares the rows of a batch",
     source="trl 1.16 kto_trainer.py: the actual batch size must be above 1",
-    fixes=(Fix("APO zero, which compares nothing", {"preference.kto_loss": "apo_zero_unpaired"}, safe=False),),
+    fixes=(
+        Fix(
+            "APO zero, which compares nothing",
+            {"preference.kto_loss": "apo_zero_unpaired"},
+            safe=False,
+            cost="another loss",
+        ),
+    ),
     bad=Example({**KTO, "train.batch_size": 1}),
     good=Example({**KTO, "train.batch_size": 2}),
     proof="launch",
@@ -104,7 +111,7 @@ def lonely_row(case: Case) -> Hit | None:
     source="trl 1.16 dpo_trainer.py: label smoothing must be above 0 with exo_pair",
     fixes=(
         Fix("0.001", {"preference.label_smoothing": 1e-3}),
-        Fix("The usual loss", {"preference.dpo_loss": "sigmoid"}, safe=False),
+        Fix("The usual loss", {"preference.dpo_loss": "sigmoid"}, safe=False, cost="another loss than EXO"),
     ),
     bad=Example({**DPO, "preference.dpo_loss": "exo_pair"}),
     good=Example({**DPO, "preference.dpo_loss": "exo_pair", "preference.label_smoothing": 0.01}),
@@ -123,7 +130,7 @@ def certain_exo(case: Case) -> str | None:
     fields=("preference.precompute", "parallel.strategy"),
     title="The reference cannot be computed beforehand on sliced layers",
     source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
-    fixes=(Fix("Beside the training", {"preference.precompute": False}),),
+    fixes=(Fix("Beside the training", {"preference.precompute": False}, cost="more memory"),),
     bad=Example({**SLICED, "preference.precompute": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     good=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     proof="launch",
@@ -141,7 +148,7 @@ def sliced_reference(case: Case) -> str | None:
     fields=("preference.precompute",),
     title="A second model in memory",
     source="trl 1.16 dpo_trainer.py, kto_trainer.py: precompute_ref_log_probs",
-    fixes=(Fix("Computed beforehand", {"preference.precompute": True}),),
+    fixes=(Fix("Computed beforehand", {"preference.precompute": True}, cost="one pass over the rows before"),),
     bad=Example({**DPO, "method.kind": "full", "train.learning_rate": 1e-6}),
     good=Example(DPO),
 )

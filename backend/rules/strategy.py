@@ -10,8 +10,8 @@ from dataclasses import replace
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.examples import LAPTOP, TWO_H100
+from backend.rules.fixes import DDP, ONE, ZERO2
 
-DDP = Fix("DDP", {"parallel.strategy": "ddp"})
 ZERO = {"parallel.strategy": "zero2"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "deepspeed"}
 APPLE = replace(LAPTOP, device="mps", name="Apple")
@@ -43,8 +43,8 @@ def missing_engine(case: Case) -> str | None:
     source="torch 2.13 distributed: no collective backend serves MPS tensors; accelerate 1.15 state.py: none is "
     "chosen, and each process would train alone",
     fixes=(
-        Fix("One process", {"parallel.strategy": "single"}, safe=False),
-        Fix("On the CPU", {"launch.device": "cpu"}, safe=False),
+        ONE,
+        Fix("On the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),
     ),
     bad=Example({**ZERO, "launch.processes": 1}, APPLE),
     good=Example(ZERO),
@@ -63,8 +63,8 @@ def together_on_mps(case: Case) -> str | None:
     title="The engine cannot go back to weights alone",
     source="transformers 5.23 trainer.py: save_only_model with an engine and load_best_model_at_end is refused",
     fixes=(
-        Fix("Whole checkpoints", {"checkpoint.weights_only": False}),
-        Fix("End with the last weights", {"checkpoint.best": False}, safe=False),
+        Fix("Whole checkpoints", {"checkpoint.weights_only": False}, cost="larger on disk"),
+        Fix("End with the last weights", {"checkpoint.best": False}, safe=False, cost="they may be worse"),
     ),
     bad=Example({**ZERO, "checkpoint.best": True, "checkpoint.weights_only": True}, TWO_H100),
     good=Example({**ZERO, "checkpoint.best": True}, TWO_H100),
@@ -86,8 +86,8 @@ def best_without_state(case: Case) -> str | None:
     source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part; launched without "
     "our check, ZeRO-3 saves the base as it was",
     fixes=(
-        Fix("Save the adapter alone", {"checkpoint.merge": False}),
-        Fix("ZeRO-2", {"parallel.strategy": "zero2"}),
+        Fix("Save the adapter alone", {"checkpoint.merge": False}, cost="to merge afterwards"),
+        ZERO2,
     ),
     bad=Example({"parallel.strategy": "zero3", "checkpoint.merge": True}, TWO_H100),
     good=Example({"parallel.strategy": "zero3"}, TWO_H100),
@@ -108,7 +108,7 @@ def merge_spread(case: Case) -> str | None:
     source="launched with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context "
     "parallel run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
     fixes=(
-        Fix("Without answers", {"evaluation.samples": 0}),
+        Fix("Without answers", {"evaluation.samples": 0}, cost="nothing to read"),
         Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context": 1}),
     ),
     bad=Example({"parallel.strategy": "fsdp1", "evaluation.samples": 8}, TWO_H100),

@@ -13,7 +13,7 @@ from backend.rules.examples import DEMO, LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
 
 SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence": 2}
-WITHOUT = Fix("Without", {"parallel.sequence": 1})
+WITHOUT = Fix("Whole rows", {"parallel.sequence": 1}, cost="long rows take more memory")
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 
 
@@ -27,7 +27,7 @@ def _shared(case: Case) -> bool:
     fields=("parallel.context", "launch.device"),
     title="Context parallel needs GPUs",
     source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
-    fixes=(Fix("Without", {"parallel.context": 1}),),
+    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
     bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}),
     good=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
     proof="launch",
@@ -44,7 +44,7 @@ def context_on_cpu(case: Case) -> str | None:
     fields=("parallel.context",),
     title="Context parallel is not proven here",
     source="Footplate's own tests run without GPUs",
-    fixes=(Fix("Without", {"parallel.context": 1}),),
+    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
     bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
     good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
@@ -100,7 +100,7 @@ def sequence_stage(case: Case) -> str | None:
     title="Packed rows are not cut evenly",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the boundaries of "
     "documents in a packed batch are no row of tokens",
-    fixes=(Fix("Without packing", {"data.packing": False}), WITHOUT),
+    fixes=(Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"), WITHOUT),
     bad=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
     proof="launch",
@@ -175,7 +175,7 @@ CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context": 2}
     title="Context parallel cannot share these rows",
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
     "plain rows; accelerate 1.15 big_modeling.py: full attention alone; trl 1.16 sft_trainer.py: no packing",
-    fixes=(Fix("Without", {"parallel.context": 1}),),
+    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
     bad=Example({**CONTEXT, "data.packing": True}, TWO_H100),
     good=Example(CONTEXT, TWO_H100),
 )
@@ -186,7 +186,11 @@ def context_limits(case: Case) -> Hit | None:
     if case.strategy.version != 2 or spec.parallel.context == 1:
         return None
     wrong = [
-        ("packed rows", spec.data.packing, Fix("Without packing", {"data.packing": False})),
+        (
+            "packed rows",
+            spec.data.packing,
+            Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"),
+        ),
         (
             catalog.ATTENTIONS[spec.model.attention].label,
             spec.model.attention not in ("auto", "sdpa"),

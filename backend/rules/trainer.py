@@ -217,10 +217,20 @@ def full_disk(case: Case) -> Hit | None:
     saved = case.spec.checkpoint.save_model
     once = case.spec.launch.rendezvous != "elastic"  # a run that starts again by itself needs them
     tries = [
-        Fix("Keep one checkpoint", {"checkpoint.keep": 1}),
-        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False),
-        Fix("No checkpoints", {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False}, once),
-        Fix("Save nothing", {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False}, False),
+        Fix("Keep one checkpoint", {"checkpoint.keep": 1}, cost="no way further back"),
+        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False, "cannot be resumed"),
+        Fix(
+            "No checkpoints",
+            {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False},
+            once,
+            "nothing before the end",
+        ),
+        Fix(
+            "Save nothing",
+            {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False},
+            False,
+            "keeps nothing but the log",
+        ),
     ]
     fixes = [f for f in tries if case.estimated(case.with_patch(f.patch)).disk_bytes <= free][:2]
     kept = "checkpoints and the trained model" if saved else "checkpoints"

@@ -10,8 +10,8 @@ import re
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
+from backend.rules.fixes import ADAMW, DDP
 
-ADAMW = Fix("AdamW", {"train.optimizer": "adamw"}, safe=False)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
@@ -103,7 +103,7 @@ def clipped_twice(case: Case) -> str | None:
     fields=("train.optimizer", "parallel.strategy"),
     title="ZeRO undoes Adafactor's saving",
     source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 hands it flat parts",
-    fixes=(Fix("DDP", {"parallel.strategy": "ddp"}), ADAMW),
+    fixes=(DDP, ADAMW),
     bad=Example(_with("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
     good=Example(_with("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
 )

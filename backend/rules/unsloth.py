@@ -10,9 +10,10 @@ from dataclasses import replace
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, names, rule
 from backend.rules.examples import H100, INSTALLED, NPU, TWO_H100
+from backend.rules.fixes import DDP, ZERO2
 
 ASKED = {"train.unsloth": True}
-WITHOUT = Fix("Without Unsloth", {"train.unsloth": False})
+WITHOUT = Fix("Without Unsloth", {"train.unsloth": False}, cost="slower, and more memory")
 WITH = {**INSTALLED, "unsloth": "2026.10.9"}
 ONE, TWO = replace(H100, versions=WITH), replace(TWO_H100, versions=WITH)
 WHOLE = ("single", "ddp", "zero0", "zero1", "zero2")  # strategies that leave weights whole
@@ -62,7 +63,7 @@ def other_versions(case: Case) -> str | None:
     title="Unsloth needs whole weights",
     source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: it names a device for every weight, which ZeRO-3 "
     "refuses, and spreads by a wrapping of its own; launched",
-    fixes=(WITHOUT, Fix("ZeRO-2", {"parallel.strategy": "zero2"}), Fix("DDP", {"parallel.strategy": "ddp"})),
+    fixes=(WITHOUT, ZERO2, DDP),
     bad=Example({**ASKED, "parallel.strategy": "zero3"}, TWO),
     good=Example({**ASKED, "parallel.strategy": "zero2"}, TWO),
 )
@@ -96,7 +97,10 @@ def other_device(case: Case) -> str | None:
     title="Unsloth packs into NF4 alone",
     source="Unsloth 2026.10.9 models/loader.py: a configuration of its own, NF4 with packed scales; 8 bit becomes 16 "
     "on a CPU: launched",
-    fixes=(Fix("NF4", {"method.quantization": "nf4", "method.double_quantization": True}, safe=False), WITHOUT),
+    fixes=(
+        WITHOUT,
+        Fix("NF4", {"method.quantization": "nf4", "method.double_quantization": True}, False, "coarser than 8 bits"),
+    ),
     bad=Example({**ASKED, "method.quantization": "int8"}, ONE),
     good=Example({**ASKED, "method.quantization": "nf4"}, ONE),
 )
@@ -162,7 +166,7 @@ def twice(case: Case) -> str | None:
     title="With Unsloth an adapter starts beside the weights",
     source="LLaMA-Factory model/adapter.py passes over PiSSA in silence where Unsloth is asked for; "
     "Unsloth 2026.10.9 models/lora_init.py saves such adapters in a way of its own",
-    fixes=(Fix("Start at zero", {"method.lora_init": "zero"}, safe=False), WITHOUT),
+    fixes=(WITHOUT, Fix("Start at zero", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower")),
     bad=Example({**ASKED, "method.lora_init": "pissa"}, ONE),
     good=Example(ASKED, ONE),
 )

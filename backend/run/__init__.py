@@ -21,6 +21,7 @@ DEEPSPEED = "deepspeed.json"  # its configuration, if the strategy is one of its
 FSDP = "fsdp.json"  # the same for FSDP                     written once, by create
 ACCELERATE = "accelerate.yaml"  # its launcher's configuration      written once, by create
 HOSTFILE = "hostfile"  # the nodes, for deepspeed's launcher       written once, by create
+ESTIMATE = "estimate.json"  # the memory that it was judged to take    written once, by create
 SCRIPT = "run.sh"  # starts the same run from a shell      written once, by create
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node      written once, by create
 LOCK = "lock"  # held (flock) while the run lives          by its keeper, who writes SUPERVISOR or SHELL into it

@@ -26,6 +26,7 @@ from typing import Any
 from backend.run import (
     CHECKPOINTS,
     COMPLETE,
+    ESTIMATE,
     LOCK,
     LOG,
     METRICS,
@@ -62,19 +63,24 @@ class Run:
         self.id = self.path.name
 
     @classmethod
-    def create(cls, root: Path, name: str, plan: Plan, now: datetime, about: Mapping[str, str] | None = None) -> Run:
-        """Write `root/YYYY-MM-DD_HHMMSS_name`, whole or not at all. `about` (method, model) is for lists of runs."""
+    def create(
+        cls, root: Path, name: str, plan: Plan, now: datetime,
+        about: Mapping[str, str] | None = None, estimate: Mapping[str, Any] | None = None,
+    ) -> Run:  # fmt: skip
+        """Write `root/YYYY-MM-DD_HHMMSS_name`, whole or not at all. `about` (method, model) is for lists of runs,
+        `estimate` for whoever compares it with what was measured."""
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.others)}
         scripts = {SCRIPT: plan.runner(), **{f"{node}.sh": plan.joiner(node) for node in plan.others}}
+        own = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         half = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             half = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
             half.chmod(0o777 & ~_umask())
-            for file, text in {**plan.files, PLAN: json.dumps(kept, indent=1), **scripts}.items():
+            for file, text in {**plan.files, **own, **scripts}.items():
                 (half / file).parent.mkdir(parents=True, exist_ok=True)
                 (half / file).write_text(text, encoding="utf-8")
                 if file in scripts:
@@ -190,6 +196,10 @@ class Run:
     def result(self) -> dict[str, Any]:
         """What came out of the last start; empty before its end."""
         return self._json(RESULT) if self._fresh(RESULT) else {}
+
+    def estimate(self) -> dict[str, Any]:
+        """The memory that it was judged to take; empty for a run that was made without one."""
+        return self._json(ESTIMATE)
 
     def checkpoints(self) -> list[int]:
         """Steps of the checkpoints that are complete, in order."""

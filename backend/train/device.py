@@ -225,6 +225,11 @@ def peak_bytes(family: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
+def reserved_bytes(family: str) -> int | None:
+    """The most memory that torch ever took of the device, whether it was in use or not; None for the CPU."""
+    return int(getattr(torch, family).max_memory_reserved()) if family in ("cuda", "xpu", "npu") else None
+
+
 def synchronize(family: str) -> None:
     """Wait until the device has done what it was given, so that clocks are honest."""
     if family != "cpu":

@@ -1,6 +1,6 @@
 """The strategy: what the Trainer is told of it, how its engine starts, and what each rank really holds.
 
-Beside the floors. Imports spec, catalog, run, device, kernels.
+Beside the floors. Imports spec, catalog, run, device, inside, kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from backend import catalog
 from backend.run import DEEPSPEED, FSDP
 from backend.spec import RunSpec
-from backend.train import device, kernels, optimizers
+from backend.train import device, inside, kernels
 from backend.train.journal import TrainError
 from backend.train.model import DTYPES
 
@@ -265,7 +265,7 @@ def loaded(weights: torch.nn.Module) -> int:
 def held(trainer: Any) -> dict[str, Any]:
     """What drives the model, what its ranks talk by, and the numbers that this rank holds of parameters and of the
     optimizer's state."""
-    optimizer: Any = optimizers.innermost(trainer.optimizer)
+    optimizer: Any = inside.innermost(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {

@@ -1,6 +1,6 @@
 """The optimizer: what the Trainer is told of it, the ones that it does not know, and what it loses of those it knows.
 
-Beside the floors. Imports spec, catalog, journal.
+Beside the floors. Imports spec, catalog, inside, journal.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from backend import catalog
 from backend.spec import RunSpec
+from backend.train import inside
 from backend.train.journal import TrainError
 
 MODULES = {"transformer-engine": "transformer_engine", "torch-optimi": "optimi"}  # where the name is another
@@ -133,10 +134,8 @@ class Optimizing:
                         super().create_optimizer(model)  # type: ignore[misc]
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optimizer](self.spec, chosen, decaying)
-            if row.early:
-                innermost(
-                    trainer.optimizer
-                ).state.clear()  # of weights that an engine replaces; the first step makes it anew
+            if row.early:  # it is of weights that an engine replaces; the first step makes it anew
+                inside.innermost(trainer.optimizer).state.clear()
             if row.layout == "low_rank":
                 _regroup(self.spec, trainer.optimizer, chosen, decaying)
                 if row.inside:
@@ -362,43 +361,3 @@ MAKERS: Mapping[str, Callable[[RunSpec, Any, set[str]], Any]] = {
     "adam_mini": _adam_mini,
     "badam": _badam,
 }
-
-
-def innermost(optimizer: Any) -> Any:
-    """Without the wrappers of accelerate and of an engine."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def held(optimizer: Any) -> dict[str, Any]:
-    """The class of the optimizer that stepped, and the bytes of its state on this rank."""
-    found = innermost(optimizer)
-    base = getattr(found, "base_optimizer", found)
-    seen: dict[int, int] = {}
-    for tensor in _tensors([base.state, [group.get("state") for group in base.param_groups]]):
-        seen[id(tensor)] = tensor.numel() * tensor.element_size()
-    masters = getattr(found, "param_idx2hp", {}).values()
-    kind = type(found)
-    return {
-        "class": f"{kind.__module__}.{kind.__name__}",
-        "bytes": sum(seen.values()) + sum(m.numel() * m.element_size() for m in masters),
-    }
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every plain tensor within dicts, lists, quantized tensors and projectors."""
-    if isinstance(value, torch.Tensor):
-        parts = value.__tensor_flatten__()[0] if hasattr(value, "__tensor_flatten__") else []
-        if parts:
-            yield from _tensors([getattr(value, name) for name in parts])
-        else:
-            yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif hasattr(value, "ortho_matrix"):
-        yield from _tensors(value.ortho_matrix)

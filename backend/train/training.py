@@ -23,9 +23,9 @@ from backend.train import (
     device,
     engine,
     hollow,
+    inside,
     lora,
     model,
-    optimizers,
     quiet,
     stages,
     trainers,
@@ -184,8 +184,9 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     state = trainer.state
     result["model"] = MODEL if work.spec.checkpoint.save_model else None
     result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
-    result["optimizer"] = work.team.gather(optimizers.held(trainer.optimizer))
+    result["optimizer"] = work.team.gather(inside.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
+    result["reserved_bytes"] = work.team.gather(device.reserved_bytes(work.family))
     if work.team.rank == 0:
         write_json(work.folder / RESULT, result)
     work.journal.begin("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)

@@ -1,6 +1,6 @@
 """A DeepSpeed checkpoint for another number of ranks than wrote it: converted, loaded by all, and deleted.
 
-Beside the floors. Imports catalog, checkpoints, optimizers, journal, work. DeepSpeed saves a part a rank, and reads
+Beside the floors. Imports catalog, checkpoints, inside, journal, work. DeepSpeed saves a part a rank, and reads
 back only its own number of parts. Its universal checkpoints hold each weight as a whole, with its moments.
 """
 
@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 
 from backend import catalog
 from backend.spec import RunSpec
-from backend.train import optimizers
+from backend.train import inside
 from backend.train.checkpoints import CONVERTED
 from backend.train.journal import TrainError
 from backend.train.work import Work
@@ -77,7 +77,7 @@ class _Loaded(TrainerCallback):
 def _mend(optimizer: Any, made: Path) -> None:
     """ZeRO-3 of DeepSpeed 0.19 gives all groups the weight decay of the first one, and all parts one and the same
     count of steps, which each of them then raises."""
-    inner = optimizers.innermost(optimizer)
+    inner = inside.innermost(optimizer)
     (path,) = made.glob("global_step*/zero/optimizer_state.pt")
     kept = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]["param_groups"]
     for group, own in zip(inner.param_groups, kept, strict=True):

@@ -156,6 +156,7 @@ def test_preset_rule_fix_start_watch_reload_read(server, page):
     assert "Exact match" in text
     assert "at step 12" in text
     result = run.result()
+    assert re.search(r"Peak memory\s+\d+ MiB\s+estimated \d+ MiB", text)
     assert f"{100 * result['exact_match_before']:.3g} %" in text
     assert steps_on_disk(run) == list(range(1, 13))
     losses = [json.loads(line).get("loss") for line in (run.path / METRICS).read_text().splitlines()]

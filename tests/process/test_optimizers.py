@@ -18,7 +18,7 @@ from backend import catalog
 from backend.machine import Machine
 from backend.memory import Account
 from backend.shape import Leaf, from_config
-from backend.train import optimizers
+from backend.train import inside, optimizers
 
 FULL = {
     "method.kind": "full",
@@ -151,7 +151,7 @@ def test_sides_of_a_projection(how: str) -> None:
         weight.grad = torch.randn(rows, columns)
         made.step()
         leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
-        assert state._beside(leaf) == optimizers.held(made)["bytes"]
+        assert state._beside(leaf) == inside.held(made)["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])

@@ -107,6 +107,7 @@ def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
     assert all(set(s) == {"prompt", "wanted", "before", "after"} for s in found["samples"])
     assert 0 < found["trainable_parameters"] < found["parameters"]
     assert len(found["peak_bytes"]) == 2
+    assert found["reserved_bytes"] == [None, None], "of a device's memory, and this is a CPU"
     assert found["tokens"] > 0
     assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
     assert all(p["tokens_per_second"] > 0 for p in points(uninterrupted))

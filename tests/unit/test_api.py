@@ -14,6 +14,7 @@ from small import client
 
 from backend.machine import Machine
 from backend.options import by_name, options
+from backend.rules import RULES, STALE
 from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.run.folder import ALIVE, Run
 from webui.api import asking
@@ -138,6 +139,20 @@ def test_findings_come_with_fixes_that_fit_the_form(one):
         assert not check(one, {**VALUES, **fix["patch"]})["invalid"]
 
 
+def test_safe_fixes_at_one_stroke(one):
+    """The change in one, which leads there; what they cannot mend is left, and a spec that runs stays as it is."""
+    wrong = {**VALUES, "parallel.strategy": "zero3", "checkpoint.merge": True, "precision.compute": "fp16"}
+    found = one.post("/api/fix", json={"values": wrong}).json()
+    assert found["patch"] == {"launch.launcher": "torchrun", "checkpoint.merge": False} and found["count"] == 2
+    assert [part["name"] for part in found["diff"]] == ["checkpoint.merge", "launch.launcher"]
+    assert found["left"] == ["fp16 on a CPU"]
+    left = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
+    assert left == found["left"]
+    nothing = one.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
+    assert (nothing["patch"], nothing["diff"], nothing["count"], nothing["left"]) == ({}, [], 0, [])
+    assert one.post("/api/fix", json={"values": VALUES, "machine": "9x9gb"}).status_code == 404
+
+
 def test_presets_import_export(one):
     found = one.get("/api/presets").json()
     assert found and {"name", "title", "about", "machine"} == set(found[0])
@@ -192,7 +207,9 @@ def test_a_run_is_planned_for_another_machine(one):
 def test_rules_page(one):
     page = one.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text.count("<article") >= 20 and "footplate/page.css" in page.text
+    assert page.text.count("<article") == len(RULES) + len(STALE) and "footplate/page.css" in page.text
+    assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
+    assert not [name for name in ("cards", "count", "families", "levels", "stale") if f"{{{name}}}" in page.text]
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------
@@ -313,6 +330,9 @@ def test_a_key_makes_one_run(place, one):
     assert shown["summary"]["state"] in ("starting", "running") and shown["can"]["stop"] and not shown["can"]["delete"]
     assert shown["spec"]["model.builtin"] == "tiny-llama" and "tiny-llama" in shown["yaml"]
     assert str(place / "python") in shown["command"] and shown["failure"] is None
+    judged = check(one, VALUES)["memory"]
+    assert shown["estimate"]["device_bytes"] == shown["estimate"]["measured_bytes"] == judged["device_bytes"]
+    assert shown["estimate"]["rows"] == judged["rows"]
     assert one.delete(f"/api/runs/{name}").status_code == 409
     assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
     assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400

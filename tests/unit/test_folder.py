@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from backend.run import LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
+from backend.run import ESTIMATE, LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
 from backend.run.folder import Run, RunError, find, runs
 from backend.run.pace import duration
 
@@ -46,6 +46,13 @@ def put(run: Run, name: str, value: Any) -> None:
 def put_old(run: Run, name: str, value: Any) -> None:
     put(run, name, value)
     os.utime(run.path / name, (1, 1))
+
+
+def test_an_estimate_is_kept_where_there_is_one(tmp_path: Path) -> None:
+    said = {"device_bytes": 7}
+    assert Run.create(tmp_path, "x", PLAN, NOW, {}, said).estimate() == said
+    before = Run.create(tmp_path, "x", PLAN, NOW)
+    assert before.estimate() == {} and not (before.path / ESTIMATE).exists()
 
 
 def test_create_writes_what_the_plan_says(run: Run) -> None:

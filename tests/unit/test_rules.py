@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import pytest
 
 from backend.glance import Glance, look
 from backend.machine import Machine
-from backend.options import Option, SpecError, by_name, edit, options
+from backend.mend import MOST, Mended, mend
+from backend.options import Option, SpecError, by_name, edit, effective, options
+from backend.paths import HOME
 from backend.presets import presets
-from backend.rules import FAMILIES, RULES, Example, Finding, Rule, check, rules_markdown
+from backend.rules import FAMILIES, RULES, STALE, Case, Example, Finding, Rule, check, rules_markdown
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -29,8 +31,10 @@ from backend.rules.examples import (
     SMALL,
     T4,
     TWO_H100,
+    gpus,
     trouble,
 )
+from backend.rules.memory import NO_WAY
 from backend.spec import RunSpec
 
 COUNT = 213
@@ -53,6 +57,17 @@ def test_catalogue() -> None:
     text = rules_markdown()
     assert text.isascii()
     assert all(f"### {r.code} {r.title}" in text for r in RULES)
+
+
+def test_what_is_no_longer_so_is_proven_where_it_says_so() -> None:
+    assert 8 <= len(STALE) <= 14 and len({old.pair for old in STALE}) == len(STALE)
+    text = rules_markdown()
+    for old in STALE:
+        assert old.belief.endswith(".") and old.now.endswith(".") and old.seen and f"### {old.pair}" in text
+        if old.test:
+            file, _, name = old.test.partition("::")
+            assert f"def {name}(" in (HOME / "tests/process" / file).read_text(), old.test
+    assert sum(bool(old.test) for old in STALE) >= 8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
@@ -83,6 +98,25 @@ def test_fixes(rule: Rule) -> None:
         stays = rule.code in codes(after) and rule.code in {"DAT002", "DAT003"}
         assert rule.code not in codes(after) or stays, fix
         assert codes(after, "error") <= before, fix
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
+def test_of_several_fixes_the_best_stands_first_and_others_say_what_they_cost(rule: Rule) -> None:
+    found = next(f for f in judged(rule.bad) if f.code == rule.code)
+    safe = [fix.safe for fix in found.fixes if fix.cost != "does not fit"]
+    assert safe == sorted(safe, reverse=True), "what is learned stays the same, if it can"
+    assert len(found.fixes) < 2 or sum(not fix.cost for fix in found.fixes) <= 1, found.fixes
+    assert all(len(fix.cost) < 80 and not fix.cost.endswith(".") for fix in found.fixes)
+
+
+def test_a_fix_that_does_not_fit_comes_last() -> None:
+    """Unsloth under ZeRO-3: without it the weights stay spread, under DDP each device holds all of them."""
+    patch = {"method.kind": "full", "train.unsloth": True, "parallel.strategy": "zero3", "train.batch_size": 1}
+    eight_b = replace(DEMO, shape=LLAMA_8B)
+    small, large = (check(edit(RunSpec(), patch), gpus(2, "GPU", gib, (9, 0)), eight_b) for gib in (110, 320))
+    costs = [[(x.label, x.cost) for f in found if f.code == "UNS003" for x in f.fixes] for found in (small, large)]
+    assert costs[0][-1] == ("DDP", "does not fit")
+    assert costs[1][-1] == ("DDP", "a full copy on each device")
 
 
 def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
@@ -216,20 +250,32 @@ def cases(count: int) -> Iterator[tuple[RunSpec, Machine, Glance]]:
 def test_no_spec_makes_check_fail() -> None:
     seen = set()
     for spec, machine, glance in cases(1200):
-        seen |= codes(check(spec, machine, glance))
+        found = check(spec, machine, glance)
+        seen |= codes(found)
+        assert not [f for f in found if f.code == "MEM001" and not f.fixes and NO_WAY not in f.message]
     assert len(seen) > 0.7 * COUNT, {r.code for r in RULES} - seen
 
 
+def cased(machine: Machine, glance: Glance) -> Callable[[RunSpec], Case]:
+    return lambda spec: Case(effective(spec), machine, glance)
+
+
 def test_applying_fixes_comes_to_an_end() -> None:
-    for spec, machine, glance in cases(200):
-        applied: list[str] = []
-        while True:
-            open_ = [f for f in check(spec, machine, glance) if any(x.safe for x in f.fixes)]
-            if not open_:
-                break
-            applied.append(open_[0].code)
-            assert len(applied) < 60, applied
-            spec = edit(spec, next(x for x in open_[0].fixes if x.safe).patch)
+    """At one where safe fixes lead: each new, never with more errors than before; and what is left has no such fix
+    that leads on."""
+    mended = 0
+    for spec, machine, glance in cases(80):
+        before = [f for f in check(spec, machine, glance) if f.level == "error"]
+        after = mend(spec, cased(machine, glance))
+        assert len(after.applied) < MOST
+        assert list(after.left) == [f for f in check(after.spec, machine, glance) if f.level == "error"]
+        assert len(after.left) < len(before) if after.applied else after.spec == spec
+        mended += bool(before) and not after.left
+    assert mended >= 5
+
+
+def test_a_spec_that_runs_is_left_alone() -> None:
+    assert mend(RunSpec(), cased(LAPTOP, DEMO)) == Mended(RunSpec(), (), ())
 
 
 def test_offloading_beside_gpus_needs_a_compiler_too() -> None:

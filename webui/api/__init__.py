@@ -36,6 +36,7 @@ POST: Mapping[str, Handler] = {
     "/api/export": checking.export_yaml,
     "/api/config": checking.read_config,
     "/api/whatif": checking.what_if,
+    "/api/fix": checking.fix_all,
     "/api/runs": running.start,
     "/api/runs/{id}/stop": running.stop,
     "/api/runs/{id}/resume": running.resume,

@@ -15,11 +15,12 @@ from backend import foreign, presets
 from backend.catalog import DEVICES
 from backend.derived import device
 from backend.glance import fetch
-from backend.judge import Judgement, described, judge
+from backend.judge import Judgement, described, judge, looked
 from backend.machine import Machine, describe
+from backend.mend import mend
 from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.plan import ABOUT
-from backend.rules import Case, Finding
+from backend.rules import Case, Finding, Fix
 from backend.spec import RunSpec
 from backend.whatif import Variant, suggestion, variants
 from webui.api.asking import Ask, Refusal
@@ -32,10 +33,10 @@ def check(desk: Desk, ask: Ask) -> dict[str, Any]:
     if draft := ask.text("draft", ""):
         desk.drafts.save(draft, values)
     spec, problems = understood(values)
-    place = ask.text("machine", "")
-    found = judged(desk, spec, place)
+    elsewhere = ask.text("machine", "")
+    found = judged(desk, spec, elsewhere)
     return {
-        "place": found.machine.name if place else "",
+        "place": found.machine.name if elsewhere else "",
         "seq": ask.body.get("seq"),
         "verdict": _verdict(found, problems),
         "findings": findings_of(found, spec),
@@ -71,8 +72,22 @@ def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:
     }
 
 
+def fix_all(desk: Desk, ask: Ask) -> dict[str, Any]:
+    """Safe fixes, until no error has one that leads on: the change in one, and the titles of the errors that are
+    left."""
+    spec, _ = understood(ask.table("values"))
+    machine = place(desk, ask.text("machine", ""))
+    found = mend(spec, lambda changed: looked(changed, machine, Path.cwd()))
+    patch = {option.name: get(found.spec, option.name) for option in options()}
+    return {
+        **_fix(Fix(", ".join(found.applied), patch), spec),
+        "count": len(found.applied),
+        "left": [f.title for f in found.left],
+    }
+
+
 def _way(way: Variant, spec: RunSpec) -> dict[str, Any]:
-    facts = {"fits": way.fits, "runs": way.runs, **_fix(way.name, True, way.patch, spec)}
+    facts = {"fits": way.fits, "runs": way.runs, **_fix(Fix(way.name, way.patch), spec)}
     return {**asdict(way), **facts}
 
 
@@ -112,10 +127,14 @@ def valid(values: Mapping[str, Any]) -> RunSpec:
 
 def judged(desk: Desk, spec: RunSpec, machine: str = "") -> Judgement:
     """What `spec` comes to on the machine of that name, or here. Raises Refusal."""
-    known = desk.machines
-    if machine and machine not in known:
-        raise Refusal(404, f"There is no machine {machine!r}; there are {', '.join(known)}.", field="machine")
-    return judge(spec, known[machine] if machine else desk.machine.get(), Path.cwd())
+    return judge(spec, place(desk, machine), Path.cwd())
+
+
+def place(desk: Desk, name: str) -> Machine:
+    """The machine of that name; without one this machine. Raises Refusal."""
+    if name and name not in desk.machines:
+        raise Refusal(404, f"There is no machine {name!r}; there are {', '.join(desk.machines)}.", field="machine")
+    return desk.machines[name] if name else desk.machine.get()
 
 
 def values_of(spec: RunSpec) -> dict[str, Any]:
@@ -204,18 +223,19 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "message": finding.message,
         "fields": list(finding.fields),
         "source": finding.source,
-        "fixes": [_fix(fix.label, fix.safe, fix.patch, spec) for fix in finding.fixes],
+        "fixes": [_fix(fix, spec) for fix in finding.fixes],
     }
 
 
-def _fix(label: str, safe: bool, patch: Mapping[str, Any], spec: RunSpec) -> dict[str, Any]:
+def _fix(fix: Fix, spec: RunSpec) -> dict[str, Any]:
     known = by_name()
-    changed = {name: value for name, value in patch.items() if get(spec, name) != value}
+    changed = {name: value for name, value in fix.patch.items() if get(spec, name) != value}
     diff = [
         {"name": n, "label": known[n].label, "from": _said(n, get(spec, n)), "to": _said(n, value)}
         for n, value in changed.items()
     ]
-    return {"label": label, "safe": safe, "patch": {n: text(known[n], v) for n, v in changed.items()}, "diff": diff}
+    patch = {n: text(known[n], v) for n, v in changed.items()}
+    return {"label": fix.label, "safe": fix.safe, "cost": fix.cost, "peak": fix.peak, "patch": patch, "diff": diff}
 
 
 def _said(name: str, value: Any) -> Any:

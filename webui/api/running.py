@@ -76,7 +76,7 @@ def _made(desk: Desk, values: Any, key: str) -> Run:
     if not found.can_run:
         titles = "; ".join(f["title"] for f in findings if f["level"] == "error")
         raise Refusal(422, f"Not started: {titles}.", findings=findings)
-    run = Run.create(desk.runs, found.title, found.plan, datetime.now(), found.about)
+    run = Run.create(desk.runs, found.title, found.plan, datetime.now(), found.about, found.expected)
     if key:
         desk.keys.keep(key, run.id)
     return run
@@ -102,6 +102,7 @@ def show(desk: Desk, ask: Ask) -> dict[str, Any]:
         "summary": run.summary(),
         "progress": run.progress(),
         "result": run.result(),
+        "estimate": run.estimate(),
         "failure": run.failure(),
         "spec": _changes(yaml),
         "yaml": yaml,

@@ -116,19 +116,11 @@
     }
   }
 
-  // Safe fixes, one after the other, each checked, until no error has one; it ends since a patch is never applied twice.
-  async function fixAll() {
-    const before = FP.form.values();
-    const done = new Set();
-    let values = before;
-    for (;;) {
-      const { findings } = await FP.post("api/check", { values, draft: "", machine: place(), seq: 0 });
-      const next = findings.filter((f) => f.level === "error").flatMap((f) => f.fixes).find((x) => x.safe && !done.has(JSON.stringify(x.patch)));
-      if (!next) break;
-      done.add(JSON.stringify(next.patch));
-      values = { ...values, ...next.patch };
-    }
-    FP.form.fill(values, { undo: `${done.size} ${done.size === 1 ? "fix" : "fixes"} applied.` });
+  async function fixAll() { // one change, and one Undo
+    const found = await FP.post("api/fix", { values: FP.form.values(), machine: place() });
+    const count = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
+    const left = found.left.length ? ` Left: ${found.left.join("; ")}.` : "";
+    FP.form.fill(found.patch, { undo: count + left, more: FP.verdict.diffs(found.diff) });
   }
 
   async function clone(id) {
@@ -199,7 +191,7 @@
     theme();
     FP.on("edited", later);
     FP.on("clone", (id) => clone(id).catch((error) => FP.toast(error.message, "error")));
-    FP.on("fixall", () => fixAll().catch((error) => FP.toast(error.message, "error")));
+    $("#fp-fix-all").addEventListener("click", () => fixAll().catch((error) => FP.toast(error.message, "error")));
     $("#fp-start").addEventListener("click", start);
     $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
     $("#fp-import-file").addEventListener("change", importFile);

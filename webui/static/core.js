@@ -55,15 +55,15 @@ window.FP = (() => {
     },
   };
 
-  function toast(text, level = "info", action) {
+  function toast(text, level = "info", action, more) { // more: what is read slowly; it stays until it is dismissed
     let area = $("#fp-toasts");
     if (!area) document.body.append((area = el("div", { id: "fp-toasts", role: "status", "aria-live": "polite" })));
     const close = () => note.remove();
-    const note = el("div.fp-toast", { "data-level": level }, el("span", {}, text),
+    const note = el("div.fp-toast", { "data-level": level }, el("div", {}, text, more),
       action && el("button.fp-link", { type: "button", onclick: () => { close(); action.run(); } }, action.label),
       el("button.fp-icon", { type: "button", "aria-label": "Dismiss", onclick: close }, "\u00d7"));
     area.replaceChildren(note);
-    setTimeout(close, level === "error" ? 12000 : 7000);
+    if (!more) setTimeout(close, level === "error" ? 12000 : 7000);
   }
 
   function confirm(text, label = "OK", final = false) {

@@ -89,13 +89,13 @@ FP.form = (() => {
     $(".fp-head-said", section).textContent = parts.join(" \u00b7 ");
   }
 
-  function fill(changes, { undo = "", quiet = false } = {}) {
+  function fill(changes, { undo = "", more = null, quiet = false } = {}) {
     if (undo) past.push({ ...values });
     values = { ...values, ...changes };
     pending = about.names.map((name) => values[name]);
     document.getElementById("fp-fill").click();
     if (quiet) show(); else changed();
-    if (undo) FP.toast(undo, "info", { label: "Undo", run: back });
+    if (undo) FP.toast(undo, "info", { label: "Undo", run: back }, more);
   }
   function filling() { return pending; }
   function back() { if (past.length) fill(past.pop()); }

@@ -131,7 +131,7 @@ window.FPRun = (() => {
     page.log.ranks(detail.ranks || []);
     once("failure", detail.failure, failure);
     once("samples", detail.result && detail.result.samples, samples);
-    once("details", [detail.spec, detail.command, detail.joining, detail.yaml, detail.script, steps], details);
+    once("details", [detail.spec, detail.command, detail.joining, detail.yaml, detail.script, steps, detail.result, detail.estimate], details);
     once("downloads", id, downloads);
     if (over()) once("over", summary.state, page.charts.redraw);
     cards();
@@ -202,8 +202,9 @@ window.FPRun = (() => {
     else if (started && !over()) made.push(["Time so far", FP.duration(Date.now() / 1000 - stamp(started))]);
     else if (started && end) made.push(["Time", FP.duration(stamp(end) - stamp(started))]);
     if (result.trainable_parameters) made.push(["Trained parameters", short(result.trainable_parameters), result.parameters ? `${percent(result.trainable_parameters / result.parameters)} of ${short(result.parameters)}` : ""]);
-    const peak = Math.max(0, ...(result.peak_bytes || []).filter(Number.isFinite));
-    if (peak) made.push(["Peak memory", FP.bytes(peak), (result.peak_bytes || []).length > 1 ? "of the fullest rank" : ""]);
+    const peaks = (result.peak_bytes || []).filter(Number.isFinite);
+    const said = (detail.estimate || {}).measured_bytes;
+    if (peaks.length) made.push(["Peak memory", FP.bytes(Math.max(...peaks)), said ? `estimated ${FP.bytes(said)}` : peaks.length > 1 ? "of the fullest rank" : ""]);
     page.cards.hidden = !made.some((card) => card[0] !== "Time so far" && card[0] !== "Time");
     once("cards", made.map((card) => (Array.isArray(card) ? card : card.textContent)), () =>
       page.cards.replaceChildren(...made.map((card) => (Array.isArray(card) ? el("div.fp-result", {}, el("dt", {}, card[0]), el("dd", {}, card[1]), card[2] ? el("dd.fp-dim", {}, card[2]) : null) : card))));
@@ -256,17 +257,27 @@ window.FPRun = (() => {
   function flat(tree, before = "") {
     return Object.entries(tree || {}).flatMap(([name, value]) => (value && typeof value === "object" && !Array.isArray(value) ? flat(value, `${before}${name}.`) : [[before + name, value]]));
   }
-  function details([spec, command, joining, yaml, script, steps]) {
+  function details([spec, command, joining, yaml, script, steps, result, estimate]) {
     const rows = flat(spec);
     const text = (body) => el("pre.fp-code", { tabindex: 0 }, body);
     page.details.replaceChildren(...[
       fold("Configuration", rows.length ? el("table.fp-pairs", {}, el("tbody", {}, rows.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, said(value)))))) : el("p.fp-dim", {}, "All options have their defaults.")),
+      (result || {}).peak_bytes || (estimate || {}).rows ? fold("Memory", memory(result || {}, estimate || {})) : null,
       command && fold("Command", text(command), () => FP.copy(command, "Command")),
       joining && fold("Other nodes", text(joining), () => FP.copy(joining, "Commands")),
       yaml && fold("spec.yaml", text(yaml), () => FP.copy(yaml, "spec.yaml")),
       script && fold("run.sh", text(script), () => FP.copy(script, "run.sh")),
       steps.length ? fold(steps.length === 1 ? "1 checkpoint" : `${steps.length} checkpoints`, el("p", {}, `At step ${[...steps].sort((a, b) => a - b).map((n) => FP.num(n)).join(", ")}.`)) : null,
     ].filter(Boolean));
+  }
+  // What was said of each device before, and what each rank held. torch does not see what the driver takes.
+  function memory({ peak_bytes: peaks = [], reserved_bytes: reserved = [] }, { rows = [], device_bytes: whole }) {
+    const line = (cells, tag = "td") => el("tr", {}, cells.map((cell, i) => el(i ? `${tag}.fp-n` : tag, {}, cell)));
+    const more = reserved.some(Number.isFinite);
+    const parts = rows.filter((row) => row.where === "device" && row.bytes > 0);
+    return el("div.fp-memory-tables", {},
+      peaks.length ? el("table.fp-rows", {}, el("thead", {}, line(["Measured", "Peak", ...(more ? ["Reserved"] : [])], "th")), el("tbody", {}, peaks.map((peak, rank) => line([`Rank ${rank}`, FP.bytes(peak), ...(more ? [FP.bytes(reserved[rank])] : [])])))) : null,
+      parts.length ? el("table.fp-rows", {}, el("thead", {}, line(["Estimated, each device", FP.bytes(whole)], "th")), el("tbody", {}, parts.map((row) => line([row.name, FP.bytes(row.bytes)])))) : null);
   }
   function downloads() {
     const files = [["Report", "report.png"], ["Metrics", "metrics.csv"], ["Log", "log.txt"], ["Configuration", "spec.yaml"]];

@@ -4,6 +4,7 @@ FP.verdict = (() => {
   const { el, $ } = FP;
   let script = "";
   let tab = "command";
+  const MOST = 3; // fixes on a card; the card of the memory has all that are about it
 
   function draw(answer) {
     const { verdict, findings, invalid } = answer;
@@ -12,11 +13,18 @@ FP.verdict = (() => {
     $(".fp-verdict-text", box).textContent = verdict.text;
     $(".fp-verdict-more", box).textContent = [answer.place && `On ${answer.place}`, answer.summary].filter(Boolean).join(": ");
     $("#fp-start").disabled = verdict.level === "error" || verdict.level === "invalid";
+    mendable(findings.filter((f) => f.level === "error"));
     marks(findings, invalid);
     FP.form.offer(answer.names || {});
     cards(findings, invalid);
-    memory(answer.memory);
+    memory(answer.memory, findings.find((f) => ["MEM001", "MEM002"].includes(f.code)));
     preview(answer.preview);
+  }
+
+  function mendable(errors) {
+    const safe = errors.filter((f) => f.fixes.some((x) => x.safe));
+    $("#fp-fix-all").hidden = !safe.length;
+    $("#fp-fix-all").textContent = safe.length === errors.length ? "Fix everything" : "Fix what is safe";
   }
 
   function offline(text) {
@@ -40,10 +48,7 @@ FP.verdict = (() => {
   function cards(findings, invalid) {
     const list = invalid.map((p) => card({ level: "error", title: p.field ? FP.form.label(p.field) : "This is no run", message: `${p.field ? "This value " : ""}${p.message}.`, fields: p.field ? [p.field] : [], fixes: [] }));
     list.push(...findings.map(card));
-    const safe = findings.filter((f) => f.level === "error" && f.fixes.some((x) => x.safe));
-    const all = safe.length > 1 && el("button.fp-link", { type: "button", onclick: () => FP.emit("fixall") }, "Fix all that is safe");
-    const box = $("#fp-findings");
-    box.replaceChildren(...(all ? [el("div.fp-card-head", {}, el("span.fp-gap"), all)] : []), ...list);
+    $("#fp-findings").replaceChildren(...list);
   }
 
   function card(f) {
@@ -52,18 +57,19 @@ FP.verdict = (() => {
       el("header", {}, el("span.fp-level", {}, { error: "Error", warning: "Warning", advice: "Advice" }[f.level]), el("h4", {}, f.title), el("span.fp-gap"), f.code && el("a.fp-code-link", { href: FP.url(`rules#${f.code}`), target: "_blank", rel: "noopener" }, f.code)),
       el("p", {}, f.message),
       links.length ? el("p.fp-links", {}, ...links) : null,
-      ...f.fixes.map(fix),
+      ...f.fixes.slice(0, MOST).map(fix),
       f.source && el("p.fp-source", {}, `Source: ${f.source}`));
   }
 
+  const take = (x) => FP.form.fill(x.patch, { undo: `${x.label}: done.` });
   function fix(x) {
-    const diff = x.diff.map((d) => el("span.fp-diff", {}, `${d.label}: `, el("s", {}, say(d.from)), " \u2192 ", el("b", {}, say(d.to))));
-    return el("div.fp-fix", {}, el("button.fp-button", { type: "button", onclick: () => FP.form.fill(x.patch, { undo: `${x.label}: done.` }) }, x.label),
-      el("span.fp-diffs", {}, ...diff, x.safe ? null : el("em.fp-dim", {}, " changes what is learned")));
+    return el("div.fp-fix", {}, el("button.fp-button", { type: "button", onclick: () => take(x) }, x.label), price(x), diffs(x.diff));
   }
+  const price = (x) => el("span.fp-dim", {}, [x.cost, x.safe ? "" : "changes what is learned"].filter(Boolean).join("; "));
+  const diffs = (list) => el("span.fp-diffs", {}, ...list.map((d) => el("span.fp-diff", {}, `${d.label}: `, el("s", {}, say(d.from)), " \u2192 ", el("b", {}, say(d.to)))));
   const say = (value) => (value === "" || value === null ? "empty" : value === true ? "on" : value === false ? "off" : typeof value === "number" ? FP.num(value) : String(value));
 
-  function memory(m) {
+  function memory(m, full) {
     const box = $("#fp-memory");
     box.hidden = !m;
     if (!m) return;
@@ -77,8 +83,13 @@ FP.verdict = (() => {
       el("div.fp-card-head", {}, el("h3", {}, m.device_label ? `Memory, ${m.device_label}` : "Memory"), el("span.fp-gap"), el("span.fp-figure", { "data-level": level }, text)),
       m.fetch ? el("button.fp-link", { type: "button", onclick: (event) => fetchConfig(event.target, m.fetch) }, "Read its config.json from the hub") : "",
       m.unknown ? "" : el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map((r, i) => part(r, i, scale))),
+      full && full.fixes.length ? fitting(full) : "",
       m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)),
       m.unknown ? "" : FP.whatif.place());
+  }
+  function fitting(full) {
+    const row = (x) => el("tr", {}, el("td", {}, el("button.fp-link", { type: "button", onclick: () => take(x) }, x.label), el("div.fp-dim", {}, price(x))), el("td.fp-n", {}, FP.bytes(x.peak)));
+    return el("table.fp-rows.fp-fitting", {}, el("caption", {}, full.level === "error" ? "What would make it fit" : "What would leave more room"), el("tbody", {}, ...full.fixes.map(row)));
   }
   async function fetchConfig(button, model) {
     button.disabled = true;
@@ -118,5 +129,5 @@ FP.verdict = (() => {
     $("#fp-preview-notes").textContent = file ? file.about : p.notes.join(" ");
   }
 
-  return { draw, offline, script: () => script };
+  return { draw, offline, diffs, script: () => script };
 })();
