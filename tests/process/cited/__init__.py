@@ -7,7 +7,10 @@ place, and that the versions that sources name are the installed ones. A rule th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import TypeVar
+
+import pytest
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
@@ -29,11 +32,21 @@ ABSENT = ("flash_attn", "liger_kernel", "unsloth")
 
 
 def cites(*codes: str) -> Callable[[Test], Test]:
-    """Mark a test as the one that shows that these rules are true."""
+    """Mark a test as the one that shows that these rules are true. Where it fails it says of which."""
 
     def mark(test: Test) -> Test:
         for code in codes:
             CITED.setdefault(code, []).append(test.__name__)
-        return test
+
+        @wraps(test)
+        def noted(*given: object, **more: object) -> object:
+            __tracebackhide__ = True
+            try:
+                return test(*given, **more)
+            except (Exception, pytest.fail.Exception) as error:
+                error.add_note(f"Not as its source says any more: {', '.join(codes)}.")
+                raise
+
+        return noted  # type: ignore[return-value]
 
     return mark

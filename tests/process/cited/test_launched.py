@@ -55,6 +55,13 @@ def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None
     assert not list(disk.iterdir())
 
 
+def test_the_step_of_an_offloaded_optimizer_is_adams(tmp_path: Path, host: Host) -> None:
+    """STR012, which we refuse: DeepSpeed steps otherwise than it was asked."""
+    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optimizer": "sgd"}
+    found = result(ended(tmp_path / "run", asked, host))
+    assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
+
+
 GATHER = """
 import torch, torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
