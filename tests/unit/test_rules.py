@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 210
+COUNT = 212
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -260,6 +260,27 @@ def test_apple_gpus_do_not_meet() -> None:
     spec = edit(RunSpec(), {**SPREAD, "launch.processes": 1})
     assert "STR002" in codes(check(spec, apple, DEMO))
     assert "STR002" not in codes(check(spec, LAPTOP, DEMO))
+
+
+@pytest.mark.parametrize(
+    ("patch", "raised"),
+    [
+        ({}, False),
+        ({"method.freeze_also": ("norm",)}, True),
+        ({"method.freeze_also": ("embed_tokens", "norm", "lm_head")}, False),  # all that lies beside the layers
+        ({"method.freeze_also": ("self_attn",)}, True),
+        ({"method.freeze_also": ("layers",)}, False),
+        ({"train.stage": "reward", "data.builtin": "train-pairs"}, True),
+        ({"method.freeze_also": ("norm",), "precision.compute": "fp32"}, False),
+        ({"method.freeze_also": ("norm",), "precision.compute": "pure_bf16"}, False),
+        ({"method.freeze_also": ("norm",), "parallel.strategy": "fsdp2"}, False),
+    ],
+)
+def test_a_unit_of_the_first_fsdp_has_one_type(patch: dict[str, Any], raised: bool) -> None:
+    base = {"parallel.strategy": "fsdp1", "method.kind": "freeze", "train.learning_rate": 1e-6}
+    shape = LLAMA_8B.scoring if patch.get("train.stage") == "reward" else LLAMA_8B
+    found = check(edit(RunSpec(), {**base, **patch}), TWO_H100, replace(DEMO, shape=shape))
+    assert ("STR046" in codes(found)) == raised
 
 
 def test_hidden_options_raise_nothing() -> None:
