@@ -30,6 +30,7 @@ from backend.machine import Machine
 from backend.options import edit
 from backend.paths import HOME
 from backend.train import engine
+from backend.train.journal import TrainError
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -407,3 +408,10 @@ def test_ddp_does_not_reach_a_tower_by_text(root: Path, host: Host, seeing: Path
     for name, asked, code in (("as-it-is", spec, 1), ("mended", edit(spec, found.fixes[0].patch), 0)):
         write(root / f"{name}-{kind}", asked)
         assert host.run(root / f"{name}-{kind}", 2) == code, text(root / f"{name}-{kind}")
+
+
+def test_intel_gpus_without_their_collectives_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train alone."""
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
+    with pytest.raises(TrainError, match=r"launch\.device: .* XCCL"):
+        engine.arguments(a_spec({"parallel.strategy": "ddp"}), tmp_path, "xpu", 2)

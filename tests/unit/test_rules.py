@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 212
+COUNT = 214
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -121,7 +121,9 @@ def test_order_is_fixed() -> None:
     assert found == check(spec, LAPTOP, DEMO)
 
 
+OLD = replace(EQUIPPED, versions=dict.fromkeys(EQUIPPED.versions, "0.1"))
 MACHINES = (
+    OLD,
     replace(TWO_H100, triton=False),
     LAPTOP,
     SMALL,
@@ -281,6 +283,21 @@ def test_a_unit_of_the_first_fsdp_has_one_type(patch: dict[str, Any], raised: bo
     shape = LLAMA_8B.scoring if patch.get("train.stage") == "reward" else LLAMA_8B
     found = check(edit(RunSpec(), {**base, **patch}), TWO_H100, replace(DEMO, shape=shape))
     assert ("STR046" in codes(found)) == raised
+
+
+@pytest.mark.parametrize(
+    ("patch", "package", "version", "raised"),
+    [
+        ({"train.optimizer": "schedule_free_radam"}, "schedulefree", "1.3", True),
+        ({"train.optimizer": "schedule_free_adamw"}, "schedulefree", "1.3", False),
+        ({"train.optimizer": "adamw_8bit_torchao"}, "torchao", "0.9.0+cpu", True),
+        ({"train.optimizer": "adamw"}, "torchao", "0.9.0", False),
+        ({"method.quantization": "int8"}, "bitsandbytes", "0.46.1", False),
+    ],
+)
+def test_packages_that_are_too_old(patch: dict[str, Any], package: str, version: str, raised: bool) -> None:
+    machine = replace(EQUIPPED, versions={**EQUIPPED.versions, package: version})
+    assert ("HW007" in codes(check(edit(RunSpec(), patch), machine, DEMO))) == raised
 
 
 def test_hidden_options_raise_nothing() -> None:
