@@ -33,7 +33,7 @@ from backend.rules.examples import (
 )
 from backend.spec import RunSpec
 
-COUNT = 214
+COUNT = 215
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
