@@ -133,10 +133,15 @@ def _trainable(method: Method, shape: ModelShape) -> int:
     if method.kind == "lora":
         added = kept(shape, SCORE) + sum(low_rank(method, leaf) for leaf in adapted(method, shape))
         return added + sum(kept(shape, name) for name in method.lora_modules_to_save)
+    names = unfrozen(method, shape)
+    return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
+
+
+def unfrozen(method: Method, shape: ModelShape) -> list[str]:
+    """Names of the modules that are trained where the others are frozen."""
     wanted = method.freeze_layers
     layers = range(shape.layers)[-wanted:] if wanted > 0 else range(min(-wanted, shape.layers))
-    names = [SCORE, *method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
-    return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
+    return [SCORE, *method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
 
 
 def low_rank(method: Method, leaf: Leaf) -> int:

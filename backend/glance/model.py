@@ -17,6 +17,9 @@ from backend.paths import model_folder
 from backend.shape import Unknown, from_config
 from backend.spec import RunSpec
 
+# Of these AutoModelForCausalLM makes the whole; transformers 5.23 models/auto/modeling_auto.py.
+TOWERS = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "phi4_multimodal")
+
 
 def look_at_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a Glance that speak of the model, as the stage has it."""
@@ -82,8 +85,10 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said = f"{folder / 'config.json'} cannot be read: {error}."
         return {"unknown": "config.json cannot be read", "model": said}
+    towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
     packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    return {**_shape(config), "packed": packed, "model": _missing(folder), "has_template": _has_template(folder)}
+    found = {**_shape(config), "packed": packed, "towers": towers}
+    return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Floor 1. Imports: kinds, packages.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -263,7 +264,9 @@ def _headers() -> bool:
 
 def _triton(cache: Path) -> bool:
     """Whether Triton can build its launcher, or need not: it looks for compilers in this order, and keeps what it
-    built."""
+    built. Where it is not installed nobody asks it."""
+    if importlib.util.find_spec("triton") is None:
+        return True
     names = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
     return (any(map(shutil.which, names)) and _headers()) or any(cache.glob("*/*_utils.*so"))
 

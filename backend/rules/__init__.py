@@ -35,6 +35,7 @@ from backend.rules import (
     trainer,
     tuning,
     unsloth,
+    versions,
 )
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
@@ -52,7 +53,7 @@ RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
     "DAT": (data, "Rows"),
-    "HW": ((hardware, devices), "Machine"),
+    "HW": ((hardware, devices, versions), "Machine"),
     "KRN": (kernels, "Attention and kernels"),
     "LCH": ((launch, launchers), "Launch"),
     "MDL": (method, "Model and template"),
@@ -61,7 +62,7 @@ FAMILIES = {
     "NOD": (nodes, "Nodes"),
     "OPT": ((optimizer, tuning), "Optimizer"),
     "OUT": (trainer, "What is kept"),
-    "PRC": (hardware, "Precision"),
+    "PRC": ((hardware, kernels), "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
     "STR": ((strategy, sharding, tokens, further, contrary), "Strategy"),

@@ -50,7 +50,7 @@ FULL_DISK = replace(LAPTOP, disk_free_bytes=GIB)
 BARE = replace(LAPTOP, versions={"torch": "2.13.0"})
 
 # With every package that an optimizer or a precision may ask for.
-EXTRAS = {row.package: "1" for t in (catalog.OPTIMIZERS, catalog.FP8_BACKENDS) for row in t.values() if row.package}
+EXTRAS = {row.package: "9" for t in (catalog.OPTIMIZERS, catalog.FP8_BACKENDS) for row in t.values() if row.package}
 EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO = (
     replace(machine, versions={**INSTALLED, **EXTRAS}) for machine in (LAPTOP, H100, TWO_H100)
 )

@@ -274,3 +274,28 @@ def unknown_attention(case: Case) -> str | None:
     if shape is None or (shape.model_type, asked) not in LACKS:
         return None
     return f"{shape.architecture} has no {catalog.ATTENTIONS[asked].label}."
+
+
+EXACT = {"train.compile": True, "precision.compute": "fp32"}
+
+
+@rule(
+    "PRC013",
+    "warning",
+    fields=("precision.compute", "train.compile"),
+    title="Compiled, full precision becomes TF32",
+    source="accelerate 1.15 state.py: allow_tf32 is switched on where a model is compiled without mixed precision; "
+    "transformers 5.23 training_args.py likewise",
+    fixes=(
+        Fix("Say so: TF32", {"precision.compute": "tf32"}),
+        Fix("Without compiling", {"train.compile": False}, cost="slower steps"),
+    ),
+    bad=Example(EXACT, H100),
+    good=Example({**EXACT, "precision.compute": "tf32"}, H100),
+    proof="gpu",
+)
+def compiled_to_tf32(case: Case) -> str | None:
+    """On NVIDIA's GPUs since Ampere the libraries multiply with ten bits of mantissa then, whatever was asked for."""
+    asked = case.spec.train.compile and case.spec.precision.compute == "fp32" and case.device == "cuda"
+    newer = any(gpu.capability >= (8, 0) for gpu in case.machine.gpus)
+    return "fp32 was asked for, and compiling." if asked and newer else None

@@ -59,6 +59,9 @@ def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
         for name in asked
         if given.get(name) is not None and name in ours and given[name] != ours[name]
     }
+    taken = case.spec.launch.devices or [gpu.id for gpu in case.machine.gpus[: case.processes]]
+    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, taken)):
+        found.pop("gpu_ids", None)
     if given.get("use_cpu") is True and case.device != "cpu":
         found["use_cpu"] = f"the form takes {catalog.DEVICES[case.device].label}"
     if given.get("parallelism_config"):

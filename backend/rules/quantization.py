@@ -318,3 +318,19 @@ def dora_as_it_came(case: Case) -> str | None:
     method = case.spec.method
     asked = method.kind == "lora" and method.lora_dora and case.glance.packed in ("gptq", "awq")
     return f"Its weights come as {_came(case).label}." if asked else None
+
+
+@rule(
+    "QNT017",
+    "advice",
+    fields=("precision.compute", "model.path", "model.hub_id"),
+    title="AWQ's weights become fp16",
+    source="transformers 5.23 quantizers/quantizer_awq.py update_dtype: bfloat16 is cast to float16 on cuda and xpu",
+    fixes=(Fix("fp16", {"precision.compute": "fp16"}, safe=False),),
+    bad=Example({**PATH, "precision.compute": "bf16"}, READY, replace(DEMO, packed="awq")),
+    good=Example({**PATH, "precision.compute": "fp16"}, READY, replace(DEMO, packed="awq")),
+)
+def halves_of_awq(case: Case) -> str | None:
+    """Its kernels know fp16 alone, so what is not packed is held in it, whatever the run computes in."""
+    asked = case.glance.packed == "awq" and case.device in ("cuda", "xpu") and case.precision == "bf16"
+    return "The run computes in bf16." if asked else None

@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
+from backend.derived import masters
 from backend.rules.base import Case, Example, Fix, rule
-from backend.rules.examples import LAPTOP, TWO_H100
-from backend.rules.fixes import DDP, ONE, ZERO2
+from backend.rules.examples import DEMO, LAPTOP, TWO_H100
+from backend.rules.fixes import DDP, FSDP2, ONE, ZERO2
+from backend.shape import ModelShape, matches, unfrozen
 
 ZERO = {"parallel.strategy": "zero2"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "deepspeed"}
+SEEING = replace(DEMO, towers=True)
+FREEZE = {"parallel.strategy": "fsdp1", "method.kind": "freeze", "train.learning_rate": 1e-5}
 APPLE = replace(LAPTOP, device="mps", name="Apple")
 
 
@@ -174,3 +178,62 @@ def stale_lock(case: Case) -> str | None:
     without a word."""
     lock = case.machine.stale_lock
     return f"Delete {lock}." if lock and case.strategy.engine == "deepspeed" and case.device == "cpu" else None
+
+
+@rule(
+    "STR045",
+    "error",
+    fields=("parallel.find_unused_parameters", "parallel.strategy"),
+    title="DDP would wait for layers that text does not reach",
+    source="seen with torch 2.13 and a Gemma 3 on two processes: Expected to have finished reduction in the prior "
+    "iteration, at the second step",
+    fixes=(Fix("Find them", {"parallel.find_unused_parameters": True}, cost="a search in every step"), FSDP2),
+    bad=Example({"parallel.strategy": "ddp"}, TWO_H100, SEEING),
+    good=Example({"parallel.strategy": "ddp", "parallel.find_unused_parameters": True}, TWO_H100, SEEING),
+)
+def unreached(case: Case) -> str | None:
+    """The model has layers for pictures or sound. Rows of text leave them without a gradient, for which DDP waits
+    unless it looks for such weights in every step."""
+    method, parallel = case.spec.method, case.spec.parallel
+    # Adapters by name, and single layers, may stay clear of them.
+    taught = method.kind == "full" or (method.kind == "lora" and method.lora_targets != "custom")
+    waits = case.strategy.engine == "ddp" and case.world > 1 and not parallel.find_unused_parameters
+    found = case.glance.towers and waits and taught
+    return "Rows of text do not reach its layers for pictures or sound." if found else None
+
+
+def _units(shape: ModelShape, names: list[str]) -> bool:
+    """Whether a layer, or what lies beside the layers, has both trained and frozen weights."""
+    units: dict[str, set[bool]] = {}
+    for leaf in shape.leaves():
+        inner = leaf.path.startswith(f"{shape.stack}.")
+        unit = leaf.path[len(shape.stack) + 1 :].partition(".")[0] if inner else ""
+        if leaf.parameters:
+            units.setdefault(unit, set()).add(any(matches(leaf.path, name) for name in names))
+    return any(len(kinds) > 1 for kinds in units.values())
+
+
+@rule(
+    "STR046",
+    "error",
+    fields=("method.freeze_also", "parallel.strategy", "precision.compute"),
+    title="FSDP1 wants one type in a layer",
+    source="torch 2.13 distributed/fsdp/_flat_param.py: Must flatten tensors with uniform dtype",
+    fixes=(
+        FSDP2,
+        Fix("Whole layers alone", {"method.freeze_also": ()}, safe=False, cost="what is named stays as it is"),
+        Fix("Full precision", {"precision.compute": "fp32"}, safe=False, cost="twice the memory, slower"),
+    ),
+    bad=Example({**FREEZE, "method.freeze_also": ("norm",)}, TWO_H100),
+    good=Example(FREEZE, TWO_H100),
+)
+def mixed_units(case: Case) -> str | None:
+    """The first FSDP lays the weights of a layer end to end, and so what lies beside the layers. Trained ones are held
+    in fp32 and frozen ones are not, so none of these may have both."""
+    method, shape = case.spec.method, case.shape
+    held = case.precision != "fp32" and masters(case.spec)
+    if case.strategy.version != 1 or method.kind != "freeze" or shape is None or not held:
+        return None
+    if case.spec.parallel.wrap_layers or not _units(shape, unfrozen(method, shape)):
+        return None
+    return f"Some weights of a layer would be in {case.precision}, and others in fp32."

@@ -209,6 +209,8 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
     """Read and tokenize all rows. Raises TrainError."""
     train, held = collect(spec)
     work = work_of(spec, tokenizer, train)
+    if isinstance(work, Tokenizing) and work.writer and not work.writer.stops:
+        say("The chat template's marks end before the end of an answer: the model may not learn to stop (data.learn).")
     table, counts = tokenize(train, work, spec.data.workers, tick)
     say(f"{len(train):,} rows to learn from, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
     if not tick(len(train), len(train)):

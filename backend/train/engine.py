@@ -88,7 +88,10 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
         return found | (_ulysses(spec, family, world) if parallel.sequence > 1 else {})
     if world == 1:
         return found
-    found |= {"ddp_backend": device.backend(family), "ddp_timeout": parallel.timeout}
+    backend = device.backend(family)
+    if backend == "ccl":  # accelerate 1.15 state.py: each process would train alone, without a word
+        raise TrainError("launch.device: several Intel GPUs need a torch with XCCL: install that, or take one process.")
+    found |= {"ddp_backend": backend, "ddp_timeout": parallel.timeout}
     if row.engine == "ddp":
         found["ddp_find_unused_parameters"] = parallel.find_unused_parameters
         found["ddp_bucket_cap_mb"] = parallel.bucket_mb

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.chat_template_utils import (
+    get_training_chat_template,
+    has_generation_markers,
+    is_chat_template_stop_token_trained,
+)
 from trl.data_utils import common_prefix_length
 
 from backend.spec import RunSpec
@@ -62,6 +66,13 @@ class Writer:
             return cls(tokenizer, get_training_chat_template(tokenizer), everything)
         except (ValueError, TemplateError):  # none that TRL knows
             return cls(tokenizer, None, everything)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the end of an answer is learned too: some marks end before it, and the loss looks as well."""
+        if self.everything or self.marked is None:
+            return True
+        return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked))
 
     def prompt(self, turns: Turns, tools: Any = None) -> str:
         """What the model sees before it answers. Raises Unlearnable."""

@@ -132,6 +132,31 @@ def test_long_rows_are_cut_and_empty_ones_dropped_and_counted(tiny: Path, tmp_pa
         prepared(tiny, tmp_path, [long])
 
 
+MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}INSIDE{% endgeneration %}OUTSIDE
+{% else %}{{ m['content'] }}<|im_end|>
+{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("place", "told"), [("INSIDE", False), ("OUTSIDE", True)])
+def test_marks_that_leave_out_the_end_are_told(tiny: Path, tmp_path: Path, place: str, told: bool) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
+    asked = {"data.template": "file", "data.template_file": str(template)}
+    spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK}))
+    tokens, said = AutoTokenizer.from_pretrained(tiny), []
+    templates.choose(spec, tokens)
+    data.prepare(spec, tokens, lambda done, of: True, said.append)
+    assert any("learn to stop" in line for line in said) == told
+
+
+def test_the_templates_here_learn_to_stop(tokenizer: Any) -> None:
+    assert Writer.of(tokenizer, everything=False).stops
+    tokenizer.chat_template = chatml(tokenizer)
+    assert Writer.of(tokenizer, everything=False).stops
+
+
 def test_pretraining_splits_long_texts_and_loses_nothing(tiny: Path, tmp_path: Path) -> None:
     text = "".join(f"Train {n} leaves. " for n in range(200))
     made, said = prepared(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})

@@ -17,10 +17,20 @@ from host import Host, write
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from trainings import Launch, a_folder, a_spec, losses, mostly_soak, result, text, together
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from backend.judge import judge
+from backend.machine import Machine
+from backend.options import edit
 from backend.paths import HOME
 from backend.train import engine
+from backend.train.journal import TrainError
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -380,3 +390,36 @@ def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.Monk
     wraps = fsdp_auto_wrap_policy(adapted)
     found = {type(m).__name__ for m in adapted.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)}
     assert "LlamaMLP" in found and "LlamaDecoderLayer" not in found
+
+
+@pytest.fixture(scope="module")
+def seeing(root: Path, tiny: Path) -> Path:
+    """A tiny Gemma 3, with a tower for pictures."""
+    talk = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    talk |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 2048, "sliding_window": 64}
+    eyes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    eyes |= {"image_size": 28, "patch_size": 14}
+    words = {"mm_tokens_per_image": 4, "image_token_index": 9, "boi_token_index": 8, "eoi_token_index": 7}
+    config = Gemma3Config(text_config=talk, vision_config=eyes, **words)
+    shutil.copytree(tiny, root / "seeing", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    Gemma3ForConditionalGeneration(config).save_pretrained(root / "seeing")
+    return root / "seeing"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ddp_does_not_reach_a_tower_by_text(root: Path, host: Host, seeing: Path, kind: str) -> None:
+    """As the rule says; its first fix helps."""
+    spec = a_spec({"parallel.strategy": "ddp", "model.source": "path", "model.path": str(seeing), "method.kind": kind})
+    found = next(f for f in judge(spec, Machine(), root).findings if f.code == "STR045")
+    for name, asked, code in (("as-it-is", spec, 1), ("mended", edit(spec, found.fixes[0].patch), 0)):
+        write(root / f"{name}-{kind}", asked)
+        assert host.run(root / f"{name}-{kind}", 2) == code, text(root / f"{name}-{kind}")
+
+
+def test_intel_gpus_without_their_collectives_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would train alone."""
+    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
+    with pytest.raises(TrainError, match=r"launch\.device: .* XCCL"):
+        engine.arguments(a_spec({"parallel.strategy": "ddp"}), tmp_path, "xpu", 2)

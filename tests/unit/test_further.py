@@ -113,6 +113,8 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH013", {"main_process_port": 1234}, NODES, True),
         ("LCH013", {"rdzv_backend": "c10d"}, NODES, True),
         ("LCH013", {"gpu_ids": "0"}, DDP, True),
+        ("LCH013", {"gpu_ids": "0,1"}, DDP, False),
+        ("LCH013", {"gpu_ids": "0,1"}, {**DDP, "launch.devices": (1, 0)}, True),
         ("LCH013", {"use_cpu": True}, DDP, True),
         ("LCH013", {"use_cpu": True}, {**DDP, "launch.device": "cpu"}, False),
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),

@@ -106,7 +106,12 @@ COMMANDS = {
     "deepspeed on GPU 1": Row(
         {"parallel.strategy": "zero3", "launch.processes": 1, "launch.devices": (1,), "launch.launcher": "deepspeed"},
         {"launcher": "deepspeed", "include": "localhost:1", "program": "your_program.py --deepspeed ds_config.json"},
-        {**SAME, **QUIET, "master_port": "deepspeed's own, said aloud: launch.port changes it"},
+        {
+            **SAME,
+            **QUIET,
+            "master_port": "deepspeed's own, said aloud: launch.port changes it",
+            "hostfile": "none: one that lies about, as /job/hostfile, would be read otherwise",
+        },
     ),
     "deepspeed by a hostfile": Row(
         {

@@ -44,10 +44,15 @@ def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    there = [True]
+    monkeypatch.setattr(probing.importlib.util, "find_spec", lambda name: there[0] or None)
     monkeypatch.setenv("CC", sys.executable)
     assert probe(tmp_path).triton
     monkeypatch.setenv("CC", "no-such-compiler")
     assert not probe(tmp_path).triton
+    there[0] = False
+    assert probe(tmp_path).triton, "it is not installed"
+    there[0] = True
     built = tmp_path / "X7C" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
     built.parent.mkdir()
     built.touch()

@@ -37,7 +37,7 @@ from backend.rules.examples import (
 from backend.rules.memory import NO_WAY
 from backend.spec import RunSpec
 
-COUNT = 213
+COUNT = 218
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -155,8 +155,11 @@ def test_order_is_fixed() -> None:
     assert found == check(spec, LAPTOP, DEMO)
 
 
+OLD = replace(EQUIPPED, versions=dict.fromkeys(EQUIPPED.versions, "0.1"))
 MACHINES = (
-    replace(TWO_H100, triton=False),
+    OLD,
+    replace(TWO_H100, triton=False, shm_bytes=2**26),
+    replace(TWO_H100, gpus=tuple(replace(gpu, users=("python (1)",), links=()) for gpu in TWO_H100.gpus)),
     LAPTOP,
     SMALL,
     H100,
@@ -170,6 +173,7 @@ MACHINES = (
 )
 GLANCES = (
     DEMO,
+    replace(DEMO, opening=900, lengths=(1000,)),
     Glance(),
     Glance(shape=GPT2, unknown="", rows=0, held=0, lengths=(0,)),
     Glance(shape=LLAMA_8B, unknown="", rows=1, columns=("x",), exact=False, lengths=(9000,)),
@@ -306,6 +310,42 @@ def test_apple_gpus_do_not_meet() -> None:
     spec = edit(RunSpec(), {**SPREAD, "launch.processes": 1})
     assert "STR002" in codes(check(spec, apple, DEMO))
     assert "STR002" not in codes(check(spec, LAPTOP, DEMO))
+
+
+@pytest.mark.parametrize(
+    ("patch", "raised"),
+    [
+        ({}, False),
+        ({"method.freeze_also": ("norm",)}, True),
+        ({"method.freeze_also": ("embed_tokens", "norm", "lm_head")}, False),  # all that lies beside the layers
+        ({"method.freeze_also": ("self_attn",)}, True),
+        ({"method.freeze_also": ("layers",)}, False),
+        ({"train.stage": "reward", "data.builtin": "train-pairs"}, True),
+        ({"method.freeze_also": ("norm",), "precision.compute": "fp32"}, False),
+        ({"method.freeze_also": ("norm",), "precision.compute": "pure_bf16"}, False),
+        ({"method.freeze_also": ("norm",), "parallel.strategy": "fsdp2"}, False),
+    ],
+)
+def test_a_unit_of_the_first_fsdp_has_one_type(patch: dict[str, Any], raised: bool) -> None:
+    base = {"parallel.strategy": "fsdp1", "method.kind": "freeze", "train.learning_rate": 1e-6}
+    shape = LLAMA_8B.scoring if patch.get("train.stage") == "reward" else LLAMA_8B
+    found = check(edit(RunSpec(), {**base, **patch}), TWO_H100, replace(DEMO, shape=shape))
+    assert ("STR046" in codes(found)) == raised
+
+
+@pytest.mark.parametrize(
+    ("patch", "package", "version", "raised"),
+    [
+        ({"train.optimizer": "schedule_free_radam"}, "schedulefree", "1.3", True),
+        ({"train.optimizer": "schedule_free_adamw"}, "schedulefree", "1.3", False),
+        ({"train.optimizer": "adamw_8bit_torchao"}, "torchao", "0.9.0+cpu", True),
+        ({"train.optimizer": "adamw"}, "torchao", "0.9.0", False),
+        ({"method.quantization": "int8"}, "bitsandbytes", "0.46.1", False),
+    ],
+)
+def test_packages_that_are_too_old(patch: dict[str, Any], package: str, version: str, raised: bool) -> None:
+    machine = replace(EQUIPPED, versions={**EQUIPPED.versions, package: version})
+    assert ("HW007" in codes(check(edit(RunSpec(), patch), machine, DEMO))) == raised
 
 
 def test_hidden_options_raise_nothing() -> None:
