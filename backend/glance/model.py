@@ -87,7 +87,8 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
         return {"unknown": "config.json cannot be read", "model": said}
     towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
     packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    found = {**_shape(config), "packed": packed, "towers": towers}
+    stacked = config.get("model_type") in catalog.STACKED
+    found = {**_shape(config), "packed": packed, "towers": towers, "stacked": stacked}
     return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
 
 

@@ -132,3 +132,32 @@ def dora_dropout(case: Case) -> str | None:
     """Its lengths are applied to what the base layer makes of the dropped input."""
     method = case.spec.method
     return f"Dropout is {method.lora_dropout:g}." if _lora(case) and method.lora_dora and method.lora_dropout else None
+
+
+MIXTURE = replace(DEMO, shape=None, stacked=True, unknown="it is a mixture of experts")
+
+
+@rule(
+    "ADP007",
+    "error",
+    fields=("method.lora_targets", "method.lora_dropout", "method.lora_dora", "method.lora_init"),
+    title="Adapters on experts are plain ones",
+    source="peft 0.21 lora/layer.py, ParamWrapper: refuses dropout and DoRA, and has no weight to take a start out of",
+    fixes=(
+        Fix("Attention alone", {"method.lora_targets": "attention"}, safe=False, cost="experts stay as they are"),
+        Fix(
+            "Plain adapters",
+            {"method.lora_dropout": 0.0, "method.lora_dora": False, "method.lora_init": "zero"},
+            safe=False,
+            cost="learns a little slower",
+        ),
+    ),
+    bad=Example({"method.lora_dora": True}, glance=MIXTURE),
+    good=Example({"method.lora_dora": True, "method.lora_targets": "attention"}, glance=MIXTURE),
+)
+def experts_are_plain(case: Case) -> str | None:
+    """The experts of a layer are one stacked parameter. An adapter on it is added to the weights before they are used,
+    so that there is no input to drop from, and no row to measure."""
+    method = case.spec.method
+    asked = case.glance.stacked and method.on_experts and not method.plain_lora
+    return "The model is a mixture of experts, and all of its linear layers are named." if asked else None

@@ -51,6 +51,17 @@ class Method(Section):
     freeze_also: Annotated[Names, Ui("Also train", when=FREEZE, widget="list")] = ()
     """Names of further modules to train, such as embed_tokens, norm, lm_head."""
 
+    @property
+    def plain_lora(self) -> bool:
+        """Whether adapters are A and B alone: nothing is dropped, measured, or taken out of the base weights."""
+        return not (self.lora_dropout or self.lora_dora or self.lora_init not in ("zero", "gaussian"))
+
+    @property
+    def on_experts(self) -> bool:
+        """Whether adapters would lie on a mixture's experts."""
+        named = self.lora_targets == "custom" and bool(catalog.EXPERTS.intersection(self.lora_target_modules))
+        return self.kind == "lora" and (self.lora_targets == "all-linear" or named)
+
 
 class Train(Section):
     """How long, how fast, with what."""

@@ -58,6 +58,11 @@ def _check(spec: RunSpec, model: Any, config: LoraConfig) -> None:
     method = spec.method
     if method.lora_init == "orthogonal" and method.lora_rank % 2:
         raise TrainError(f"method.lora_rank: an orthogonal start needs an even rank, not {method.lora_rank}.")
+    if method.on_experts and not method.plain_lora and model.config.model_type in catalog.STACKED:
+        raise TrainError(
+            "method.lora_targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "
+            "do without."
+        )
     if method.lora_init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
         raise TrainError("method.lora_init: OLoRA does not know the transposed layers of this model.")
 

@@ -19,6 +19,7 @@ from accelerate.utils import fsdp_utils
 from deepspeed.runtime.zero.partition_parameters import Init
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import dora
+from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed.fsdp._flat_param import FlatParamHandle
@@ -31,6 +32,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Mxfp4Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
@@ -257,3 +260,21 @@ def test_positions_beyond_the_table() -> None:
     model(torch.arange(8)[None])
     with pytest.raises(IndexError):
         model(torch.arange(9)[None])
+
+
+def _mixture(**more: Any) -> Qwen3MoeForCausalLM:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 32}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **sizes, num_experts=2, num_experts_per_tok=1, **more))
+
+
+@cites("ADP007")
+@pytest.mark.parametrize("more", [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_adapters_on_experts_are_plain(more: dict[str, Any]) -> None:
+    get_peft_model(_mixture(), LoraConfig(target_modules="all-linear"))
+    with pytest.raises((ValueError, AttributeError)):
+        get_peft_model(_mixture(), LoraConfig(target_modules="all-linear", **more))
+    fused = conversion._MOE_FUSED_TARGETS
+    kinds = {kind for kind, like in conversion._MODEL_TO_CONVERSION_PATTERN.items() if like in fused}
+    assert {*kinds, *fused} >= catalog.STACKED
+    names = {name for table in conversion._MOE_TARGET_MODULE_MAPPING.values() for name in table}
+    assert names == catalog.EXPERTS
