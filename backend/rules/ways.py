@@ -21,7 +21,7 @@ from backend.shape import from_config
 
 MOST = 6  # ways that are worth reading
 FEW = 3  # below it, rows are cut, too
-TRIES = 30  # combinations of one size that are worth the time
+TRIES = 12  # combinations of one size that are worth the time
 LOSSES = ((0, 0, 1), (1, 39, FEW), (40, 1000, 1))  # from, to; further changes are added until so many are found
 HOSTED = 1.2  # of the free RAM: as far as the estimate may be wrong
 ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
@@ -72,6 +72,8 @@ def after(case: Case, patch: Mapping[str, Any]) -> Case:
 def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
     """Ways that fit: those that keep what is learned, then what learns a little otherwise, then what cuts rows, if
     there are few others. What saves too little even if all savings added up is not looked at twice."""
+    if _load(_least(case).estimate) > share:
+        return
     load, useful = _load(case.estimate), _useful(case)
     alone = [[change] for change, saved in useful if load - saved <= share]
     rest = [(change, saved) for change, saved in useful if [change] not in alone]
@@ -86,6 +88,14 @@ def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
         if len(taken) < FEW:
             sets = [some for some in alone + enough if least <= _price(some)[0] <= most]
             yield from _fewest(sets, wanted, taken, case, share, known)
+
+
+def _least(case: Case) -> Case:
+    """The case with the last change of every kind: as little memory as options can do with, nearly."""
+    for kind in KINDS:
+        others = [after(case, change.fix.patch) for change in _changes(case, kind)[-2:]]
+        case = min([case, *others], key=lambda now: _load(now.estimate))
+    return case
 
 
 def _useful(case: Case) -> list[tuple[Change, float]]:
