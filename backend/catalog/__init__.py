@@ -33,8 +33,8 @@ from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDING
 __all__ = [
     "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "EXPERTS",
     "FLASH", "FOUR_BIT", "FSDP", "HUB", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS",
-    "OPTIMIZERS", "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STACKED", "STAGES", "STATE_DICTS", "STRATEGIES",
-    "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
+    "OPTIMIZERS", "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STACKED", "STAGES", "STATE_DICTS",
+    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
     "Quantization", "Stage", "Strategy",
 ]  # fmt: skip
 
