@@ -34,8 +34,8 @@ __all__ = [
     "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "EXPERTS",
     "FLASH", "FOUR_BIT", "FSDP", "HUB", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS",
     "OPTIMIZERS", "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STACKED", "STAGES", "STATE_DICTS",
-    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed", "Precision",
-    "Quantization", "Stage", "Strategy",
+    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed",
+    "Precision", "Quantization", "Stage", "Strategy",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {

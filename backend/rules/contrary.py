@@ -114,6 +114,14 @@ REFUSED: tuple[tuple[str, Refuses, str], ...] = (
 )
 
 
+# What DeepSpeed takes apart as a table (runtime/config.py); a table of ours may lie there too, and would be replaced.
+TABLES = (
+    "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comms_logger", "compile", "csv_monitor",
+    "data_efficiency", "data_types", "flops_profiler", "fp16", "hybrid_engine", "optimizer", "pipeline", "scheduler",
+    "tensor_parallel", "tensorboard", "wandb", "zero_optimization",
+)  # fmt: skip
+
+
 def _number(value: Any) -> float:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else 1
 
@@ -137,6 +145,7 @@ def refused_together(case: Case) -> Hit | None:
         for path, refuses, why in REFUSED
         if value_at(given, path) != keys.AUTO and refuses(case, lambda path: value_at(given, path))
     ]
+    found += [(name, "a table belongs there") for name in TABLES if not isinstance(given.get(name, {}), Mapping)]
     if not found:
         return None
     said = "; ".join(f"{path}: {why}" for path, why in found)

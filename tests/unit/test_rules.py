@@ -148,6 +148,13 @@ def test_which_engines_go_on_with_fewer_nodes(processes: int, least: int, more: 
     assert ("NOD006" in codes(found)) == refused
 
 
+def test_a_table_of_deepspeed_is_no_word() -> None:
+    keys = {"parallel.strategy": "zero2", "parallel.engine_keys": '{"activation_checkpointing": true}'}
+    found = next(f for f in judged(Example(keys, TWO_H100)) if f.code == "STR040")
+    assert "a table belongs there" in found.message
+    assert not codes(judged(Example({**keys, **found.fixes[0].patch}, TWO_H100)), "error")
+
+
 def test_order_is_fixed() -> None:
     spec = edit(RunSpec(), {"launch.device": "cuda", "train.accumulation": 999, "checkpoint.weights_only": True})
     found = check(spec, LAPTOP, DEMO)
