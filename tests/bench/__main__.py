@@ -5,9 +5,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import page, training
+from tests.bench import judging, page, training
 
 CASES = {
+    "check": judging.measure,
     "page": page.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
