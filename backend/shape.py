@@ -6,7 +6,7 @@ a sum over it: all parameters, what LoRA adds, what freeze leaves. Checked again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -85,12 +85,18 @@ class ModelShape:
         """The same model with a head that gives one number, in the place of the output layer."""
         return replace(self, tied=False, outside=(*self.outside[:-1], Leaf(SCORE, self.hidden, self.hidden, 1)))
 
-    def leaves(self) -> Iterable[Leaf]:
+    def leaves(self) -> tuple[Leaf, ...]:
         """Every leaf module with its full name."""
-        for number in range(self.layers):
-            for leaf in self.layer:
-                yield Leaf(f"{self.stack}.{number}.{leaf.path}", leaf.parameters, leaf.inputs, leaf.outputs)
-        yield from self.outside
+        return self._leaves
+
+    @cached_property
+    def _leaves(self) -> tuple[Leaf, ...]:
+        stacked = (
+            Leaf(f"{self.stack}.{number}.{leaf.path}", leaf.parameters, leaf.inputs, leaf.outputs)
+            for number in range(self.layers)
+            for leaf in self.layer
+        )
+        return *stacked, *self.outside
 
 
 def _end(path: str) -> str:

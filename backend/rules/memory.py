@@ -5,19 +5,18 @@ Floor 3. Imports: below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
 from backend import catalog
 from backend.machine import GIB
-from backend.memory import estimate
+from backend.memory import Estimate, estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.spec import RunSpec
 
-CLEARLY = 1.2  # beyond what the estimate may be wrong by
-NEAR = 0.9
+CLEARLY = 1.2  # of what is free: it does not start
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
 NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
@@ -38,9 +37,9 @@ SOURCE = "the estimate: closed formulas, checked against measured peaks"
 def does_not_fit(case: Case) -> Hit | None:
     """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
     found = case.estimate
-    if found.fits is None or found.device_bytes <= CLEARLY * found.capacity_bytes:
+    if found.fits is None or not _beyond(found):
         return None
-    return Hit(_message(case), tuple(_fixes(case, CLEARLY)), _fields(case))
+    return Hit(_message(case), tuple(_fixes(case, lambda it: not _beyond(it))), _fields(case))
 
 
 @rule(
@@ -53,11 +52,12 @@ def does_not_fit(case: Case) -> Hit | None:
     good=Example(),
 )
 def nearly_full(case: Case) -> Hit | None:
-    """The estimate is good to some fifteen percent, so this may or may not fit."""
+    """The most that the estimate allows for is more than what is free, so this may or may not fit."""
     found = case.estimate
-    if found.fits is None or not NEAR * found.capacity_bytes < found.device_bytes <= CLEARLY * found.capacity_bytes:
+    if found.fits is None or found.high_bytes <= found.capacity_bytes or _beyond(found):
         return None
-    return Hit(_message(case), tuple(_fixes(case, NEAR)), _fields(case))
+    most = f"It may come to {amount(found.high_bytes)}: {_message(case)}"
+    return Hit(most, tuple(_fixes(case, lambda it: it.high_bytes <= it.capacity_bytes)), _fields(case))
 
 
 @rule(
@@ -91,7 +91,11 @@ def host_full(case: Case) -> Hit | None:
 def _frees(case: Case, fix: Fix, room: int) -> bool:
     """Whether host and devices have room after it."""
     found = case.estimated(case.with_patch(fix.patch))
-    return found.host_bytes <= CLEARLY * room and found.device_bytes <= CLEARLY * found.capacity_bytes
+    return found.host_bytes <= CLEARLY * room and not _beyond(found)
+
+
+def _beyond(found: Estimate) -> bool:
+    return found.device_bytes > CLEARLY * found.capacity_bytes
 
 
 def _message(case: Case) -> str:
@@ -105,20 +109,15 @@ def _message(case: Case) -> str:
 def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest row depends on."""
     largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
-    if largest.name in ("Activations", "Loss"):
+    if largest.name in ("Activations", "A layer's gradients", "Loss"):
         return ("train.batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optimizer", "precision.compute")
 
 
-def _fixes(case: Case, share: float) -> list[Fix]:
-    """The first three changes, gentlest first, that bring the run within `share` of what is free."""
-    room = share * case.estimate.capacity_bytes
-    fitting = (f for f in _changes(case) if case.takes(f.patch) and _bytes(case, f) <= room)
-    return list(islice(fitting, 3))
-
-
-def _bytes(case: Case, fix: Fix) -> int:
-    return case.estimated(case.with_patch(fix.patch)).device_bytes
+def _fixes(case: Case, good: Callable[[Estimate], bool]) -> list[Fix]:
+    """The first three changes, gentlest first, that make the run's estimate `good`."""
+    tried = (f for f in _changes(case) if case.takes(f.patch))
+    return list(islice((f for f in tried if good(case.estimated(case.with_patch(f.patch)))), 3))
 
 
 def _changes(case: Case) -> Iterator[Fix]:
