@@ -105,6 +105,8 @@ def described(found: Estimate) -> dict[str, Any]:
     return {
         **asdict(found),
         "device_bytes": found.device_bytes,
+        "low_bytes": found.low_bytes,
+        "high_bytes": found.high_bytes,
         "host_bytes": found.host_bytes,
         "disk_bytes": found.disk_bytes,
         "fits": found.fits,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from backend.derived import device, processes
 from backend.machine import Machine
 from backend.memory.account import Account
+from backend.memory.doubt import shares
 from backend.memory.spread import Row
 from backend.shape import ModelShape
 from backend.spec import RunSpec
@@ -25,6 +26,7 @@ class Estimate:
     rows: tuple[Row, ...] = ()
     capacity_bytes: int = 0
     unknown: str = ""
+    shares: tuple[float, float] = (1.0, 1.0)  # least and most of the device's peak that the real one may come to
 
     def total(self, where: str) -> int:
         """Bytes of all rows of one place."""
@@ -34,6 +36,16 @@ class Estimate:
     def device_bytes(self) -> int:
         """The peak on each device."""
         return self.total("device")
+
+    @property
+    def low_bytes(self) -> int:
+        """The least that the peak on each device may prove to be."""
+        return round(self.shares[0] * self.device_bytes)
+
+    @property
+    def high_bytes(self) -> int:
+        """The most that the peak on each device may prove to be."""
+        return round(self.shares[1] * self.device_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -78,4 +90,4 @@ def estimate(
     if shape is None:
         return Estimate((), room, why)
     account = Account(spec, machine, shape, longest)
-    return Estimate((*account.device(), *account.host(), *account.disk(rows)), room)
+    return Estimate((*account.device(), *account.host(), *account.disk(rows)), room, shares=shares(account))

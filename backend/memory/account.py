@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from backend import catalog
 from backend.derived import processes, reads_once, steps, world
 from backend.machine import GIB
 from backend.memory import packed
-from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS, Activations
+from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS
+from backend.memory.passes import Passes
 from backend.memory.spread import MIB, Row
-from backend.memory.state import State
 
 STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -27,27 +26,24 @@ STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 LIBRARIES = 560 * MIB
 CONTEXT = 1 * GIB
 COLLECTIVES = GIB // 2
-# In RAM freed activations leave holes that glibc keeps: so much of what a step without checkpointing keeps. Adapters
-# make more short-lived tensors between the lasting ones. Measured on a CPU; devices have an allocator of torch's own.
-HOLES = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
 FILE = 5 * 10**9  # of the files that most models on the hub come in
 PAPERS = 8 * MIB  # tokenizer, configuration and the trainer's notes in each saved folder
 
 
 @dataclass(frozen=True)
-class Account(Activations):
+class Account(Passes):
     """All rows, each a method that says its formula."""
 
     def device(self) -> list[Row]:
         """What is held all the time, and the rows of the largest peak."""
         steady = self._steady()
-        peaks = (self._loading(), self._forward(), self._step(), self._evaluation(), self._answers())
+        peaks = (self._loading(), *self.passes(), self._step(), self._evaluation(), self._answers())
         peak = max(peaks, key=lambda rows: sum(row.bytes for row in rows))
         return [row for row in (*steady, *peak) if row.bytes]
 
     def _steady(self) -> list[Row]:
         spec = self.spec
-        rows = [*self._weights(), *self._reference(), *self.gathered(), *self.parcels()]
+        rows = [*self._weights(), *self._reference(), *self.live(), *self.parcels()]
         base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if world(spec) > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row("Overhead", base, f"{words}, about")]
@@ -110,34 +106,6 @@ class Account(Activations):
         words = f"what is missing of {whole:,} bytes: each device loads the whole base"
         return [Row("Packed base on its way", max(0, more), words)]
 
-    def _gradients(self, count: int) -> tuple[int, str]:
-        """(bytes, formula) of the gradients of `count` weights."""
-        width = self.width if self.zero else self.state.width
-        away = self.optimizer_away and self.strategy.stage != 1
-        words = f"{count:,} x {width} bytes{self.shared if self.spreads_gradients else ''}"
-        size = count * width // (self.sharers if self.spreads_gradients else 1)
-        return (0, words) if away else (size, words)
-
-    def _forward(self) -> list[Row]:
-        """The end of the forward pass."""
-        spec, rows = self.spec, [self._activations(), self._dora(), self._unpacked(), self._loss()]
-        if (
-            self.width == 2 and self.state.width == 4 and not self.zero and self.strategy.engine != "fsdp"
-        ):  # which gathers copies
-            cast = self._cast()
-            rows.append(Row("Copies for mixed precision", cast * 2, f"{cast:,} trained weights x 2 bytes"))
-        if spec.train.accumulation > 1:
-            full = self._full_gradients()
-            rows.append(Row("Gradients", full.bytes, f"{full.formula}, kept over accumulation"))
-        else:
-            size, words = self._gradients(self._head_gradient())
-            rows.append(Row("Gradients", size, f"{words} of the output layer, the first to come"))
-        if self.cpu:
-            share = HOLES[spec.method.kind]
-            kept = round(share * self._layers() * self.tokens * self._layer())
-            rows.append(Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured"))
-        return rows
-
     def _step(self) -> list[Row]:
         """The optimizer's step."""
         adam = self.spec.train.optimizer == "adamw"
@@ -145,20 +113,9 @@ class Account(Activations):
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
         work = 0 if self.optimizer_away else work // self.sharers
         return [
-            self._full_gradients(),
-            Row("Optimizer's work", work * 4, f"{work:,} x 4 bytes while it steps"),
+            self.full_gradients(),
+            Row("Optimizer's work", work * self.state.width, f"{work:,} x {self.state.width} bytes while it steps"),
         ]
-
-    def _full_gradients(self) -> Row:
-        """Gradients when the backward pass has ended, or is in the midst of steps of its own."""
-        row, state = self.state.row, self.state
-        if row.inside:
-            size, words = self._gradients(state.largest)
-            return Row("Gradients", size, f"{words} of the largest matrix: each is freed once it was used")
-        if row.layout == "block":
-            size, words = self._gradients(state.block)
-            return Row("Gradients", size, f"{words} of one layer")
-        return Row("Gradients", *self._gradients(self.trained))
 
     def _evaluation(self) -> list[Row]:
         """The loss of an evaluation's batch, which may be larger than one of training."""
@@ -171,8 +128,9 @@ class Account(Activations):
         if self.spec.train.stage == "orpo":
             rows, words, each = tokens, self.shape.vocabulary, self.width + ORPO_COPIES
         tile = 0 if self.stage_row.scores else rows * words * each
-        size = tile + tokens * self._layer()
-        return [Row("Evaluation", size, f"{batch} x {self.length} tokens: a layer, and a tile of the loss")]
+        size = tile + tokens * self._layer
+        said = f"{batch} x {self.length} tokens: a layer, and a tile of the loss"
+        return [Row("Evaluation", size, said), *self.gathered(1, 2)]
 
     def _answers(self) -> list[Row]:
         """Held-out rows being answered, by weights that every device has whole, or its slice of them."""
@@ -187,26 +145,9 @@ class Account(Activations):
         slices = spec.parallel.slices
         if self.holders > slices:
             whole = ((self.plain + self.trained) * width + self.packed_bytes) // slices
-            more = max(0, whole - sum(row.bytes for row in self.gathered()))
+            more = max(0, whole - sum(row.bytes for row in self.live()))
             rows.append(Row("Weights gathered for answers", more, f"what is missing of {whole:,} bytes"))
         return rows
-
-    def _cast(self) -> int:
-        """Trained weights of linear layers: autocast keeps a copy of each for the backward pass."""
-        if self.adapter:
-            return self.trained
-        linear = sum(leaf.parameters for leaf in self.shape.layer if leaf.inputs) * self.shape.layers
-        return min(linear, self.trained)
-
-    def _head_gradient(self) -> int:
-        """Parameters of the output layer, if it is trained: its gradient comes while activations are full."""
-        size = self.shape.vocabulary * self.shape.hidden
-        if self.stage_row.scores:
-            return self.shape.hidden
-        if self.spec.method.kind == "full":
-            return 0 if self.state.row.layout == "block" else size
-        names = self.spec.method.lora_modules_to_save if self.adapter else self.spec.method.freeze_also
-        return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0
 
     def host(self) -> list[Row]:
         """RAM beside the devices: on a CPU run the processes themselves are the device. What loading takes is free
@@ -262,7 +203,7 @@ class Account(Activations):
         if spec.checkpoint.when != "no":
             copied = self.trained * wide if self.adapter and self.stage_row.reference else 0
             state = 0 if spec.checkpoint.weights_only else self.state.bytes
-            count = self._checkpoints(rows)
+            count = self._written(rows)
             each = weights + copied + state + PAPERS
             words = f"{count} x {each:,} bytes of weights{' and optimizer state' if state else ''}, tokenizer"
             found.append(Row("Checkpoints", count * each, words, "disk"))
@@ -274,12 +215,7 @@ class Account(Activations):
             found.append(Row("Trained model", size + PAPERS, f"{words}, tokenizer", "disk"))
         return found
 
-    @cached_property
-    def state(self) -> State:
-        """What the optimizer keeps."""
-        return State(self.spec, self.shape, flat=self.strategy.stage > 0)
-
-    def _checkpoints(self, rows: int | None) -> int:
+    def _written(self, rows: int | None) -> int:
         """Checkpoints on the disk at once: the kept ones and the one that is being written."""
         checkpoint, whole = self.spec.checkpoint, steps(self.spec, rows)
         made = None

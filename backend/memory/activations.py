@@ -7,9 +7,10 @@ Held against torch's own saved tensors, architecture by architecture (`tests/uni
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from backend import catalog
-from backend.derived import device
+from backend.derived import device, masters, old
 from backend.memory.spread import Row, Spread
 from backend.shape import Leaf, adapted
 
@@ -54,6 +55,32 @@ class Activations(Spread):
         """Whether the loss is computed without Triton."""
         return device(self.spec, self.machine) not in ("cuda", "xpu")
 
+    @property
+    def autocast(self) -> bool:
+        """Whether autocast casts for each operation. FSDP and DeepSpeed cast weights and inputs beforehand."""
+        return self.width == 2 and masters(self.spec) and self.strategy.engine not in ("fsdp", "deepspeed")
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number in the stream from layer to layer: autocast leaves it in fp32 if the embeddings are."""
+        return 4 if self.autocast and self.spec.method.kind == "full" else self.width
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
+        fused = self.spec.model.attention in (*catalog.FLASH, "flex_attention")
+        return (self.spec.data.packing or self.sequences > 1) and not fused
+
+    @property
+    def written_out(self) -> bool:
+        """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
+        share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
+        shape, bare = self.shape, self.spec.model.attention in ("auto", "sdpa") and not self.masked
+        nvidia = device(self.spec, self.machine) == "cuda"
+        late = self.width == 2 and not any(old(gpu.capability) for gpu in self.machine.gpus)
+        return nvidia and bare and shape.kv_heads < shape.heads and not late
+
+    @cached_property
     def _layer(self) -> int:
         """Bytes that one layer keeps for the backward pass, for each token."""
         shape, width = self.shape, self.width
@@ -61,14 +88,15 @@ class Activations(Spread):
         found = {leaf.path.rpartition(".")[2]: leaf for leaf in adapted(self.spec.method, shape)}
         taught = [leaf for leaf in shape.layer if leaf.inputs and (not self.adapter or _end(leaf) in found)]
         into = [leaf for leaf in taught if leaf.inputs == shape.hidden and _end(leaf) not in BACK]
-        # In mixed precision every linear layer casts its input for itself; in fp32 neighbours share one tensor.
-        inputs = (len(into) if width == 2 else min(2, len(into))) * shape.hidden * width
-        keys = 2 * (wide if self.cpu else shape.kv_heads * shape.head_dim)  # repeated for every head where it must be
+        # Under autocast every linear layer casts its input for itself; otherwise neighbours share one tensor.
+        inputs = (len(into) if self.autocast else min(2, len(into))) * shape.hidden * width
+        repeated = self.cpu or self.masked or self.written_out  # keys and values, for every head
+        keys = 2 * (wide if repeated else shape.kv_heads * shape.head_dim)
         fused = wide if any(_end(leaf) in FUSED for leaf in shape.layer) else 0
         attention = (2 * wide + keys + fused) * width
         kept = (3 if shape.gated else 4 if shape.activation in COMPOSED else 1) * inner * width
         back = sum(leaf.inputs for leaf in taught if _end(leaf) in BACK) * width
-        if not self.adapter or width == 4:
+        if not (self.adapter and self.autocast):
             back = inner * width  # the attention's own result, kept already, is the input of its projection
         beside = 0
         if self.adapter:
@@ -92,27 +120,35 @@ class Activations(Spread):
             inside = _end(leaf) in ("q_norm", "k_norm")
             heads = shape.heads if _end(leaf) == "q_norm" else shape.kv_heads
             size = heads * shape.head_dim if inside else shape.hidden
-            scaled = 0 if self.adapter else self.width if inside else 4
+            scaled = 0 if self.adapter else self.width if inside else self.stream
             bytes_ += size * (4 + scaled)
         return bytes_
 
     def _layers(self) -> int:
-        """Layers that the backward pass goes through."""
+        """Layers that the backward pass goes through: with checkpointing all, since transformers 5.23 asks the
+        embeddings for a gradient, whatever is trained (modeling_utils.py, enable_input_require_grads)."""
         method = self.spec.method
+        if self.spec.train.activation_checkpointing:
+            return self.shape.layers
         if method.kind == "freeze" and method.freeze_layers > 0 and "embed" not in " ".join(method.freeze_also):
             return min(self.shape.layers, method.freeze_layers)
         return self.shape.layers
 
-    def _activations(self) -> Row:
-        spec, shape, layers, each = self.spec, self.shape, self._layers(), self._layer()
+    def _activations(self, again: bool = True, done: int = 0) -> Row:
+        """What the forward pass leaves; with checkpointing and `again`, also the layer that is computed once more.
+        `done`: layers that the backward pass has behind it, and with them what was kept at the end."""
+        spec, shape, each = self.spec, self.shape, self._layer
+        layers = max(1, self._layers() - done)
         both = " x 2 answers" if self.stage_row.sequences == 2 else ""
         size = f"{spec.train.batch_size}{both} x {self.length} tokens"
-        stream = 4 if not self.adapter else self.width
-        ends = self.tokens * shape.hidden * (12 if not self.adapter else 4 + self.width)
+        # The last norm's input in fp32 and, scaled, its own; the learned tokens' states, chosen.
+        ends = 0 if done else self.tokens * shape.hidden * (4 + self.stream * (2 if spec.method.kind == "full" else 1))
         mask = self._square()
         if spec.train.activation_checkpointing:
-            total = self.tokens * (layers * shape.hidden * stream + each) + mask + ends
-            words = f"{size} x ({layers} layers x {shape.hidden * stream:,} bytes + {each:,} of one layer)"
+            stored = self.masked * self._pairs()  # the mask as it came, a byte a pair, for all layers
+            total = self.tokens * (layers * shape.hidden * self.stream + again * each) + again * mask + stored + ends
+            words = f"{size} x ({layers} layers x {shape.hidden * self.stream:,} bytes"
+            words += f" + {each:,} of one layer)" if again else ")"
         else:
             total = layers * (self.tokens * each + mask) + ends
             words = f"{size} x {layers} layers x {each:,} bytes"
@@ -121,15 +157,36 @@ class Activations(Spread):
     def _square(self) -> int:
         """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
         spec, shape = self.spec, self.shape
-        batch, length = self.sequences, self.length
-        if spec.data.packing:
-            batch, length = 1, batch * length  # packed rows lie one behind the other
-        asked, flash = spec.model.attention, spec.model.attention in (*catalog.FLASH, "flex_attention")
-        masked = self.width if (spec.data.packing or batch > 1) and not flash else 0
+        masked = self.width if self.masked else 0
         scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
-        if asked == "eager":
+        if spec.model.attention == "eager":
             scores, masked = 4 + (self.width if self.width == 2 else 0), 0
-        return batch * length**2 * (masked + scores * shape.heads)
+        if self.written_out:
+            scores = 4
+        return self._pairs() * (masked + scores * shape.heads)
+
+    def _pairs(self) -> int:
+        """Pairs of tokens that attention looks at; packed rows lie one behind the other."""
+        rows, length = (1, self.sequences * self.length) if self.spec.data.packing else (self.sequences, self.length)
+        return rows * length**2
+
+    def _at_work(self) -> Row:
+        """What the backward pass of a layer makes and drops: two gradients inside of its MLP, the stream's, and that of
+        one matrix; where attention is written out, twice those of its scores, when what the MLP kept is gone."""
+        shape, width, scores = self.shape, self.width, 0
+        inside = self.tokens * shape.intermediate * width
+        if self.written_out or self.spec.model.attention == "eager":
+            scores = 2 * self._pairs() * shape.heads * 4 - 4 * inside
+        matrix = 0 if self.adapter else shape.intermediate * shape.hidden * width
+        # Adapters in fp32 take their inputs in fp32, which autocast casts back.
+        count, stream = (3, 4) if self.adapter and self.autocast else (2, self.stream)
+        size = count * inside + self.tokens * shape.hidden * stream + matrix
+        words = (
+            f"{self.tokens:,} tokens x ({count} x {shape.intermediate:,} x {width} + {shape.hidden:,} x {stream}) bytes"
+        )
+        return Row(
+            "A layer's gradients", max(size, scores), words if size > scores else "the attention's scores, twice"
+        )
 
     def _dora(self) -> Row:
         """What DoRA makes and drops again in every layer, to know the lengths of the rows."""
@@ -155,9 +212,21 @@ class Activations(Spread):
             said = f"{self.tokens:,} tokens x {shape.vocabulary:,} words x {each} bytes: ORPO keeps all probabilities"
             return Row("Loss", self.tokens * shape.vocabulary * each, said)
         rows, words = min(self.tokens, TILE_TOKENS), min(shape.vocabulary, TILE_WORDS)
-        each = width + (TILE_COPIES if self._plain_loss() else 0)
+        if not self._plain_loss():
+            return self._fused_loss(rows)
+        each = width + TILE_COPIES
         weights = words * shape.hidden * ((2 + 4 * self.cpu) if width == 2 else 0)
         return Row("Loss", rows * words * each + weights, f"a tile of {rows:,} tokens x {words:,} words x {each} bytes")
+
+    def _fused_loss(self, rows: int) -> Row:
+        """By Triton: a tile, as wide as it may be; its weights where they must be cast, beside those of the one before;
+        the states' gradient in fp32, and cast (trl 1.16 kernels/chunked_logprob.py)."""
+        shape, width = self.shape, self.width
+        tiles = -(-self.tokens // TILE_TOKENS) * -(-shape.vocabulary // TILE_WORDS)
+        cast = min(2, tiles) * min(shape.vocabulary, TILE_WORDS) * shape.hidden * width if self.stream > width else 0
+        states = self.tokens * shape.hidden * (4 + (width if self.stream == 2 else 0))
+        words = f"a tile of {rows:,} tokens x {TILE_WORDS:,} words x {width} bytes, and the states' gradient"
+        return Row("Loss", rows * TILE_WORDS * width + cast + states, words)
 
 
 def _end(leaf: Leaf) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from backend import catalog
-from backend.derived import device, precision, world
+from backend.derived import device, masters, precision, world
 from backend.machine import Machine
 from backend.memory import packed
 from backend.shape import Leaf, ModelShape, trainable
@@ -139,25 +139,40 @@ class Spread:
         """The end of a formula that divides by the holders."""
         return f" / {self.holders} devices" if self.holders > 1 else ""
 
-    def gathered(self) -> list[Row]:
-        """Weights that a device has whole for a while."""
-        shape, width = self.shape, self.width
-        if self.strategy.stage == 3:
-            live = min(self.plain + self.trained + self.packed_bytes // width, LIVE)
-            words = f"{live:,} x {width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
-            return [Row("Gathered weights", live * width, words)]
-        if self.strategy.engine != "fsdp" or self.holders == 1:
+    def live(self) -> list[Row]:
+        """Weights that DeepSpeed keeps gathered."""
+        if self.strategy.stage != 3:
             return []
-        layer, ends = (sum(leaf.parameters for leaf in part) for part in (shape.layer, shape.outside))
-        parallel, first = self.spec.parallel, self.strategy.version == 1
+        count = min(self.plain + self.trained + self.packed_bytes // self.width, LIVE)
+        words = f"{count:,} x {self.width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
+        return [Row("Gathered weights", count * self.width, words)]
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP spreads the weights."""
+        return self.strategy.engine == "fsdp" and self.holders > 1
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Parameters of the embeddings where they are apart from the output layer, and of the output layer."""
+        outside = sum(leaf.parameters for leaf in self.shape.outside)
+        last = self.shape.vocabulary * self.shape.hidden if self.shape.tied else self.shape.outside[-1].parameters
+        return outside - last, last
+
+    def gathered(self, layers: int, tail: int, last: bool = False) -> list[Row]:
+        """What FSDP has gathered of `layers` layers, and the output layer so many times: while the next layer's weights
+        come, those of the one at work are there; the output layer stays from its norm to its gradient."""
+        if not self.shards:
+            return []
+        shape, parallel, first = self.shape, self.spec.parallel, self.strategy.version == 1
         keeps = parallel.sharding == "shard_grad_op" if first else not parallel.reshard_after_forward
-        layers = shape.layers if keeps else min(AT_ONCE, shape.layers)
-        count = layers * (layer - (packed.weights(self.packed) - self.packed_bytes // width) // shape.layers) + ends
-        rows = [Row("Gathered weights", count * width, f"{layers} layers and the ends: {count:,} x {width} bytes")]
-        if self.spec.method.kind != "lora":
-            size = layer * (width + 4)
-            rows.append(Row("Gradients of a layer", size, f"{layer:,} x ({width} + 4) bytes on their way"))
-        return rows
+        keeps = keeps and not last  # when the backward pass has gone through them
+        layers, embedded = (shape.layers, self.ends[0]) if keeps else (min(layers, shape.layers), 0)
+        unpacked = packed.weights(self.packed) - self.packed_bytes // self.width
+        tail = max(tail, 1) if shape.tied else tail
+        count = layers * (shape.layer_parameters - unpacked // shape.layers) + embedded + tail * self.ends[1]
+        said = f"{layers} layers" + (" and the ends" if tail or embedded else "")
+        return [Row("Gathered weights", count * self.width, f"{said}: {count:,} x {self.width} bytes")]
 
     def parcels(self) -> list[Row]:
         """Gradients on their way."""
@@ -165,5 +180,6 @@ class Spread:
             mb = self.spec.parallel.bucket_mb
             return [Row("Gradient buckets", 3 * mb * MIB, f"3 x {mb} MiB: two to reduce, one to gather")]
         if self.strategy.engine == "ddp" and world(self.spec) > 1:
-            return [Row("Gradient buckets", self.trained * 4, f"{self.trained:,} x 4 bytes: DDP's parcels")]
+            width = 4 if masters(self.spec) else self.width
+            return [Row("Gradient buckets", self.trained * width, f"{self.trained:,} x {width} bytes: DDP's parcels")]
         return []

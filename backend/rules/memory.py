@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.machine import GIB
-from backend.memory import estimate
+from backend.memory import Estimate, estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.rules.fixes import FSDP2
 from backend.rules.ways import ways
 from backend.spec import RunSpec
 
-CLEARLY = 1.2  # beyond what the estimate may be wrong by
-NEAR = 0.9
+CLEARLY = 1.2  # of what is free: it does not start
+PERHAPS = 1.25  # of what is free, at most: the estimate itself is within it, or nearly
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
 NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
@@ -39,9 +39,9 @@ SOURCE = "the estimate: closed formulas, checked against measured peaks"
 def does_not_fit(case: Case) -> Hit | None:
     """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
     found = case.estimate
-    if found.fits is None or found.device_bytes <= CLEARLY * found.capacity_bytes:
+    if found.fits is None or not _beyond(found):
         return None
-    fixes = ways(case, 1.0) or ways(case, CLEARLY)
+    fixes = ways(case, 1.0) or ways(case, PERHAPS)
     return Hit(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
 
 
@@ -55,11 +55,12 @@ def does_not_fit(case: Case) -> Hit | None:
     good=Example(),
 )
 def nearly_full(case: Case) -> Hit | None:
-    """The estimate is good to some fifteen percent, so this may or may not fit."""
+    """The most that the estimate allows for is more than what is free, so this may or may not fit."""
     found = case.estimate
-    if found.fits is None or not NEAR * found.capacity_bytes < found.device_bytes <= CLEARLY * found.capacity_bytes:
+    if found.fits is None or found.high_bytes <= found.capacity_bytes or _beyond(found):
         return None
-    return Hit(_message(case), tuple(ways(case, NEAR)), _fields(case))
+    most = f"It may come to {amount(found.high_bytes)}: {_message(case)}"
+    return Hit(most, tuple(ways(case, 1.0)), _fields(case))
 
 
 @rule(
@@ -97,7 +98,11 @@ def host_full(case: Case) -> Hit | None:
 def _frees(case: Case, fix: Fix, room: int) -> bool:
     """Whether host and devices have room after it."""
     found = case.estimated(case.with_patch(fix.patch))
-    return found.host_bytes <= CLEARLY * room and found.device_bytes <= CLEARLY * found.capacity_bytes
+    return found.host_bytes <= CLEARLY * room and not _beyond(found)
+
+
+def _beyond(found: Estimate) -> bool:
+    return found.device_bytes > CLEARLY * found.capacity_bytes
 
 
 def _message(case: Case) -> str:
@@ -111,6 +116,6 @@ def _message(case: Case) -> str:
 def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest row depends on."""
     largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
-    if largest.name in ("Activations", "Loss"):
+    if largest.name in ("Activations", "A layer's gradients", "Loss"):
         return ("train.batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optimizer", "precision.compute")

@@ -48,7 +48,8 @@ class Change:
 
 
 def ways(case: Case, share: float) -> list[Fix]:
-    """The best changes, at most six, after which it stays within `share` of what is free, with no new error. Another
+    """The best changes, at most six, after which the most that it may come to is within `share` of what is free,
+    with no new error. Another
     model is the last resort."""
     if case.shape is None:
         return []
@@ -159,7 +160,7 @@ def _fitting(case: Case, some: Sequence[Change], share: float, known: set[str]) 
 
 
 def _load(found: Estimate) -> float:
-    return found.device_bytes / max(1, found.capacity_bytes)
+    return found.high_bytes / max(1, found.capacity_bytes)
 
 
 def obstacles(case: Case) -> list[Finding]:
