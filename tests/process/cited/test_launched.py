@@ -98,33 +98,33 @@ def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, host: Hos
 
 ZERO, BF16 = "zero_optimization", "bf16_master_weights_and_grads"
 LOOSE = {"train.max_grad_norm": 0.0}
+SHORT = {"bf16_optimizer_states": True}
 HALF = {"precision.compute": "bf16"}
 HOSTED = {"parallel.offload_optimizer": "cpu"}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more", "given"),
+    ("strategy", "more", "given", "words"),
     [
-        ("zero2", HOSTED, {ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
-        ("zero3", {}, {"gradient_allreduce_op": "SUM"}),
-        ("zero2", {}, {ZERO: {"compute_grad_norm": False}}),
-        ("zero3", LOOSE, {ZERO: {"compute_grad_norm": False}}),
-        ("zero2", {**LOOSE, **HOSTED}, {ZERO: {"compute_grad_norm": False}}),
-        ("zero2", HALF, {"bf16": {BF16: True}}),
-        ("zero2", {**HALF, **HOSTED}, {"bf16": {BF16: True, "bf16_optimizer_states": True}}),
-        ("zero2", HALF, {"bf16": {"bf16_optimizer_states": True}}),
-        ("zero2", {"precision.compute": "fp32"}, {"data_types": {"param_dtype": "fp16"}}),
-        ("zero0", HALF, {"data_types": {"grad_accum_dtype": "fp32"}}),
-        ("zero2", {}, {"gradient_predivide_factor": 2.0}),
-        ("zero3", {}, {"prescale_gradients": True}),
+        ("zero2", HOSTED, {ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ("zero3", {}, {"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op='sum' is not supported with ZeRO"),
+        ("zero2", {}, {ZERO: {"compute_grad_norm": False}}, "compute_grad_norm=false requires gradient_clipping=0"),
+        ("zero3", LOOSE, {ZERO: {"compute_grad_norm": False}}, "1 validation error for DeepSpeedZeroConfig"),
+        ("zero2", {**LOOSE, **HOSTED}, {ZERO: {"compute_grad_norm": False}}, "does not support optimizer offload"),
+        ("zero2", HALF, {"bf16": {BF16: True}}, "Master weights feature requires ZeRO-2 Offload"),
+        ("zero2", {**HALF, **HOSTED}, {"bf16": {BF16: True, **SHORT}}, "bf16_optimizer_states with ZeRO-Offload"),
+        ("zero2", HALF, {"bf16": SHORT}, "bf16_optimizer_states requires bf16_master_weights_and_grads"),
+        ("zero2", {}, {"data_types": {"param_dtype": "fp16"}}, "conflicts with the enabled precision mode"),
+        ("zero0", HALF, {"data_types": {"grad_accum_dtype": "fp32"}}, "unsupported mix of model_dtype=torch.bfloat16"),
+        ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
+        ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
     ],
 )
 def test_what_deepspeed_refuses_together(
-    strategy: str, more: dict[str, Any], given: dict[str, Any], tmp_path: Path, host: Host
+    strategy: str, more: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path, host: Host
 ) -> None:
     """STR040, of each key; one of them is launched as its example, too."""
     changes = {**more, "parallel.strategy": strategy, KEYS: json.dumps(given)}
     code, log = unguarded.run(tmp_path / "run", a_spec(changes), host)
     assert code == 1, log
-    assert "site-packages/deepspeed/" in log, log
-    print("\n".join(line for line in log.splitlines() if "Error" in line)[-600:])
+    assert words in log, log
