@@ -46,6 +46,12 @@ def _master(case: Case, at: Callable[[str], Any]) -> bool:
     return not case.strategy.stage or short == _offloads(case)
 
 
+def _longer(case: Case, at: Callable[[str], Any]) -> bool:
+    """Whether ZeRO-1 adds the gradients of bf16 up in fp32, which is another optimizer of DeepSpeed's."""
+    asked = NUMBERS.get(str(at("data_types.grad_accum_dtype")))
+    return case.strategy.stage == 1 and case.precision == "bf16" and asked == "fp32"
+
+
 def _reduces(case: Case, at: Callable[[str], Any]) -> bool:
     return case.strategy.stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
 
@@ -69,9 +75,14 @@ REFUSED: tuple[tuple[str, Refuses, str], ...] = (
         f"{ZERO}.compute_grad_norm",
         lambda case, at: (
             at(f"{ZERO}.compute_grad_norm") is False
-            and (case.strategy.stage not in (1, 2) or bool(case.spec.train.max_grad_norm) or _offloads(case))
+            and (
+                case.strategy.stage not in (1, 2)
+                or bool(case.spec.train.max_grad_norm)
+                or _offloads(case)
+                or _longer(case, at)
+            )
         ),
-        "it goes with ZeRO-1 and 2, without gradient clipping and without offloading",
+        "it goes with ZeRO-1 and 2, without gradient clipping, offloading, or ZeRO-1's gradients in fp32",
     ),
     (
         f"{BF16}master_weights_and_grads",

@@ -16,12 +16,13 @@ from backend.rules.launchers import KNOWN as KNOWN_TO_ACCELERATE
 from backend.spec import RunSpec
 
 KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
-ZERO2, ZERO3, ZERO0, FSDP2, FSDP1 = (
-    {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "fsdp2", "fsdp1")
+ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
+    {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
 )
 HOSTED = {**ZERO2, "parallel.offload_optimizer": "cpu"}
 HALF = {"bf16_master_weights_and_grads": True}
 SHORT = {**HALF, "bf16_optimizer_states": True}
+LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
 LOOSE = {"train.max_grad_norm": 0.0}
 
 
@@ -46,6 +47,8 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR040", zero(compute_grad_norm=False), {**ZERO2, **LOOSE}, False),
         ("STR040", zero(compute_grad_norm=False), {**ZERO3, **LOOSE}, True),
         ("STR040", zero(compute_grad_norm=False), {**HOSTED, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO1, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO2, **LOOSE}, False),
         ("STR040", {"bf16": HALF}, ZERO2, True),
         ("STR040", {"bf16": HALF}, HOSTED, False),
         ("STR040", {"bf16": SHORT}, ZERO2, False),

@@ -98,6 +98,7 @@ def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, host: Hos
 
 ZERO, BF16 = "zero_optimization", "bf16_master_weights_and_grads"
 LOOSE = {"train.max_grad_norm": 0.0}
+LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
 SHORT = {"bf16_optimizer_states": True}
 HALF = {"precision.compute": "bf16"}
 HOSTED = {"parallel.offload_optimizer": "cpu"}
@@ -111,11 +112,12 @@ HOSTED = {"parallel.offload_optimizer": "cpu"}
         ("zero2", {}, {ZERO: {"compute_grad_norm": False}}, "compute_grad_norm=false requires gradient_clipping=0"),
         ("zero3", LOOSE, {ZERO: {"compute_grad_norm": False}}, "1 validation error for DeepSpeedZeroConfig"),
         ("zero2", {**LOOSE, **HOSTED}, {ZERO: {"compute_grad_norm": False}}, "does not support optimizer offload"),
+        ("zero1", {**LOOSE, **HALF}, {ZERO: {"compute_grad_norm": False}, **LONG}, "does not support ZeRO Stage 1"),
         ("zero2", HALF, {"bf16": {BF16: True}}, "Master weights feature requires ZeRO-2 Offload"),
         ("zero2", {**HALF, **HOSTED}, {"bf16": {BF16: True, **SHORT}}, "bf16_optimizer_states with ZeRO-Offload"),
         ("zero2", HALF, {"bf16": SHORT}, "bf16_optimizer_states requires bf16_master_weights_and_grads"),
         ("zero2", {}, {"data_types": {"param_dtype": "fp16"}}, "conflicts with the enabled precision mode"),
-        ("zero0", HALF, {"data_types": {"grad_accum_dtype": "fp32"}}, "unsupported mix of model_dtype=torch.bfloat16"),
+        ("zero0", HALF, LONG, "unsupported mix of model_dtype=torch.bfloat16"),
         ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
         ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
     ],
