@@ -46,6 +46,12 @@ def _master(case: Case, at: Callable[[str], Any]) -> bool:
     return not case.strategy.stage or short == _offloads(case)
 
 
+def _longer(case: Case, at: Callable[[str], Any]) -> bool:
+    """Whether ZeRO-1 adds the gradients of bf16 up in fp32, which is another optimizer of DeepSpeed's."""
+    asked = NUMBERS.get(str(at("data_types.grad_accum_dtype")))
+    return case.strategy.stage == 1 and case.precision == "bf16" and asked == "fp32"
+
+
 def _reduces(case: Case, at: Callable[[str], Any]) -> bool:
     return case.strategy.stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
 
@@ -69,9 +75,14 @@ REFUSED: tuple[tuple[str, Refuses, str], ...] = (
         f"{ZERO}.compute_grad_norm",
         lambda case, at: (
             at(f"{ZERO}.compute_grad_norm") is False
-            and (case.strategy.stage not in (1, 2) or bool(case.spec.train.max_grad_norm) or _offloads(case))
+            and (
+                case.strategy.stage not in (1, 2)
+                or bool(case.spec.train.max_grad_norm)
+                or _offloads(case)
+                or _longer(case, at)
+            )
         ),
-        "it goes with ZeRO-1 and 2, without gradient clipping and without offloading",
+        "it goes with ZeRO-1 and 2, without gradient clipping, offloading, or ZeRO-1's gradients in fp32",
     ),
     (
         f"{BF16}master_weights_and_grads",
@@ -131,10 +142,11 @@ def _number(value: Any) -> float:
     "error",
     fields=(KEYS,),
     title="DeepSpeed refuses such keys together",
-    source="seen with deepspeed 0.19 on two processes; runtime/zero/config.py, runtime/config.py, runtime/engine.py, "
-    "runtime/base_optimizer.py, runtime/zero/stage_1_and_2.py",
+    source="deepspeed 0.19 runtime/zero/config.py, runtime/config.py, runtime/engine.py, runtime/base_optimizer.py, "
+    "runtime/zero/stage_1_and_2.py: assertions and ValueError, on two processes",
     bad=_deepspeed({"prescale_gradients": True}),
     good=_deepspeed({"prescale_gradients": True, ZERO: {"reduce_scatter": False}}),
+    proof="launch",
 )
 def refused_together(case: Case) -> Hit | None:
     """Some keys are for one stage, or go with others alone. DeepSpeed looks when it starts, after the model was
@@ -157,7 +169,8 @@ def refused_together(case: Case) -> Hit | None:
     "error",
     fields=(KEYS, "parallel.strategy"),
     title="Slices that only DeepSpeed knows of",
-    source="seen with deepspeed 0.19 on two processes: the trained model that is saved is the first rank's half",
+    source="deepspeed 0.19 module_inject/auto_tp.py, on two processes: the trained model that is saved is the first "
+    "rank's half",
     bad=_deepspeed({"tensor_parallel": {"autotp_size": 2}}),
     good=FINE,
 )
@@ -226,10 +239,11 @@ def _impossible(case: Case, said: Mapping[str, Any]) -> dict[str, str]:
     "error",
     fields=(KEYS,),
     title="FSDP does not take these values",
-    source="seen with transformers 5.23 training_args.py _process_fsdp_args, accelerate 1.15 utils/dataclasses.py and "
-    "torch 2.13 distributed/fsdp on two processes: ValueError",
+    source="transformers 5.23 training_args.py _process_fsdp_args, accelerate 1.15 utils/dataclasses.py "
+    "FullyShardedDataParallelPlugin, torch 2.13 distributed/fsdp fully_shard: ValueError",
     bad=_fsdp({"state_dict_type": "LOCAL_STATE_DICT"}),
     good=_fsdp({"state_dict_type": "SHARDED_STATE_DICT"}),
+    proof="launch",
 )
 def impossible_values(case: Case) -> Hit | None:
     """Files for the first FSDP, and for other programs, have values that the second one, or the trainer, refuses."""
@@ -273,8 +287,8 @@ def unread(case: Case) -> Hit | None:
     "warning",
     fields=(KEYS,),
     title="FSDP would gather the whole model at once",
-    source="accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_auto_wrap_policy; utils/dataclasses.py: a size of zero "
-    "is ignored in silence",
+    source="accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_auto_wrap_policy; utils/dataclasses.py "
+    "set_auto_wrap_policy: a size of zero is ignored in silence",
     bad=_fsdp({"auto_wrap_policy": "NO_WRAP"}),
     good=_fsdp({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
 )

@@ -51,7 +51,8 @@ def busy(case: Case) -> Hit | None:
     "warning",
     fields=("train.dataloader_workers", "launch.processes"),
     title="Little memory for processes to share",
-    source="NCCL's user guide, troubleshooting, shared memory; PyTorch's notes on torch.multiprocessing",
+    source="torch 2.13 storage.py share_memory_, by which loaders hand rows over; NCCL's user guide, troubleshooting, "
+    "shared memory",
     remedy="Start the container with --ipc=host, or --shm-size=8g.",
     fixes=(Fix("Load rows in the training process", {"train.dataloader_workers": 0}),),
     bad=Example({"train.dataloader_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),

@@ -228,8 +228,8 @@ FUSED = ("pretraining", "sft", "dpo", "kto")
     "error",
     fields=("launch.device", "train.stage", "train.compile", "train.liger"),
     title="No C compiler for kernels on the GPU",
-    source="triton 3.9 runtime/build.py: Failed to find C compiler; trl 1.16 kernels/chunked_logprob.py: the loss is a "
-    "Triton kernel on cuda and xpu",
+    source="triton 3.9 runtime/build.py _find_compiler: Failed to find C compiler; trl 1.16 kernels/chunked_logprob.py "
+    "_use_triton: the loss of SFT, DPO and KTO is a Triton kernel on cuda and xpu",
     fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False),),
     remedy="On Debian: apt-get install gcc python3-dev.",
     bad=Example(machine=replace(H100, triton=False)),
@@ -260,7 +260,8 @@ LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention")}
     "error",
     fields=("model.attention", "parallel.sequence"),
     title="The architecture has no such attention",
-    source="transformers 5.23 modeling_gemma2.py: _supports_sdpa is false; modeling_gpt2.py: no _supports_flex_attn",
+    source="transformers 5.23 models/gemma2/modeling_gemma2.py: _supports_sdpa is false; models/gpt2/modeling_gpt2.py: "
+    "no _supports_flex_attn",
     fixes=(AUTO, Fix("Whole rows", {"parallel.sequence": 1})),
     bad=Example({"model.attention": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
     good=Example({"model.attention": "flex_attention"}, H100),

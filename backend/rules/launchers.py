@@ -31,7 +31,16 @@ TWICE = {
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 }  # fmt: skip
 UNREAD = ("fp8_config", "megatron_lm_config", "mpirun_config", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone")
-HEARD = ("activation_checkpointing", "activation_checkpointing_offload", "ignored_modules")
+# accelerate 1.15 utils/dataclasses.py, FullyShardedDataParallelPlugin: what the environment says where the trainer says
+# nothing. For most the form has a field.
+AGAIN = "use train.activation_checkpointing, which draws dropout alike"
+FIELDS = {
+    "activation_checkpointing": AGAIN,
+    "activation_checkpointing_offload": AGAIN,
+    "offload_params": "use parallel.cpu_offload",
+    "transformer_layer_cls_to_wrap": "use parallel.wrap_layers",
+}
+HEARD = (*FIELDS, "ignored_modules")
 DDP, FSDP2 = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp2"}
 
 
@@ -50,6 +59,11 @@ def _table(given: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, A
     return {k.removeprefix(prefix): v for k, v in found.items()} if isinstance(found, Mapping) else {}
 
 
+def _alone(case: Case) -> bool:
+    """Whether the launcher starts one plain process: with several it tells them of no device."""
+    return bool(accelerate.configuration(case.spec, case.machine)["distributed_type"] == "NO")
+
+
 def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
     """Keys at the top that ask for another run than the form, and why."""
     ours = accelerate.configuration(case.spec, case.machine)
@@ -62,8 +76,10 @@ def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
     taken = case.spec.launch.devices or [gpu.id for gpu in case.machine.gpus[: case.processes]]
     if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, taken)):
         found.pop("gpu_ids", None)
-    if given.get("use_cpu") is True and case.device != "cpu":
+    if given.get("use_cpu") is True and _alone(case) and case.device != "cpu":
         found["use_cpu"] = f"the form takes {catalog.DEVICES[case.device].label}"
+    if given.get("mpirun_config") and _alone(case):
+        found["mpirun_config"] = "mpirun would start it"
     if given.get("parallelism_config"):
         found["parallelism_config"] = "the mesh is the form's"
     if case.strategy.engine == "deepspeed":
@@ -84,13 +100,19 @@ def _inside(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
             found["deepspeed_config.deepspeed_multinode_launcher"] = "each node starts its own part"
     if case.strategy.engine == "fsdp":
         shards = _table(given, "fsdp_config", "fsdp_")
-        once = accelerate.configuration(case.spec, case.machine)["fsdp_config"]["fsdp_cpu_ram_efficient_loading"]
-        if shards.get("sync_module_states") is False and shards.get("cpu_ram_efficient_loading", once):
+        ours = _shards(case)
+        once = shards.get("cpu_ram_efficient_loading", ours["cpu_ram_efficient_loading"])
+        if shards.get("sync_module_states") is False and once:
             found["fsdp_config.fsdp_sync_module_states"] = "it must be on where one process reads the weights"
-        for name in HEARD[:2]:
-            if shards.get(name) is True:
-                found[f"fsdp_config.fsdp_{name}"] = "use train.activation_checkpointing, which draws dropout alike"
+        for name, why in FIELDS.items():
+            if shards.get(name) and not ours.get(name):
+                found[f"fsdp_config.fsdp_{name}"] = why
     return found
+
+
+def _shards(case: Case) -> dict[str, Any]:
+    """What the form says of FSDP, in the launcher's words."""
+    return _table(accelerate.configuration(case.spec, case.machine), "fsdp_config", "fsdp_")
 
 
 def _paths(given: Mapping[str, Any], found: Mapping[str, str]) -> list[str]:
@@ -103,8 +125,8 @@ def _paths(given: Mapping[str, Any], found: Mapping[str, str]) -> list[str]:
     "error",
     fields=(KEYS,),
     title="The launcher would refuse this, or start another run",
-    source="seen with accelerate 1.15 on two processes: commands/config/config_args.py and utils/launch.py end with "
-    "ValueError; mixed_precision replaces fp32 without a word",
+    source="accelerate 1.15 commands/config/config_args.py from_yaml_file, utils/launch.py prepare_multi_gpu_env and "
+    "utils/dataclasses.py _deepspeed_config_checks: ValueError; mixed_precision replaces fp32 without a word",
     bad=_bad({"ipex_config": {}}),
     good=_bad({"downcast_bf16": "no"}),
 )
@@ -127,8 +149,8 @@ def other_launch(case: Case) -> Hit | None:
     "warning",
     fields=(KEYS,),
     title="Keys of accelerate's without effect",
-    source="transformers 5.23 training_args.py: fsdp.json is read, and not the launcher's words; accelerate 1.15 "
-    "utils/launch.py hands other tables on for their own kind of run alone",
+    source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, and not the launcher's words; "
+    "accelerate 1.15 utils/launch.py hands other tables on for their own kind of run alone",
     bad=_bad({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2),
     good=_bad({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2),
 )
@@ -136,13 +158,18 @@ def unheard(case: Case) -> Hit | None:
     """What FSDP is told stands in fsdp.json: parallel.engine_keys lays keys over that. Tables of other engines are
     passed over."""
     given = _given(case)
+    if not given:
+        return None
     shards = given.get("fsdp_config")
     inner = shards if isinstance(shards, Mapping) and case.strategy.engine == "fsdp" else {}
     refused = _inside(case, given) if inner else {}
-    found = [name for name in given if name in UNREAD and given[name]]
+    found = [name for name in given if name in UNREAD and given[name] and name not in _otherwise(case, given)]
+    if given.get("use_cpu") is True and not _alone(case) and case.device != "cpu":
+        found.append("use_cpu")
+    ours = _shards(case) if inner else {}
     for name in inner:
         bare = name.removeprefix("fsdp_")
-        if bare not in HEARD and f"fsdp_config.fsdp_{bare}" not in refused:
+        if (bare not in HEARD or (bare in FIELDS and ours.get(bare))) and f"fsdp_config.fsdp_{bare}" not in refused:
             found.append(f"fsdp_config.{name}")
     return Hit(f"{names(found)}.", (Fix("Without", dropping(given, found, KEYS)),)) if found else None
 
@@ -152,7 +179,8 @@ def unheard(case: Case) -> Hit | None:
     "warning",
     fields=(KEYS, "train.compile"),
     title="The launcher would compile the model",
-    source="accelerate 1.15 utils/launch.py: ACCELERATE_DYNAMO_BACKEND, which prepare_model follows",
+    source="accelerate 1.15 utils/launch.py prepare_multi_gpu_env: ACCELERATE_DYNAMO_BACKEND, which prepare_model "
+    "follows",
     bad=_bad({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
     good=_bad({"dynamo_config": {"dynamo_backend": "NO"}}),
 )

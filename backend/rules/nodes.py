@@ -347,7 +347,8 @@ BY_DEEPSPEED = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
     "error",
     fields=("launch.port",),
     title="The port is taken",
-    source="seen with torch 2.13: the store where the ranks meet ends with EADDRINUSE",
+    source="torch 2.13 distributed TCPStore, where the ranks meet: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
+    "launcher/runner.py: --master_port is 29500 unless told otherwise",
     bad=Example(BY_DEEPSPEED, HERE, replace(DEMO, taken=29500, spare=29501)),
     good=Example(BY_DEEPSPEED, HERE),
 )

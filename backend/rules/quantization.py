@@ -303,7 +303,7 @@ def spread_as_it_came(case: Case) -> str | None:
     "error",
     fields=("method.lora_dora", "model.path", "model.hub_id"),
     title="No DoRA on weights packed like this",
-    source="peft 0.21 tuners/lora/gptq.py and awq.py: GPTQLoraLinear does not support DoRA yet",
+    source="peft 0.21 tuners/lora/gptq.py GPTQLoraLinear, tuners/lora/awq.py AwqLoraLinear: does not support DoRA yet",
     fixes=(WITHOUT_DORA,),
     remedy="Or take the model as it was before, and pack it while loading: NF4 takes DoRA.",
     bad=Example({**PATH, "method.lora_dora": True}, READY, GPTQ),

@@ -48,9 +48,8 @@ class Change:
 
 
 def ways(case: Case, share: float) -> list[Fix]:
-    """The best changes, at most six, after which the most that it may come to is within `share` of what is free,
-    with no new error. Another
-    model is the last resort."""
+    """The best changes, at most six, after which the most that it may come to is within `share` of what is free, with
+    no new error. Another model is the last resort."""
     if case.shape is None:
         return []
     case = replace(case, spec=effective(case.spec))

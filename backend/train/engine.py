@@ -176,6 +176,8 @@ def _plugin(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce)
     # Told by the environment, transformers would leave buffers of all ranks but the first at zero, and read the file.
     os.environ[f"FSDP_{ONCE.upper()}"] = "false"
+    if not second:  # accelerate would take its own default before what the trainer hands on
+        os.environ["FSDP_SHARDING_STRATEGY"] = config.fsdp_plugin_args["reshard_after_forward"].upper()
     if parallel.wrap_layers and not second:  # peft wraps an adapted model, and asks nobody else
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(parallel.wrap_layers)
     if parallel.cpu_offload and second:

@@ -77,6 +77,8 @@ RAW = {
     "STR034": Raw("the 'elasticity' configuration block is no longer supported", ours=False),
     "STR035": Raw("Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save`", SAVED, False),
     "STR038": Raw("`GPT2LMHeadModel` has no `tp_plan`", FOLDER, False),
+    "STR040": Raw("pre-scale gradients is not yet supported with ZeRO-2", ours=False),
+    "STR042": Raw("FSDP2 does not support LOCAL_STATE_DICT", ours=False),
     "TRN006": Raw("requires the saving steps to be a round multiple of the evaluation steps"),
 }
 

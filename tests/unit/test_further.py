@@ -16,12 +16,13 @@ from backend.rules.launchers import KNOWN as KNOWN_TO_ACCELERATE
 from backend.spec import RunSpec
 
 KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
-ZERO2, ZERO3, ZERO0, FSDP2, FSDP1 = (
-    {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "fsdp2", "fsdp1")
+ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
+    {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
 )
 HOSTED = {**ZERO2, "parallel.offload_optimizer": "cpu"}
 HALF = {"bf16_master_weights_and_grads": True}
 SHORT = {**HALF, "bf16_optimizer_states": True}
+LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
 LOOSE = {"train.max_grad_norm": 0.0}
 
 
@@ -46,6 +47,8 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR040", zero(compute_grad_norm=False), {**ZERO2, **LOOSE}, False),
         ("STR040", zero(compute_grad_norm=False), {**ZERO3, **LOOSE}, True),
         ("STR040", zero(compute_grad_norm=False), {**HOSTED, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO1, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO2, **LOOSE}, False),
         ("STR040", {"bf16": HALF}, ZERO2, True),
         ("STR040", {"bf16": HALF}, HOSTED, False),
         ("STR040", {"bf16": SHORT}, ZERO2, False),
@@ -115,7 +118,12 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH013", {"gpu_ids": "0"}, DDP, True),
         ("LCH013", {"gpu_ids": "0,1"}, DDP, False),
         ("LCH013", {"gpu_ids": "0,1"}, {**DDP, "launch.devices": (1, 0)}, True),
-        ("LCH013", {"use_cpu": True}, DDP, True),
+        ("LCH013", {"use_cpu": True}, {**DDP, "launch.processes": 1}, True),
+        ("LCH013", {"use_cpu": True}, DDP, False),
+        ("LCH014", {"use_cpu": True}, DDP, True),
+        ("LCH013", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.processes": 1}, True),
+        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.processes": 1}, False),
+        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, DDP, True),
         ("LCH013", {"use_cpu": True}, {**DDP, "launch.device": "cpu"}, False),
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "pure_bf16"}, True),
@@ -129,6 +137,15 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH013", {"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, True),
         ("LCH013", {"fsdp_config": {"sync_module_states": False}}, FSDP1, False),
         ("LCH013", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"fsdp_offload_params": True}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"offload_params": True}}, {**FSDP2, "parallel.cpu_offload": True}, False),
+        ("LCH013", {"fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaMLP"}}, FSDP2, True),
+        (
+            "LCH014",
+            {"fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaMLP"}},
+            {**FSDP2, "parallel.wrap_layers": ["LlamaDecoderLayer"]},
+            True,
+        ),
         ("LCH013", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, FSDP2, True),
         ("LCH014", {"fp8_config": {"backend": "TE"}}, DDP, True),
         ("LCH014", {"fsdp_config": {"forward_prefetch": True}}, FSDP2, True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from backend.derived import PORT
 from backend.hostfile import chosen, hosts
 from backend.rules.launch import THEIRS
 from cited import cites
@@ -196,3 +198,29 @@ def test_deepspeed_sets_what_each_process_sees() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "1,0"}
     CUDA_Accelerator().set_visible_devices_envs(environment, [0, 1])
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@cites("NOD015")
+def test_a_port_is_held_by_one() -> None:
+    """Of which DeepSpeed's launcher, and ours for several nodes, take the same one."""
+    assert runner.parse_args(["x.py"]).master_port == PORT
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        with pytest.raises(torch.distributed.DistNetworkError, match="EADDRINUSE"):
+            TCPStore("127.0.0.1", other.getsockname()[1], is_master=True, wait_for_workers=False)
+
+
+SHARED = """
+import torch
+rows = [torch.ones(8)]
+rows[0].share_memory_()
+print([line.split()[-2] for line in open("/proc/self/maps") if "/dev/shm/torch" in line])
+"""
+
+
+@cites("HW009")
+def test_rows_are_handed_over_through_shared_memory() -> None:
+    """As a loader's processes do it with each batch."""
+    found = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
+    assert "/dev/shm/torch" in found.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from trainings import a_spec, result
 from cited import cites
 
 pytestmark = pytest.mark.soak
+KEYS = "parallel.engine_keys"
 
 
 def ended(folder: Path, changes: Mapping[str, Any], host: Host) -> Path:
@@ -82,3 +84,49 @@ def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, host:
     assert code == 1, log
     assert log.count("done") >= 4
     assert "is not part of group" in log
+
+
+@cites("STR041")
+def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, host: Host) -> None:
+    given = json.dumps({"tensor_parallel": {"autotp_size": 2}})
+    changes = {"parallel.strategy": "zero2", "method.kind": "full", "checkpoint.save_model": True}
+    saved = load_file(ended(tmp_path / "run", {**changes, KEYS: given}, host) / "model/model.safetensors")
+    base = load_file(tiny / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert 2 * saved[name].numel() == base[name].numel()
+
+
+ZERO, BF16 = "zero_optimization", "bf16_master_weights_and_grads"
+LOOSE = {"train.max_grad_norm": 0.0}
+LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
+SHORT = {"bf16_optimizer_states": True}
+HALF = {"precision.compute": "bf16"}
+HOSTED = {"parallel.offload_optimizer": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "given", "words"),
+    [
+        ("zero2", HOSTED, {ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ("zero3", {}, {"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op='sum' is not supported with ZeRO"),
+        ("zero2", {}, {ZERO: {"compute_grad_norm": False}}, "compute_grad_norm=false requires gradient_clipping=0"),
+        ("zero3", LOOSE, {ZERO: {"compute_grad_norm": False}}, "1 validation error for DeepSpeedZeroConfig"),
+        ("zero2", {**LOOSE, **HOSTED}, {ZERO: {"compute_grad_norm": False}}, "does not support optimizer offload"),
+        ("zero1", {**LOOSE, **HALF}, {ZERO: {"compute_grad_norm": False}, **LONG}, "does not support ZeRO Stage 1"),
+        ("zero2", HALF, {"bf16": {BF16: True}}, "Master weights feature requires ZeRO-2 Offload"),
+        ("zero2", {**HALF, **HOSTED}, {"bf16": {BF16: True, **SHORT}}, "bf16_optimizer_states with ZeRO-Offload"),
+        ("zero2", HALF, {"bf16": SHORT}, "bf16_optimizer_states requires bf16_master_weights_and_grads"),
+        ("zero2", {}, {"data_types": {"param_dtype": "fp16"}}, "conflicts with the enabled precision mode"),
+        ("zero0", HALF, LONG, "unsupported mix of model_dtype=torch.bfloat16"),
+        ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
+        ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
+    ],
+)
+def test_what_deepspeed_refuses_together(
+    strategy: str, more: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path, host: Host
+) -> None:
+    """STR040, of each key; one of them is launched as its example, too."""
+    changes = {**more, "parallel.strategy": strategy, KEYS: json.dumps(given)}
+    code, log = unguarded.run(tmp_path / "run", a_spec(changes), host)
+    assert code == 1, log
+    assert words in log, log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 from pathlib import Path
@@ -19,11 +20,15 @@ from accelerate.utils import fsdp_utils
 from deepspeed.runtime.zero.partition_parameters import Init
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import dora
+from peft.tuners.lora.awq import AwqLoraLinear
+from peft.tuners.lora.gptq import GPTQLoraLinear
 from peft.utils import transformers_weight_conversion as conversion
 from torch import nn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     GPT2Config,
@@ -37,8 +42,12 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
+from trl.kernels import chunked_logprob
 
 from backend import catalog
+from backend.rules.kernels import FUSED, LACKS
+from backend.shape import FAMILIES
+from backend.train import stages
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -101,6 +110,34 @@ def test_compiling_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pyt
 
     plain = min(seconds(model) for _ in range(9))
     assert seconds(torch.compile(model)) > 1000 * plain
+
+
+@cites("KRN011")
+def test_losses_that_are_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices for which Triton builds, where it is there; for the rest TRL computes them without one."""
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
+    found = {kind for kind in ("cpu", "cuda", "mps", "xpu") if chunked_logprob._use_triton(torch.device(kind))}
+    assert found == {"cuda", "xpu"}
+    modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in stages.KINDS.items()}
+    # Which of them ask for it shows on a device that has it alone, so the words are looked for.
+    fused = {name for name, module in modules.items() if "fused_lm_head=True" in inspect.getsource(module)}
+    assert fused == set(FUSED)
+
+
+@cites("KRN012")
+def test_attentions_that_an_architecture_has() -> None:
+    """Of all that Footplate counts."""
+    lacking = set()
+    for kind in FAMILIES:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+        checks = {"sdpa": model._sdpa_can_dispatch, "flex_attention": model._flex_attn_can_dispatch}
+        for name, check in checks.items():
+            try:
+                check(model)
+            except ValueError as error:
+                assert "does not support an attention implementation through torch" in str(error)
+                lacking.add((kind, name))
+    assert lacking == LACKS
 
 
 @cites("QNT001")
@@ -212,6 +249,15 @@ def test_formats_that_are_unpacked(config: Any) -> None:
     name = "Mxfp4Dequantize" if config is Mxfp4Config else "Fp8Dequantize"
     found = [o for c in quantizer.get_weight_conversions() for o in c.operations]
     assert name in {type(operation).__name__ for operation in found}
+
+
+@cites("QNT016")
+@pytest.mark.parametrize("kind", [GPTQLoraLinear, AwqLoraLinear])
+def test_layers_that_know_no_dora(kind: Any) -> None:
+    """Made as peft does for a packed layer; a plain one stands in for it."""
+    assert kind(nn.Linear(8, 8), "default", LoraConfig(), r=4)
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not support DoRA yet"):
+        kind(nn.Linear(8, 8), "default", LoraConfig(use_dora=True), r=4)
 
 
 @cites("ADP003")

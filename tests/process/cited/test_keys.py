@@ -1,0 +1,265 @@
+"""Further keys: what accelerate's launcher, the trainer and FSDP make of what a file of one's own says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate.utils.launch as launching
+import pytest
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from backend import accelerate, catalog, fsdp, keys
+from backend.options import edit
+from backend.rules import contrary, launchers
+from backend.rules.examples import TWO_H100
+from backend.spec import RunSpec
+from backend.train import engine
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DDP, FSDP1, FSDP2, ZERO2 = ({"parallel.strategy": name} for name in ("ddp", "fsdp1", "fsdp2", "zero2"))
+CLEAN = {"parallel.strategy": "ddp", "launch.launcher": "accelerate"}
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
+    spec = edit(RunSpec(), {**CLEAN, **patch})
+    said = keys.over(accelerate.configuration(spec, TWO_H100), given)
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
+    parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
+    found, defaults, precise = _validate_launch_command(parsed)
+    if found.use_deepspeed:
+        named = [*defaults.deepspeed_config, *(["mixed_precision"] if precise else [])]
+        found.deepspeed_fields_from_accelerate_config = ",".join(named)
+        return found, prepare_deepspeed_cmd_env(found)[1]
+    if found.multi_gpu or found.use_fsdp:
+        return found, prepare_multi_gpu_env(found)
+    return found, prepare_simple_launcher_cmd_env(found)[1]
+
+
+@cites("LCH013")
+@pytest.mark.parametrize(
+    ("given", "patch", "words"),
+    [
+        ({"ipex_config": {}}, DDP, r"had unknown keys \(\['ipex_config'\]\)"),
+        ({"gpu_ids": "0"}, DDP, "Less than two GPU ids were configured"),
+        ({"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, "set `--fsdp_sync_module_states` to `True`"),
+    ],
+)
+def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], words: str, tmp_path: Path) -> None:
+    told(tmp_path, {}, patch)
+    with pytest.raises(ValueError, match=words):
+        told(tmp_path, given, patch)
+
+
+@cites("LCH013")
+@pytest.mark.parametrize(
+    "given", [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(launchers.TWICE))]
+)
+def test_what_stands_in_deepspeeds_file_is_refused(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(given: Mapping[str, Any]) -> None:
+        monkeypatch.setenv(
+            "ACCELERATE_CONFIG_DS_FIELDS", told(tmp_path, given, ZERO2)[1]["ACCELERATE_CONFIG_DS_FIELDS"]
+        )
+        file = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+        DeepSpeedPlugin(hf_ds_config=file)._deepspeed_config_checks()
+
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "deepspeed.json")
+    start({})
+    with pytest.raises(ValueError, match="the following accelerate config variables will be ignored"):
+        start(given)
+
+
+@cites("LCH013")
+def test_the_launchers_keys_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
+    one = {"launch.processes": 1}
+    assert [told(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == ["False", "True"]
+    assert "ACCELERATE_USE_CPU" not in told(tmp_path, {"use_cpu": True}, DDP)[1]
+    mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
+    assert told(tmp_path, mesh, FSDP2)[1]["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    given, single = {"mixed_precision": "bf16"}, {"precision.compute": "fp32"}
+    for more, precision in ({}, "no"), (given, "bf16"):
+        env = told(tmp_path, more, {**DDP, **single})[1]
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", env["ACCELERATE_MIXED_PRECISION"])
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert Accelerator(cpu=True).mixed_precision == precision
+
+
+OTHERWISE = {"offload_params": "true", "cpu_ram_efficient_loading": "true", "auto_wrap_policy": "NO_WRAP"}
+OTHERWISE |= {"backward_prefetch": "BACKWARD_POST", "state_dict_type": "SHARDED_STATE_DICT", "min_num_params": "7"}
+OTHERWISE |= {"sharding_strategy": "NO_SHARD", "reshard_after_forward": "false", "version": "1"}
+OTHERWISE |= {"transformer_layer_cls_to_wrap": "LlamaMLP", "ignored_modules": "lm_head"}
+ENV = {"transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
+
+
+def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
+    """accelerate's FSDP as the trainer, and what we tell it, make it; of FSDP1 what asks for a GPU is left out."""
+    once = {"sync_module_states": False} if spec.parallel.strategy == "fsdp1" else {}
+    given = SimpleNamespace(
+        fsdp=True, fsdp_config={**fsdp.configuration(spec), **once, **more}, activation_checkpointing=False
+    )
+    given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
+    engine._plugin(spec, given, "cuda", "bf16")
+    return FullyShardedDataParallelPlugin(**given.fsdp_plugin_args)
+
+
+def said(found: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+    return {row.name: getattr(found, row.name) for row in fields(found)}
+
+
+def options() -> set[str]:
+    """accelerate's names of what its launcher tells FSDP; one of them stands in its file alone."""
+    found = vars(launch_command_parser().parse_args(["x.py"]))
+    return {name.removeprefix("fsdp_") for name in found if name.startswith("fsdp_")} | {"ignored_modules"}
+
+
+@cites("LCH014")
+@pytest.mark.parametrize("strategy", [FSDP1, FSDP2])
+def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a few words; for most of these the form has a field."""
+    spec, heard = edit(RunSpec(), strategy), set()
+    before = said(plugin(spec))
+    for name in options():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"FSDP_{ENV.get(name, name.upper())}", OTHERWISE.get(name, "true"))
+            try:
+                changed = said(plugin(spec)) != before
+            except ValueError:
+                changed = True
+        if changed:
+            heard.add(name)
+    assert heard == set(launchers.HEARD)
+
+
+@pytest.mark.parametrize("name", catalog.SHARDINGS)
+def test_fsdp1_shards_as_the_form_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's launcher says otherwise."""
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding": name}))
+    assert (found.sharding_strategy or found.reshard_after_forward).name == name.upper()
+
+
+@cites("LCH014")
+def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun's, where there are several processes; one alone it would start."""
+    inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
+    inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
+    before = told(tmp_path, {}, DDP)[1]
+    for name in launchers.UNREAD:
+        assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
+    monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
+    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.processes": 1})
+    assert prepare_simple_launcher_cmd_env(alone)[0][:3] == ["mpirun", "-f", "hosts"]
+
+
+@cites("LCH015")
+def test_the_launcher_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, kind in ("NO", nn.Linear), ("EAGER", OptimizedModule):
+        env = told(tmp_path, {"dynamo_config": {"backend": backend}}, DDP)[1]
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", env["ACCELERATE_DYNAMO_BACKEND"])
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert type(Accelerator(cpu=True).prepare(nn.Linear(2, 2))) is kind
+
+
+class Looked(dict[str, Any]):
+    """A table that remembers what it was asked for."""
+
+    def __init__(self, given: Mapping[str, Any], asked: set[str]) -> None:
+        super().__init__(given)
+        self.asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+
+@cites("STR043")
+@pytest.mark.parametrize(("version", "known"), [(1, contrary.READ | contrary.READ_ONCE), (2, contrary.READ)])
+def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
+    asked: set[str] = set()
+    for more in {}, {"xla": True}, {"auto_wrap_policy": "SIZE_BASED_WRAP"}:
+        table = Looked({"version": version, **more}, asked)
+        given = SimpleNamespace(fsdp=True, fsdp_config=table, activation_checkpointing=False)
+        TrainingArguments._process_fsdp_args(given)
+    assert asked | {"xla_fsdp_v2"} == known  # the Trainer itself looks at that one
+
+
+def units(version: int, **given: Any) -> list[nn.Module] | None:
+    """The modules of a model that FSDP would make units of, or None where it does not look for any."""
+    found, model = plugin(edit(RunSpec(), FSDP1 if version == 1 else FSDP2), **given), llama()
+    found.set_auto_wrap_policy(model)
+    if found.auto_wrap_policy is None:
+        assert version == 1 or fsdp2_prepare_auto_wrap_policy(found, model) is None
+        return None
+    if version == 1:
+        return [m for m in model.modules() if found.auto_wrap_policy(module=m, recurse=False, nonwrapped_numel=10**9)]
+    wrapped = fsdp2_prepare_auto_wrap_policy(found, model)
+    assert wrapped
+    return [module for module in model.modules() if wrapped(module)]
+
+
+@cites("STR044")
+@pytest.mark.parametrize("version", [1, 2])
+def test_no_layer_is_a_unit_of_its_own(version: int) -> None:
+    layers = units(version)
+    assert layers
+    assert {type(layer).__name__ for layer in layers} == {"LlamaDecoderLayer"}
+    assert units(version, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100)
+    assert units(version, auto_wrap_policy="SIZE_BASED_WRAP") is None
+    assert units(version, auto_wrap_policy="NO_WRAP") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "words"),
+    [
+        (2, {"state_dict_type": "LOCAL_STATE_DICT"}, "FSDP2 does not support LOCAL_STATE_DICT"),
+        (2, {"reshard_after_forward": "FULL_SHARD"}, "invalid truth value full_shard"),
+        (1, {"reshard_after_forward": True}, "TRUE"),
+        (1, {"auto_wrap_policy": "no_wrap"}, "`auto_wrap_policy` must be one of"),
+        (2, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, "Could not find the transformer layer class GPT2Block"),
+    ],
+)
+def test_values_that_fsdp_refuses(version: int, given: dict[str, Any], words: str) -> None:
+    """STR042, which is launched too."""
+    with pytest.raises((ValueError, KeyError), match=words):
+        units(version, **given)
+
+
+def test_fsdp2_takes_no_list_for_a_layer(group: None) -> None:
+    """STR042, of a size that is less than the list of layers."""
+    found = units(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=3000)
+    assert found
+    lists = [module for module in found if isinstance(module, nn.ModuleList)]
+    assert lists
+    with pytest.raises(ValueError, match="does not support containers that do not implement forward"):
+        fully_shard(lists[0])
