@@ -1,0 +1,63 @@
+"""Versions that are too old, numbers that a packed model is held in, and layers that a row does not reach."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AwqConfig
+from transformers.quantizers.quantizer_awq import AwqQuantizer
+from transformers.utils.import_utils import (
+    BITSANDBYTES_MIN_VERSION,
+    SCHEDULEFREE_MIN_VERSION,
+    TORCHAO_MIN_VERSION,
+    is_bitsandbytes_available,
+    is_schedulefree_available,
+    is_torchao_available,
+)
+
+from backend.rules.versions import LEAST
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cites("HW007")
+def test_an_older_package_counts_as_none() -> None:
+    least = (BITSANDBYTES_MIN_VERSION, SCHEDULEFREE_MIN_VERSION, TORCHAO_MIN_VERSION)
+    assert least == tuple(LEAST[name] for name in ("bitsandbytes", "schedulefree", "torchao"))
+    for there in (is_bitsandbytes_available, is_schedulefree_available, is_torchao_available):
+        assert there()
+        assert not there("99"), "this one is older"
+
+
+@cites("QNT017")
+def test_awq_is_held_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    quantizer = AwqQuantizer(AwqConfig(bits=4))
+    assert quantizer.update_dtype(torch.bfloat16) is torch.float16
+    assert quantizer.update_dtype(torch.float16) is torch.float16
+
+
+class Two(nn.Module):
+    """A tower and a text model, of which rows of text reach the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.text = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return self.text(row).sum()
+
+
+@cites("STR045")
+@pytest.mark.usefixtures("group")
+def test_ddp_waits_for_what_a_row_does_not_reach() -> None:
+    for find in (True, False):
+        model = DistributedDataParallel(Two(), find_unused_parameters=find)
+        model(torch.ones(1, 2)).backward()
+        if find:
+            model(torch.ones(1, 2)).backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+        model(torch.ones(1, 2))
