@@ -195,6 +195,8 @@ def _as_given(given: Mapping[str, Any], found: list[str]) -> list[str]:
     return [name for name in given if name.removeprefix("fsdp_") in found]
 
 
+SWITCHES = ("activation_checkpointing", "cpu_ram_efficient_loading")
+FIRST_SWITCHES = ("forward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 SHARDINGS = (*(row.label for row in catalog.SHARDINGS.values()), "HYBRID_SHARD_ZERO2")
 
@@ -220,6 +222,9 @@ def _impossible(case: Case, said: Mapping[str, Any]) -> dict[str, str]:
     reshard = str(said.get("reshard_after_forward", "true" if second else SHARDINGS[0]))
     if reshard.lower() not in (*TRUE, *FALSE) if second else reshard.upper() not in SHARDINGS:
         found["reshard_after_forward"] = f"{reshard} is " + ("neither true nor false" if second else "no way to shard")
+    for name in (*SWITCHES, *(() if second else FIRST_SWITCHES)):
+        if str(said.get(name, "true")).lower() not in (*TRUE, *FALSE):
+            found[name] = "it is neither true nor false"
     if said.get("auto_wrap_policy", POLICIES[0]) not in POLICIES:
         found["auto_wrap_policy"] = f"{said['auto_wrap_policy']} is none of {names(POLICIES)}"
     missing = [name for name in _classes(said.get("transformer_layer_cls_to_wrap", [])) if name not in known]

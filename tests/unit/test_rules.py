@@ -155,6 +155,12 @@ def test_a_table_of_deepspeed_is_no_word() -> None:
     assert not codes(judged(Example({**keys, **found.fixes[0].patch}, TWO_H100)), "error")
 
 
+def test_a_switch_of_fsdp_is_no_table() -> None:
+    given = '{"activation_checkpointing": {"partition_activations": false}}'
+    found = judged(Example({"parallel.strategy": "fsdp2", "parallel.engine_keys": given}, TWO_H100))
+    assert "neither true nor false" in next(f.message for f in found if f.code == "STR042")
+
+
 def test_order_is_fixed() -> None:
     spec = edit(RunSpec(), {"launch.device": "cuda", "train.accumulation": 999, "checkpoint.weights_only": True})
     found = check(spec, LAPTOP, DEMO)

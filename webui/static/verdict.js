@@ -74,15 +74,15 @@ FP.verdict = (() => {
     box.hidden = !m;
     if (!m) return;
     const open = $("details:not(.fp-whatif)", box)?.open;
-    const share = m.capacity_bytes ? m.device_bytes / m.capacity_bytes : 0;
-    const level = m.fits === false ? "error" : share > 0.9 ? "warning" : "ok";
+    const level = m.fits === false ? "error" : m.capacity_bytes && m.high_bytes > m.capacity_bytes ? "warning" : "ok";
     const rows = m.rows.filter((r) => r.where === "device" && r.bytes > 0).sort((a, b) => b.bytes - a.bytes);
-    const scale = Math.max(m.capacity_bytes || 0, m.device_bytes) || 1;
+    const scale = Math.max(m.capacity_bytes || 0, m.high_bytes) || 1;
     const text = m.unknown ? `Unknown, because ${m.unknown}` : `${FP.bytes(m.device_bytes)} of ${FP.bytes(m.capacity_bytes)}`;
     box.replaceChildren(
       el("div.fp-card-head", {}, el("h3", {}, m.device_label ? `Memory, ${m.device_label}` : "Memory"), el("span.fp-gap"), el("span.fp-figure", { "data-level": level }, text)),
       m.fetch ? el("button.fp-link", { type: "button", onclick: (event) => fetchConfig(event.target, m.fetch) }, "Read its config.json from the hub") : "",
       m.unknown ? "" : el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map((r, i) => part(r, i, scale))),
+      m.unknown ? "" : doubt(m, scale),
       full && full.fixes.length ? fitting(full) : "",
       m.unknown ? "" : el("details", { open }, el("summary", {}, "Where it goes"), table(m.rows)),
       m.unknown ? "" : FP.whatif.place());
@@ -100,6 +100,15 @@ FP.verdict = (() => {
       FP.toast(error.message, "error");
     }
     FP.emit("edited");
+  }
+  function doubt(m, scale) {
+    const said = `As sure as it is: ${FP.bytes(m.low_bytes)} to ${FP.bytes(m.high_bytes)}`;
+    const line = el("span", { title: said });
+    line.style.left = `${(100 * m.low_bytes) / scale}%`;
+    line.style.width = `${(100 * (m.high_bytes - m.low_bytes)) / scale}%`;
+    const end = el("i", { title: `${FP.bytes(m.capacity_bytes)} free` });
+    end.style.left = `${(100 * m.capacity_bytes) / scale}%`;
+    return el("div.fp-doubt", { role: "img", "aria-label": said }, line, scale > m.capacity_bytes && m.capacity_bytes ? end : "");
   }
   function part(r, i, scale) {
     const node = el("span", { title: `${r.name}: ${FP.bytes(r.bytes)}`, "data-part": i % 6 });
