@@ -14,7 +14,7 @@ from backend.judge import judge
 from backend.machine import probe
 from backend.run import LOG, METRICS, Plan
 from backend.run.folder import Run
-from tests.browser.conftest import CHROMIUM, FLAGS, Server
+from tests.browser.served import CHROMIUM, FLAGS, Server
 
 Figure = tuple[str, list[float], str]
 

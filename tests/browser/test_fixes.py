@@ -6,8 +6,8 @@ One server and one page for all: each starting point is imported as a file, for 
 import json
 
 import pytest
-from conftest import Server
 from playwright.sync_api import expect
+from served import serving
 
 MOST = 4  # clicks
 CARD = ".fp-finding[data-level=error] .fp-fix button"
@@ -82,17 +82,15 @@ STARTS = {
 def page(chromium, tmp_path_factory):
     """A page that stays open, and a model that counts to 1,024."""
     place = tmp_path_factory.mktemp("fixes")
-    server = Server(place / "runs")
-    server.start()
-    page = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
     errors = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(server.url)
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
-    page.place = place
-    yield page
-    page.context.close()
-    server.stop()
+    with serving(place / "runs") as server:
+        page = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(server.url)
+        page.wait_for_selector("body[data-ready]", timeout=30_000)
+        page.place = place
+        yield page
+        page.context.close()
     assert errors == []
 
 

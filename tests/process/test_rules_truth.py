@@ -60,7 +60,6 @@ RAW = {
     "PRC005": Raw("--tf32 requires Ampere or a newer GPU arch"),
     "QNT002": Raw("Please initialize PiSSA under float32, float16, or bfloat16"),
     "QNT003": Raw("'Parameter' object has no attribute 'CB'"),
-    "QNT007": Raw("'NoneType' object has no attribute 'unsqueeze'"),
     "STG003": Raw("Actual (not effective) batch size must be > 1"),
     "STG004": Raw("Label smoothing must be greater than 0.0 when using 'exo_pair' loss"),
     "STG005": Raw(".numpy() is not supported for tensor subclasses"),

@@ -386,7 +386,9 @@ def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.Monk
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
     spec = a_spec({"parallel.strategy": "fsdp1", "parallel.wrap_layers": ("LlamaMLP",)})
-    engine.start(spec, SimpleNamespace(fsdp=True, fsdp_plugin_args={}), "cuda", "bf16")
+    engine.start(
+        spec, SimpleNamespace(fsdp=True, fsdp_plugin_args={"reshard_after_forward": "full_shard"}), "cuda", "bf16"
+    )
     wraps = fsdp_auto_wrap_policy(adapted)
     found = {type(m).__name__ for m in adapted.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)}
     assert "LlamaMLP" in found and "LlamaDecoderLayer" not in found

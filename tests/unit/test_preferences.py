@@ -115,7 +115,7 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
     pairs = write("pairs.jsonl", [PAIRS["texts"], long, {"prompt": "x", "chosen": "y", "rejected": 3}])
     found = look(spec(train__stage="dpo", **pairs), tmp_path)
     assert (found.format, found.rows) == ("pairs", 3)
-    assert 50 < found.longest < 60, "the longer answer counts, not both"
+    assert 50 < found.longest < 70, "the longer answer counts, not both"
     assert "line 3" in str(found.troubles[0])
     assert look(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
@@ -136,6 +136,7 @@ def test_memory_of_comparing() -> None:
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
     assert "Reference model" not in device(train__stage="dpo", preference__precompute=True, **full)
     assert "Reference model" not in device(train__stage="orpo", **full)
-    assert device(train__stage="orpo")["Loss"] > 4 * dpo["Loss"], "whole logits"
-    assert device(train__stage="reward")["Loss"] < sft["Loss"] / 1000
+    assert "Loss" not in dpo, "the backward pass takes more"
+    assert device(train__stage="orpo")["Loss"] > 2**30, "whole logits"
+    assert "Loss" not in device(train__stage="reward")
     assert LLAMA_8B.scoring.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096

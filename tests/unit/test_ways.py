@@ -45,9 +45,9 @@ def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, ob
 
 
 def test_a_change_alone_comes_before_two() -> None:
-    found = case("lora-80gb", "1x24gb", data__max_length=8192, train__batch_size=8)
+    found = case("lora-80gb", "1x24gb", data__max_length=4096, train__batch_size=8)
     assert labels(ways(found, 1.0))[0] == "Batch size 1, accumulated"
-    tight = case("lora-80gb", "1x24gb", data__max_length=32768, train__batch_size=8)
+    tight = case("lora-80gb", "1x24gb", data__max_length=8192, train__batch_size=8)
     first = ways(tight, 1.0)[0]
     assert first.safe and " + " in first.label
 
