@@ -152,15 +152,23 @@ class Passes(Activations):
         return [Row("Gradients on their way", count * width, words)]
 
     def _on_the_way(self, before: int) -> list[Row]:
-        """With FSDP: a layer's gradients as they come, and the `before` that are being spread. Those of an output layer
-        that is tied wait for the embeddings'."""
+        """With FSDP: a layer's gradients as they come, as far as they are more than what goes meanwhile of its work and
+        its activations, and the `before` that are being spread. Those of a tied output layer wait for the embeddings'.
+        """
         if not self.shards:
             return []
         tied = self.shape.tied and self.spec.method.kind == "full"
-        waiting = self.ends[1] if tied else 0
-        said = f"{self._each + waiting:,} x {self.width} bytes as they come"
-        coming = Row("Gradients that come", (self._each + waiting) * self.width, said)
-        return [coming, *self._reduced(0 if tied and before == waiting else before)]
+        waiting = self.ends[1] * self.width if tied else 0
+        gone = 0 if self.written_out else self._at_work().bytes + self.tokens * self._layer // 2  # scores come last
+        coming = waiting + max(0, self._each * self.width - gone)
+        said = (
+            f"{self._each:,} x {self.width} bytes as they come, less what goes"
+            + bool(waiting) * ", and the output layer's"
+        )
+        return [
+            Row("Gradients that come", coming, said),
+            *self._reduced(0 if tied and before == self.ends[1] else before),
+        ]
 
     def _coming(self, count: int) -> list[Row]:
         """Gradients of the first `count` weights, or as many as there ever are at once."""
