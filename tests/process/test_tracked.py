@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import Sections, keep, table
 from faked import peaks
 
 from backend import catalog
@@ -191,7 +192,7 @@ def test_two_small_models_tell_of_a_large_one(workers: ProcessPoolExecutor) -> N
 def test_the_estimate_is_near(model: str, workers: ProcessPoolExecutor) -> None:
     asked = cells(model)
     found = dict(zip(asked, workers.map(Cell.error, asked), strict=True))
-    keep(model, section(found))
+    keep(DOCUMENT, head, list(MODELS), model, section(found))
     errors = [error for _, error in found.values()]
     low = {cell: error for cell, (_, error) in found.items() if error < -UNDER}
     assert not low, low
@@ -228,29 +229,21 @@ def section(found: Mapping[Cell, tuple[int, float]]) -> str:
     errors = [error for _, error in found.values()]
     within = [sum(abs(error) <= limit for error in errors) for limit in (0.10, 0.05)]
     ends = " to ".join(f"{error * 100:+.1f} %" for error in (min(errors), max(errors)))
-    lines = [f"{len(errors)} cells, {within[0]} within 10 %, {within[1]} within 5 %; from {ends}.", ""]
-    lines += [f"| | {' | '.join(PRECISIONS)} |", "|---" * (1 + len(PRECISIONS)) + "|"]
+    rows = []
     for strategy, method in product(STRATEGIES, METHODS):
         row = [(c, *told) for c, told in found.items() if (c.strategy, c.method) == (strategy, method)]
         said = [
             f"{c.batch} x {c.length}{' c' if c.checkpoints else ''}: {size / GIB:.2f} GiB, {error * 100:+.1f} %"
             for c, size, error in row
         ]
-        lines.append(f"| {strategy}: {method} | {' | '.join(said)} |")
-    return "\n".join(lines)
+        rows.append([f"{strategy}: {method}", *said])
+    counts = f"{len(errors)} cells, {within[0]} within 10 %, {within[1]} within 5 %; from {ends}."
+    return f"{counts}\n\n{table(['', *PRECISIONS], rows)}"
 
 
-def keep(title: str, body: str) -> None:
-    """Put one section into the document, in the order of the models, under a summary of all."""
-    known = {}
-    if DOCUMENT.exists():
-        parts = DOCUMENT.read_text(encoding="utf-8").split("\n## ")[1:]
-        known = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in parts}
-    known[title] = body
-    lines = ["| | cells | within 10 % | within 5 % | lowest | highest |", "|---" * 6 + "|"]
-    for name in MODELS:
-        if told := COUNTED.match(known.get(name, "")):
-            lines.append(f"| {name} | {' | '.join(told.groups())} |")
+def head(known: Sections) -> str:
+    """What the document is, and a summary of all models."""
+    told = {name: COUNTED.match(body) for name, body in known.items()}
+    rows = [[name, *counts.groups()] for name, counts in told.items() if counts]
     top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER)
-    bodies = "".join(f"\n## {name}\n\n{known[name]}\n" for name in MODELS if name in known)
-    DOCUMENT.write_text(top + "\n".join(lines) + "\n" + bodies, encoding="utf-8")
+    return top + table(["", "cells", "within 10 %", "within 5 %", "lowest", "highest"], rows)
