@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from backend import catalog, hostfile
-from backend.machine import Machine
+from backend.machine import Gpu, Machine
 from backend.spec import RunSpec
 
 PORT = 29500  # torch's own, where none is given
@@ -29,6 +29,17 @@ def nodes(spec: RunSpec) -> int:
     launch = spec.launch
     alone = launch.rendezvous == "standalone" or launch.launcher == "python"
     return 1 if alone or spec.parallel.strategy not in catalog.MANY else launch.nodes
+
+
+def ids(spec: RunSpec, machine: Machine) -> tuple[int, ...]:
+    """The device ids that the run takes on a node: those that are named, or the first."""
+    return spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[: processes(spec)])
+
+
+def used(spec: RunSpec, machine: Machine) -> list[Gpu]:
+    """The devices of `ids` that are there."""
+    wanted = ids(spec, machine)
+    return [gpu for gpu in machine.gpus if gpu.id in wanted]
 
 
 def world(spec: RunSpec) -> int:

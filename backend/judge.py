@@ -14,7 +14,7 @@ from backend import catalog
 from backend.derived import device, global_batch
 from backend.glance import Glance, look, settle
 from backend.machine import Machine
-from backend.memory import Estimate
+from backend.memory import OVERHEAD, Estimate
 from backend.options import effective
 from backend.plan import plan
 from backend.rules import Case, Finding, examine
@@ -22,8 +22,6 @@ from backend.rules.base import counted
 from backend.run import Plan
 from backend.shape import trainable
 from backend.spec import RunSpec
-
-OVERHEAD = "Overhead"  # the row of the estimate that torch's allocator does not see: the driver's own
 
 
 @dataclass(frozen=True)

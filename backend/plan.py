@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from backend import accelerate, catalog, deepspeed, fsdp, hostfile
-from backend.derived import PORT, backend, device, include, nodes, processes, world
+from backend.derived import PORT, backend, device, ids, include, nodes, processes, world
 from backend.machine import Machine
 from backend.options import effective
 from backend.presets import dump
@@ -108,9 +108,9 @@ def _deepspeed(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
         where = (*chosen, "--no_ssh", f"--node_rank={node}", f"--master_addr={launch.address}")
     else:
         visible = catalog.DEVICES[device(spec, machine)].visible
-        ids = hostfile.included(("localhost",), _ids(spec, machine)) if visible else ""
+        local = hostfile.included(("localhost",), ids(spec, machine)) if visible else ""
         # It would read /job/hostfile, if that is there, and start the run on those hosts by ssh.
-        where = ("--hostfile=/dev/null", f"--include={ids}" if ids else f"--num_gpus={processes(spec)}")
+        where = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={processes(spec)}")
     calm = ("--no_local_rank", "--log_level=error")
     return ("deepspeed.launcher.runner", *where, *port, *calm, "--module", *TRAINER)
 
@@ -133,11 +133,6 @@ def _others(spec: RunSpec, machine: Machine) -> dict[str, tuple[str, ...]]:
     return {f"{JOIN}-{rank}": _argv(spec, machine, rank) for rank in ranks}
 
 
-def _ids(spec: RunSpec, machine: Machine) -> tuple[int, ...]:
-    """The devices of a node that the run uses."""
-    return spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[: processes(spec)])
-
-
 def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Additions to the environment; what the user gave wins."""
     family, launcher = catalog.DEVICES[device(spec, machine)], spec.launch.launcher
@@ -147,7 +142,7 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
     if device(spec, machine) == "cpu" and (spec.parallel.strategy in catalog.DEEPSPEED or launcher == "deepspeed"):
         env["DS_ACCELERATOR"] = "cpu"  # otherwise it takes an accelerator that is there
     if family.visible and launcher != "deepspeed":  # which sets it itself, by --include
-        env[family.visible] = ",".join(map(str, _ids(spec, machine)))
+        env[family.visible] = ",".join(map(str, ids(spec, machine)))
     if device(spec, machine) == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as the driver counts them; CUDA puts the fastest first
     if nodes(spec) > 1 and launcher in ("torchrun", "accelerate"):

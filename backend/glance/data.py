@@ -47,7 +47,7 @@ class _Seen:
     format: str
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
-    openings: tuple[int, ...]
+    opening: int
     labels: tuple[int, int]
     troubles: tuple[tuple[str, str, bool], ...]  # where, sentence, row
 
@@ -73,7 +73,6 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
     format = next((seen.format for seen in train[0] if seen.format), "")
     each = 2 if spec.train.stage == "kto" and format == "pairs" else 1  # two labelled answers
     lengths = sorted(length for seen in train[0] for length in seen.lengths)
-    openings = [opening for seen in train[0] for opening in seen.openings]
     return {
         "troubles": (*train[1], *held[1]),
         "format": format,
@@ -82,7 +81,7 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
         "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
         "exact": all(seen.exact for seen in (*train[0], *held[0])),
         "lengths": tuple(lengths),
-        "opening": min(openings, default=0),
+        "opening": min((seen.opening for seen in train[0]), default=0),
         "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
     }
 
@@ -126,7 +125,7 @@ def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _See
 
 def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
-        return _Seen(0, False, "", (), (), (), (0, 0), ())  # it could only be read as a whole
+        return _Seen(0, False, "", (), (), 0, (0, 0), ())  # it could only be read as a whole
     data = Data().model_copy(update={**dict(zip(COLUMNS, asked.columns, strict=True)), "system": asked.system})
     look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
@@ -143,8 +142,8 @@ def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     count = look.count if exact else _count(path, size, look.count, look.characters)
     if not count and not look.troubles:
         look.troubles.append((str(path), "holds no rows", False))
-    labels, lengths, openings = (look.good, look.bad), tuple(look.lengths), tuple(look.openings)
-    return _Seen(count, exact, look.format, look.columns, lengths, openings, labels, tuple(look.troubles))
+    labels, lengths = (look.good, look.bad), tuple(look.lengths)
+    return _Seen(count, exact, look.format, look.columns, lengths, look.opening, labels, tuple(look.troubles))
 
 
 @dataclass
@@ -161,7 +160,7 @@ class _Look:
     good: int = 0
     bad: int = 0
     lengths: list[int] = field(default_factory=list)
-    openings: list[int] = field(default_factory=list)
+    opening: int = 0  # the least
     troubles: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def at(self, line: int, row: Mapping[str, Any]) -> bool:
@@ -173,21 +172,23 @@ class _Look:
             said = f"no known format has the columns {', '.join(self.columns)}"
             self.troubles.append((str(self.path), said, False))
             return False
-        wrong = rows.problem(row, self.format, self.data)
-        if wrong and len(self.troubles) < MOST_TROUBLES:
-            self.troubles.append((f"{self.path}, line {line}", wrong, True))
         texts = _texts(row)
         self.characters += sum(map(len, texts))
-        if len(self.lengths) < MOST_LENGTHS and not wrong:
-            length, opening = self._length(row, texts)
+        try:
+            found = rows.convert(row, self.format, self.data)
+        except rows.Unfit as error:
+            if len(self.troubles) < MOST_TROUBLES:
+                self.troubles.append((f"{self.path}, line {line}", str(error), True))
+            return True
+        if len(self.lengths) < MOST_LENGTHS:
+            length, opening = self._length(found, texts)
             self.lengths.append(length)
-            self.openings.append(opening)
+            self.opening = min(opening, self.opening or opening)
         return True
 
-    def _length(self, row: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
-        """Tokens of a row, and of what stands before its first answer, about; of two answers the longer one counts,
-        and labels are counted."""
-        found = rows.convert(row, self.format, self.data)
+    def _length(self, found: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
+        """Tokens of a converted row, and of what stands before its first answer, about; of two answers the longer one
+        counts, and labels are counted."""
         if "text" in found:
             return _tokens(texts), 0
         if "label" in found:

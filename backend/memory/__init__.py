@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.derived import device, processes
+from backend.derived import device, processes, used
 from backend.machine import Machine
-from backend.memory.account import Account
+from backend.memory.account import OVERHEAD, Account
 from backend.memory.doubt import shares
 from backend.memory.spread import Row
 from backend.shape import ModelShape
 from backend.spec import RunSpec
 
-__all__ = ["Account", "Estimate", "Row", "capacity", "estimate"]
+__all__ = ["OVERHEAD", "Account", "Estimate", "Row", "capacity", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def capacity(spec: RunSpec, machine: Machine) -> int:
         return machine.ram_free_bytes // count
     if family != machine.device:
         return 0
-    used = [gpu for gpu in machine.gpus if gpu.id in spec.launch.devices] or list(machine.gpus[:count])
-    return min((gpu.free_bytes for gpu in used), default=0)
+    there = used(spec, machine) or machine.gpus[:count]
+    return min((gpu.free_bytes for gpu in there), default=0)
 
 
 def estimate(

@@ -1,8 +1,8 @@
 """The account of one spec on one machine: the rows of device, host and disk. Floor 2.
 
-There are five peaks: when a packed base is loaded that is spread later, when the forward pass has ended (activations
-are full, gradients still empty), when the optimizer works (gradients are full, activations gone), when an evaluation's
-loss is computed, and when rows are answered. The rows are those of the largest.
+There is a peak when a packed base is loaded that is spread later, in the passes of a step (`passes.py`), when the
+optimizer works (gradients are full, activations gone), when an evaluation's loss is computed, and when rows are
+answered. The rows are those of the largest.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 LIBRARIES = 560 * MIB
 CONTEXT = 1 * GIB
 COLLECTIVES = GIB // 2
+OVERHEAD = "Overhead"  # the row of what is no tensor: torch's allocator does not see it
 FILE = 5 * 10**9  # of the files that most models on the hub come in
 PAPERS = 8 * MIB  # tokenizer, configuration and the trainer's notes in each saved folder
 
@@ -46,7 +47,7 @@ class Account(Passes):
         rows = [*self._weights(), *self._reference(), *self.live(), *self.parcels()]
         base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if world(spec) > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
-        return [*rows, Row("Overhead", base, f"{words}, about")]
+        return [*rows, Row(OVERHEAD, base, f"{words}, about")]
 
     @property
     def _hosted(self) -> bool:

@@ -45,7 +45,7 @@ class Passes(Activations):
         return State(self.spec, self.shape, flat=self.strategy.stage > 0)
 
     def _forward(self) -> list[Row]:
-        """The end of the forward pass, of a process."""
+        """The end of the forward pass, on a CPU."""
         rows = [
             self._activations(),
             self._dora(),
@@ -55,11 +55,9 @@ class Passes(Activations):
             *self.gathered(2, 1),
         ]
         rows += [*self._on_the_way(0), *(self._kept_gradients() or self._coming(self._head_gradient()))]
-        if self.cpu:
-            share = HOLES[self.spec.method.kind]
-            kept = round(share * self._layers() * self.tokens * self._layer)
-            rows.append(Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured"))
-        return rows
+        share = HOLES[self.spec.method.kind]
+        kept = round(share * self._layers() * self.tokens * self._layer)
+        return [*rows, Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured")]
 
     def _ahead(self) -> list[Row]:
         """The loss, going forward. Autocast has a copy of every weight; FSDP still has what it gathered last."""

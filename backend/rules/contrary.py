@@ -266,7 +266,7 @@ READ = {
     "xla_fsdp_settings", "cpu_offload", "auto_wrap_policy", "cpu_ram_efficient_loading", "state_dict_type",
     "activation_checkpointing", "reshard_after_forward",
 }  # fmt: skip
-READ_ONCE = {"forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"}
+READ_ONCE = {*FIRST_SWITCHES, "backward_prefetch"}
 
 
 @rule(

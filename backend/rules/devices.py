@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
+from backend.derived import used
 from backend.machine import GIB, Gpu
 from backend.rules.base import Case, Example, Fix, Hit, amount, names, rule
 from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
@@ -18,12 +19,9 @@ SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
 BUSY = tuple(replace(gpu, users=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus)
 
 
-def used(case: Case) -> tuple[Gpu, ...]:
+def _used(case: Case) -> list[Gpu]:
     """The machine's devices that the run computes on."""
-    if not case.gpu or case.device != case.machine.device:
-        return ()
-    asked = case.spec.launch.devices
-    return tuple(g for g in case.machine.gpus if g.id in asked) if asked else case.machine.gpus[: case.processes]
+    return used(case.spec, case.machine) if case.gpu and case.device == case.machine.device else []
 
 
 @rule(
@@ -37,7 +35,7 @@ def used(case: Case) -> tuple[Gpu, ...]:
 )
 def busy(case: Case) -> Hit | None:
     """Two processes on one device take turns, and share its memory: both are slow, and either may run out of it."""
-    taken = [gpu for gpu in used(case) if gpu.users]
+    taken = [gpu for gpu in _used(case) if gpu.users]
     if not taken:
         return None
     free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.users)[: case.processes]
@@ -87,6 +85,6 @@ def slow_links(case: Case) -> str | None:
     than the computing itself; sharded strategies send theirs ahead."""
     if catalog.STRATEGIES[case.spec.parallel.strategy].engine != "tensor":
         return None
-    ids = {gpu.id for gpu in used(case)}
-    apart = [g for g in used(case) if g.links is not None and not ids <= {g.id, *g.links}]
+    ids = {gpu.id for gpu in _used(case)}
+    apart = [g for g in _used(case) if g.links is not None and not ids <= {g.id, *g.links}]
     return f"NVLink does not join devices {names([g.id for g in apart])} with all others." if apart else None

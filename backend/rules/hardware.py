@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import catalog
-from backend.derived import old
+from backend.derived import old, used
 from backend.machine import Gpu
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
 from backend.rules.examples import (
@@ -159,8 +159,7 @@ def bf16_before_ampere(case: Case) -> str | None:
 
 
 def _used(case: Case) -> list[Gpu]:
-    chosen = case.spec.launch.devices
-    return [gpu for gpu in case.machine.gpus if gpu.id in chosen] or list(case.machine.gpus[: case.processes])
+    return used(case.spec, case.machine) or list(case.machine.gpus[: case.processes])
 
 
 @rule(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backend import accelerate, catalog, keys
+from backend.derived import ids
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
 from backend.rules.examples import TWO_H100
 from backend.rules.further import dropping
@@ -73,8 +74,7 @@ def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
         for name in asked
         if given.get(name) is not None and name in ours and given[name] != ours[name]
     }
-    taken = case.spec.launch.devices or [gpu.id for gpu in case.machine.gpus[: case.processes]]
-    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, taken)):
+    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, ids(case.spec, case.machine))):
         found.pop("gpu_ids", None)
     if given.get("use_cpu") is True and _alone(case) and case.device != "cpu":
         found["use_cpu"] = f"the form takes {catalog.DEVICES[case.device].label}"

@@ -12,10 +12,9 @@ from backend.memory import Estimate, estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, rule
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.rules.fixes import FSDP2
-from backend.rules.ways import ways
+from backend.rules.ways import CLEARLY, ways
 from backend.spec import RunSpec
 
-CLEARLY = 1.2  # of what is free: it does not start
 PERHAPS = 1.25  # of what is free, at most: the estimate itself is within it, or nearly
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}

@@ -23,7 +23,7 @@ MOST = 6  # ways that are worth reading
 FEW = 3  # below it, rows are cut, too
 TRIES = 12  # combinations of one size that are worth the time
 LOSSES = ((0, 0, 1), (1, 39, FEW), (40, 1000, 1))  # from, to; further changes are added until so many are found
-HOSTED = 1.2  # of the free RAM: as far as the estimate may be wrong
+CLEARLY = 1.2  # of what is free: it does not start, as far as the estimate may be wrong
 ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
 AWAY: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"parallel.offload_optimizer": "cpu"},
@@ -151,7 +151,7 @@ def _fitting(case: Case, some: Sequence[Change], share: float, known: set[str]) 
         costs += [again.fix.cost] if again.fix.cost not in costs else []
         safe, now, patch = safe and again.fix.safe, after(now, again.fix.patch), {**patch, **again.fix.patch}
     taken = now.estimate
-    if _load(taken) > share or taken.host_bytes > HOSTED * case.machine.ram_free_bytes:
+    if _load(taken) > share or taken.host_bytes > CLEARLY * case.machine.ram_free_bytes:
         return None
     if {found.code for found in obstacles(now)} - known:
         return None

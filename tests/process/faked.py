@@ -130,6 +130,7 @@ def of_a_gpu() -> Iterator[None]:
         patch.setattr(chunked, "_forward_kernel", Kernel())
         patch.setattr(chunked, "_backward_kernel", Kernel())
         patch.setattr(chunked, "_addmm_fp32", lambda total, a, b: None)
+        patch.setattr(fused, "_use_triton", lambda device: False)  # `Chosen` chooses; a training before may have set it
         patch.setattr(fused, "_ChunkedLogProbFunction", Chosen)
         patch.setattr(ddp, "_verify_param_shape_across_processes", lambda *_, **__: None)
         patch.setattr(ddp, "_sync_module_states", lambda *_, **__: None)

@@ -21,7 +21,7 @@ from faked import peaks
 from backend import catalog
 from backend.catalog.known import HUB
 from backend.machine import GIB
-from backend.memory import estimate
+from backend.memory import OVERHEAD, estimate
 from backend.options import parse
 from backend.paths import HOME
 from backend.rules.examples import gpus
@@ -52,7 +52,6 @@ METHODS = ("lora", "full", "freeze")
 PRECISIONS = ("bf16", "pure_bf16", "fp32")
 SIZES = list(product((1, 4), (512, 2048, 8192), (False, True)))
 UNDER, NEAR, SHARE = 0.05, 0.10, 0.95
-UNSEEN = "Overhead"  # the context and the buffers of NCCL and cuBLAS are not tensors
 DOCUMENT = HOME / "docs/memory.md"
 
 
@@ -94,7 +93,7 @@ class Cell:
     def estimated(self, layers: int) -> int:
         spec, shape = self.spec, from_config({**MODELS[self.model], "num_hidden_layers": layers})
         rows = estimate(spec, gpus(spec.launch.processes, "H100", 80, (9, 0)), shape).rows
-        return sum(row.bytes for row in rows if row.where == "device" and row.name != UNSEEN)
+        return sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
 
     def measured(self, layers: int) -> int:
         return max(peaks(self.spec, MODELS[self.model], layers).values())
