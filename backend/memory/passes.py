@@ -174,16 +174,10 @@ class Passes(Activations):
         return [Row("Gradients", min(size, self.full_gradients().bytes), f"{words}, those that came first")]
 
     def _kept_gradients(self) -> list[Row]:
-        """All of them, where they are added up over several batches. FSDP spreads them after the last batch alone, and
-        adds them up as they are sent (accelerate 1.15 no_sync; torch 2.13 fsdp/_fully_shard/_fsdp_param.py)."""
-        if self.spec.train.accumulation == 1:
-            return []
-        if self.shards and not self.cpu:
-            width = 4 if self.spec.parallel.reduce_precision == "fp32" else self.width
-            words = f"{self.trained:,} x {width} bytes: whole, until the last batch"
-            return [Row("Gradients", self.trained * width, words)]
+        """All of them, where they are added up over several batches."""
         full = self.full_gradients()
-        return [Row("Gradients", full.bytes, f"{full.formula}, kept over accumulation")]
+        words = f"{full.formula}, kept over accumulation"
+        return [Row("Gradients", full.bytes, words)] if self.spec.train.accumulation > 1 else []
 
     def full_gradients(self) -> Row:
         """Gradients when the backward pass has ended, or is in the midst of steps of its own."""

@@ -95,6 +95,10 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
     if row.engine == "ddp":
         found["ddp_find_unused_parameters"] = parallel.find_unused_parameters
         found["ddp_bucket_cap_mb"] = parallel.bucket_mb
+    if row.engine in ("fsdp", "tensor"):
+        # Or FSDP2 keeps whole gradients on every rank until the last batch; and torch 2.13 fails there on an output
+        # layer in a unit of its own, whose weights TRL's loss takes without calling it (_fsdp_param.py).
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return found | (_fsdp(spec, run, family, world) if row.engine == "fsdp" else {})
 
 

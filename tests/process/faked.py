@@ -185,16 +185,9 @@ class Step:
         nn.utils.clip_grad_norm_(taught, 1.0, foreach=True)
         optimizer.step()
 
-    @contextlib.contextmanager
-    def unsent(self, whole: Any) -> Iterator[None]:
-        """As accelerate's no_sync."""
-        if self.strategy.engine != "fsdp":
-            with getattr(whole, "no_sync", contextlib.nullcontext)():
-                yield
-            return
-        whole.set_requires_gradient_sync(False)
-        yield
-        whole.set_requires_gradient_sync(True)
+    def unsent(self, whole: Any) -> Any:
+        """As accelerate's no_sync, which only DDP is given: FSDP sends the gradients of each batch (engine.py)."""
+        return whole.no_sync() if self.strategy.engine == "ddp" else contextlib.nullcontext()
 
     def then(self, stream: torch.Tensor, part: str) -> None:
         """When the backward pass reaches `stream`, this part begins."""

@@ -6,17 +6,20 @@ What a rank runs is backend.train's own main, told of its rank by the environmen
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainings import environment, text
+from trainings import environment, lay, text
 
+from backend import catalog, derived
 from backend.machine import Machine
 from backend.plan import plan
 from backend.run import COOKIE, processes
@@ -99,7 +102,11 @@ class Host:
         assert self.process.stdout
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        code = int(self.process.stdout.readline())
+        for orphan in self.left(0) if code else ():  # of a rank that was killed: the readers of its rows
+            with suppress(ProcessLookupError):
+                os.kill(orphan.pid, signal.SIGKILL)
+        return code
 
     def train(self, folder: Path, spec: RunSpec, ranks: int = 0, env: Mapping[str, str] = {}) -> Path:
         """Plan `spec` into the new `folder`, train it, and insist that it ended well."""
@@ -127,9 +134,13 @@ class Host:
 
 def write(folder: Path, spec: RunSpec) -> None:
     """The files of a plan."""
-    folder.mkdir(parents=True)
-    for name, body in plan(spec, Machine()).files.items():
-        (folder / name).write_text(body, encoding="utf-8")
+    lay(plan(spec, Machine()), folder)
+
+
+def ranks(spec: RunSpec) -> int:
+    """How many a launcher would start on this machine; 0: the training is one plain process."""
+    many = spec.parallel.strategy in catalog.MANY and spec.launch.launcher != "python"
+    return derived.processes(spec) if many else 0
 
 
 @contextmanager

@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 from documents import Sections, keep, known, table
 from fuzzed import FIXED, VALUES, draw, scene
-from host import Host
-from trainings import environment, losses, result, text
+from host import Host, ranks
+from trainings import environment, lay, losses, result, text
 
-from backend import catalog
-from backend.derived import processes
 from backend.glance import look
 from backend.judge import Judgement, judge
 from backend.machine import Machine, probe
@@ -141,14 +139,10 @@ def mended(found: Judgement, place: Path) -> Judgement:
 
 def launch(found: Judgement, folder: Path, host: Host) -> str:
     """What went wrong; '' if it ended well, and every loss was a number."""
-    folder.mkdir()
-    plan, spec = found.plan, found.spec
-    for name, body in plan.files.items():
-        (folder / name).write_text(body, encoding="utf-8")
-    if spec.launch.launcher in ("torchrun", "python"):
-        many = spec.parallel.strategy in catalog.MANY and spec.launch.launcher == "torchrun"
+    lay(found.plan, folder)
+    if found.spec.launch.launcher in ("torchrun", "python"):
         seconds = SECONDS if found.can_run else WAITED
-        code = host.run(folder, processes(spec) if many else 0, env=plan.env, seconds=seconds)
+        code = host.run(folder, ranks(found.spec), env=found.plan.env, seconds=seconds)
     else:
         code = command(found, folder, host)
     if code or not (folder / RESULT).exists():

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from documents import Sections, keep, table
-from host import Host, write
+from host import Host, ranks, write
 from trainings import a_spec, losses, text
 
 from backend import catalog
-from backend.derived import processes
 from backend.judge import judge
 from backend.machine import Machine, probe
 from backend.paths import HOME
@@ -64,8 +63,7 @@ def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
         elsewhere = judge(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
         return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
     write(folder, found.spec)
-    ranks = processes(spec) if spec.parallel.strategy in catalog.MANY else 0
-    code = host.run(folder, ranks, env=found.plan.env)
+    code = host.run(folder, ranks(spec), env=found.plan.env)
     ended = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-1500:]}"
     shutil.rmtree(folder)
     return ended

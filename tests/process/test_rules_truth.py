@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 import unguarded
-from host import Host
+from host import Host, ranks
 from safetensors.torch import load_file, save_file
-from trainings import SMALL, environment
+from trainings import SMALL, environment, lay
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from backend import catalog, derived
 from backend.judge import Judgement, judge
 from backend.machine import probe
 from backend.options import edit
 from backend.rules import FAMILIES, RULES, Finding, Rule
-from backend.run import Plan, processes
+from backend.run import processes
 from backend.spec import RunSpec
 
 SAVED = {"checkpoint.save_model": True}
@@ -146,18 +145,10 @@ def good_scene(root: Path, cache: Path) -> None:
     shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
 
 
-def laid(plan: Plan, folder: Path) -> Path:
-    """A folder with the files of a plan."""
-    folder.mkdir()
-    for name, text in plan.files.items():
-        (folder / name).write_text(text)
-    return folder
-
-
 def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int, str]:
     """(exit code, log) of the plan, whatever the findings say."""
     plan = found.plan
-    laid(plan, folder)
+    lay(plan, folder)
     if found.spec.parallel.strategy == "ddp" and found.spec.launch.launcher == "torchrun":
         with (folder / "log.txt").open("w") as log:
             env = {**environment(folder, cache), **plan.env}
@@ -166,9 +157,7 @@ def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int
             ).returncode
         assert not processes.carriers(folder)
     else:
-        many = found.spec.parallel.strategy in catalog.MANY and found.spec.launch.launcher != "python"
-        ranks = derived.processes(found.spec) if many else 0
-        code = host.run(folder, ranks, env=plan.env)
+        code = host.run(folder, ranks(found.spec), env=plan.env)
     return code, (folder / "log.txt").read_text()
 
 
@@ -186,7 +175,7 @@ def test_what_is_refused_fails(rule: Rule, tmp_path: Path, cache: Path, host: Ho
 @pytest.mark.parametrize("rule", [r for r in PROVEN if r.code in RAW and RAW[r.code].ours], ids=lambda rule: rule.code)
 def test_it_would_fail_without_our_checks(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> None:
     found, _ = bad(rule, tmp_path, cache)
-    code, log = unguarded.go(laid(found.plan, tmp_path / "refused"), found.spec, host)
+    code, log = unguarded.go(lay(found.plan, tmp_path / "refused"), found.spec, host)
     assert code == 1, log
     assert RAW[rule.code].words in log, log
 

@@ -129,6 +129,7 @@ SAME = {
     "whole weights under ZeRO-2": ("full", 2, {"parallel__strategy": "zero2"}),
     "a reference computed beforehand": ("full", 0, {"preference__precompute": True, "train__batch_size": 4}),
     "and by two ranks": ("lora", 2, {"preference__precompute": True, "parallel__strategy": "ddp"}),
+    "and by two that hold half each": ("lora", 2, {"preference__precompute": True, "parallel__strategy": "fsdp2"}),
 }
 
 

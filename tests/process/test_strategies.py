@@ -180,6 +180,14 @@ def logits(folder: Path) -> torch.Tensor:
     return found
 
 
+def test_an_adapter_adds_up_batches(trained: Trained) -> None:
+    """In 16 bits, and with an output layer that is not tied, torch would fail on gradients that wait for the others."""
+    rows = {"train.accumulation": 2, "precision.compute": "bf16", **PLAIN}
+    alone = trained.run("alone-adds-up", {**rows, "train.batch_size": 2}, 0)
+    spread = trained.run("fsdp2-adds-up", {**rows, **CASES["fsdp2"].changes, "train.batch_size": 1}, 2)
+    assert losses(spread) == pytest.approx(losses(alone), abs=5e-3)
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_the_trained_model_loads_as_a_whole(alone: Path, trained: Trained, name: str) -> None:
     learned = logits(alone / "model")

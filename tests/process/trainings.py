@@ -17,7 +17,7 @@ from backend.machine import Machine
 from backend.options import edit
 from backend.paths import HOME
 from backend.plan import plan
-from backend.run import COOKIE, METRICS, RESULT, STOP, processes
+from backend.run import COOKIE, METRICS, RESULT, STOP, Plan, processes
 from backend.spec import RunSpec
 
 SMALL = {
@@ -53,9 +53,13 @@ def nothing(text: str, share: float | None) -> None:
 
 
 def a_folder(root: Path, name: str, changes: Mapping[str, Any]) -> Path:
-    folder = root / name
+    return lay(plan(a_spec(changes), Machine()), root / name)
+
+
+def lay(made: Plan, folder: Path) -> Path:
+    """The new folder, with the files of a plan."""
     folder.mkdir(parents=True)
-    for file, body in plan(a_spec(changes), Machine()).files.items():
+    for file, body in made.files.items():
         (folder / file).write_text(body, encoding="utf-8")
     return folder
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from host import Host, write
+from host import Host, ranks, write
 
-from backend import catalog, derived
 from backend.paths import HOME
 from backend.spec import RunSpec
 
@@ -36,8 +35,7 @@ def go(folder: Path, spec: RunSpec, host: Host) -> tuple[int, str]:
     """(exit code, log) of the plan that lies in `folder`."""
     script = folder / "unguarded.py"
     script.write_text(SCRIPT)
-    ranks = derived.processes(spec) if spec.parallel.strategy in catalog.MANY else 0
-    code = host.run(folder, ranks, script=str(script), seconds=300)
+    code = host.run(folder, ranks(spec), script=str(script), seconds=300)
     # A rank that is ended while it builds, or loads, what DeepSpeed compiles leaves a lock for which others would wait.
     for lock in EXTENSIONS.rglob("lock"):
         lock.unlink()
