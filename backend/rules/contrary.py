@@ -53,7 +53,9 @@ def _longer(case: Case, at: Callable[[str], Any]) -> bool:
 
 
 def _reduces(case: Case, at: Callable[[str], Any]) -> bool:
-    return case.strategy.stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
+    """Whether gradients are scattered as they are averaged, of which each device would keep its part alone."""
+    mean = str(at("gradient_allreduce_op")).lower() != "sum"
+    return mean and case.strategy.stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
 
 
 NUMBERS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

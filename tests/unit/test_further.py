@@ -43,6 +43,8 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {**HOSTED, **ZERO3}, False),
         ("STR040", {"gradient_allreduce_op": "SUM"}, ZERO3, True),
         ("STR040", {"gradient_allreduce_op": "sum"}, ZERO2, False),
+        ("STR040", {"gradient_allreduce_op": "sum", "prescale_gradients": True}, ZERO2, False),
+        ("STR040", {"gradient_allreduce_op": "mean", "prescale_gradients": True}, ZERO2, True),
         ("STR040", zero(compute_grad_norm=False), ZERO2, True),
         ("STR040", zero(compute_grad_norm=False), {**ZERO2, **LOOSE}, False),
         ("STR040", zero(compute_grad_norm=False), {**ZERO3, **LOOSE}, True),
