@@ -16,6 +16,8 @@ from backend.run.folder import Run
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
+
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[MakeRun]:

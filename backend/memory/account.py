@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backend import catalog
-from backend.derived import processes, reads_once, steps, world
+from backend.derived import holds_reference, processes, reads_once, steps, world
 from backend.machine import GIB
 from backend.memory import packed
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS
@@ -80,6 +80,8 @@ class Account(Passes):
         if not self.stage_row.reference or self.weights_away:
             return []
         if self.adapter:
+            if holds_reference(self.spec):
+                return []
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
         if self.spec.preference.precompute:
             return []
@@ -165,8 +167,9 @@ class Account(Passes):
         if self.packed and self.strategy.stage != 3:  # each weight goes to its device as it is read
             loaded = min(loaded, FILE)
         readers = 1 if reads_once(self.spec) and not self.packed else count
-        whole = self.holders if self.strategy.engine == "fsdp" else 1  # TRL spreads what each has read
-        held = sum(row.bytes * whole for row in self._reference())
+        held = sum(row.bytes for row in self._reference())
+        if self.strategy.engine == "fsdp" and holds_reference(self.spec):  # TRL spreads what each has read
+            held = (self.plain if self.adapter else self.shape.parameters) * self.width + self.packed_bytes
         words = f"{readers} x {loaded:,} bytes until the device{'s have' if readers < count else ' has'} them"
         words += f", {count} x {held:,} of the reference" if held else ""
         away, loading = self._away(), readers * loaded + count * held
@@ -193,6 +196,8 @@ class Account(Passes):
         if self.weights_away == "cpu":
             width = self.width
             whole = self.plain + self.packed_bytes // width + (trained if self.zero else 0)
+            if holds_reference(self.spec) and not self.spec.preference.precompute:
+                whole += self.shape.parameters
             rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows
 

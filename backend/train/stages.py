@@ -161,14 +161,6 @@ def _plain(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def needs_reference(spec: RunSpec) -> bool:
-    """Whether a second model is held: an adapter is its own reference, once it is switched off. But FSDP spreads what
-    is trained only when the training starts, so what is computed before is asked of another one."""
-    before, whole = spec.preference.precompute, spec.method.kind != "lora"
-    held = spec.parallel.strategy in catalog.FSDP if before else whole
-    return catalog.STAGES[spec.train.stage].reference and held
-
-
 def given(stage: str, reference: Any, *tables: Any) -> dict[str, Any]:
     """More for the constructor of a stage's trainer."""
     for table in tables:

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import set_seed
 
 from backend import catalog
+from backend.derived import holds_reference
 from backend.run import MODEL, RESULT
 from backend.spec import RunSpec
 from backend.train import (
@@ -27,7 +28,6 @@ from backend.train import (
     lora,
     model,
     quiet,
-    stages,
     trainers,
     universal,
 )
@@ -128,7 +128,7 @@ def _trainer(
     work.loaded = engine.loaded(weights)
     hollow.stand_in(weights)
     work.check_stop()
-    held = stages.needs_reference(spec)
+    held = holds_reference(spec)
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
     trainer.work = work

@@ -15,6 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 from backend import catalog
 from backend.machine import GIB, Machine
 from backend.memory import Account, Estimate, estimate
+from backend.options import edit
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, SMOL, TWO_H100
 from backend.shape import ModelShape, from_config
 from backend.spec import RunSpec
@@ -307,11 +308,34 @@ def test_one_process_reads_for_fsdp2(more: dict[str, Any], readers: int) -> None
     assert row.bytes == readers * each
 
 
-def test_each_process_reads_the_reference() -> None:
-    """8.03 B weights in fp32 once, and in bf16 twice."""
-    given = spec(**SPREAD, method__kind="full", train__stage="dpo", data__builtin="train-pairs")
-    rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "host"}
-    assert rows["Weights on their way"] == pytest.approx((4 + 2 * 2) * LLAMA_8B.parameters, rel=1e-6)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("kind", "once"), [("full", 4), ("lora", 2)])
+def test_each_process_reads_the_reference(kind: str, once: int, before: bool) -> None:
+    """8.03 B weights once, in fp32 if they learn, and in bf16 twice; an adapter's if it is asked before FSDP is."""
+    given = spec(
+        **SPREAD,
+        method__kind=kind,
+        train__stage="dpo",
+        data__builtin="train-pairs",
+        preference__precompute=before,
+    )
+    rows = estimate(given, TWO_H100, LLAMA_8B).rows
+    read = next(row.bytes for row in rows if row.name == "Weights on their way" and row.where == "host")
+    twice = 2 * 2 if kind == "full" or before else 0
+    assert read == pytest.approx((once + twice) * LLAMA_8B.parameters, rel=0.03)
+    beside = {row.name for row in rows if row.where == "device" and "eference" in row.name}
+    assert beside == (set() if before else {"Reference model" if kind == "full" else "Reference adapter"})
+
+
+def test_a_reference_is_kept_in_ram_with_the_weights() -> None:
+    """8.03 B frozen weights in bf16, and of the trained model the same beside 12 + 4 bytes of its optimizer."""
+    away = {"parallel__strategy": "zero3", "parallel__offload_parameters": "cpu", "parallel__offload_optimizer": "cpu"}
+    given = spec(launch__processes=2, method__kind="full", **away)
+    plain, held = (
+        sum(r.bytes for r in estimate(one, TWO_H100, LLAMA_8B).rows if r.where == "host" and r.name == "Weights")
+        for one in (given, edit(given, {"train.stage": "dpo", "data.builtin": "train-pairs"}))
+    )
+    assert held - plain == 2 * LLAMA_8B.parameters
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
