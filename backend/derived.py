@@ -83,15 +83,6 @@ def reads_once(spec: RunSpec) -> bool:
     return catalog.STRATEGIES[spec.parallel.strategy].version == 2 and not spec.remade
 
 
-def holds_reference(spec: RunSpec) -> bool:
-    """Whether a second model is read, that of a preference stage. An adapter is its own reference, once it is switched
-    off; but FSDP spreads what is trained only when the training starts, so what is computed before is asked of another
-    one, which is let go again."""
-    before, whole = spec.preference.precompute, spec.method.kind != "lora"
-    held = spec.parallel.strategy in catalog.FSDP if before else whole
-    return catalog.STAGES[spec.train.stage].reference and held
-
-
 def old(capability: tuple[int, int]) -> bool:
     """Whether an NVIDIA GPU has no bf16 units: before Ampere. (0, 0) is another maker's."""
     return (0, 0) < capability < (8, 0)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from backend import catalog
-from backend.derived import holds_reference, processes, reads_once, steps, world
+from backend.derived import processes, reads_once, steps, world
 from backend.machine import GIB
 from backend.memory import packed
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS
@@ -80,7 +80,7 @@ class Account(Passes):
         if not self.stage_row.reference or self.weights_away:
             return []
         if self.adapter:
-            if holds_reference(self.spec):
+            if self.spec.refers:
                 return []
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
         if self.spec.preference.precompute:
@@ -168,7 +168,7 @@ class Account(Passes):
             loaded = min(loaded, FILE)
         readers = 1 if reads_once(self.spec) and not self.packed else count
         held = sum(row.bytes for row in self._reference())
-        if self.strategy.engine == "fsdp" and holds_reference(self.spec):  # TRL spreads what each has read
+        if self.strategy.engine == "fsdp" and self.spec.refers:  # TRL spreads what each has read
             held = (self.plain if self.adapter else self.shape.parameters) * self.width + self.packed_bytes
         words = f"{readers} x {loaded:,} bytes until the device{'s have' if readers < count else ' has'} them"
         words += f", {count} x {held:,} of the reference" if held else ""
@@ -196,7 +196,7 @@ class Account(Passes):
         if self.weights_away == "cpu":
             width = self.width
             whole = self.plain + self.packed_bytes // width + (trained if self.zero else 0)
-            if holds_reference(self.spec) and not self.spec.preference.precompute:
+            if self.spec.refers and not self.spec.preference.precompute:
                 whole += self.shape.parameters
             rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows

@@ -43,6 +43,15 @@ class RunSpec(Section):
         return remade or self.model.trust_remote_code
 
     @property
+    def refers(self) -> bool:
+        """Whether a second model is read, to which a preference stage holds the first. An adapter is its own reference,
+        once it is switched off; but FSDP spreads what is trained only when the training starts, so what is computed
+        before is asked of another one, which is let go again."""
+        before, whole = self.preference.precompute, self.method.kind != "lora"
+        held = self.parallel.strategy in catalog.FSDP if before else whole
+        return catalog.STAGES[self.train.stage].reference and held
+
+    @property
     def grouped(self) -> bool:
         """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
         decaying = {"lm_head", "embed_tokens"}.issuperset(self.method.lora_modules_to_save)

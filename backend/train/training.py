@@ -13,7 +13,6 @@ from typing import Any
 from transformers import set_seed
 
 from backend import catalog
-from backend.derived import holds_reference
 from backend.run import MODEL, RESULT
 from backend.spec import RunSpec
 from backend.train import (
@@ -128,8 +127,7 @@ def _trainer(
     work.loaded = engine.loaded(weights)
     hollow.stand_in(weights)
     work.check_stop()
-    held = holds_reference(spec)
-    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if held else None
+    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.refers else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
     trainer.work = work
     trained, count = model.counts(trainer.model)
