@@ -28,12 +28,11 @@ check: setup  ## linter, types and the quick tests
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
-SLOWEST_FIRST := tests/browser tests/process tests/unit tests/test_floors.py tests/test_docs.py
 test: setup tools  ## everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu" $(SLOWEST_FIRST)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu"
 	$(BIN)/pytest -m "alone and not soak and not gpu"
 
 soak: setup tools  ## the long proofs

@@ -17,6 +17,14 @@ NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
+SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take minutes come first where workers share them, or one would go on long after the others."""
+    if hasattr(config, "workerinput"):
+        rank = {name: place for place, name in enumerate(SLOWEST)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(SLOWEST)))
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ SIDE = """
     <p class="fp-verdict-more"></p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Fix everything</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
-    <button type="button" class="fp-start" id="fp-take" hidden>Export</button>
+    <button type="button" class="fp-start" id="fp-take" hidden disabled>Export</button>
   </section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>

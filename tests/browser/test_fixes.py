@@ -128,7 +128,8 @@ def begun(page, machine, yaml, code):
 def test_fixes_alone_lead_to_a_run(page, gpt2, name):
     machine, yaml, code = STARTS[name]
     said, cards = begun(page, machine, yaml.replace("GPT2", str(gpt2)), code)
-    seen = [cards]
+    seen, go = [cards], page.locator("#fp-start:visible, #fp-take:visible")
+    expect(go).to_be_disabled()
     while said.startswith("Cannot run"):
         assert len(seen) <= MOST, cards
         page.locator(CARD).first.click()
@@ -136,6 +137,7 @@ def test_fixes_alone_lead_to_a_run(page, gpt2, name):
         assert cards not in seen, "a fix that leads nowhere"
         seen.append(cards)
     assert said.startswith("Can run") and len(seen) > 1
+    expect(go).to_be_enabled()
 
 
 def test_everything_is_fixed_by_one_button_and_undone_by_another(page):

@@ -26,7 +26,7 @@ from backend.run import COOKIE, processes
 from backend.spec import RunSpec
 
 HOST = """
-import gc, importlib, json, os, runpy, socket, sys, time
+import gc, importlib, json, multiprocessing.util, os, runpy, socket, sys, time
 from backend.train import __main__ as training, training as _
 import deepspeed, torch.distributed.fsdp, trl.experimental
 gc.collect(), gc.freeze()  # or every rank's first collection would walk, and copy, all that was imported
@@ -44,6 +44,7 @@ def rank(order, number, port):
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    multiprocessing.util._exit_function()  # as Python when it ends: it takes the readers of rows along
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
 

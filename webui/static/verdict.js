@@ -12,7 +12,7 @@ FP.verdict = (() => {
     box.dataset.level = verdict.level;
     $(".fp-verdict-text", box).textContent = verdict.text;
     $(".fp-verdict-more", box).textContent = [answer.place && `On ${answer.place}`, answer.summary].filter(Boolean).join(": ");
-    $("#fp-start").disabled = verdict.level === "error" || verdict.level === "invalid";
+    stopped(["error", "invalid"].includes(verdict.level));
     mendable(findings.filter((f) => f.level === "error"));
     marks(findings, invalid);
     FP.form.offer(answer.names || {});
@@ -32,7 +32,12 @@ FP.verdict = (() => {
     box.dataset.level = "checking";
     $(".fp-verdict-text", box).textContent = "No answer";
     $(".fp-verdict-more", box).textContent = text;
-    $("#fp-start").disabled = true;
+    stopped(true);
+  }
+
+  // Start, or what takes its place for another machine; Export above stays, so that nothing is lost.
+  function stopped(yes) {
+    for (const name of ["#fp-start", "#fp-take"]) $(name).disabled = yes;
   }
 
   function marks(findings, invalid) {
