@@ -12,6 +12,7 @@ from backend.spec import RunSpec
 EXTENSIONS = HOME / ".cache/torch_extensions"
 
 SCRIPT = """
+import contextlib
 from backend.train import device, engine, kernels, optimizers, quantized, trainers
 from backend.train.__main__ import main
 
@@ -21,6 +22,8 @@ for room, name in [
 ]:
     assert callable(getattr(room, name))
     setattr(room, name, lambda *given: None)
+assert callable(optimizers._projecting)
+optimizers._projecting = lambda model: contextlib.nullcontext()  # it turns the library's words into ours
 main()
 """
 
