@@ -133,7 +133,7 @@ class State:
         """Bytes beside one tensor."""
         row, count, rows, columns = self.row, leaf.parameters, leaf.outputs, leaf.inputs
         embedding = leaf.path.endswith(EMBEDDINGS)
-        if row.layout == "low_rank" and self._projected(leaf):
+        if row.layout == "low_rank" and self.projected(leaf):
             low, projector = self._low(rows, columns)
             state = 4 * sum(low) if row.factored else row.states * low[0] * low[1] * self._number(SMALL, False)
             return state + projector * (4 if row.factored else self.width)  # Adafactor works in fp32
@@ -147,7 +147,7 @@ class State:
         states = row.states + (row.kahan and self.width == 2)
         return states * count * self._number(count, embedding)
 
-    def _projected(self, leaf: Leaf) -> bool:
+    def projected(self, leaf: Leaf) -> bool:
         """Whether its gradients are projected: linear layers, the output layer among them."""
         train = self.spec.train
         if not leaf.inputs or leaf.path.endswith(EMBEDDINGS):

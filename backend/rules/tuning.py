@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from backend import catalog
+from backend.memory.state import State
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 from backend.rules.fixes import ADAMW, DDP
@@ -41,6 +42,37 @@ def wide_projection(case: Case) -> Hit | None:
     return Hit(
         f"Rank {rank:,}, and the model is {shape.hidden:,} wide.",
         (Fix(f"Rank {quarter:,}", {"train.projection_rank": quarter}, safe=False),),
+    )
+
+
+@rule(
+    "OPT024",
+    "error",
+    fields=("train.galore_projection", "train.projection_rank"),
+    title="GaLore cannot project back",
+    source="galore-torch 1.0 galore_projector.py project_back: it tells sides apart by what is left of a matrix, and "
+    "takes a wide one for a tall one",
+    bad=Example(_with("galore", train__galore_projection="reverse_std", train__projection_rank=1024), EQUIPPED),
+    good=Example(_with("galore", train__galore_projection="reverse_std", train__projection_rank=128), EQUIPPED),
+    proof="launch",
+)
+def cannot_project_back(case: Case) -> Hit | None:
+    """On its longer side, a matrix that is wider than high keeps its height. With a rank of that height or more the
+    first step fails."""
+    train, shape = case.spec.train, case.shape
+    if "galore_projection" not in _row(case).reads or train.galore_projection != "reverse_std" or shape is None:
+        return None
+    state = State(case.spec, shape)
+    wide = [leaf for leaf in state.weights if leaf.outputs < leaf.inputs and state.projected(leaf)]
+    least = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
+    if train.projection_rank < least:
+        return None
+    return Hit(
+        f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.",
+        (
+            Fix("The shorter side", {"train.galore_projection": "std"}, safe=False, cost="another projection"),
+            Fix(f"Rank {max(1, least // 4):,}", {"train.projection_rank": max(1, least // 4)}, safe=False),
+        ),
     )
 
 
