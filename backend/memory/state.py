@@ -140,7 +140,7 @@ class State:
         if row.factored:
             return 4 * (rows + columns or count)
         if row.layout == "matrices":
-            inside = rows and not embedding and leaf.path != self.shape.head
+            inside = min(rows, columns) > 1 and not embedding and leaf.path != self.shape.head
             return count * self.width * (1 if inside else 2)
         if row.layout == "heads":
             return count * self.width + (rows or 1) * self.width

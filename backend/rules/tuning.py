@@ -14,6 +14,7 @@ from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 from backend.rules.fixes import ADAMW, DDP
 
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
+SPREAD = {"parallel.strategy": "fsdp2", "launch.processes": 4}
 
 
 def _row(case: Case) -> catalog.Optimizer:
@@ -74,6 +75,28 @@ def cannot_project_back(case: Case) -> Hit | None:
             Fix(f"Rank {max(1, least // 4):,}", {"train.projection_rank": max(1, least // 4)}, safe=False),
         ),
     )
+
+
+@rule(
+    "OPT025",
+    "error",
+    fields=("train.optimizer", "method.lora_rank", "launch.processes"),
+    title="Muon needs a row of each matrix on every device",
+    source="seen with torch 2.13 on four processes: Muon's step on a matrix of three rows under FSDP2",
+    fixes=(DDP, ADAMW),
+    bad=Example({"train.optimizer": "muon", "method.lora_rank": 3, **SPREAD}, EQUIPPED),
+    good=Example({"train.optimizer": "muon", "method.lora_rank": 4, **SPREAD}, EQUIPPED),
+    proof="launch",
+)
+def fewer_rows_than_devices(case: Case) -> str | None:
+    """FSDP2 spreads matrices by rows. A device without one cannot take part in the step that makes a matrix's rows
+    independent of each other; an adapter has as many rows as its rank."""
+    if _row(case).layout != "matrices" or case.strategy.version != 2 or case.shape is None:
+        return None
+    devices = case.world // max(1, case.spec.parallel.replicas)
+    heights = (leaf.outputs for leaf in State(case.spec, case.shape).weights if min(leaf.outputs, leaf.inputs) > 1)
+    least = min(heights, default=devices)
+    return f"A matrix has {least:,} rows, for {devices:,} devices." if least < devices else None
 
 
 @rule(

@@ -38,11 +38,13 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
 def _hold(model: Any, trained: torch.dtype, frozen: torch.dtype) -> None:
     """Keep trained and frozen weights in these types."""
     packed = getattr(model, "is_quantized", False)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        trained = frozen  # DeepSpeed casts no model that it spread as it was read, and keeps fp32 masters by itself
     sliced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             wanted = trained if parameter.requires_grad else frozen
-            if hasattr(parameter, "ds_id"):  # DeepSpeed's own, spread already; it keeps fp32 masters by itself
+            if hasattr(parameter, "ds_id"):  # spread already
                 continue
             if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
                 continue

@@ -268,8 +268,9 @@ class Muon(torch.optim.Optimizer):
 def _muon(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
     ends = [id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     named = _named(model)
-    matrices = [(name, p) for name, p in named if p.ndim == 2 and id(p) not in ends]
-    others = [(name, p) for name, p in named if p.ndim != 2 or id(p) in ends]
+    # One row is no matrix: a reward's head, an adapter of rank 1.
+    inner = {name for name, p in named if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends}
+    matrices, others = ([(n, p) for n, p in named if (n in inner) is kind] for kind in (True, False))
     rate = {"lr": spec.train.learning_rate}
     # Moonshot's factor: steps as large as AdamW's, so that one learning rate serves both.
     own = {"momentum": spec.train.momentum, "adjust_lr_fn": "match_rms_adamw", **rate}

@@ -40,7 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {**NARROW, "sliding_window": 64},
     "gemma3_text": {**NARROW, "sliding_window": 64},
     "phi3": SIZES,
-    "gpt_neox": SIZES,
+    "gpt_neox": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},  # it has none
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "qwen3_moe": {**NARROW, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }

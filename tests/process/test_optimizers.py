@@ -12,7 +12,7 @@ import torch
 from host import Host
 from safetensors.torch import load_file
 from trainings import a_spec, losses, mostly_soak, result
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from backend import catalog
 from backend.machine import Machine
@@ -191,3 +191,17 @@ def test_a_schedule_free_run_ends_with_its_average(host: Host, tmp_path: Path) -
     assert (group["warmup_steps"], group["train_mode"], group["k"]) == (2, False, 4)
     whole, kept = (load_file(folder / where / "model.safetensors") for where in ("model", "checkpoints/checkpoint-4"))
     assert all(whole[name].equal(kept[name]) for name in whole)
+
+
+def test_muon_takes_no_single_rows() -> None:
+    """A reward's head gives one number: it is a vector, and FSDP2 has no row of it for every rank."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=0, **sizes))
+    made = optimizers.MAKERS["muon"](a_spec({**FULL, "train.optimizer": "muon"}), model, set())
+    heights = {
+        kind: [p.shape[0] for g in made.param_groups if g["orthogonal"] is kind for p in g["params"]]
+        for kind in (True, False)
+    }
+    assert 1 in heights[False]
+    assert heights[True]
+    assert 1 not in heights[True]

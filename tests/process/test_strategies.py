@@ -180,6 +180,16 @@ def logits(folder: Path) -> torch.Tensor:
     return found
 
 
+def test_modules_are_trained_in_full_beside_an_adapter(trained: Trained) -> None:
+    """In 16 bits under ZeRO-3, which casts no model that it spread as it was read: ZeRO-2 does."""
+    asked = {"method.lora_modules_to_save": ("embed_tokens", "lm_head"), "precision.compute": "bf16", **PLAIN}
+    two, three = (
+        trained.run(f"{name}-ends", {**asked, **CASES[name].changes, "train.batch_size": 2}, 2)
+        for name in ("zero2", "zero3")
+    )
+    assert losses(three) == pytest.approx(losses(two), abs=1e-4)
+
+
 def test_an_adapter_adds_up_batches(trained: Trained) -> None:
     """In 16 bits, and with an output layer that is not tied, torch would fail on gradients that wait for the others."""
     rows = {"train.accumulation": 2, "precision.compute": "bf16", **PLAIN}
