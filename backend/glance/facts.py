@@ -49,6 +49,7 @@ class Glance:
     taken: int = 0  # the port at which the ranks would meet, if something holds it
     spare: int = 0  # one that is free instead
     classes: tuple[str, ...] = ()  # of the model's modules, those with weights first; empty if nobody knows
+    attributes: frozenset[str] = frozenset()  # without a shape: all that modules may be called, if anybody knows
 
     @property
     def longest(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from backend import catalog
 from backend.paths import model_folder
-from backend.shape import Unknown, from_config
+from backend.shape import SCORE, Unknown, from_config
 from backend.spec import RunSpec
 
 # Of these AutoModelForCausalLM makes the whole; transformers 5.23 models/auto/modeling_auto.py.
@@ -96,20 +96,33 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {"shape": from_config(config), "unknown": "", "classes": _classes(str(config.get("model_type")))}
     except Unknown as error:
-        return {"unknown": str(error)}
+        own = "auto_map" in config  # code of the model's own
+        return {"unknown": str(error), **({} if own else {"attributes": _attributes(str(config.get("model_type")))})}
 
 
 @lru_cache(maxsize=64)
-def _classes(kind: str) -> tuple[str, ...]:
-    """Classes of the modules of this model type, its layers first: read in the installed library, not loaded."""
+def _code(kind: str) -> str:
+    """The code of this model type: read in the installed library, not loaded. '' if it is not there."""
     found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
-        return ()
+    if found is None or found.origin is None or not kind.isidentifier():
+        return ""
     with suppress(OSError):
-        code = (Path(found.origin).parent / "models" / kind / f"modeling_{kind}.py").read_text(encoding="utf-8")
-        layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", code)
-        return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", code))
-    return ()
+        return (Path(found.origin).parent / "models" / kind / f"modeling_{kind}.py").read_text(encoding="utf-8")
+    return ""
+
+
+def _classes(kind: str) -> tuple[str, ...]:
+    """Classes of the modules of this model type, its layers first."""
+    layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", _code(kind))
+    return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", _code(kind)))
+
+
+def _attributes(kind: str) -> frozenset[str]:
+    """What the classes of this model type call their parts; nothing where parts are another model's."""
+    if re.search(r"(?m)^from \.\.\w+\.modeling_", _code(kind)):
+        return frozenset()
+    found = re.findall(r"(?m)^ +self\.(\w+)(?:: [^=\n]+)? = ", _code(kind))
+    return frozenset({*found, SCORE}) if found else frozenset()
 
 
 def _missing(folder: Path) -> str:

@@ -138,15 +138,17 @@ def no_targets(case: Case) -> Hit | None:
 )
 def unknown_targets(case: Case) -> Hit | None:
     """Module names differ from one architecture to the next."""
-    shape, wanted = _lora(case), case.spec.method.lora_target_modules
-    if shape is None or case.spec.method.lora_targets != "custom":
+    shape, method = case.shape, case.spec.method
+    if method.kind != "lora" or method.lora_targets != "custom":
         return None
-    unknown = [name for name in wanted if not _carries(shape, name) and not _is_head(shape, name)]
+    wanted = [name for name in method.lora_target_modules if shape is None or not _is_head(shape, name)]
+    unknown = [name for name in wanted if not (_carries(shape, name) if shape else _there(case, name))]
     if not unknown:
         return None
-    kept = [name for name in wanted if name not in unknown and not _is_head(shape, name)]
+    kept = [name for name in wanted if name not in unknown]
     fixes = (Fix(f"Leave out {names(unknown)}", _listed("method.lora_target_modules", kept), False),) if kept else ()
-    return Hit(f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}.", fixes)
+    found = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}." if shape else ""
+    return Hit(found or _lacks(case, unknown), fixes)
 
 
 def _carries(shape: ModelShape, name: str) -> bool:
@@ -192,17 +194,27 @@ def head_as_target(case: Case) -> Hit | None:
 )
 def unknown_saved(case: Case) -> Hit | None:
     """A name that matches no module would silently train nothing."""
-    shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
-    unknown = [name for name in wanted if shape and not _there(shape, name)]
-    if not shape or not unknown:
+    wanted = case.spec.method.lora_modules_to_save if case.spec.method.kind == "lora" else ()
+    unknown = [name for name in wanted if not _there(case, name)]
+    if not unknown:
         return None
     kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in unknown))
     fixes = (Fix(f"Leave out {names(unknown)}", kept, False),)
-    return Hit(f"{shape.architecture} has no {names(unknown)}; it has {names(shape.modules)}.", fixes)
+    return Hit(_lacks(case, unknown), fixes)
 
 
-def _there(shape: ModelShape, name: str) -> bool:
-    return bool(name) and any(matches(leaf.path, name) for leaf in shape.leaves())
+def _there(case: Case, name: str) -> bool:
+    """Whether a module is, or may be, called so: of a model without a shape its code is known, or nothing."""
+    if case.shape:
+        return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.leaves())
+    known = case.glance.attributes
+    return not known or all(part in known or part.isdigit() for part in name.split("."))
+
+
+def _lacks(case: Case, unknown: list[str]) -> str:
+    if case.shape is None:
+        return f"In the code of this model nothing is called {names(unknown)}."
+    return f"{case.shape.architecture} has no {names(unknown)}; it has {names(case.shape.modules)}."
 
 
 @rule(
@@ -290,7 +302,7 @@ def nothing_trained(case: Case) -> str | None:
         return None
     if not method.freeze_also:
         return "No layer and no module is chosen."
-    known = shape is not None and all(_there(shape, name) for name in method.freeze_also)
+    known = shape is not None and all(_there(case, name) for name in method.freeze_also)
     return "What is named has no weights of its own." if known and shape and not trainable(case.spec, shape) else None
 
 
@@ -306,17 +318,16 @@ def nothing_trained(case: Case) -> str | None:
 )
 def unknown_also(case: Case) -> Hit | None:
     """A name that matches no module would silently train nothing."""
-    shape, method = case.shape, case.spec.method
-    if shape is None or method.kind != "freeze":
+    method = case.spec.method
+    if method.kind != "freeze":
         return None
-    unknown = [name for name in method.freeze_also if not _there(shape, name)]
+    unknown = [name for name in method.freeze_also if not _there(case, name)]
     if not unknown:
         return None
     patch = _listed("method.freeze_also", (name for name in method.freeze_also if name not in unknown))
     if not method.freeze_layers and not patch["method.freeze_also"]:
         patch["method.freeze_layers"] = 2
-    message = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.modules)}."
-    return Hit(message, (Fix(f"Leave out {names(unknown)}", patch, False),))
+    return Hit(_lacks(case, unknown), (Fix(f"Leave out {names(unknown)}", patch, False),))
 
 
 @rule(

@@ -15,7 +15,9 @@ from specs import spec
 
 from backend import catalog, derived
 from backend.glance import Glance, fetch, look, settle
+from backend.machine import Machine
 from backend.options import edit
+from backend.rules import check
 from backend.spec import RunSpec
 
 
@@ -197,6 +199,29 @@ def test_model_folder(tmp_path: Path) -> None:
     (tmp_path / "good" / "config.json").write_text("[")
     assert "cannot be read" in seen("good").model
     assert "file" in seen("good/config.json").model
+
+
+def test_names_in_a_mixture_are_looked_up_in_its_code(tmp_path: Path) -> None:
+    """It has no shape here, so nothing else would say that a name is wrong before the ranks do."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    mixture = {"model.source": "path", "model.path": str(tmp_path)}
+    found = look(edit(RunSpec(), mixture), tmp_path)
+    assert found.shape is None
+    assert {"experts", "q_proj", "embed_tokens", "lm_head", "score"} <= found.attributes
+
+    def codes(**changes: Any) -> set[str]:
+        asked = edit(RunSpec(), {**mixture, **{name.replace("__", "."): value for name, value in changes.items()}})
+        return {f.code for f in check(asked, Machine(), look(asked, tmp_path)) if f.code.startswith("MTH")}
+
+    assert "MTH008" in codes(method__kind="freeze", method__freeze_also=("nothing",))
+    assert not codes(method__kind="freeze", method__freeze_also=("mlp.gate", "layers.0", "lm_head"))
+    assert "MTH004" in codes(method__lora_modules_to_save=("norms",))
+    assert "MTH002" in codes(method__lora_targets="custom", method__lora_target_modules=("q_proj", "c_attn"))
+    assert not codes(method__lora_targets="custom", method__lora_target_modules=("q_proj", "0.self_attn.v_proj"))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "auto_map": {}}')
+    assert not codes(method__kind="freeze", method__freeze_also=("nothing",))
 
 
 def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
