@@ -93,11 +93,11 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "" if "auto_map" in config else str(config.get("model_type"))  # code of the model's own is not known
     try:
-        return {"shape": from_config(config), "unknown": "", "classes": _classes(str(config.get("model_type")))}
+        return {"shape": from_config(config), "unknown": "", "classes": _classes(kind)}
     except Unknown as error:
-        own = "auto_map" in config  # code of the model's own
-        return {"unknown": str(error), **({} if own else {"attributes": _attributes(str(config.get("model_type")))})}
+        return {"unknown": str(error), "classes": _classes(kind), "attributes": _attributes(kind)}
 
 
 @lru_cache(maxsize=64)

@@ -79,10 +79,10 @@ def edits(server: Server, browser: object) -> Iterator[Figure]:
     page.wait_for_selector("body[data-ready]")
     page.evaluate(WATCH)
     yield "edit to verdict", _typed(page), "ms"
-    page.locator("#fp-presets").select_option("full-8b-fsdp2")
+    page.locator("#fp-presets").select_option("continued-pretraining")
     page.locator("#fp-machine").select_option("1x24gb")
     page.wait_for_selector(".fp-finding[data-code=MEM001]")
-    yield "edit to verdict, 8 B on one small GPU", _typed(page), "ms"
+    yield "edit to verdict, where it does not fit", _typed(page), "ms"
     page.close()
 
 

@@ -215,6 +215,7 @@ def test_names_in_a_mixture_are_looked_up_in_its_code(tmp_path: Path) -> None:
         asked = edit(RunSpec(), {**mixture, **{name.replace("__", "."): value for name, value in changes.items()}})
         return {f.code for f in check(asked, Machine(), look(asked, tmp_path)) if f.code.startswith("MTH")}
 
+    assert "Qwen3MoeDecoderLayer" in found.classes
     assert "MTH008" in codes(method__kind="freeze", method__freeze_also=("nothing",))
     assert not codes(method__kind="freeze", method__freeze_also=("mlp.gate", "layers.0", "lm_head"))
     assert "MTH004" in codes(method__lora_modules_to_save=("norms",))
