@@ -93,14 +93,14 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = "" if "auto_map" in config else str(config.get("model_type"))  # code of the model's own is not known
+    kind = str(config.get("model_type"))
     try:
         return {"shape": from_config(config), "unknown": "", "classes": _classes(kind)}
     except Unknown as error:
-        return {"unknown": str(error), "classes": _classes(kind), "attributes": _attributes(kind)}
+        own = "auto_map" in config  # code of the model's own, which nobody knows
+        return {"unknown": str(error), **({} if own else {"classes": _classes(kind), "attributes": _attributes(kind)})}
 
 
-@lru_cache(maxsize=64)
 def _code(kind: str) -> str:
     """The code of this model type: read in the installed library, not loaded. '' if it is not there."""
     found = importlib.util.find_spec("transformers")
@@ -111,17 +111,21 @@ def _code(kind: str) -> str:
     return ""
 
 
+@lru_cache(maxsize=64)
 def _classes(kind: str) -> tuple[str, ...]:
     """Classes of the modules of this model type, its layers first."""
-    layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", _code(kind))
-    return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", _code(kind)))
+    code = _code(kind)
+    layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", code)
+    return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", code))
 
 
+@lru_cache(maxsize=64)
 def _attributes(kind: str) -> frozenset[str]:
     """What the classes of this model type call their parts; nothing where parts are another model's."""
-    if re.search(r"(?m)^from \.\.\w+\.modeling_", _code(kind)):
+    code = _code(kind)
+    if re.search(r"(?m)^from \.\.\w+\.modeling_", code):
         return frozenset()
-    found = re.findall(r"(?m)^ +self\.(\w+)(?:: [^=\n]+)? = ", _code(kind))
+    found = re.findall(r"(?m)^ +self\.(\w+)(?:: [^=\n]+)? = ", code)
     return frozenset({*found, SCORE}) if found else frozenset()
 
 

@@ -79,9 +79,7 @@ class Account(Passes):
         """What the model is held to: a second one; of an adapter a copy, since without it the model is as it was."""
         if not self.stage_row.reference or self.weights_away:
             return []
-        if self.adapter:
-            if self.spec.refers:
-                return []
+        if self.adapter and not self.spec.refers:
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
         if self.spec.preference.precompute:
             return []

@@ -6,7 +6,7 @@ message (a sentence with the numbers of this case), or a Hit that brings fixes m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -225,6 +225,11 @@ def names(items: object) -> str:
     """Things in a row: 'a, b and c'."""
     words = [str(item) for item in items] if isinstance(items, list | tuple | set | frozenset) else [str(items)]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
+
+
+def reasons(found: Iterable[tuple[str, str]]) -> str:
+    """What is wrong with each of some things, in a sentence: 'this: why; that: why.'"""
+    return "; ".join(f"{name}: {why}" for name, why in found) + "."
 
 
 def counted(number: int, thing: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from backend import catalog, fsdp, keys
-from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.base import Case, Example, Fix, Hit, names, reasons, rule
 from backend.rules.examples import EQUIPPED_TWO, TWO_H100
 from backend.rules.further import FINE, KEYS, dropping, given_keys, value_at
 from backend.rules.sharding import SMALL
@@ -162,8 +162,7 @@ def refused_together(case: Case) -> Hit | None:
     found += [(name, "a table belongs there") for name in TABLES if not isinstance(given.get(name, {}), Mapping)]
     if not found:
         return None
-    said = "; ".join(f"{path}: {why}" for path, why in found)
-    return Hit(f"{said}.", (Fix("Without", dropping(given, [path for path, _ in found]), safe=False),))
+    return Hit(reasons(found), (Fix("Without", dropping(given, [path for path, _ in found]), safe=False),))
 
 
 @rule(
@@ -258,8 +257,7 @@ def impossible_values(case: Case) -> Hit | None:
     found = _impossible(case, _plain(given)) if given else {}
     if not found:
         return None
-    said = "; ".join(f"{name}: {why}" for name, why in found.items())
-    return Hit(f"{said}.", (Fix("Without", dropping(given, _as_given(given, list(found)))),))
+    return Hit(reasons(found.items()), (Fix("Without", dropping(given, _as_given(given, list(found)))),))
 
 
 # What transformers 5.23 training_args.py, _process_fsdp_args, looks at.

@@ -11,7 +11,7 @@ from typing import Any
 
 from backend import accelerate, catalog, keys
 from backend.derived import ids
-from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.base import Case, Example, Fix, Hit, names, reasons, rule
 from backend.rules.examples import TWO_H100
 from backend.rules.further import dropping
 
@@ -140,8 +140,8 @@ def other_launch(case: Case) -> Hit | None:
     found |= _otherwise(case, given) | _inside(case, given)
     if not found:
         return None
-    said = "; ".join(f"{name}: {why}" for name, why in found.items())
-    return Hit(f"{said}.", (Fix("As the form says", dropping(given, _paths(given, found), KEYS), safe=False),))
+    fix = Fix("As the form says", dropping(given, _paths(given, found), KEYS), safe=False)
+    return Hit(reasons(found.items()), (fix,))
 
 
 @rule(

@@ -112,7 +112,7 @@
       if (error.status === 422) check();
     } finally {
       button.textContent = "Start";
-      button.disabled = Boolean(last) && ["error", "invalid"].includes(last.verdict.level);
+      button.disabled = Boolean(last) && FP.verdict.halts(last.verdict);
     }
   }
 

@@ -12,7 +12,7 @@ FP.verdict = (() => {
     box.dataset.level = verdict.level;
     $(".fp-verdict-text", box).textContent = verdict.text;
     $(".fp-verdict-more", box).textContent = [answer.place && `On ${answer.place}`, answer.summary].filter(Boolean).join(": ");
-    stopped(["error", "invalid"].includes(verdict.level));
+    stopped(halts(verdict));
     mendable(findings.filter((f) => f.level === "error"));
     marks(findings, invalid);
     FP.form.offer(answer.names || {});
@@ -34,6 +34,8 @@ FP.verdict = (() => {
     $(".fp-verdict-more", box).textContent = text;
     stopped(true);
   }
+
+  const halts = (verdict) => ["error", "invalid"].includes(verdict.level);
 
   // Start, or what takes its place for another machine; Export above stays, so that nothing is lost.
   function stopped(yes) {
@@ -143,5 +145,5 @@ FP.verdict = (() => {
     $("#fp-preview-notes").textContent = file ? file.about : p.notes.join(" ");
   }
 
-  return { draw, offline, diffs, script: () => script };
+  return { draw, offline, diffs, halts, script: () => script };
 })();
