@@ -12,7 +12,7 @@ from functools import cached_property
 
 from backend import catalog
 from backend.derived import masters
-from backend.shape import Leaf, ModelShape, adapted, matches, trainable
+from backend.shape import Leaf, ModelShape, adapted, matches, trainable, unfrozen
 from backend.spec import RunSpec
 
 SMALL = 4096  # bitsandbytes and torchao keep smaller tensors' state whole
@@ -51,9 +51,7 @@ class State:
                 yield Leaf(f"{leaf.path}.lora_A", rank * leaf.inputs, leaf.inputs, rank)
                 yield Leaf(f"{leaf.path}.lora_B", rank * leaf.outputs, rank, leaf.outputs)
         elif method.kind in ("full", "freeze"):
-            wanted, stack = method.freeze_layers, range(shape.layers)
-            layers = stack[-wanted:] if wanted > 0 else stack[:-wanted] if wanted else ()
-            names = [*method.freeze_also, *(f"{shape.stack}.{number}" for number in layers)]
+            names = unfrozen(method, shape)
             for leaf in shape.leaves():
                 if method.kind == "full" or any(matches(leaf.path, name) for name in names):
                     yield from self._split(leaf)

@@ -68,13 +68,11 @@ def cannot_project_back(case: Case) -> Hit | None:
     least = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
     if train.projection_rank < least:
         return None
-    return Hit(
-        f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.",
-        (
-            Fix("The shorter side", {"train.galore_projection": "std"}, safe=False, cost="another projection"),
-            Fix(f"Rank {max(1, least // 4):,}", {"train.projection_rank": max(1, least // 4)}, safe=False),
-        ),
-    )
+    fixes = [Fix("The shorter side", {"train.galore_projection": "std"}, safe=False, cost="another projection")]
+    if least > 1:  # a reward's head is one row
+        low = max(1, least // 4)
+        fixes.append(Fix(f"Rank {low:,}", {"train.projection_rank": low}, safe=False))
+    return Hit(f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.", tuple(fixes))
 
 
 @rule(

@@ -364,3 +364,12 @@ def test_packages_that_are_too_old(patch: dict[str, Any], package: str, version:
 def test_hidden_options_raise_nothing() -> None:
     spec = edit(RunSpec(), {"method.freeze_layers": 999, "method.lora_target_modules": ("nothing",)})
     assert check(spec, LAPTOP, DEMO) == check(RunSpec(), LAPTOP, DEMO)
+
+
+@pytest.mark.parametrize("kind", ["full", "freeze"])
+def test_no_rank_is_low_enough_for_a_rewards_head(kind: str) -> None:
+    """Which is one row, and projected with the other linear layers."""
+    patch = {"method.kind": kind, "train.stage": "reward", "data.builtin": "train-pairs", "train.optimizer": "galore"}
+    spec = edit(RunSpec(), {**patch, "train.galore_projection": "reverse_std", "train.projection_rank": 1})
+    found = next(f for f in check(spec, EQUIPPED, replace(DEMO, shape=LLAMA_8B.scoring)) if f.code == "OPT024")
+    assert [fix.label for fix in found.fixes] == ["The shorter side"]
