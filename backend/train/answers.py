@@ -96,6 +96,7 @@ class Answering:
                 attention_mask=batch["attention_mask"],
                 generation_config=self._how(model),
                 synced_gpus=False,  # the weights are whole: no rank needs to wait for another's answers
+                **_unbalanced(model),
             )
         new = written[:, batch["input_ids"].shape[1] :]
         return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
@@ -110,6 +111,12 @@ class Answering:
             pad_token_id=self.tokenizer.pad_token_id,
             use_cache=True,
         )
+
+
+def _unbalanced(model: Any) -> dict[str, bool]:
+    """A mixture's routers are balanced over whole rows, and answering gives the model a token at a time."""
+    known = hasattr(model.config.get_text_config(), "output_router_logits")
+    return {"output_router_logits": False} if known else {}
 
 
 def remember(folder: Path, asked: Sequence[Question], answers: Sequence[str]) -> None:

@@ -6,8 +6,10 @@ come to them as tokens, so that what is learned is decided in one place (data, p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from backend.train import device, engine, kernels, optimizers, quantized, stages
 from backend.train.data import Prepared
 from backend.train.journal import TrainError
 
+BALANCE = "output_router_logits"
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
 
@@ -138,6 +141,17 @@ def _score_learned_tokens_only() -> None:
         trl.trainer.utils._use_triton = lambda device: True
 
 
+@contextlib.contextmanager
+def _as_configured(model: Any) -> Iterator[None]:
+    """TRL's SFT asks a mixture's routers for their loss at each call, and in its configuration, which is saved with
+    the model: with it a trained model could not be asked for an answer."""
+    config = model.config.get_text_config()
+    before = getattr(config, BALANCE, None)
+    yield
+    if before is not None:
+        setattr(config, BALANCE, before)
+
+
 def build(
     spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any], reference: Any = None
 ) -> Any:
@@ -146,7 +160,7 @@ def build(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    with quantized.exact(model):
+    with quantized.exact(model), _as_configured(model):
         trainer = stages.trainer(spec.train.stage)(
             model=model,
             args=config,
