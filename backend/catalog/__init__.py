@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.catalog.adapters import ATTENTION_MODULES, EXPERTS, LORA_INITS, LORA_TARGETS, STACKED
+from backend.catalog.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED
 from backend.catalog.kernels import ATTENTIONS, FLASH, SHAREABLE
 from backend.catalog.kinds import (
     Attention,
@@ -31,7 +31,7 @@ from backend.catalog.stages import ANSWERED, COMPARING, DATASETS, DPO_LOSSES, KT
 from backend.catalog.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 
 __all__ = [
-    "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES", "EXPERTS",
+    "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES",
     "FLASH", "FOUR_BIT", "FSDP", "HUB", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS",
     "OPTIMIZERS", "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STACKED", "STAGES", "STATE_DICTS",
     "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed",

@@ -34,9 +34,13 @@ LORA_INITS: Mapping[str, Init] = {
     "olora": Init("OLoRA", "An orthonormal basis of each weight, taken out of it.", name="olora", moves=True),
 }
 
-# Mixtures whose experts peft 0.21 adapts as one stacked parameter, and the names that reach them.
-STACKED = frozenset((
-    "mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "olmoe",
-    "flex_olmo", "glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "exaone_moe", "cohere2_moe",
-))  # fmt: skip
-EXPERTS = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+# Mixtures whose experts peft 0.21 adapts as stacked weights, and the linear layers that these once were, by which it is
+# told: two that became one and are named together, a third, and the router.
+_WEIGHTS = ("w1", "w3", "w2", "gate")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate")
+STACKED: Mapping[str, tuple[str, str, str, str]] = {
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _WEIGHTS),
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "olmoe", "flex_olmo"), _PROJECTIONS),
+    **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), _PROJECTIONS),
+    **dict.fromkeys(("exaone_moe", "cohere2_moe"), _PROJECTIONS),
+}

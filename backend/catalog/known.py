@@ -55,6 +55,28 @@ MISTRAL = {
     "max_position_embeddings": 32_768,
 }
 
+MIXTRAL = {
+    **MISTRAL,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32_000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN_MIXTURE = {
+    **_qwen("qwen3_moe", 48, 2048, 6144, 32, num_key_value_heads=4, head_dim=128),
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+OLMOE = {
+    **_llama(16, 2048, 1024, 16, num_key_value_heads=16, vocab_size=50_304, max_position_embeddings=4096),
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
+
 # Ids, with the endings that the same weights' layout has, each after a comma; -> configuration.
 ROWS: Mapping[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B,-Instruct": _llama(16, 2048, 8192, 32, tied=True, head_dim=64),
@@ -78,6 +100,10 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "Qwen/Qwen3-4B,-Base": _qwen("qwen3", 36, 2560, 9728, 32, **TIED),
     "Qwen/Qwen3-8B,-Base": _qwen("qwen3", 36, 4096, 12_288, 32),
     "Qwen/Qwen3-14B,-Base": _qwen("qwen3", 40, 5120, 17_408, 40),
+    "allenai/OLMoE-1B-7B-0924,-Instruct": OLMOE,
+    "mistralai/Mixtral-8x7B-v0.1": MIXTRAL,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
+    "Qwen/Qwen3-30B-A3B,-Base": QWEN_MIXTURE,
     "Qwen/Qwen3-32B": _qwen("qwen3", 64, 5120, 25_600, 64),
 }
 

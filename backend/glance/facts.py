@@ -29,7 +29,7 @@ class Glance:
     unknown: str = "the model was not looked at"  # why there is no shape, as the end of a sentence
     model: str = ""  # what is wrong with the model's folder
     packed: str = ""  # the format of weights that came packed, as config.json's quant_method
-    stacked: bool = False  # a mixture whose experts are one parameter, as peft sees them
+    stacked: tuple[str, ...] = ()  # of a mixture: layers that peft knows as stacked weights (catalog.STACKED)
     towers: bool = False  # the model sees or hears by layers that text does not reach
     has_template: bool | None = None  # the tokenizer brings a chat template
     fetched: bool = True  # nothing has to be downloaded

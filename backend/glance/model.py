@@ -87,18 +87,20 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
         return {"unknown": "config.json cannot be read", "model": said}
     towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
     packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    stacked = config.get("model_type") in catalog.STACKED
-    found = {**_shape(config), "packed": packed, "towers": towers, "stacked": stacked}
+    found = {**_shape(config), "packed": packed, "towers": towers}
     return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
 
 
 def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(config.get("model_type"))
+    stacked = catalog.STACKED.get(kind, ())
     try:
-        return {"shape": from_config(config), "unknown": "", "classes": _classes(kind)}
+        return {"shape": from_config(config), "unknown": "", "classes": _classes(kind), "stacked": stacked}
     except Unknown as error:
-        own = "auto_map" in config  # code of the model's own, which nobody knows
-        return {"unknown": str(error), **({} if own else {"classes": _classes(kind), "attributes": _attributes(kind)})}
+        if "auto_map" in config:  # code of the model's own, which nobody knows
+            return {"unknown": str(error)}
+        read = {"classes": _classes(kind), "attributes": _attributes(kind)}
+        return {"unknown": str(error), "stacked": stacked, **read}
 
 
 def _code(kind: str) -> str:

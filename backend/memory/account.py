@@ -131,7 +131,7 @@ class Account(Passes):
         tile = 0 if self.stage_row.scores else rows * words * each
         size = tile + tokens * self._layer
         said = f"{batch} x {self.length} tokens: a layer, and a tile of the loss"
-        return [Row("Evaluation", size, said), *self.gathered(1, 2)]
+        return [Row("Evaluation", size, said), *self.merged(1), *self.gathered(1, 2)]
 
     def _answers(self) -> list[Row]:
         """Held-out rows being answered, by weights that every device has whole, or its slice of them."""

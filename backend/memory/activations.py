@@ -20,6 +20,7 @@ TILE_TOKENS, TILE_WORDS = 4096, 32_768
 TILE_COPIES, TILE_FORWARD = 29, 12  # bytes, in training and in evaluation
 # trl 1.16's ORPO takes the loss from whole logits: beside them and their gradient, in fp32, those of the chosen half.
 ORPO_COPIES = 8
+INDICES = 32  # bytes: where a token went for one of its experts, there and back
 # Linear layers that lead back into the stream, and those that make several things at once.
 BACK = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
 FUSED = ("qkv_proj", "query_key_value", "c_attn")
@@ -85,8 +86,8 @@ class Activations(Spread):
         """Bytes that one layer keeps for the backward pass, for each token."""
         shape, width = self.shape, self.width
         inner, wide = shape.intermediate, shape.heads * shape.head_dim
-        found = {leaf.path.rpartition(".")[2]: leaf for leaf in adapted(self.spec.method, shape)}
-        taught = [leaf for leaf in shape.layer if leaf.inputs and (not self.adapter or _end(leaf) in found)]
+        each = [leaf for leaf in shape.layer if leaf.inputs and leaf.stacked < 2]
+        taught = [leaf for leaf in each if not self.adapter or _end(leaf) in self._adapted]
         into = [leaf for leaf in taught if leaf.inputs == shape.hidden and _end(leaf) not in BACK]
         # Under autocast every linear layer casts its input for itself; otherwise neighbours share one tensor.
         inputs = (len(into) if self.autocast else min(2, len(into))) * shape.hidden * width
@@ -98,6 +99,8 @@ class Activations(Spread):
         back = sum(leaf.inputs for leaf in taught if _end(leaf) in BACK) * width
         if not (self.adapter and self.autocast):
             back = inner * width  # the attention's own result, kept already, is the input of its projection
+        if shape.experts:
+            kept, back = self._chosen(), back if self.adapter and self.autocast else 0
         beside = 0
         if self.adapter:
             method, wide_in = self.spec.method, sum(leaf.inputs for leaf in taught)
@@ -107,6 +110,35 @@ class Activations(Spread):
             if method.lora_dora:  # the results of base and adapter, for the gradient of the lengths
                 beside += 2 * sum(leaf.outputs for leaf in taught) * width
         return self._norms() + inputs + attention + kept + back + beside
+
+    @cached_property
+    def _adapted(self) -> set[str]:
+        """Ends of the names of modules with an adapter."""
+        return {_end(leaf) for leaf in adapted(self.spec.method, self.shape)} if self.adapter else set()
+
+    def _chosen(self) -> int:
+        """Bytes that a mixture keeps for each token: a copy of what each of its experts makes of it, and of what they
+        are given where they are trained; and what the router said, in fp32 and for the loss that balances it."""
+        shape, taught = self.shape, not self.adapter or self._on_experts
+        each = (3 + taught) * shape.intermediate + (1 + taught) * shape.hidden
+        return shape.active * (each * self._stacked_width + INDICES) + shape.experts * 8
+
+    @property
+    def _stacked_width(self) -> int:
+        """Bytes of a number in a mixture's experts: autocast does not know stacked weights."""
+        return 4 if self.autocast and not self.adapter else self.width
+
+    @property
+    def _on_experts(self) -> bool:
+        return "experts" in self._adapted
+
+    def merged(self, layers: int) -> list[Row]:
+        """Experts with their adapters, which peft adds to the weights before they are used: a copy of those."""
+        if not self._on_experts:
+            return []
+        count = sum(leaf.parameters for leaf in self.shape.layer if leaf.stacked > 1)
+        words = f"{layers} layers x {count:,} x {self.width} bytes: weights and adapter, added"
+        return [Row("Experts with adapters", layers * count * self.width, words)]
 
     def _norms(self) -> int:
         """Bytes that the norms of a layer keep for each token: the input in fp32, and what a trained weight scaled."""
@@ -174,6 +206,8 @@ class Activations(Spread):
         """What the backward pass of a layer makes and drops: two gradients inside of its MLP, the stream's, and that of
         one matrix; where attention is written out, twice those of its scores, when what the MLP kept is gone."""
         shape, width, scores = self.shape, self.width, 0
+        if shape.experts:
+            return self._choice_at_work()
         inside = self.tokens * shape.intermediate * width
         if self.written_out or self.spec.model.attention == "eager":
             scores = 2 * self._pairs() * shape.heads * 4 - 4 * inside
@@ -187,6 +221,16 @@ class Activations(Spread):
         return Row(
             "A layer's gradients", max(size, scores), words if size > scores else "the attention's scores, twice"
         )
+
+    def _choice_at_work(self) -> Row:
+        """As `_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
+        with adapters on them, the gradient of a weight and its adapter."""
+        shape, width = self.shape, self._stacked_width
+        inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width
+        matrix = shape.experts * shape.intermediate * shape.hidden * self.width * self._on_experts
+        size = max(self.tokens * inside, matrix) + self.tokens * shape.hidden * self.stream
+        words = f"{self.tokens:,} tokens x ({inside:,} in {shape.active} experts"
+        return Row("A layer's gradients", size, f"{words} + {shape.hidden:,} x {self.stream}) bytes")
 
     def _dora(self) -> Row:
         """What DoRA makes and drops again in every layer, to know the lengths of the rows."""

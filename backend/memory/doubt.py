@@ -15,7 +15,7 @@ TRACKED = (0.9 / 1.10, 1.1 / 0.95)
 PROCESS = (1 / 1.08, 1 / 0.92)
 REST = (1 / 1.5, 1 / 0.8)
 # Models that were followed, and ways to take them: rows filled up, AdamW, adapters as LoRA has them.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe")
 ENGINES = ("", "ddp", "fsdp")
 
 

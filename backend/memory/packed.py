@@ -26,7 +26,7 @@ def leaves(spec: RunSpec, shape: ModelShape) -> list[Leaf]:
     """The modules that are packed: every linear one but the output layer."""
     if not bits(spec, shape):
         return []
-    return [leaf for leaf in shape.leaves() if leaf.inputs and leaf.path != shape.head]
+    return [leaf for leaf in shape.leaves() if leaf.linear and leaf.path != shape.head]
 
 
 def weights(found: Iterable[Leaf]) -> int:

@@ -54,7 +54,11 @@ class Passes(Activations):
             self._copies(1),
             *self.gathered(2, 1),
         ]
-        rows += [*self._on_the_way(0), *(self._kept_gradients() or self._coming(self._head_gradient()))]
+        rows += [
+            *self.merged(self._copied),
+            *self._on_the_way(0),
+            *(self._kept_gradients() or self._coming(self._head_gradient())),
+        ]
         share = HOLES[self.spec.method.kind]
         kept = round(share * self._layers() * self.tokens * self._layer)
         return [*rows, Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured")]
@@ -63,16 +67,20 @@ class Passes(Activations):
         """The loss, going forward. Autocast has a copy of every weight; FSDP still has what it gathered last."""
         tail = 1 if self.shape.tied else 2
         rows = [self._activations(again=False), self._dora(), self._unpacked(), self._loss(), self._copies(1)]
-        return [*rows, *self.gathered(1 if self.shape.tied else 0, tail), *self._kept_gradients()]
+        rows += [*self.merged(self._copied), *self.gathered(1 if self.shape.tied else 0, tail)]
+        return [*rows, *self._kept_gradients()]
 
     def _gathering(self) -> list[list[Row]]:
         """FSDP on its way to the output layer, which comes last; tied to the embeddings it comes first, and the first
-        layers after it. Then there are two of it, before and after it was put together."""
+        layers after it. Then there are two of it, before and after it was put together; and two of a layer, when the
+        next one comes already."""
         if not self.shards:
             return []
+        layers = [self._activations(again=False, done=2), *self.gathered(AT_ONCE + 1, 0), *self._kept_gradients()]
         if self.shape.tied:
-            return [self.gathered(AT_ONCE, 2)]
-        return [[self._activations(again=False), *self.gathered(1, 2), *self._kept_gradients()]]
+            return [self.gathered(AT_ONCE, 2), layers]
+        copied = self.merged(0 if self._checkpoints else self._copied)
+        return [[self._activations(again=False), *copied, *self.gathered(1, 2), *self._kept_gradients()], layers]
 
     def _turning(self) -> list[Row]:
         """The loss, on its way back: the output layer's gradient is added up in fp32."""
@@ -80,6 +88,7 @@ class Passes(Activations):
         count, width = self._head_gradient(), 2 if self.stream == 2 else 0
         words = f"{count:,} x {4 + width} bytes of the output layer, added up in fp32{', and cast' if width else ''}"
         head = Row("Output layer's gradient", count * (4 + width), words)
+        rows += self.merged(0 if self._checkpoints else self._copied)
         return [*rows, *self.gathered(1, 1), head, *self._kept_gradients()]
 
     def _upper(self, done: int) -> list[Row]:
@@ -87,6 +96,7 @@ class Passes(Activations):
         rows = [self._activations(done=done), self._dora(), self._unpacked(), self._at_work()]
         rows += [self._copies(1 / self.shape.layers if self._checkpoints else 1), *self.gathered(AT_ONCE, 0)]
         rows += self._kept_gradients() or self._coming(self._head_gradient() + done * self._each)
+        rows += self.merged(self._copied - (0 if self._checkpoints else done))
         return [*rows, *self._on_the_way(self._each if done else self._head_gradient())]
 
     def _first_layer(self) -> list[Row]:
@@ -97,7 +107,7 @@ class Passes(Activations):
         rows += [self._copies(1 / self.shape.layers), *self.gathered(AT_ONCE, 0, last=True)]
         ends = self.ends[0] if self.spec.method.kind == "full" else 0
         rows += self._kept_gradients() or self._coming(self.trained - self._each - ends)
-        return [*rows, *self._on_the_way(self._each)]
+        return [*rows, *self.merged(1), *self._on_the_way(self._each)]
 
     def _embeddings(self) -> list[Row]:
         """The end of the backward pass: the embeddings' gradient."""
@@ -128,10 +138,15 @@ class Passes(Activations):
     def _checkpoints(self) -> bool:
         return self.spec.train.activation_checkpointing
 
+    @property
+    def _copied(self) -> int:
+        """Layers whose experts are there with their adapters when the forward pass has ended."""
+        return 1 if self._checkpoints else self._layers()
+
     def _copies(self, share: float) -> Row:
         """Trained weights of linear layers: autocast keeps a copy of each until the forward pass has ended, and longer
         where its gradient asks for it."""
-        linear = sum(leaf.parameters for leaf in self.shape.layer if leaf.inputs) * self._layers()
+        linear = sum(leaf.parameters for leaf in self.shape.layer if leaf.linear) * self._layers()
         count = round(share * self.autocast * (self.trained if self.adapter else min(linear, self.trained)))
         return Row("Copies for mixed precision", count * 2, f"{count:,} trained weights x 2 bytes")
 

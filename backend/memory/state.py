@@ -7,12 +7,12 @@ Floor 2. Imports catalog, derived, shape, spec. Held against the state of real o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from backend import catalog
 from backend.derived import masters
-from backend.shape import Leaf, ModelShape, adapted, matches, trainable, unfrozen
+from backend.shape import SCORE, Leaf, ModelShape, adapted, matches, ranks, trainable, unfrozen
 from backend.spec import RunSpec
 
 SMALL = 4096  # bitsandbytes and torchao keep smaller tensors' state whole
@@ -47,9 +47,12 @@ class State:
         method, shape = self.spec.method, self.shape
         if method.kind == "lora":
             for leaf in adapted(method, shape):
-                rank = method.lora_rank
+                rank = ranks(method, leaf)
                 yield Leaf(f"{leaf.path}.lora_A", rank * leaf.inputs, leaf.inputs, rank)
                 yield Leaf(f"{leaf.path}.lora_B", rank * leaf.outputs, rank, leaf.outputs)
+            for leaf in shape.leaves():
+                if any(matches(leaf.path, name) for name in (SCORE, *method.lora_modules_to_save)):
+                    yield from self._split(leaf)
         elif method.kind in ("full", "freeze"):
             names = unfrozen(method, shape)
             for leaf in shape.leaves():
@@ -63,9 +66,10 @@ class State:
             rows, columns = leaf.parameters // self.shape.hidden, self.shape.hidden  # embeddings
         if not leaf.parameters:
             return  # tied
-        if leaf.parameters >= rows * columns > 0:
-            yield Leaf(leaf.path, rows * columns, columns, rows)
-        if bias := leaf.parameters - rows * columns:
+        size = rows * columns * max(1, leaf.stacked)
+        if leaf.parameters >= size > 0:
+            yield replace(leaf, parameters=size, inputs=columns, outputs=rows)
+        if bias := leaf.parameters - size:
             yield Leaf(f"{leaf.path}.bias", bias)
 
     @cached_property
@@ -136,19 +140,26 @@ class State:
             state = 4 * sum(low) if row.factored else row.states * low[0] * low[1] * self._number(SMALL, False)
             return state + projector * (4 if row.factored else self.width)  # Adafactor works in fp32
         if row.factored:
-            return 4 * (rows + columns or count)
+            return 4 * ((rows + columns) * max(1, leaf.stacked) or count)
         if row.layout == "matrices":
-            inside = min(rows, columns) > 1 and not embedding and leaf.path != self.shape.head
-            return count * self.width * (1 if inside else 2)
+            return count * self.width * (1 if self.whole(leaf) else 2)
         if row.layout == "heads":
             return count * self.width + (rows or 1) * self.width
         states = row.states + (row.kahan and self.width == 2)
         return states * count * self._number(count, embedding)
 
+    def whole(self, leaf: Leaf) -> bool:
+        """Whether the step works on it as one matrix: a projection, or Muon, which leaves AdamW what is none, as a
+        heap of experts or a single row, and what the words go in and out by."""
+        if self.row.layout == "low_rank":
+            return self.projected(leaf)
+        inside = not leaf.path.endswith(EMBEDDINGS) and leaf.path != self.shape.head
+        return self.row.layout == "matrices" and min(leaf.outputs, leaf.inputs) > 1 and leaf.stacked < 2 and inside
+
     def projected(self, leaf: Leaf) -> bool:
         """Whether its gradients are projected: linear layers, the output layer among them."""
         train = self.spec.train
-        if not leaf.inputs or leaf.path.endswith(EMBEDDINGS):
+        if not leaf.linear or leaf.path.endswith(EMBEDDINGS):
             return False
         if train.projection_targets == "attention":
             return "attn" in leaf.path or "attention" in leaf.path

@@ -134,7 +134,9 @@ def dora_dropout(case: Case) -> str | None:
     return f"Dropout is {method.lora_dropout:g}." if _lora(case) and method.lora_dora and method.lora_dropout else None
 
 
-MIXTURE = replace(DEMO, shape=None, stacked=True, unknown="it is a mixture of experts")
+NAMED = {"method.lora_targets": "custom"}
+STACKED = catalog.STACKED["qwen3_moe"]
+MIXTURE = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of experts")
 
 
 @rule(
@@ -159,5 +161,30 @@ def experts_are_plain(case: Case) -> str | None:
     """The experts of a layer are one stacked parameter. An adapter on it is added to the weights before they are used,
     so that there is no input to drop from, and no row to measure."""
     method = case.spec.method
-    asked = case.glance.stacked and method.on_experts and not method.plain_lora
-    return "The model is a mixture of experts, and all of its linear layers are named." if asked else None
+    asked = method.on_experts(case.glance.stacked) and not method.plain_lora
+    return "The model is a mixture of experts, and they would carry adapters." if asked else None
+
+
+@rule(
+    "ADP008",
+    "error",
+    fields=("method.lora_target_modules",),
+    title="Two layers of an expert are one weight",
+    source="peft 0.21 utils/transformers_weight_conversion.py: Cannot convert PEFT target(s) without also targeting",
+    bad=Example({**NAMED, "method.lora_target_modules": ("q_proj", STACKED[0])}, glance=MIXTURE),
+    good=Example({**NAMED, "method.lora_target_modules": STACKED}, glance=MIXTURE),
+)
+def half_a_weight(case: Case) -> Hit | None:
+    """The experts of a layer are kept as one weight, in which two of their linear layers lie side by side. An adapter
+    lies on both or on none."""
+    method, pair = case.spec.method, case.glance.stacked[:2]
+    asked = method.lora_target_modules if _lora(case) and method.lora_targets == "custom" else ()
+    there = [name for name in pair if name in asked]
+    if len(there) != 1:
+        return None
+    (other,) = set(pair) - set(there)
+    kept = tuple(name for name in asked if name not in pair)
+    field = "method.lora_target_modules"
+    both = Fix(f"Name {other} too", {field: (*asked, other)}, safe=False, cost="a larger adapter")
+    less = Fix(f"Leave out {there[0]}", {field: kept}, safe=False, cost="a smaller adapter")
+    return Hit(f"{there[0]} is named, and {other} is not.", (both, less) if kept else (both,))

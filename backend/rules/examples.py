@@ -75,6 +75,8 @@ GPT2: ModelShape = from_config(
     {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
 )
 
+MIXTURE: ModelShape = from_config(catalog.HUB["allenai/olmoe-1b-7b-0924"])
+
 # The demo: 400 rows to learn from and 60 to validate on, about 60 to 180 tokens long.
 DEMO = Glance(
     shape=SMOL,

@@ -252,7 +252,7 @@ def no_compiler_for_triton(case: Case) -> str | None:
 
 
 # What transformers 5.23 has for the architectures that Footplate counts, and one of them has not.
-LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention")}
+LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention"), ("olmoe", "flex_attention")}
 
 
 @rule(
@@ -260,8 +260,8 @@ LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention")}
     "error",
     fields=("model.attention", "parallel.sequence"),
     title="The architecture has no such attention",
-    source="transformers 5.23 models/gemma2/modeling_gemma2.py: _supports_sdpa is false; models/gpt2/modeling_gpt2.py: "
-    "no _supports_flex_attn",
+    source="transformers 5.23 models/gemma2/modeling_gemma2.py: _supports_sdpa is false; models/gpt2/modeling_gpt2.py "
+    "and models/olmoe/modeling_olmoe.py: no _supports_flex_attn",
     fixes=(AUTO, Fix("Whole rows", {"parallel.sequence": 1})),
     bad=Example({"model.attention": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
     good=Example({"model.attention": "flex_attention"}, H100),

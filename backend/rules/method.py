@@ -142,7 +142,7 @@ def unknown_targets(case: Case) -> Hit | None:
     if method.kind != "lora" or method.lora_targets != "custom":
         return None
     wanted = [name for name in method.lora_target_modules if shape is None or not _is_head(shape, name)]
-    unknown = [name for name in wanted if not (_carries(shape, name) if shape else _there(case, name))]
+    unknown = [name for name in wanted if not _can_carry(case, name)]
     if not unknown:
         return None
     kept = [name for name in wanted if name not in unknown]
@@ -151,9 +151,16 @@ def unknown_targets(case: Case) -> Hit | None:
     return Hit(found or _lacks(case, unknown), fixes)
 
 
+def _can_carry(case: Case, name: str) -> bool:
+    """Whether an adapter can lie there: of a model without a shape as far as its code tells."""
+    if case.shape:
+        return _carries(case.shape, name)
+    return name in case.glance.stacked or _there(case, name)
+
+
 def _carries(shape: ModelShape, name: str) -> bool:
-    """Whether a linear module's name ends so; numbers of layers may be part of it."""
-    return any(f".{leaf.path}".endswith(f".{name}") for leaf in shape.leaves() if leaf.inputs)
+    """Whether an adapter for this name lies on one of its modules."""
+    return any(leaf.carries(name) for leaf in shape.leaves())
 
 
 def _is_head(shape: ModelShape, name: str) -> bool:

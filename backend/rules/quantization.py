@@ -10,7 +10,7 @@ from dataclasses import replace
 from backend import catalog
 from backend.memory import packed
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
-from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, PATH, T4, TWO_H100
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, MIXTURE, PATH, T4, TWO_H100
 from backend.rules.fixes import DDP, FSDP2, ZERO2
 from backend.shape import matches
 
@@ -334,3 +334,23 @@ def halves_of_awq(case: Case) -> str | None:
     """Its kernels know fp16 alone, so what is not packed is held in it, whatever the run computes in."""
     asked = case.glance.packed == "awq" and case.device in ("cuda", "xpu") and case.precision == "bf16"
     return "The run computes in bf16." if asked else None
+
+
+@rule(
+    "QNT018",
+    "warning",
+    fields=("method.quantization",),
+    title="Experts are not packed",
+    source="transformers 5.23 integrations/bitsandbytes.py replace_with_bnb_linear: nn.Linear alone, and experts of "
+    "a layer are one stacked weight",
+    bad=Example(FOUR, H100, replace(DEMO, shape=MIXTURE)),
+    good=Example({}, H100, replace(DEMO, shape=MIXTURE)),
+)
+def experts_stay(case: Case) -> str | None:
+    """Linear layers are packed, and the experts of a mixture are none: they lie in one weight each layer, and stay as
+    they are. Nearly all of a mixture's weights are experts."""
+    if case.shape is None or not _row(case).bits or not case.shape.experts:
+        return None
+    whole = case.shape.parameters
+    stay = sum(leaf.parameters for leaf in case.shape.leaves() if leaf.stacked > 1)
+    return f"{stay / whole:.0%} of its weights stay in {case.precision}."

@@ -79,22 +79,22 @@ def cannot_project_back(case: Case) -> Hit | None:
     "OPT025",
     "error",
     fields=("train.optimizer", "method.lora_rank", "launch.processes"),
-    title="Muon needs a row of each matrix on every device",
-    source="seen with torch 2.13 on four processes: Muon's step on a matrix of three rows under FSDP2",
+    title="The optimizer needs a row of each matrix on every device",
+    source="seen with torch 2.13 on two and four processes under FSDP2: Muon's and GaLore's steps on matrices of fewer "
+    "rows",
     fixes=(DDP, ADAMW),
     bad=Example({"train.optimizer": "muon", "method.lora_rank": 3, **SPREAD}, EQUIPPED),
     good=Example({"train.optimizer": "muon", "method.lora_rank": 4, **SPREAD}, EQUIPPED),
     proof="launch",
 )
 def fewer_rows_than_devices(case: Case) -> str | None:
-    """FSDP2 spreads matrices by rows. A device without one cannot take part in the step that makes a matrix's rows
-    independent of each other; an adapter has as many rows as its rank."""
-    if _row(case).layout != "matrices" or case.strategy.version != 2 or case.shape is None:
+    """FSDP2 spreads matrices by rows. A device without one cannot take part in a step that works on whole matrices, as
+    Muon's and a projection do. An adapter has as many rows as its rank, the head of a reward model one."""
+    if case.strategy.version != 2 or case.shape is None:
         return None
-    devices = case.world // max(1, case.spec.parallel.replicas)
-    heights = (leaf.outputs for leaf in State(case.spec, case.shape).weights if min(leaf.outputs, leaf.inputs) > 1)
-    least = min(heights, default=devices)
-    return f"A matrix has {least:,} rows, for {devices:,} devices." if least < devices else None
+    devices, state = case.world // max(1, case.spec.parallel.replicas), State(case.spec, case.shape)
+    least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)
+    return f"A matrix has {counted(least, 'row')}, for {devices:,} devices." if least < devices else None
 
 
 @rule(
@@ -211,7 +211,7 @@ def _projected(case: Case) -> list[str]:
     if shape is None:
         return []
     # GPT-2 keeps its layers as Conv1D, and a tied head belongs to the embeddings.
-    linear = [leaf.path for leaf in shape.leaves() if leaf.inputs and leaf.parameters]
+    linear = [leaf.path for leaf in shape.leaves() if leaf.linear and leaf.parameters]
     if shape.model_type == "gpt2":
         linear = [path for path in linear if path == shape.head]
     if train.projection_targets == "all-linear":

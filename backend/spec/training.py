@@ -5,6 +5,7 @@ Floor 1. Imports: catalog, kinds.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -56,11 +57,10 @@ class Method(Section):
         """Whether adapters are A and B alone: nothing is dropped, measured, or taken out of the base weights."""
         return not (self.lora_dropout or self.lora_dora or self.lora_init not in ("zero", "gaussian"))
 
-    @property
-    def on_experts(self) -> bool:
-        """Whether adapters would lie on a mixture's experts."""
-        named = self.lora_targets == "custom" and bool(catalog.EXPERTS.intersection(self.lora_target_modules))
-        return self.kind == "lora" and (self.lora_targets == "all-linear" or named)
+    def on_experts(self, stacked: Collection[str]) -> bool:
+        """Whether adapters would lie on a mixture's experts, which are reached by the names `stacked`."""
+        named = self.lora_targets == "custom" and any(name in stacked for name in self.lora_target_modules)
+        return self.kind == "lora" and bool(stacked) and (self.lora_targets == "all-linear" or named)
 
 
 class Train(Section):

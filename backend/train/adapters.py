@@ -97,7 +97,8 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     names = list(method.lora_target_modules)
     if not names:
         raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
-    _refuse_unknown("method.lora_target_modules", names, linear, model)
+    stacked = catalog.STACKED.get(model.config.model_type, ())  # peft knows them by these names
+    _refuse_unknown("method.lora_target_modules", names, [*linear, *stacked], model)
     head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(

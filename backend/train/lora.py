@@ -58,11 +58,15 @@ def _check(spec: RunSpec, model: Any, config: LoraConfig) -> None:
     method = spec.method
     if method.lora_init == "orthogonal" and method.lora_rank % 2:
         raise TrainError(f"method.lora_rank: an orthogonal start needs an even rank, not {method.lora_rank}.")
-    if method.on_experts and not method.plain_lora and model.config.model_type in catalog.STACKED:
+    stacked = catalog.STACKED.get(model.config.model_type, ())
+    if method.on_experts(stacked) and not method.plain_lora:
         raise TrainError(
             "method.lora_targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "
             "do without."
         )
+    named = [name for name in stacked[:2] if name in method.lora_target_modules]
+    if method.lora_targets == "custom" and len(named) == 1:
+        raise TrainError(f"method.lora_target_modules: {' and '.join(stacked[:2])} are one weight here: name both.")
     if method.lora_init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
         raise TrainError("method.lora_init: OLoRA does not know the transposed layers of this model.")
 

@@ -32,6 +32,8 @@ def calm(level: str, rank: int, deepspeed: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator", category=UserWarning)
     # Libraries ask each other under the old name.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing\\w*. is deprecated", category=FutureWarning)
+    # peft looks for stacked experts among modules, where they are not; their adapter has the rank that was asked for.
+    warnings.filterwarnings("ignore", message=".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
     if deepspeed:
         logging.getLogger("DeepSpeed").setLevel(number)
         # It calls torch's collectives by their old names, at every step.

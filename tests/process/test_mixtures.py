@@ -1,16 +1,24 @@
-"""Mixtures of experts: they answer as any model does, before, after, and as they are saved."""
+"""Mixtures of experts: they answer as any model does, before, after, and as they are saved; what is packed, adapted
+and copied of them is what the estimate says."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from host import Host
+from models import fresh
 from trainings import a_spec, losses, result
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend.machine import Machine
+from backend.memory import Account
+from backend.shape import from_config
+from backend.train.quantized import is_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -18,25 +26,46 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 
 
-def a_mixture(root: Path, kind: str) -> Path:
-    """A small one with the tokenizer of the tiny model."""
+def a_mixture(root: Path, kind: str) -> dict[str, str]:
+    """The options that name a small one with the tokenizer of the tiny model."""
     folder = root / f"model-{kind}"
     shutil.copytree(root / "cache/models/tiny-llama", folder)
     torch.manual_seed(1)
     config = AutoConfig.for_model(kind, **SIZES, **HEADS, **EXPERTS, **TOKENS)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return {"model.source": "path", "model.path": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def mixtures(root: Path, host: Host) -> Mapping[str, dict[str, str]]:
+    return {kind: a_mixture(root, kind) for kind in ("qwen3_moe", "mixtral", "olmoe")}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_answers_before_after_and_of_what_is_saved(root: Path, host: Host, kind: str) -> None:
+def test_answers_before_after_and_of_what_is_saved(
+    root: Path, host: Host, mixtures: Mapping[str, dict[str, str]], kind: str
+) -> None:
     """The loss that balances routers is taken of whole rows, and answers come a token at a time."""
-    place = {"model.source": "path", "model.path": str(a_mixture(root, kind))}
     kept = {"checkpoint.save_model": True, "evaluation.samples": 2, "evaluation.max_new_tokens": 4}
-    folder = host.train(root / f"run-{kind}", a_spec({**place, **kept, "method.kind": "full"}))
+    folder = host.train(root / f"run-{kind}", a_spec({**mixtures[kind], **kept, "method.kind": "full"}))
     assert len(result(folder)["samples"]) == 2
     assert losses(folder)
     assert not json.loads((folder / "model/config.json").read_text()).get("output_router_logits")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     rows = torch.arange(3, 40)[None]
     assert model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=4).shape[1] > rows.shape[1]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in quiet.py
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_what_is_packed_is_counted(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
+    changes = {**mixtures["qwen3_moe"], "method.quantization": kind}
+    found = fresh(changes)
+    shape = from_config(found.config.to_dict())
+    rows = {row.name: row.bytes for row in Account(a_spec(changes), Machine(), shape).device()}
+    packed = [module for module in found.modules() if is_packed(module) and not hasattr(module, "base_layer")]
+    assert len(packed) == 2 * 4, "the attention of two layers"
+    assert rows["Packed weights"] == sum(module.weight.nbytes for module in packed)
+    still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
+    assert rows["Packed weights"] + rows["Frozen weights"] == still
+    assert rows["Trained weights"] == sum(p.nbytes for p in found.parameters() if p.requires_grad)

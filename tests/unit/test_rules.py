@@ -37,7 +37,7 @@ from backend.rules.examples import (
 from backend.rules.memory import NO_WAY
 from backend.spec import RunSpec
 
-COUNT = 221
+COUNT = 223
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -366,10 +366,32 @@ def test_hidden_options_raise_nothing() -> None:
     assert check(spec, LAPTOP, DEMO) == check(RunSpec(), LAPTOP, DEMO)
 
 
+SCORED = replace(DEMO, shape=LLAMA_8B.scoring)
+
+
 @pytest.mark.parametrize("kind", ["full", "freeze"])
 def test_no_rank_is_low_enough_for_a_rewards_head(kind: str) -> None:
     """Which is one row, and projected with the other linear layers."""
     patch = {"method.kind": kind, "train.stage": "reward", "data.builtin": "train-pairs", "train.optimizer": "galore"}
     spec = edit(RunSpec(), {**patch, "train.galore_projection": "reverse_std", "train.projection_rank": 1})
-    found = next(f for f in check(spec, EQUIPPED, replace(DEMO, shape=LLAMA_8B.scoring)) if f.code == "OPT024")
+    found = next(f for f in check(spec, EQUIPPED, SCORED) if f.code == "OPT024")
     assert [fix.label for fix in found.fixes] == ["The shorter side"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "patch", "found"),
+    [
+        ("galore", {"method.lora_rank": 1, "train.projection_targets": "attention"}, True),
+        ("galore", {"method.lora_rank": 2, "train.projection_targets": "attention"}, False),
+        ("galore", {"method.kind": "full"}, True),  # the head is one row
+        ("galore", {"method.kind": "full", "train.projection_targets": "attention"}, False),
+        ("muon", {"method.lora_rank": 1}, False),  # single rows are AdamW's
+        ("muon", {"method.kind": "full"}, False),
+        ("adamw", {"method.lora_rank": 1}, False),
+    ],
+)
+def test_a_row_of_each_matrix_on_every_device(optimizer: str, patch: dict[str, Any], found: bool) -> None:
+    two = {"parallel.strategy": "fsdp2", "launch.processes": 2, "train.optimizer": optimizer}
+    pairs = {"train.stage": "reward", "data.builtin": "train-pairs"}
+    codes = {f.code for f in check(edit(RunSpec(), {**two, **pairs, **patch}), EQUIPPED, SCORED)}
+    assert ("OPT025" in codes) is found

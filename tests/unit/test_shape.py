@@ -26,7 +26,13 @@ SMALL = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
 }
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+ELSE = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
 MORE: dict[str, list[dict[str, Any]]] = {
     "llama": [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
     "qwen2": [{}, {"tie_word_embeddings": True}],
@@ -39,7 +45,8 @@ CASES = [(kind, more) for kind in FAMILIES for more in MORE.get(kind, [{}])]
 
 def built(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """A config as it is saved, and a model of it on the meta device."""
-    drop = () if kind in ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite") else ("head_dim",)
+    wide = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "mixtral", "qwen3_moe")
+    drop = {*(() if kind in wide else ("head_dim",)), *(() if kind in MIXTURES else ELSE)}
     config = AutoConfig.for_model(kind, **{k: v for k, v in {**SMALL, **more}.items() if k not in drop})
     with torch.device("meta"):
         return config.to_dict(), AutoModelForCausalLM.from_config(config)
@@ -59,25 +66,34 @@ def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
     assert names - {leaf.path for leaf in shape.leaves()} == set()
 
 
-# peft warns of tied weights and of GPT-2's transposed layers; neither changes a count.
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+# peft warns of tied weights, GPT-2's transposed layers and stacked experts; none of it changes a count.
+CALM = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+
+
+@CALM
 @pytest.mark.parametrize(("kind", "more"), CASES)
-@pytest.mark.parametrize("targets", ["all-linear", "attention", "custom"])
+@pytest.mark.parametrize("targets", ["all-linear", "attention", "custom", "every"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
-    config, model = built(kind, more)
-    shape = from_config(config)
-    names = shape.linear[:2] if targets == "custom" else ()
-    method = Method(lora_rank=4, lora_targets=targets, lora_target_modules=names, lora_dora=dora)
+    said, model = built(kind, more)
+    shape = from_config(said)
+    names = {"custom": shape.linear[:2], "every": shape.linear}.get(targets, ())
+    asked = "custom" if names else targets
+    method = Method(lora_rank=4, lora_targets=asked, lora_target_modules=names, lora_dora=dora)
     wanted = {leaf.path for leaf in adapted(method, shape)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
-    if targets == "custom":
+    if names:
         modules = list(names)
-    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, use_dora=dora))
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, use_dora=dora)
+    if kind in MIXTURES and targets in ("all-linear", "every") and dora:  # rule ADP007
+        with pytest.raises(ValueError, match="use_dora"):
+            get_peft_model(model, config)
+        return
+    adapter = get_peft_model(model, config)
     assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@CALM
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -> None:
     config, model = built(kind, more)
@@ -128,6 +144,9 @@ def test_known_models_have_their_known_size() -> None:
     }
     assert from_config(llama).parameters == 8_030_261_248
     assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
+    assert from_config(catalog.HUB["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
+    assert from_config(catalog.HUB["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
+    assert from_config(catalog.HUB["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
 
 
 @pytest.mark.parametrize(
@@ -138,7 +157,8 @@ def test_known_models_have_their_known_size() -> None:
         ({"model_type": "llama"}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": "wide"}, "no number"),
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0, "num_hidden_layers": 1}, "no number"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "experts"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "others have none"),
     ],
 )
 def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:

@@ -40,6 +40,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 from trl.kernels import chunked_logprob
@@ -48,6 +49,7 @@ from backend import catalog
 from backend.rules.kernels import FUSED, LACKS
 from backend.shape import FAMILIES
 from backend.train import stages
+from backend.train.quantized import is_packed
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -313,14 +315,29 @@ def _mixture(**more: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **sizes, num_experts=2, num_experts_per_tok=1, **more))
 
 
+@cites("QNT018")
+def test_experts_are_not_packed() -> None:
+    found = replace_with_bnb_linear(_mixture(), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    packed = {name.rpartition(".")[2] for name, module in found.named_modules() if is_packed(module)}
+    assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}, "who calls it leaves the output layer out"
+    assert found.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
+
+
+@cites("ADP008")
+def test_two_layers_of_an_expert_are_one_weight() -> None:
+    get_peft_model(_mixture(), LoraConfig(target_modules=["gate_proj", "up_proj"]))
+    with pytest.raises(ValueError, match="without also targeting up_proj"):
+        get_peft_model(_mixture(), LoraConfig(target_modules=["gate_proj"]))
+
+
 @cites("ADP007")
 @pytest.mark.parametrize("more", [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "pissa"}])
 def test_adapters_on_experts_are_plain(more: dict[str, Any]) -> None:
     get_peft_model(_mixture(), LoraConfig(target_modules="all-linear"))
     with pytest.raises((ValueError, AttributeError)):
         get_peft_model(_mixture(), LoraConfig(target_modules="all-linear", **more))
-    fused = conversion._MOE_FUSED_TARGETS
-    kinds = {kind for kind, like in conversion._MODEL_TO_CONVERSION_PATTERN.items() if like in fused}
-    assert {*kinds, *fused} >= catalog.STACKED
-    names = {name for table in conversion._MOE_TARGET_MODULE_MAPPING.values() for name in table}
-    assert names == catalog.EXPERTS
+    for kind, layers in catalog.STACKED.items():
+        like = conversion._MODEL_TO_CONVERSION_PATTERN[kind]
+        into = conversion._MOE_TARGET_MODULE_MAPPING[like]
+        assert [into[name] for name in layers] == ["gate_up_proj", "gate_up_proj", "down_proj", "gate.weight"]
+        assert conversion._MOE_FUSED_TARGETS[like] == {"gate_up_proj": list(layers[:2])}

@@ -1,164 +1,19 @@
-"""ModelShape: layers, widths and parameters of a model, counted in closed form from its config.json.
-
-Floor 1. Imports: spec. A model is a table of leaf modules (path, inputs, outputs, parameters); everything else is
-a sum over it: all parameters, what LoRA adds, what freeze leaves. Checked against the libraries' own counts.
-"""
+"""config.json -> ModelShape, family by family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backend import catalog
-from backend.spec import Method, RunSpec
+from backend.shape.table import Leaf, ModelShape
 
-SCORE = "score"  # transformers' name for the head of a model that gives numbers instead of words
+Config = Mapping[str, Any]
 
 
 class Unknown(ValueError):
     """A config that cannot be counted, and why, as the end of a sentence."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One module with weights of its own: `path` ends its name, `inputs` and `outputs` are 0 unless linear."""
-
-    path: str
-    parameters: int
-    inputs: int = 0
-    outputs: int = 0
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What decides memory. `layer` lists the modules of one layer, `outside` those beside the layers."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    max_positions: int
-    tied: bool
-    gated: bool
-    dtype: str
-    architecture: str
-    model_type: str
-    activation: str = "silu"
-    bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
-    group: int = 0  # so many of them share a scale and a zero point
-    sliding: bool = False  # a token of some layers sees its neighbours alone
-    stack: str = "model.layers"
-    layer: tuple[Leaf, ...] = field(default=(), repr=False)
-    outside: tuple[Leaf, ...] = field(default=(), repr=False)
-
-    @cached_property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer."""
-        return sum(leaf.parameters for leaf in self.layer)
-
-    @cached_property
-    def parameters(self) -> int:
-        """Parameters of the whole model; tied embeddings count once."""
-        return self.layers * self.layer_parameters + sum(leaf.parameters for leaf in self.outside)
-
-    @property
-    def linear(self) -> tuple[str, ...]:
-        """Name ends of the linear modules that can carry an adapter: q_proj, k_proj, ..."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in self.layer if leaf.inputs))
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Name ends of every module with weights."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer, *self.outside)))
-
-    @property
-    def head(self) -> str:
-        """The output layer, which cannot carry an adapter."""
-        return self.outside[-1].path
-
-    @property
-    def scoring(self) -> ModelShape:
-        """The same model with a head that gives one number, in the place of the output layer."""
-        return replace(self, tied=False, outside=(*self.outside[:-1], Leaf(SCORE, self.hidden, self.hidden, 1)))
-
-    def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf module with its full name."""
-        return self._leaves
-
-    @cached_property
-    def _leaves(self) -> tuple[Leaf, ...]:
-        layers = [
-            Leaf(f"{self.stack}.{number}.{leaf.path}", leaf.parameters, leaf.inputs, leaf.outputs)
-            for number in range(self.layers)
-            for leaf in self.layer
-        ]
-        return (*layers, *self.outside)
-
-
-def _end(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
-def matches(path: str, name: str) -> bool:
-    """Whether the module `path`, or one that it lies in, is called `name` (whole parts of the name, at its end)."""
-    return f".{name}." in f".{path}."
-
-
-@lru_cache(maxsize=64)  # an estimate asks for it a dozen times
-def adapted(method: Method, shape: ModelShape) -> list[Leaf]:
-    """The linear modules that get a LoRA adapter."""
-    linear = [leaf for leaf in shape.leaves() if leaf.inputs and leaf.path != shape.head]
-    if method.lora_targets == "all-linear":
-        return linear
-    if method.lora_targets == "attention":
-        return [leaf for leaf in linear if "attn" in leaf.path or "attention" in leaf.path]
-    names = tuple(f".{name}" for name in method.lora_target_modules)
-    return [leaf for leaf in linear if f".{leaf.path}".endswith(names)] if names else []
-
-
-def trainable(spec: RunSpec, shape: ModelShape) -> int:
-    """Parameters that the method trains, adapters included."""
-    return _trainable(spec.method, shape)
-
-
-@lru_cache(maxsize=64)
-def _trainable(method: Method, shape: ModelShape) -> int:
-    if method.kind == "full":
-        return shape.parameters
-    if method.kind == "lora":
-        added = kept(shape, SCORE) + sum(low_rank(method, leaf) for leaf in adapted(method, shape))
-        return added + sum(kept(shape, name) for name in method.lora_modules_to_save)
-    names = unfrozen(method, shape)
-    return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
-
-
-def unfrozen(method: Method, shape: ModelShape) -> list[str]:
-    """Names of the modules that are trained where the others are frozen."""
-    wanted = method.freeze_layers
-    layers = range(shape.layers)[-wanted:] if wanted > 0 else range(min(-wanted, shape.layers))
-    return [SCORE, *method.freeze_also, *(f"{shape.stack}.{number}" for number in layers if wanted)]
-
-
-def low_rank(method: Method, leaf: Leaf) -> int:
-    """Parameters that an adapter adds to a linear module; DoRA has a length for each of its outputs."""
-    return method.lora_rank * (leaf.inputs + leaf.outputs) + (leaf.outputs if method.lora_dora else 0)
-
-
-@lru_cache(maxsize=64)
-def kept(shape: ModelShape, name: str) -> int:
-    """Parameters of the copies that `modules_to_save` makes of modules called `name`; a tied head is copied too."""
-    found = sum(leaf.parameters for leaf in shape.leaves() if matches(leaf.path, name))
-    return found or (shape.vocabulary * shape.hidden if shape.tied and matches(shape.head, name) else 0)
-
-
-# --- Reading config.json ---
-
-Config = Mapping[str, Any]
 
 
 def from_config(config: Config) -> ModelShape:
@@ -167,8 +22,9 @@ def from_config(config: Config) -> ModelShape:
     kind = str(config.get("model_type") or "")
     if not kind:
         raise Unknown("config.json names no model_type")
-    if any(int(config.get(key) or 0) > 1 for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise Unknown(f"{kind} is a mixture of experts, which Footplate does not count yet")
+    mixed = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if mixed and not isinstance(FAMILIES.get(kind), Mixture):
+        raise Unknown(f"{kind} is a mixture of experts that Footplate cannot count")
     if kind not in FAMILIES:
         raise Unknown(f"Footplate does not know how a {kind} is built")
     try:
@@ -295,6 +151,33 @@ class Llama:
         return *(_linear(f"mlp.{name}_proj", hidden, inner, bias) for name in ("gate", "up")), down
 
 
+@dataclass(frozen=True)
+class Mixture(Llama):
+    """A relative of Llama whose layers have experts, stacked in two weights, and a router."""
+
+    inner: str = "intermediate_size"  # the key of an expert's width
+
+    def __call__(self, config: Config) -> ModelShape:
+        """The shape of one such model."""
+        if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
+            raise Unknown("some of its layers have experts and others have none")
+        experts = _number(config, "num_experts", "num_local_experts")
+        active = _number(config, "num_experts_per_tok")
+        found = super().__call__(config)
+        return replace(found, experts=experts, active=active, intermediate=_number(config, self.inner))
+
+    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+        hidden, inner = found["hidden"], _number(config, self.inner)
+        experts = _number(config, "num_experts", "num_local_experts")
+        *up, down, router = catalog.STACKED[found["model_type"]]
+        size = experts * inner * hidden
+        return (
+            Leaf("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),
+            Leaf("mlp.experts", size, inner, hidden, experts, (down,)),
+            Leaf("mlp.gate", experts * hidden, hidden, experts, 1, (router,)),
+        )
+
+
 def _gpt2(config: Config) -> ModelShape:
     found = _common(config, inner="n_inner")
     hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", True))
@@ -375,6 +258,9 @@ FAMILIES: Mapping[str, Callable[[Config], ModelShape]] = {
     "gemma3_text": Llama(norms=_FOUR, qk_norm="head", tied=True, head_dim=256),
     "phi3": Llama(qkv_bias=False, o_bias=False, fused=True),
     "phi": _phi,
+    "mixtral": Mixture(qkv_bias=False, o_bias=False),
+    "qwen3_moe": Mixture(qk_norm="head", inner="moe_intermediate_size"),
+    "olmoe": Mixture(qk_norm="all"),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
 }
