@@ -18,14 +18,26 @@ from backend.spec import RunSpec
 
 
 @contextmanager
+def _uncompared(coordinator: Any) -> Iterator[None]:
+    """DeepSpeed's ranks compare what they fetched whenever a forward pass begins, and would wait for one that answers
+    nothing. TRL takes away the other hooks, and leaves this one."""
+    coordinator.reset_step = lambda: None
+    try:
+        yield
+    finally:
+        del coordinator.reset_step
+
+
+@contextmanager
 def gathered(spec: RunSpec, trainer: Any) -> Iterator[Any]:
     """The model, ready to be called by each rank as it likes; the ranks of tensor parallel still call it together.
     All ranks must enter and leave it. The engine must have started."""
     if catalog.STRATEGIES[spec.parallel.strategy].stage == 3:
-        again = trainer.args.gradient_checkpointing_kwargs
-        with unwrap_model_for_generation(
-            trainer.model_wrapped, trainer.accelerator, gradient_checkpointing_kwargs=again
-        ) as model:
+        again, engine = trainer.args.gradient_checkpointing_kwargs, trainer.model_wrapped
+        with (
+            unwrap_model_for_generation(engine, trainer.accelerator, gradient_checkpointing_kwargs=again) as model,
+            _uncompared(engine.optimizer.parameter_offload.get_param_coordinator()),
+        ):
             yield model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)

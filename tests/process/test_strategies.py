@@ -377,9 +377,9 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"
 
 
-@pytest.mark.parametrize("name", mostly_soak(("fsdp2", "tensor-fsdp2"), ("fsdp2",)))
+@pytest.mark.parametrize("name", mostly_soak(("fsdp2", "tensor-fsdp2", "zero3"), ("fsdp2", "zero3")))
 def test_a_rank_with_nothing_to_answer_trains_on(trained: Trained, name: str) -> None:
-    """One row is answered by one rank alone; FSDP must not fetch by that afterwards."""
+    """One row is answered by one rank alone; FSDP must not fetch by that afterwards, nor DeepSpeed wait meanwhile."""
     case = CASES[name]
     few = {**FULL, **PLAIN, **ASKED, "evaluation.samples": 1, "train.batch_size": 4 // case.ranks, **case.changes}
     assert len(losses(trained.run(f"{name}-one-answer", few, case.ranks))) == 3
