@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from backend import catalog
 from backend.derived import processes, reads_once, steps, world
@@ -49,7 +50,7 @@ class Account(Passes):
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row(OVERHEAD, base, f"{words}, about")]
 
-    @property
+    @cached_property
     def _hosted(self) -> bool:
         """Whether the optimizer keeps its state beside the device by itself."""
         return self.state.row.hosted and not self.cpu

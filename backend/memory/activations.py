@@ -31,23 +31,23 @@ COMPOSED = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")  # activations 
 class Activations(Spread):
     """What a step keeps for its way back."""
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Tokens of the longest row in a batch."""
         cut = self.spec.data.max_length
         return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
 
-    @property
+    @cached_property
     def stage_row(self) -> catalog.Stage:
         """What the stage is like."""
         return catalog.STAGES[self.spec.train.stage]
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         """Sequences that a device works on at once: a row that compares two answers makes two."""
         return self.spec.train.batch_size * self.stage_row.sequences
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens that a device works on at once: its piece of each row, where several devices share them."""
         return -(-self.sequences * self.length // self.spec.parallel.pieces)
@@ -56,23 +56,23 @@ class Activations(Spread):
         """Whether the loss is computed without Triton."""
         return device(self.spec, self.machine) not in ("cuda", "xpu")
 
-    @property
+    @cached_property
     def autocast(self) -> bool:
         """Whether autocast casts for each operation. FSDP and DeepSpeed cast weights and inputs beforehand."""
         return self.width == 2 and masters(self.spec) and self.strategy.engine not in ("fsdp", "deepspeed")
 
-    @property
+    @cached_property
     def stream(self) -> int:
         """Bytes of a number in the stream from layer to layer: autocast leaves it in fp32 if the embeddings are."""
         return 4 if self.autocast and self.spec.method.kind == "full" else self.width
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
         fused = self.spec.model.attention in (*catalog.FLASH, "flex_attention")
         return (self.spec.data.packing or self.sequences > 1) and not fused
 
-    @property
+    @cached_property
     def written_out(self) -> bool:
         """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
         share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
@@ -119,24 +119,26 @@ class Activations(Spread):
     def _chosen(self) -> int:
         """Bytes that a mixture keeps for each token: a copy of what each of its experts makes of it, and of what they
         are given where they are trained; and what the router said, in fp32 and for the loss that balances it."""
-        shape, taught = self.shape, not self.adapter or self._on_experts
+        shape, taught = self.shape, not self.adapter or self._taught_experts > 0
         each = (3 + taught) * shape.intermediate + (1 + taught) * shape.hidden
         return shape.active * (each * self._stacked_width + INDICES) + shape.experts * 8
 
-    @property
+    @cached_property
     def _stacked_width(self) -> int:
         """Bytes of a number in a mixture's experts: autocast does not know stacked weights."""
         return 4 if self.autocast and not self.adapter else self.width
 
-    @property
-    def _on_experts(self) -> bool:
-        return "experts" in self._adapted
+    @cached_property
+    def _taught_experts(self) -> int:
+        """Weights of a layer's experts that carry adapters."""
+        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.shape.experts else []
+        return sum(leaf.parameters for leaf in leaves if leaf.stacked > 1) // self.shape.layers
 
     def merged(self, layers: int) -> list[Row]:
         """Experts with their adapters, which peft adds to the weights before they are used: a copy of those."""
-        if not self._on_experts:
+        count = self._taught_experts
+        if not count:
             return []
-        count = sum(leaf.parameters for leaf in self.shape.layer if leaf.stacked > 1)
         words = f"{layers} layers x {count:,} x {self.width} bytes: weights and adapter, added"
         return [Row("Experts with adapters", layers * count * self.width, words)]
 
@@ -227,7 +229,7 @@ class Activations(Spread):
         with adapters on them, the gradient of a weight and its adapter."""
         shape, width = self.shape, self._stacked_width
         inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width
-        matrix = shape.experts * shape.intermediate * shape.hidden * self.width * self._on_experts
+        matrix = shape.experts * shape.intermediate * shape.hidden * self.width * (self._taught_experts > 0)
         size = max(self.tokens * inside, matrix) + self.tokens * shape.hidden * self.stream
         words = f"{self.tokens:,} tokens x ({inside:,} in {shape.active} experts"
         return Row("A layer's gradients", size, f"{words} + {shape.hidden:,} x {self.stream}) bytes")

@@ -36,4 +36,5 @@ def _followed(it: Spread) -> bool:
     engine = it.strategy.engine in ENGINES and it.strategy.version != 1 and it.strategy.stage == 0
     whole = not (parallel.cpu_offload or parallel.pieces > 1 or spec.train.compile or spec.precision.compute == "fp8")
     attention = spec.model.attention in ("auto", "sdpa", *catalog.FLASH)
-    return usual and plain and engine and whole and attention and it.shape.model_type in FAMILIES
+    known = it.shape.model_type in FAMILIES and not (it.cpu and it.shape.experts)
+    return usual and plain and engine and whole and attention and known

@@ -126,7 +126,7 @@ class Passes(Activations):
             *self._reduced(size),
         ]
 
-    @property
+    @cached_property
     def _each(self) -> int:
         """Trained weights of a layer."""
         method = self.spec.method
@@ -134,11 +134,11 @@ class Passes(Activations):
             return self.trained // self.shape.layers
         return self.shape.layer_parameters if method.kind == "full" or method.freeze_layers else 0
 
-    @property
+    @cached_property
     def _checkpoints(self) -> bool:
         return self.spec.train.activation_checkpointing
 
-    @property
+    @cached_property
     def _copied(self) -> int:
         """Layers whose experts are there with their adapters when the forward pass has ended."""
         return 1 if self._checkpoints else self._layers()

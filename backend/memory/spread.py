@@ -40,12 +40,12 @@ class Spread:
     shape: ModelShape
     longest: int = 0
 
-    @property
+    @cached_property
     def cpu(self) -> bool:
         """Whether it runs on the processor."""
         return device(self.spec, self.machine) == "cpu"
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a number in the computing."""
         return BYTES[precision(self.spec, self.machine)]
@@ -55,12 +55,12 @@ class Spread:
         """Parameters that are trained."""
         return trainable(self.spec, self.shape)
 
-    @property
+    @cached_property
     def adapter(self) -> bool:
         """Whether new weights are trained beside the model's own."""
         return self.spec.method.kind == "lora"
 
-    @property
+    @cached_property
     def frozen(self) -> int:
         """Parameters that are not trained."""
         return self.shape.parameters - (0 if self.adapter else self.trained)
@@ -70,27 +70,27 @@ class Spread:
         """The modules whose weights are packed."""
         return packed.leaves(self.spec, self.shape)
 
-    @property
+    @cached_property
     def plain(self) -> int:
         """Frozen parameters that are not packed."""
         return self.frozen - packed.weights(self.packed)
 
-    @property
+    @cached_property
     def packed_bytes(self) -> int:
         """Bytes of the packed weights themselves."""
         return packed.weights(self.packed) * packed.bits(self.spec, self.shape) // 8
 
-    @property
+    @cached_property
     def strategy(self) -> catalog.Strategy:
         """The row of the strategy."""
         return catalog.STRATEGIES[self.spec.parallel.strategy]
 
-    @property
+    @cached_property
     def zero(self) -> bool:
         """Whether DeepSpeed holds the weights: in the computing precision, with masters of its own in fp32."""
         return self.strategy.engine == "deepspeed"
 
-    @property
+    @cached_property
     def holders(self) -> int:
         """Devices that the weights are spread over."""
         parallel, row = self.spec.parallel, self.strategy
@@ -98,17 +98,17 @@ class Spread:
             return 1
         return max(1, world(self.spec) // (parallel.replicas if row.version == 2 else 1))
 
-    @property
+    @cached_property
     def sharers(self) -> int:
         """Devices that the optimizer's state is spread over."""
         return world(self.spec) if self.strategy.stage else self.holders
 
-    @property
+    @cached_property
     def spreads_gradients(self) -> bool:
         """Whether gradients are spread too."""
         return self.strategy.stage >= 2 or self.strategy.engine in ("fsdp", "tensor")
 
-    @property
+    @cached_property
     def optimizer_away(self) -> str:
         """Where optimizer state and fp32 weights live instead of the device: cpu, nvme, or nowhere else ('').
 
@@ -120,7 +120,7 @@ class Spread:
             place = "cpu"
         return "" if place == "none" or (place == "cpu" and self.cpu) else place
 
-    @property
+    @cached_property
     def weights_away(self) -> str:
         """As `optimizer_away`, of the weights."""
         parallel, row = self.spec.parallel, self.strategy
@@ -129,12 +129,12 @@ class Spread:
             place = "cpu"
         return "" if place == "none" or (place == "cpu" and self.cpu) else place
 
-    @property
+    @cached_property
     def shared(self) -> str:
         """The end of a formula that divides by the sharers."""
         return f" / {self.sharers} devices" if self.sharers > 1 else ""
 
-    @property
+    @cached_property
     def held(self) -> str:
         """The end of a formula that divides by the holders."""
         return f" / {self.holders} devices" if self.holders > 1 else ""
@@ -147,12 +147,12 @@ class Spread:
         words = f"{count:,} x {self.width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
         return [Row("Gathered weights", count * self.width, words)]
 
-    @property
+    @cached_property
     def shards(self) -> bool:
         """Whether FSDP spreads the weights."""
         return self.strategy.engine == "fsdp" and self.holders > 1
 
-    @property
+    @cached_property
     def ends(self) -> tuple[int, int]:
         """Parameters of the embeddings where they are apart from the output layer, and of the output layer."""
         outside = sum(leaf.parameters for leaf in self.shape.outside)

@@ -6,13 +6,13 @@ Floor 2. Imports catalog, derived, shape, spec. Held against the state of real o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 
 from backend import catalog
 from backend.derived import masters
-from backend.shape import SCORE, Leaf, ModelShape, adapted, matches, ranks, trainable, unfrozen
+from backend.shape import Leaf, ModelShape, alike, tensors, trainable
 from backend.spec import RunSpec
 
 SMALL = 4096  # bitsandbytes and torchao keep smaller tensors' state whole
@@ -26,51 +26,20 @@ class State:
     shape: ModelShape
     flat: bool = False
 
-    @property
+    @cached_property
     def row(self) -> catalog.Optimizer:
         """The optimizer."""
         return catalog.OPTIMIZERS[self.spec.train.optimizer]
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a trained weight, and of a gradient."""
         return 4 if masters(self.spec) else 2
 
     @cached_property
-    def weights(self) -> list[Leaf]:
-        """Trained tensors: `outputs` rows and `inputs` columns, or 0 and 0 for a vector."""
-        found = list(self._listed())
-        rest = trainable(self.spec, self.shape) - sum(leaf.parameters for leaf in found)
-        return [*found, Leaf("", rest)] if rest > 0 else found
-
-    def _listed(self) -> Iterator[Leaf]:
-        method, shape = self.spec.method, self.shape
-        if method.kind == "lora":
-            for leaf in adapted(method, shape):
-                rank = ranks(method, leaf)
-                yield Leaf(f"{leaf.path}.lora_A", rank * leaf.inputs, leaf.inputs, rank)
-                yield Leaf(f"{leaf.path}.lora_B", rank * leaf.outputs, rank, leaf.outputs)
-            for leaf in shape.leaves():
-                if any(matches(leaf.path, name) for name in (SCORE, *method.lora_modules_to_save)):
-                    yield from self._split(leaf)
-        elif method.kind in ("full", "freeze"):
-            names = unfrozen(method, shape)
-            for leaf in shape.leaves():
-                if method.kind == "full" or any(matches(leaf.path, name) for name in names):
-                    yield from self._split(leaf)
-
-    def _split(self, leaf: Leaf) -> Iterator[Leaf]:
-        """A module's matrix and its bias."""
-        rows, columns = leaf.outputs, leaf.inputs
-        if not rows and leaf.parameters > 2 * self.shape.hidden and leaf.parameters % self.shape.hidden == 0:
-            rows, columns = leaf.parameters // self.shape.hidden, self.shape.hidden  # embeddings
-        if not leaf.parameters:
-            return  # tied
-        size = rows * columns * max(1, leaf.stacked)
-        if leaf.parameters >= size > 0:
-            yield replace(leaf, parameters=size, inputs=columns, outputs=rows)
-        if bias := leaf.parameters - size:
-            yield Leaf(f"{leaf.path}.bias", bias)
+    def weights(self) -> tuple[Leaf, ...]:
+        """Trained tensors."""
+        return tensors(self.spec.method, self.shape)
 
     @cached_property
     def block(self) -> int:
@@ -96,7 +65,10 @@ class State:
             return round(trainable(self.spec, self.shape) * states * self._number(SMALL, False))
         if self.row.layout == "block":
             return 12 * self.block
-        return round(sum(self._beside(leaf) for leaf in self.weights))
+        train, weights = self.spec.train, alike(self.spec.method, self.shape)
+        if self.row.layout == "low_rank" and train.projection_targets == "custom":  # which may tell layers apart
+            weights = Counter(self.weights)
+        return round(sum(count * self._beside(leaf) for leaf, count in weights.items()))
 
     def words(self) -> str:
         """The formula."""

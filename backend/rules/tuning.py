@@ -90,7 +90,7 @@ def cannot_project_back(case: Case) -> Hit | None:
 def fewer_rows_than_devices(case: Case) -> str | None:
     """FSDP2 spreads matrices by rows. A device without one cannot take part in a step that works on whole matrices, as
     Muon's and a projection do. An adapter has as many rows as its rank, the head of a reward model one."""
-    if case.strategy.version != 2 or case.shape is None:
+    if _row(case).layout not in ("matrices", "low_rank") or case.strategy.version != 2 or case.shape is None:
         return None
     devices, state = case.world // max(1, case.spec.parallel.replicas), State(case.spec, case.shape)
     least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)

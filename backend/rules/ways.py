@@ -229,6 +229,12 @@ def _ranks(case: Case) -> Iterator[Change]:
         yield Change("rank", Fix("Rank 16", narrow, False, "narrower adapters"), loss=6)
 
 
+def _targets(case: Case) -> Iterator[Change]:
+    if case.spec.method.on_experts(case.glance.stacked):
+        attention = {"method.lora_targets": "attention"}
+        yield Change("targets", Fix("Adapters on attention", attention, False, "experts stay as they are"), loss=7)
+
+
 def _optimizers(case: Case) -> Iterator[Change]:
     if case.spec.train.optimizer in ("adamw", "adamw_fused"):
         rounded = Fix("8-bit AdamW", {"train.optimizer": "adamw_8bit"}, False, "its state is rounded")
@@ -267,6 +273,7 @@ KINDS = {
     "strategy": _strategies,
     "method": _methods,
     "rank": _ranks,
+    "targets": _targets,
     "optimizer": _optimizers,
     "reference": _references,
     "checkpointing": _checkpointing,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from backend.shape.families import FAMILIES, Unknown, from_config
 from backend.shape.table import SCORE, Leaf, ModelShape, matches
-from backend.shape.taught import adapted, ranks, trainable, unfrozen
+from backend.shape.taught import adapted, alike, tensors, trainable, unfrozen
 
 __all__ = [
-    "FAMILIES", "SCORE", "Leaf", "ModelShape", "Unknown", "adapted", "from_config", "matches", "ranks", "trainable",
-    "unfrozen",
+    "FAMILIES", "SCORE", "Leaf", "ModelShape", "Unknown", "adapted", "alike", "from_config", "matches", "tensors",
+    "trainable", "unfrozen",
 ]  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from backend.shape.table import SCORE, Leaf, ModelShape, matches
@@ -57,3 +61,44 @@ def kept(shape: ModelShape, name: str) -> int:
     """Parameters of the copies that `modules_to_save` makes of modules called `name`; a tied head is copied too."""
     found = sum(leaf.parameters for leaf in shape.leaves() if matches(leaf.path, name))
     return found or (shape.vocabulary * shape.hidden if shape.tied and matches(shape.head, name) else 0)
+
+
+@lru_cache(maxsize=64)
+def tensors(method: Method, shape: ModelShape) -> tuple[Leaf, ...]:
+    """Trained tensors: `outputs` rows and `inputs` columns, or 0 and 0 for a vector."""
+    found = tuple(_listed(method, shape))
+    rest = _trainable(method, shape) - sum(leaf.parameters for leaf in found)
+    return (*found, Leaf("", rest)) if rest > 0 else found
+
+
+@lru_cache(maxsize=64)
+def alike(method: Method, shape: ModelShape) -> Mapping[Leaf, int]:
+    """Trained tensors that are the same but for their layer's number, which is left out, and how many they are."""
+    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in tensors(method, shape))
+
+
+def _listed(method: Method, shape: ModelShape) -> Iterator[Leaf]:
+    if method.kind == "lora":
+        for leaf in adapted(method, shape):
+            rank = ranks(method, leaf)
+            yield Leaf(f"{leaf.path}.lora_A", rank * leaf.inputs, leaf.inputs, rank)
+            yield Leaf(f"{leaf.path}.lora_B", rank * leaf.outputs, rank, leaf.outputs)
+    full = method.kind == "full"
+    names = [SCORE, *method.lora_modules_to_save] if method.kind == "lora" else [] if full else unfrozen(method, shape)
+    for leaf in shape.leaves():
+        if full or any(matches(leaf.path, name) for name in names):
+            yield from _split(leaf, shape.hidden)
+
+
+def _split(leaf: Leaf, hidden: int) -> Iterator[Leaf]:
+    """A module's matrix and its bias."""
+    rows, columns = leaf.outputs, leaf.inputs
+    if not rows and leaf.parameters > 2 * hidden and leaf.parameters % hidden == 0:
+        rows, columns = leaf.parameters // hidden, hidden  # embeddings
+    if not leaf.parameters:
+        return  # tied
+    size = rows * columns * max(1, leaf.stacked)
+    if leaf.parameters >= size > 0:
+        yield replace(leaf, parameters=size, inputs=columns, outputs=rows)
+    if bias := leaf.parameters - size:
+        yield Leaf(f"{leaf.path}.bias", bias)

@@ -76,3 +76,8 @@ def test_siblings_are_smaller_and_of_the_same_line() -> None:
     assert siblings("Qwen/Qwen3-32B")[0] == "Qwen/Qwen3-14B"
     assert all(name.lower() in HUB and name.endswith("-Instruct") for name in siblings(BIG))
     assert siblings("own/thing") == siblings("Qwen/Qwen3-0.6B") == []
+
+
+def test_a_mixtures_experts_may_stay_without_adapters() -> None:
+    found = case("lora-80gb", "1x80gb", model__hub_id="Qwen/Qwen3-30B-A3B", parallel__strategy="single")
+    assert "Adapters on attention" in labels(ways(found, 1.0))
