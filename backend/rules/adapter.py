@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, rule
-from backend.rules.examples import DEMO, GPT2
-from backend.shape import adapted
+from backend.rules.examples import DEMO, GPT2, H100, MIXTURE
+from backend.shape import adapted, trainable
 
 ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower")
 MOVING = tuple(name for name, row in catalog.LORA_INITS.items() if row.moves)
@@ -134,9 +134,11 @@ def dora_dropout(case: Case) -> str | None:
     return f"Dropout is {method.lora_dropout:g}." if _lora(case) and method.lora_dora and method.lora_dropout else None
 
 
+ATTENTION = Fix("Attention alone", {"method.lora_targets": "attention"}, safe=False, cost="experts stay as they are")
 NAMED = {"method.lora_targets": "custom"}
 STACKED = catalog.STACKED["qwen3_moe"]
-MIXTURE = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of experts")
+MIXED = replace(DEMO, shape=MIXTURE, stacked=STACKED)
+SHAPELESS = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of experts")
 
 
 @rule(
@@ -146,7 +148,7 @@ MIXTURE = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of
     title="Adapters on experts are plain ones",
     source="peft 0.21 lora/layer.py, ParamWrapper: refuses dropout and DoRA, and has no weight to take a start out of",
     fixes=(
-        Fix("Attention alone", {"method.lora_targets": "attention"}, safe=False, cost="experts stay as they are"),
+        ATTENTION,
         Fix(
             "Plain adapters",
             {"method.lora_dropout": 0.0, "method.lora_dora": False, "method.lora_init": "zero"},
@@ -154,8 +156,8 @@ MIXTURE = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of
             cost="learns a little slower",
         ),
     ),
-    bad=Example({"method.lora_dora": True}, glance=MIXTURE),
-    good=Example({"method.lora_dora": True, "method.lora_targets": "attention"}, glance=MIXTURE),
+    bad=Example({"method.lora_dora": True}, glance=SHAPELESS),
+    good=Example({"method.lora_dora": True, "method.lora_targets": "attention"}, glance=SHAPELESS),
 )
 def experts_are_plain(case: Case) -> str | None:
     """The experts of a layer are one stacked parameter. An adapter on it is added to the weights before they are used,
@@ -171,8 +173,8 @@ def experts_are_plain(case: Case) -> str | None:
     fields=("method.lora_target_modules",),
     title="Two layers of an expert are one weight",
     source="peft 0.21 utils/transformers_weight_conversion.py: Cannot convert PEFT target(s) without also targeting",
-    bad=Example({**NAMED, "method.lora_target_modules": ("q_proj", STACKED[0])}, glance=MIXTURE),
-    good=Example({**NAMED, "method.lora_target_modules": STACKED}, glance=MIXTURE),
+    bad=Example({**NAMED, "method.lora_target_modules": ("q_proj", STACKED[0])}, glance=SHAPELESS),
+    good=Example({**NAMED, "method.lora_target_modules": STACKED}, glance=SHAPELESS),
 )
 def half_a_weight(case: Case) -> Hit | None:
     """The experts of a layer are kept as one weight, in which two of their linear layers lie side by side. An adapter
@@ -188,3 +190,22 @@ def half_a_weight(case: Case) -> Hit | None:
     both = Fix(f"Name {other} too", {field: (*asked, other)}, safe=False, cost="a larger adapter")
     less = Fix(f"Leave out {there[0]}", {field: kept}, safe=False, cost="a smaller adapter")
     return Hit(f"{there[0]} is named, and {other} is not.", (both, less) if kept else (both,))
+
+
+@rule(
+    "ADP009",
+    "advice",
+    fields=("method.lora_targets", "method.lora_rank"),
+    title="Adapters on every expert",
+    source="peft 0.21 lora/layer.py ParamWrapper: a rank for each expert; weights and adapter are added at each pass",
+    fixes=(ATTENTION,),
+    bad=Example({}, H100, MIXED),
+    good=Example({"method.lora_targets": "attention"}, H100, MIXED),
+)
+def on_every_expert(case: Case) -> str | None:
+    """An adapter on stacked experts has its rank once for each of them, and is added to a copy of their weights before
+    they are used: many trained weights, the memory of a second model without checkpointing, and slow steps."""
+    method, shape = case.spec.method, case.shape
+    if shape is None or not shape.experts or not method.on_experts(case.glance.stacked):
+        return None
+    return f"{shape.experts} experts a layer; {trainable(case.spec, shape):,} weights are trained."

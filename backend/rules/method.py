@@ -350,11 +350,11 @@ def unknown_also(case: Case) -> Hit | None:
 def wide_adapter(case: Case) -> str | None:
     """Beyond the width of a layer an adapter holds more numbers than the layer itself."""
     shape = _lora(case)
-    if shape is None or not adapted(case.spec.method, shape):
+    if shape is None:
         return None
-    narrow = min(min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.method, shape))
-    rank = case.spec.method.lora_rank
-    return f"Rank {rank}, in layers {narrow} wide." if rank > narrow else None
+    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.method, shape) if leaf.linear]
+    rank, narrow = case.spec.method.lora_rank, min(widths, default=0)
+    return f"Rank {rank}, in layers {narrow} wide." if rank > narrow > 0 else None
 
 
 RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)}

@@ -323,6 +323,19 @@ def test_experts_are_not_packed() -> None:
     assert found.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
 
 
+@cites("ADP009")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_adapters_on_experts_have_a_rank_each_and_are_added_to_a_copy() -> None:
+    found = get_peft_model(_mixture(), LoraConfig(r=3, target_modules="all-linear"))
+    outer = found.base_model.model.model.layers[0].mlp.experts  # of down_proj, around that of the two others
+    experts, kept = outer.get_base_layer(), outer.get_param()
+    assert outer.lora_A["default"].weight.shape[0] == 3 * 2
+    assert outer.base_layer.lora_A["default"].weight.shape[0] == 2 * 3 * 2, "two layers in one"
+    with outer._activate_lora(["default"]):
+        assert experts.down_proj.data_ptr() != kept.data_ptr()
+        assert experts.down_proj.shape == kept.shape
+
+
 @cites("ADP008")
 def test_two_layers_of_an_expert_are_one_weight() -> None:
     get_peft_model(_mixture(), LoraConfig(target_modules=["gate_proj", "up_proj"]))
