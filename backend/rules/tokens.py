@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
-from backend.rules.examples import DEMO, LLAMA_8B, TWO_H100
+from backend.rules.examples import DEMO, GPT2, LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
 
 SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence": 2}
@@ -124,6 +124,24 @@ def sequence_attention(case: Case) -> str | None:
     """DeepSpeed exchanges tokens for heads around the attention, and knows SDPA and FlashAttention."""
     asked = case.spec.model.attention
     return f"{catalog.ATTENTIONS[asked].label}." if _shared(case) and asked not in catalog.SHAREABLE else None
+
+
+@rule(
+    "STR047",
+    "error",
+    fields=("parallel.sequence",),
+    title="GPT-2's attention cannot be shared",
+    source="seen with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: it puts heads together, "
+    "and DeepSpeed has done so already",
+    fixes=(WITHOUT,),
+    bad=Example(SEQUENCE, TWO_H100, replace(DEMO, shape=GPT2)),
+    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    proof="launch",
+)
+def sequence_gpt2(case: Case) -> str | None:
+    """DeepSpeed exchanges tokens for heads around the attention, and gives back what GPT-2's layers do not expect."""
+    found = _shared(case) and case.shape is not None and case.shape.model_type == "gpt2"
+    return f"{case.spec.model.name} is a GPT-2." if found else None
 
 
 @rule(

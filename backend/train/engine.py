@@ -146,6 +146,14 @@ def _ulysses(spec: RunSpec, family: str, world: int) -> dict[str, Any]:
     return {"parallelism_config": config, "pad_to_multiple_of": longest if family == "cpu" else size}
 
 
+def name_key_heads(config: Any) -> None:
+    """DeepSpeed's sequence parallel asks each configuration how many heads keys have. Older architectures do not say:
+    as many as there are."""
+    text = config.get_text_config()
+    if not hasattr(text, "num_key_value_heads"):
+        text.num_key_value_heads = text.num_attention_heads
+
+
 def mesh(spec: RunSpec, world: int) -> ParallelismConfig:
     """How the ranks are arranged: replicas x shards x context."""
     parallel = spec.parallel

@@ -160,6 +160,8 @@ def build(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
+    if spec.parallel.sequence > 1 and spec.parallel.strategy in catalog.DEEPSPEED:
+        engine.name_key_heads(model.config)
     with quantized.exact(model), _as_configured(model):
         trainer = stages.trainer(spec.train.stage)(
             model=model,

@@ -79,6 +79,7 @@ RAW = {
     "STR038": Raw("`GPT2LMHeadModel` has no `tp_plan`", FOLDER, False),
     "STR040": Raw("pre-scale gradients is not yet supported with ZeRO-2", ours=False),
     "STR042": Raw("FSDP2 does not support LOCAL_STATE_DICT", ours=False),
+    "STR047": Raw("mat1 and mat2 shapes cannot be multiplied", FOLDER, False),
     "TRN006": Raw("requires the saving steps to be a round multiple of the evaluation steps"),
 }
 
@@ -126,6 +127,7 @@ SCENES: dict[str, Callable[[Path], None]] = {
     "MDL003": without_template,
     "MTH011": tied,
     "STR038": gpt2,
+    "STR047": gpt2,
 }
 
 

@@ -21,6 +21,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -344,6 +346,20 @@ def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     folder = trained.run(f"{name}-tied", {**of, "parallel.strategy": name, **size}, 2)
     assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
     assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
+
+
+def test_older_architectures_share_rows(trained: Trained) -> None:
+    """GPT-NeoX does not say how many heads keys have, and DeepSpeed asks."""
+    folder = trained.root / "neox"
+    shutil.copytree(trained.root / "cache/models/tiny-llama", folder)
+    words = LlamaConfig.from_pretrained(folder).vocab_size
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=words, **sizes)).save_pretrained(folder)
+    of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(folder)}
+    one = trained.run("alone-neox", {**of, "train.batch_size": 4}, 0)
+    two = trained.run("neox-sequence", {**of, **CASES["zero2-sequence"].changes}, 2)
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
