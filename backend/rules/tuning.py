@@ -75,6 +75,9 @@ def cannot_project_back(case: Case) -> Hit | None:
     return Hit(f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.", tuple(fixes))
 
 
+SPREAD_WHOLE = {"parallel__strategy": "fsdp2", "launch__processes": 4}
+
+
 @rule(
     "OPT025",
     "error",
@@ -95,6 +98,27 @@ def fewer_rows_than_devices(case: Case) -> str | None:
     devices, state = case.world // max(1, case.spec.parallel.replicas), State(case.spec, case.shape)
     least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)
     return f"A matrix has {counted(least, 'row')}, for {devices:,} devices." if least < devices else None
+
+
+@rule(
+    "OPT026",
+    "error",
+    fields=("train.optimizer", "launch.processes"),
+    title="The attention's heads cannot be shared out to this optimizer",
+    source="seen with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
+    fixes=(DDP, ADAMW),
+    bad=Example(_with("adam_mini", **SPREAD_WHOLE), EQUIPPED),
+    good=Example(_with("adam_mini", **{**SPREAD_WHOLE, "launch__processes": 3}), EQUIPPED),
+    proof="launch",
+)
+def heads_over_devices(case: Case) -> str | None:
+    """Adam-mini takes the weights of queries and keys head by head, and FSDP2 has spread them by rows: each device must
+    have as many heads."""
+    if _row(case).layout != "heads" or case.strategy.version != 2 or case.shape is None:
+        return None
+    devices = case.world // max(1, case.spec.parallel.replicas)
+    uneven = case.shape.heads % devices or case.shape.kv_heads % devices
+    return f"{case.shape.heads} heads, {case.shape.kv_heads} of keys, {devices:,} devices." if uneven else None
 
 
 @rule(

@@ -32,8 +32,9 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 NARROW = {**SIZES, "head_dim": 16}
+UNEVEN = {**SIZES, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}  # for two devices
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**SIZES, "tie_word_embeddings": True},
+    "llama": {**UNEVEN, "tie_word_embeddings": True},
     "qwen2": SIZES,
     "qwen3": NARROW,
     "mistral": {**SIZES, "sliding_window": 64},

@@ -58,6 +58,7 @@ RAW = {
     "OPT021": Raw("IndexError: list index out of range"),
     "OPT024": Raw("mat1 and mat2 shapes cannot be multiplied", ours=False),
     "OPT025": Raw("in-place operations that require placement changes are not supported", ours=False),
+    "OPT026": Raw("Cannot unflatten unevenly sharded tensor", ours=False),
     "PRC005": Raw("--tf32 requires Ampere or a newer GPU arch"),
     "QNT002": Raw("Please initialize PiSSA under float32, float16, or bfloat16"),
     "QNT003": Raw("'Parameter' object has no attribute 'CB'"),

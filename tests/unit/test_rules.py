@@ -37,7 +37,7 @@ from backend.rules.examples import (
 from backend.rules.memory import NO_WAY
 from backend.spec import RunSpec
 
-COUNT = 225
+COUNT = 226
 
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
