@@ -72,11 +72,11 @@ class Passes(Activations):
 
     def _gathering(self) -> list[list[Row]]:
         """FSDP on its way to the output layer, which comes last; tied to the embeddings it comes first, and the first
-        layers after it. Then there are two of it, before and after it was put together; and two of a layer, when the
-        next one comes already."""
+        layers after it. Then there are two of it, before and after it was put together; so there are of the last layer,
+        beside the one before as it came."""
         if not self.shards:
             return []
-        layers = [self._activations(again=False, done=2), *self.gathered(AT_ONCE + 1, 0), *self._kept_gradients()]
+        layers = [self._activations(again=False, done=1), *self.gathered(1, 0, apart=2), *self._kept_gradients()]
         if self.shape.tied:
             return [self.gathered(AT_ONCE, 2), layers]
         copied = self.merged(0 if self._checkpoints else self._copied)

@@ -159,15 +159,17 @@ class Spread:
         last = self.shape.vocabulary * self.shape.hidden if self.shape.tied else self.shape.outside[-1].parameters
         return outside - last, last
 
-    def gathered(self, layers: int, tail: int, last: bool = False) -> list[Row]:
+    def gathered(self, layers: int, tail: int, last: bool = False, apart: int = 0) -> list[Row]:
         """What FSDP has gathered of `layers` layers, and the output layer so many times: while the next layer's weights
-        come, those of the one at work are there; the output layer stays from its norm to its gradient."""
+        come, those of the one at work are there; the output layer stays from its norm to its gradient. `apart`: so many
+        layers more are there as they came, not yet put together, or not yet let go."""
         if not self.shards:
             return []
         shape, parallel, first = self.shape, self.spec.parallel, self.strategy.version == 1
         keeps = parallel.sharding == "shard_grad_op" if first else not parallel.reshard_after_forward
         keeps = keeps and not last  # when the backward pass has gone through them
         layers, embedded = (shape.layers, self.ends[0]) if keeps else (min(layers, shape.layers), 0)
+        layers += apart
         unpacked = packed.weights(self.packed) - self.packed_bytes // self.width
         tail = max(tail, 1) if shape.tied else tail
         count = layers * (shape.layer_parameters - unpacked // shape.layers) + embedded + tail * self.ends[1]

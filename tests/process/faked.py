@@ -110,14 +110,14 @@ class Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight if rows.requires_grad else None)
-        ctx.like = weight.shape
+        ctx.like = weight.shape, weight.stride()  # a gradient lies as its weight does
         return rows.new_empty(len(rows), weight.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weight = ctx.saved_tensors
-        back = grad.new_empty(len(grad), ctx.like[1]) if weight is not None else None
-        return back, grad.new_empty(ctx.like) if rows is not None else None
+        back = grad.new_empty(len(grad), ctx.like[0][1]) if weight is not None else None
+        return back, grad.new_empty_strided(*ctx.like) if rows is not None else None
 
 
 class Kernel:

@@ -7,7 +7,7 @@ import math
 import multiprocessing
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from documents import Sections, keep, table
-from faked import peaks
+from faked import Grouped, peaks
 
 from backend import catalog
 from backend.catalog.known import HUB
@@ -149,6 +149,26 @@ def test_the_tracker_sees_what_is_estimated(cell: Cell) -> None:
     error = cell.estimated(4) / found - 1
     print(f"{found / GIB:.2f} GiB, {error:+.1%}")
     assert -UNDER <= error <= NEAR
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_the_fake_product_of_experts_keeps_what_torchs_own_keeps(taught: bool) -> None:
+    """And gives a gradient that lies as the weight does: no copy is made of it."""
+
+    def told(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[tuple[int, ...]]:
+        seen: list[tuple[int, ...]] = []
+        rows = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(4, 24, 16, dtype=torch.bfloat16, requires_grad=taught).transpose(1, 2)
+        if taught:
+            weight.register_hook(lambda gradient: seen.append(gradient.stride()))
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: seen.append(kept.shape) or kept, lambda kept: kept):
+            out = product(rows, weight)
+        out.backward(torch.randn_like(out))
+        return sorted(shape for shape in seen if shape != ends.shape)
+
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    own = told(lambda rows, weight: torch.nn.functional.grouped_mm(rows, weight, offs=ends))
+    assert own == told(Grouped.apply)
 
 
 # --- The grid ---
