@@ -48,7 +48,7 @@ def does_not_fit(case: Case) -> Hit | None:
     "MEM002",
     "warning",
     fields=("train.batch_size", "data.max_length", "method.kind"),
-    title="Memory is close to its end",
+    title="It may not fit into memory",
     source=SOURCE,
     bad=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
     good=Example(),
@@ -58,8 +58,8 @@ def nearly_full(case: Case) -> Hit | None:
     found = case.estimate
     if found.fits is None or found.high_bytes <= found.capacity_bytes or _beyond(found):
         return None
-    most = f"It may come to {amount(found.high_bytes)}: {_message(case)}"
-    return Hit(most, tuple(ways(case, 1.0)), _fields(case))
+    most = f"It may come to {amount(found.high_bytes)}" if found.fits else "Most likely it does not"
+    return Hit(f"{most}: {_message(case)}", tuple(ways(case, 1.0)), _fields(case))
 
 
 @rule(

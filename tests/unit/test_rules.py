@@ -12,6 +12,7 @@ import pytest
 
 from backend.glance import Glance, look
 from backend.machine import Machine
+from backend.memory import estimate
 from backend.mend import MOST, Mended, mend
 from backend.options import Option, SpecError, by_name, edit, effective, options
 from backend.paths import HOME
@@ -395,3 +396,10 @@ def test_a_row_of_each_matrix_on_every_device(optimizer: str, patch: dict[str, A
     pairs = {"train.stage": "reward", "data.builtin": "train-pairs"}
     codes = {f.code for f in check(edit(RunSpec(), {**two, **pairs, **patch}), EQUIPPED, SCORED)}
     assert ("OPT025" in codes) is found
+
+
+@pytest.mark.parametrize(("share", "words"), [(1.0, "It may come to"), (0.95, "Most likely it does not")])
+def test_a_doubtful_fit_says_which_way_it_leans(share: float, words: str) -> None:
+    need = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
+    found = check(RunSpec(), replace(LAPTOP, ram_free_bytes=round(need * share)), DEMO)
+    assert next(f for f in found if f.code == "MEM002").message.startswith(words)
