@@ -177,6 +177,8 @@ past them, and must fail; or a rule says why a run that ends well is not the one
 rows' own lengths are not drawn: tokens are estimated from characters, so there the checks warn (DAT009) and cannot be
 certain that no answer is left.
 
+A seed's row tells of the code as it was when the seed was launched; what failed was mended afterwards, or got a rule.
+
 """
 COLUMNS = ("seed", "drawn", "launched", "of them mended by clicks", "failed", "refused and launched", "ended well")
 
