@@ -348,6 +348,7 @@ def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
 
 
+@pytest.mark.soak
 def test_older_architectures_share_rows(trained: Trained) -> None:
     """GPT-NeoX does not say how many heads keys have, and DeepSpeed asks."""
     folder = trained.root / "neox"
