@@ -6,7 +6,7 @@ Held against torch's own saved tensors, architecture by architecture (`tests/uni
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from backend import catalog
@@ -208,11 +208,10 @@ class Activations(Spread):
         """What the backward pass of a layer makes and drops: two gradients inside of its MLP, the stream's, and that of
         one matrix; where attention is written out, twice those of its scores, when what the MLP kept is gone."""
         shape, width, scores = self.shape, self.width, 0
-        if shape.experts:
-            return self._choice_at_work()
         inside = self.tokens * shape.intermediate * width
         if self.written_out or self.spec.model.attention == "eager":
-            scores = 2 * self._pairs() * shape.heads * 4 - 4 * inside
+            gone = self.tokens * self._chosen() if shape.experts else 4 * inside
+            scores = 2 * self._pairs() * shape.heads * 4 - gone
         matrix = 0 if self.adapter else shape.intermediate * shape.hidden * width
         # Adapters in fp32 take their inputs in fp32, which autocast casts back.
         count, stream = (3, 4) if self.adapter and self.autocast else (2, self.stream)
@@ -220,9 +219,8 @@ class Activations(Spread):
         words = (
             f"{self.tokens:,} tokens x ({count} x {shape.intermediate:,} x {width} + {shape.hidden:,} x {stream}) bytes"
         )
-        return Row(
-            "A layer's gradients", max(size, scores), words if size > scores else "the attention's scores, twice"
-        )
+        row = self._choice_at_work() if shape.experts else Row("A layer's gradients", size, words)
+        return row if row.bytes > scores else replace(row, bytes=scores, formula="the attention's scores, twice")
 
     def _choice_at_work(self) -> Row:
         """As `_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
