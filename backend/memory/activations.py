@@ -205,13 +205,19 @@ class Activations(Spread):
         return rows * length**2
 
     def _at_work(self) -> Row:
-        """What the backward pass of a layer makes and drops: two gradients inside of its MLP, the stream's, and that of
-        one matrix; where attention is written out, twice those of its scores, when what the MLP kept is gone."""
-        shape, width, scores = self.shape, self.width, 0
-        inside = self.tokens * shape.intermediate * width
+        """What the backward pass of a layer makes and drops: of its MLP, or where attention is written out twice the
+        gradients of its scores, when what the MLP kept is gone."""
+        shape, scores = self.shape, 0
         if self.written_out or self.spec.model.attention == "eager":
-            gone = self.tokens * self._chosen() if shape.experts else 4 * inside
-            scores = 2 * self._pairs() * shape.heads * 4 - gone
+            kept = self._chosen() if shape.experts else 4 * shape.intermediate * self.width
+            scores = 2 * self._pairs() * shape.heads * 4 - self.tokens * kept
+        row = self._choice_at_work() if shape.experts else self._mlp_at_work()
+        return row if row.bytes > scores else replace(row, bytes=scores, formula="the attention's scores, twice")
+
+    def _mlp_at_work(self) -> Row:
+        """Two gradients inside of it, the stream's, and that of one matrix."""
+        shape, width = self.shape, self.width
+        inside = self.tokens * shape.intermediate * width
         matrix = 0 if self.adapter else shape.intermediate * shape.hidden * width
         # Adapters in fp32 take their inputs in fp32, which autocast casts back.
         count, stream = (3, 4) if self.adapter and self.autocast else (2, self.stream)
@@ -219,11 +225,10 @@ class Activations(Spread):
         words = (
             f"{self.tokens:,} tokens x ({count} x {shape.intermediate:,} x {width} + {shape.hidden:,} x {stream}) bytes"
         )
-        row = self._choice_at_work() if shape.experts else Row("A layer's gradients", size, words)
-        return row if row.bytes > scores else replace(row, bytes=scores, formula="the attention's scores, twice")
+        return Row("A layer's gradients", size, words)
 
     def _choice_at_work(self) -> Row:
-        """As `_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
+        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
         with adapters on them, the gradient of a weight and its adapter."""
         shape, width = self.shape, self._stacked_width
         inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width

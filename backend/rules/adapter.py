@@ -11,6 +11,7 @@ from dataclasses import replace
 from backend import catalog
 from backend.rules.base import Case, Example, Fix, Hit, rule
 from backend.rules.examples import DEMO, GPT2, H100, MIXTURE
+from backend.rules.fixes import ATTENTION
 from backend.shape import adapted, trainable
 
 ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower")
@@ -134,7 +135,6 @@ def dora_dropout(case: Case) -> str | None:
     return f"Dropout is {method.lora_dropout:g}." if _lora(case) and method.lora_dora and method.lora_dropout else None
 
 
-ATTENTION = Fix("Attention alone", {"method.lora_targets": "attention"}, safe=False, cost="experts stay as they are")
 NAMED = {"method.lora_targets": "custom"}
 STACKED = catalog.STACKED["qwen3_moe"]
 MIXED = replace(DEMO, shape=MIXTURE, stacked=STACKED)

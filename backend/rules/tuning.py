@@ -21,6 +21,11 @@ def _row(case: Case) -> catalog.Optimizer:
     return catalog.OPTIMIZERS[case.spec.train.optimizer]
 
 
+def _sharers(case: Case) -> int:
+    """Devices that FSDP2 spreads a matrix over."""
+    return case.world // max(1, case.spec.parallel.replicas)
+
+
 def _with(name: str, **more: object) -> dict[str, object]:
     return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
 
@@ -75,9 +80,6 @@ def cannot_project_back(case: Case) -> Hit | None:
     return Hit(f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.", tuple(fixes))
 
 
-SPREAD_WHOLE = {"parallel__strategy": "fsdp2", "launch__processes": 4}
-
-
 @rule(
     "OPT025",
     "error",
@@ -95,7 +97,7 @@ def fewer_rows_than_devices(case: Case) -> str | None:
     Muon's and a projection do. An adapter has as many rows as its rank, the head of a reward model one."""
     if _row(case).layout not in ("matrices", "low_rank") or case.strategy.version != 2 or case.shape is None:
         return None
-    devices, state = case.world // max(1, case.spec.parallel.replicas), State(case.spec, case.shape)
+    devices, state = _sharers(case), State(case.spec, case.shape)
     least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)
     return f"A matrix has {counted(least, 'row')}, for {devices:,} devices." if least < devices else None
 
@@ -107,8 +109,8 @@ def fewer_rows_than_devices(case: Case) -> str | None:
     title="The attention's heads cannot be shared out to this optimizer",
     source="seen with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("adam_mini", **SPREAD_WHOLE), EQUIPPED),
-    good=Example(_with("adam_mini", **{**SPREAD_WHOLE, "launch__processes": 3}), EQUIPPED),
+    bad=Example({**_with("adam_mini"), **SPREAD}, EQUIPPED),
+    good=Example({**_with("adam_mini"), **SPREAD, "launch.processes": 3}, EQUIPPED),
     proof="launch",
 )
 def heads_over_devices(case: Case) -> str | None:
@@ -116,7 +118,7 @@ def heads_over_devices(case: Case) -> str | None:
     have as many heads."""
     if _row(case).layout != "heads" or case.strategy.version != 2 or case.shape is None:
         return None
-    devices = case.world // max(1, case.spec.parallel.replicas)
+    devices = _sharers(case)
     uneven = case.shape.heads % devices or case.shape.kv_heads % devices
     return f"{case.shape.heads} heads, {case.shape.kv_heads} of keys, {devices:,} devices." if uneven else None
 

@@ -17,6 +17,7 @@ from backend.derived import global_batch, learners
 from backend.memory import Estimate
 from backend.options import effective
 from backend.rules.base import RULES, Case, Finding, Fix, counted
+from backend.rules.fixes import ATTENTION
 from backend.shape import from_config
 
 MOST = 6  # ways that are worth reading
@@ -231,8 +232,7 @@ def _ranks(case: Case) -> Iterator[Change]:
 
 def _targets(case: Case) -> Iterator[Change]:
     if case.spec.method.on_experts(case.glance.stacked):
-        attention = {"method.lora_targets": "attention"}
-        yield Change("targets", Fix("Adapters on attention", attention, False, "experts stay as they are"), loss=7)
+        yield Change("targets", ATTENTION, loss=7)
 
 
 def _optimizers(case: Case) -> Iterator[Change]:
