@@ -11,9 +11,9 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend import shell, watching
-from backend.options import SpecError
-from backend.run.folder import RunError
+from backend.cli import commands, runs
+from backend.config.options import SpecError
+from backend.runs.folder import RunError
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -37,20 +37,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "check": shell.check,
-    "plan": shell.plan,
-    "estimate": shell.estimate,
-    "run": watching.run,
-    "list": watching.list_runs,
-    "show": watching.show,
-    "stop": watching.stop,
-    "resume": watching.resume,
-    "logs": watching.logs,
-    "metrics": watching.metrics,
-    "presets": shell.presets,
-    "rules": shell.rules,
-    "docs": shell.docs,
-    "ui": shell.ui,
+    "check": commands.check,
+    "plan": commands.plan,
+    "estimate": commands.estimate,
+    "run": runs.run,
+    "list": runs.list_runs,
+    "show": runs.show,
+    "stop": runs.stop,
+    "resume": runs.resume,
+    "logs": runs.logs,
+    "metrics": runs.metrics,
+    "presets": commands.presets,
+    "rules": commands.rules,
+    "docs": commands.docs,
+    "ui": commands.ui,
 }
 
 
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="footplate", description="Fine-tuning from the shell; `footplate ui` is the page."
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subcommands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_too = argparse.ArgumentParser(add_help=False)
     json_too.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else")
     spec = argparse.ArgumentParser(add_help=False)
@@ -74,27 +74,27 @@ def parser() -> argparse.ArgumentParser:
     one = argparse.ArgumentParser(add_help=False, parents=[where])
     one.add_argument("run", metavar="RUN", help="a run's id, the beginning of one, or its folder")
 
-    commands.add_parser("check", parents=[spec, machine, json_too], help="what cannot work, and what would")
-    plan = commands.add_parser("plan", parents=[spec, machine, json_too], help="the command, to the letter")
-    plan.add_argument("--launcher", choices=shell.launchers(), help="instead of the launcher in SPEC")
-    commands.add_parser("estimate", parents=[spec, machine, json_too], help="memory, row by row")
-    run = commands.add_parser("run", parents=[spec, where, json_too], help="start a run")
+    subcommands.add_parser("check", parents=[spec, machine, json_too], help="what cannot work, and what would")
+    plan = subcommands.add_parser("plan", parents=[spec, machine, json_too], help="the command, to the letter")
+    plan.add_argument("--launcher", choices=commands.launchers(), help="instead of the launcher in SPEC")
+    subcommands.add_parser("estimate", parents=[spec, machine, json_too], help="memory, row by row")
+    run = subcommands.add_parser("run", parents=[spec, where, json_too], help="start a run")
     run.add_argument("--follow", action="store_true", help="stream the log; exit with the run's outcome")
     run.add_argument("--skip-checks", action="store_true", help="start in spite of error findings")
-    commands.add_parser("list", parents=[where, json_too], help="all runs, newest first")
-    commands.add_parser("show", parents=[one, json_too], help="one run")
-    stop = commands.add_parser("stop", parents=[one, json_too], help="stop a run, with a checkpoint")
+    subcommands.add_parser("list", parents=[where, json_too], help="all runs, newest first")
+    subcommands.add_parser("show", parents=[one, json_too], help="one run")
+    stop = subcommands.add_parser("stop", parents=[one, json_too], help="stop a run, with a checkpoint")
     stop.add_argument("--no-save", action="store_true", help="without a checkpoint")
-    resume = commands.add_parser("resume", parents=[one, json_too], help="go on from the last complete checkpoint")
+    resume = subcommands.add_parser("resume", parents=[one, json_too], help="go on from the last complete checkpoint")
     resume.add_argument("--anew", action="store_true", help="begin at step 0 instead")
     resume.add_argument("--follow", action="store_true", help="stream the log; exit with the run's outcome")
-    logs = commands.add_parser("logs", parents=[one, json_too], help="a run's log")
+    logs = subcommands.add_parser("logs", parents=[one, json_too], help="a run's log")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-    commands.add_parser("metrics", parents=[one, json_too], help="a run's points")
-    commands.add_parser("presets", parents=[json_too], help="starting points")
-    commands.add_parser("rules", parents=[json_too], help="the catalogue of rules")
-    commands.add_parser("docs", parents=[json_too], help="write docs/options.md and docs/rules.md")
-    ui = commands.add_parser("ui", parents=[where], help="the page")
+    subcommands.add_parser("metrics", parents=[one, json_too], help="a run's points")
+    subcommands.add_parser("presets", parents=[json_too], help="starting points")
+    subcommands.add_parser("rules", parents=[json_too], help="the catalogue of rules")
+    subcommands.add_parser("docs", parents=[json_too], help="write docs/options.md and docs/rules.md")
+    ui = subcommands.add_parser("ui", parents=[where], help="the page")
     ui.add_argument("--host", default="127.0.0.1")
     ui.add_argument("--port", type=int, default=7860)
     return top

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.derived import device, processes, used
+from backend.config import RunSpec
 from backend.machine import Machine
-from backend.memory.account import OVERHEAD, Account
-from backend.memory.doubt import shares
-from backend.memory.spread import Row
-from backend.shape import ModelShape
-from backend.spec import RunSpec
+from backend.memory.sharding import Row
+from backend.memory.totals import OVERHEAD, Account
+from backend.memory.uncertainty import shares
+from backend.modelspec import ModelShape
+from backend.resolve import device, processes, used
 
 __all__ = ["OVERHEAD", "Account", "Estimate", "Row", "capacity", "estimate"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from backend import catalog
-from backend.derived import device, masters, old
-from backend.memory.spread import Row, Spread
-from backend.shape import Leaf, adapted
+from backend import registry
+from backend.memory.sharding import Row, Spread
+from backend.modelspec import Leaf, adapted
+from backend.resolve import device, masters, old
 
 # TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
 # is no Triton a tile becomes about seven of fp32 on the way.
@@ -38,9 +38,9 @@ class Activations(Spread):
         return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
 
     @cached_property
-    def stage_row(self) -> catalog.Stage:
+    def stage_row(self) -> registry.Stage:
         """What the stage is like."""
-        return catalog.STAGES[self.spec.train.stage]
+        return registry.STAGES[self.spec.train.stage]
 
     @cached_property
     def sequences(self) -> int:
@@ -69,7 +69,7 @@ class Activations(Spread):
     @cached_property
     def masked(self) -> bool:
         """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
-        fused = self.spec.model.attention in (*catalog.FLASH, "flex_attention")
+        fused = self.spec.model.attention in (*registry.FLASH, "flex_attention")
         return (self.spec.data.packing or self.sequences > 1) and not fused
 
     @cached_property
@@ -228,7 +228,7 @@ class Activations(Spread):
         return Row("A layer's gradients", size, words)
 
     def _choice_at_work(self) -> Row:
-        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
+        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, at what they made and the inner gradient; or
         with adapters on them, the gradient of a weight and its adapter."""
         shape, width = self.shape, self._stacked_width
         inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width

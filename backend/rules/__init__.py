@@ -10,38 +10,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from backend.glance import Glance
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect import Glance
 from backend.machine import Machine
-from backend.options import edit, effective
 from backend.rules import (
+    accelerate_launcher,
     adapter,
-    contrary,
     data,
-    devices,
-    further,
     hardware,
     kernels,
     launch,
-    launchers,
+    machine_state,
     memory,
     method,
     nodes,
     optimizer,
+    optimizer_settings,
     quantization,
-    sharding,
+    requirements,
     stages,
-    strategy,
-    tokens,
-    trainer,
-    tuning,
+    training,
     unsloth,
-    versions,
 )
 from backend.rules.base import RULES as _ADDED
 from backend.rules.base import Case, Example, Finding, Fix, Hit, Rule
+from backend.rules.distributed import (
+    extra_config,
+    extra_config_conflicts,
+    sequence_parallel,
+    sharding,
+    strategy,
+)
 from backend.rules.examples import DEMO, LAPTOP
-from backend.rules.stale import STALE, Stale
-from backend.spec import RunSpec
+from backend.rules.outdated import STALE, Stale
 
 __all__ = [
     "FAMILIES", "RULES", "STALE", "Case", "Example", "Finding", "Fix", "Hit", "Rule", "Stale", "check", "offered",
@@ -53,20 +55,20 @@ RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
     "DAT": (data, "Rows"),
-    "HW": ((hardware, devices, versions), "Machine"),
+    "HW": ((hardware, machine_state, requirements), "Machine"),
     "KRN": (kernels, "Attention and kernels"),
-    "LCH": ((launch, launchers), "Launch"),
+    "LCH": ((launch, accelerate_launcher), "Launch"),
     "MDL": (method, "Model and template"),
     "MEM": (memory, "Memory"),
     "MTH": (method, "Method"),
     "NOD": (nodes, "Nodes"),
-    "OPT": ((optimizer, tuning), "Optimizer"),
-    "OUT": (trainer, "What is kept"),
+    "OPT": ((optimizer, optimizer_settings), "Optimizer"),
+    "OUT": (training, "What is kept"),
     "PRC": ((hardware, kernels), "Precision"),
     "QNT": (quantization, "Packed weights"),
     "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding, tokens, further, contrary), "Strategy"),
-    "TRN": (trainer, "Training and checkpoints"),
+    "STR": ((strategy, sharding, sequence_parallel, extra_config, extra_config_conflicts), "Strategy"),
+    "TRN": (training, "Training and checkpoints"),
     "UNS": (unsloth, "Unsloth"),
 }
 

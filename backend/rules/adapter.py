@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from backend import catalog
+from backend import registry
+from backend.modelspec import adapted, trainable
 from backend.rules.base import Case, Example, Fix, Hit, rule
+from backend.rules.common_fixes import ATTENTION
 from backend.rules.examples import DEMO, GPT2, H100, MIXTURE
-from backend.rules.fixes import ATTENTION
-from backend.shape import adapted, trainable
 
 ZERO = Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower")
-MOVING = tuple(name for name, row in catalog.LORA_INITS.items() if row.moves)
+MOVING = tuple(name for name, row in registry.LORA_INITS.items() if row.moves)
 
 
 def _lora(case: Case) -> bool:
@@ -136,7 +136,7 @@ def dora_dropout(case: Case) -> str | None:
 
 
 NAMED = {"method.lora_targets": "custom"}
-STACKED = catalog.STACKED["qwen3_moe"]
+STACKED = registry.STACKED["qwen3_moe"]
 MIXED = replace(DEMO, shape=MIXTURE, stacked=STACKED)
 SHAPELESS = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of experts")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from backend import catalog, derived
-from backend.glance import Glance
+from backend import registry, resolve
+from backend.config import RunSpec
+from backend.config.options import SpecError, edit, effective, get
+from backend.inspect import Glance
 from backend.machine import Machine
 from backend.memory import Estimate, estimate
-from backend.options import SpecError, edit, effective, get
-from backend.shape import ModelShape
-from backend.spec import RunSpec
+from backend.modelspec import ModelShape
 
 Level = Literal["error", "warning", "advice"]
 Patch = Mapping[str, Any]
@@ -59,37 +59,37 @@ class Case:
     @cached_property
     def device(self) -> str:
         """The device family of the run."""
-        return derived.device(self.spec, self.machine)
+        return resolve.device(self.spec, self.machine)
 
     @cached_property
     def processes(self) -> int:
         """Processes of the run on a node."""
-        return derived.processes(self.spec)
+        return resolve.processes(self.spec)
 
     @property
-    def strategy(self) -> catalog.Strategy:
+    def strategy(self) -> registry.Strategy:
         """The row of the strategy."""
-        return catalog.STRATEGIES[self.spec.parallel.strategy]
+        return registry.STRATEGIES[self.spec.parallel.strategy]
 
     @cached_property
     def learners(self) -> int:
         """Processes, or groups of them, with rows of their own."""
-        return derived.learners(self.spec)
+        return resolve.learners(self.spec)
 
     @cached_property
     def nodes(self) -> int:
         """Machines that train together."""
-        return derived.nodes(self.spec)
+        return resolve.nodes(self.spec)
 
     @cached_property
     def world(self) -> int:
         """Processes of all nodes together."""
-        return derived.world(self.spec)
+        return resolve.world(self.spec)
 
     @cached_property
     def precision(self) -> str:
         """bf16, fp16 or fp32."""
-        return derived.precision(self.spec, self.machine)
+        return resolve.precision(self.spec, self.machine)
 
     @property
     def gpu(self) -> bool:
@@ -114,7 +114,7 @@ class Case:
     @cached_property
     def steps(self) -> int | None:
         """Optimizer steps of the run, if known."""
-        return derived.steps(self.spec, self.rows)
+        return resolve.steps(self.spec, self.rows)
 
     @cached_property
     def estimate(self) -> Estimate:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.glance import Trouble
+from backend import registry
+from backend.inspect import Trouble
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
 
@@ -202,7 +202,7 @@ def nothing_to_evaluate(case: Case) -> str | None:
 def too_many_samples(case: Case) -> Hit | None:
     """The answers before and after are given to validation rows."""
     wanted, held = case.spec.evaluation.samples, case.held
-    if not catalog.STAGES[case.spec.train.stage].answers or held is None or wanted <= held or not case.glance.exact:
+    if not registry.STAGES[case.spec.train.stage].answers or held is None or wanted <= held or not case.glance.exact:
         return None
     fix = Fix(counted(held, "answer") if held else "No answers", {"evaluation.samples": held})
     return Hit(f"{counted(wanted, 'answer')}, and {counted(held, 'validation row')}.", (fix,))
@@ -244,7 +244,7 @@ def no_answer_left(case: Case) -> Hit | None:
     """A row is learned from its first answer on. Where the cut comes before that in every row, none is left. Pairs for
     a reward model are not cut: those that are longer are dropped."""
     glance, stage, cut = case.glance, case.spec.train.stage, case.spec.data.max_length
-    learned = stage in catalog.COMPARING or (stage == "sft" and case.spec.data.learn == "answers")
+    learned = stage in registry.COMPARING or (stage == "sft" and case.spec.data.learn == "answers")
     least = min(glance.lengths, default=0) if stage == "reward" else glance.opening * learned
     if not glance.exact or cut >= 0.8 * least:  # as far as estimates are trusted
         return None

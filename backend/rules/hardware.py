@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.derived import old, used
+from backend import registry
 from backend.machine import Gpu
+from backend.resolve import old, used
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.common_fixes import BF16
 from backend.rules.examples import (
     BARE,
     DEMO,
@@ -24,7 +25,6 @@ from backend.rules.examples import (
     SMOL,
     T4,
 )
-from backend.rules.fixes import BF16
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
 AUTO = Fix("Choose it automatically", {"precision.compute": "auto"}, safe=False, cost="what this device does best")
@@ -45,8 +45,8 @@ def missing_device(case: Case) -> Hit | str | None:
     """The run was asked onto a kind of device that this machine does not have."""
     if case.device in ("cpu", case.machine.device):
         return None
-    there = catalog.DEVICES[case.machine.device].label
-    return f"No {catalog.DEVICES[case.device].label} was found; there is: {there}."
+    there = registry.DEVICES[case.machine.device].label
+    return f"No {registry.DEVICES[case.device].label} was found; there is: {there}."
 
 
 @rule(
@@ -96,7 +96,7 @@ def missing_npu_package(case: Case) -> str | None:
 )
 def missing_tracker(case: Case) -> str | None:
     """The trainer stops when a tracker's package is missing, after the model was loaded."""
-    row = catalog.REPORTERS[case.spec.logging.report_to]
+    row = registry.REPORTERS[case.spec.logging.report_to]
     if not row.package or not case.machine.versions or row.package in case.machine.versions:
         return None
     return f"{row.label} needs the package {row.package}: pip install {row.package}."
@@ -225,7 +225,7 @@ def _at_least(case: Case, capability: tuple[int, int]) -> bool:
 
 def _taken(case: Case) -> str:
     used = _used(case)
-    return used[0].name if used and case.device == case.machine.device else catalog.DEVICES[case.device].label
+    return used[0].name if used and case.device == case.machine.device else registry.DEVICES[case.device].label
 
 
 @rule(
@@ -262,7 +262,7 @@ def fp8_elsewhere(case: Case) -> str | None:
 )
 def missing_fp8(case: Case) -> str | None:
     """PyTorch alone does not train in fp8: a package replaces the linear layers."""
-    row = catalog.FP8_BACKENDS[case.spec.precision.fp8_backend]
+    row = registry.FP8_BACKENDS[case.spec.precision.fp8_backend]
     known = not case.machine.versions or row.package in case.machine.versions
     if case.spec.precision.compute != "fp8" or known:
         return None
@@ -284,10 +284,10 @@ def missing_fp8(case: Case) -> str | None:
 def precision_of_zero(case: Case) -> str | None:
     """ZeRO computes in bf16 or fp16 from fp32 masters that it spreads: neither pure bf16 nor fp8 is kept there."""
     special = case.spec.precision.compute in ("fp8", "pure_bf16")
-    zero = catalog.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    zero = registry.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
     if not special or not zero:
         return None
-    return f"{catalog.PRECISIONS[case.spec.precision.compute].label} with DeepSpeed."
+    return f"{registry.PRECISIONS[case.spec.precision.compute].label} with DeepSpeed."
 
 
 @rule(
@@ -303,7 +303,7 @@ def precision_of_zero(case: Case) -> str | None:
 def lost_updates(case: Case) -> str | None:
     """An update below a 256th of its weight is rounded away. Optimizers that sum by Kahan, round stochastically or keep
     masters of their own lose nothing; others need a larger learning rate, or learn less."""
-    row = catalog.OPTIMIZERS[case.spec.train.optimizer]
+    row = registry.OPTIMIZERS[case.spec.train.optimizer]
     lost = case.spec.precision.compute == "pure_bf16" and not row.rounding
     return f"{row.label} adds its updates to bf16 weights directly." if lost else None
 
@@ -360,7 +360,7 @@ def odd_layers(case: Case) -> str | None:
 )
 def packed_fp8(case: Case) -> str | None:
     """Both want to be the linear layers: fp8 would take the packed numbers for weights."""
-    packed = catalog.QUANTIZATIONS[case.spec.method.quantization].bits or case.glance.packed == "bitsandbytes"
+    packed = registry.QUANTIZATIONS[case.spec.method.quantization].bits or case.glance.packed == "bitsandbytes"
     return "The base weights are packed." if packed and case.spec.precision.compute == "fp8" else None
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
+from backend import registry
 from backend.machine import Machine
 from backend.rules.base import Case, Example, Fix, names, rule
+from backend.rules.common_fixes import BF16
 from backend.rules.examples import DEMO, GPT2, H100, INSTALLED, LAPTOP, SMOL
-from backend.rules.fixes import BF16
 
 AUTO = Fix("Choose it automatically", {"model.attention": "auto"}, cost="SDPA: as exact, slower on long rows")
 FLASH = {"model.attention": "flash_attention_2"}
@@ -25,9 +25,9 @@ def _with(machine: Machine) -> Machine:
     return replace(machine, versions=BOTH)
 
 
-def _flash(case: Case) -> catalog.Attention | None:
+def _flash(case: Case) -> registry.Attention | None:
     asked = case.spec.model.attention
-    return catalog.ATTENTIONS[asked] if asked in catalog.FLASH else None
+    return registry.ATTENTIONS[asked] if asked in registry.FLASH else None
 
 
 @rule(
@@ -45,9 +45,9 @@ def _flash(case: Case) -> catalog.Attention | None:
 def attention_without_gpu(case: Case) -> str | None:
     """FlashAttention and FlexAttention are kernels for GPUs."""
     asked = case.spec.model.attention
-    if asked not in (*catalog.FLASH, "flex_attention") or case.device not in ("cpu", "mps"):
+    if asked not in (*registry.FLASH, "flex_attention") or case.device not in ("cpu", "mps"):
         return None
-    return f"{catalog.ATTENTIONS[asked].label} was asked for, and the run is for a {case.device.upper()}."
+    return f"{registry.ATTENTIONS[asked].label} was asked for, and the run is for a {case.device.upper()}."
 
 
 @rule(
@@ -242,11 +242,11 @@ def no_compiler_for_triton(case: Case) -> str | None:
     if case.device not in ("cuda", "xpu") or case.machine.triton:
         return None
     if spec.train.stage in FUSED:
-        wanted.append(f"the loss of {catalog.STAGES[spec.train.stage].label}")
+        wanted.append(f"the loss of {registry.STAGES[spec.train.stage].label}")
     wanted += [name for name in ("compile", "liger", "unsloth") if getattr(spec.train, name)]
     wanted += [name for name in (spec.model.attention,) if name == "flex_attention"]
     wanted += (
-        [catalog.OPTIMIZERS[spec.train.optimizer].label] if catalog.OPTIMIZERS[spec.train.optimizer].compiled else []
+        [registry.OPTIMIZERS[spec.train.optimizer].label] if registry.OPTIMIZERS[spec.train.optimizer].compiled else []
     )
     return f"There is none on the path, or Python has no headers; for {names(wanted)}." if wanted else None
 
@@ -274,7 +274,7 @@ def unknown_attention(case: Case) -> str | None:
     asked = "sdpa" if shared and spec.model.attention == "auto" else spec.model.attention
     if shape is None or (shape.model_type, asked) not in LACKS:
         return None
-    return f"{shape.architecture} has no {catalog.ATTENTIONS[asked].label}."
+    return f"{shape.architecture} has no {registry.ATTENTIONS[asked].label}."
 
 
 EXACT = {"train.compile": True, "precision.compute": "fp32"}

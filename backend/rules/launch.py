@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from backend import catalog
+from backend import registry
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.common_fixes import ONE
 from backend.rules.examples import H100, LAPTOP, TWO_H100
-from backend.rules.fixes import ONE
 
 ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
 DDP = {"parallel.strategy": "ddp"}
@@ -58,7 +58,7 @@ def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
     """One process; the batch of a step stays if it can."""
     patch = {"parallel.strategy": "single", **more}
     whole = {**patch, "train.accumulation": case.spec.train.accumulation * case.learners}
-    same = case.takes(whole) and not catalog.OPTIMIZERS[case.spec.train.optimizer].inside
+    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optimizer].inside
     return Fix("One process", whole if same else patch, same, "one device does it all")
 
 
@@ -191,7 +191,7 @@ def lonely(case: Case) -> str | None:
 
 
 def _many(case: Case) -> bool:
-    return case.spec.parallel.strategy in catalog.MANY
+    return case.spec.parallel.strategy in registry.MANY
 
 
 @rule(
@@ -255,7 +255,7 @@ def reserved_variables(case: Case) -> Hit | None:
     return Hit(f"{names(found)} cannot be set by hand.", (without(case, found),)) if found else None
 
 
-VISIBLE = tuple(row.visible for row in catalog.DEVICES.values() if row.visible)
+VISIBLE = tuple(row.visible for row in registry.DEVICES.values() if row.visible)
 
 
 def without(case: Case, drop: list[str]) -> Fix:

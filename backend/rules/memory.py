@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend.config import RunSpec
 from backend.machine import GIB
 from backend.memory import Estimate, estimate
 from backend.rules.base import Case, Example, Fix, Hit, amount, rule
+from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
-from backend.rules.fixes import FSDP2
-from backend.rules.ways import CLEARLY, ways
-from backend.spec import RunSpec
+from backend.rules.memory_remedies import CLEARLY, ways
 
 PERHAPS = 1.25  # of what is free, at most: the estimate itself is within it, or nearly
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from backend.modelspec import ModelShape, adapted, matches, trainable
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
-from backend.rules.fixes import ZERO3
-from backend.shape import ModelShape, adapted, matches, trainable
 
 BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
 ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False, cost="more is trained")

@@ -9,11 +9,11 @@ import ipaddress
 import re
 from dataclasses import replace
 
-from backend import derived
-from backend.hostfile import HostError, Slots, chosen, hosts
+from backend import resolve
+from backend.launch.hostfile import HostError, Slots, chosen, hosts
 from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
-from backend.rules.fixes import DDP
 from backend.rules.launch import VISIBLE, without
 
 TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
@@ -147,7 +147,7 @@ def elastic_parts(case: Case) -> Hit | None:
     least = case.processes * launch.min_nodes
     if row.engine == "fsdp" and least // mesh > 1 and case.processes % mesh == 0:
         return None
-    if row.engine == "deepspeed" and not derived.unconvertible(case.spec):
+    if row.engine == "deepspeed" and not resolve.unconvertible(case.spec):
         return None
     fixes = (
         Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}, cost="waits when one is gone"),
@@ -170,7 +170,7 @@ def elastic_batch(case: Case) -> Hit | None:
     launch = case.spec.launch
     if launch.rendezvous != "elastic" or launch.min_nodes >= launch.nodes:
         return None
-    most = derived.global_batch(case.spec)
+    most = resolve.global_batch(case.spec)
     least = most // launch.nodes * launch.min_nodes
     fix = Fix("Wait for all nodes", {"launch.min_nodes": launch.nodes})
     return Hit(f"{most:,} rows a step with all nodes, {least:,} with the fewest.", (fix,))
@@ -243,7 +243,7 @@ def include_unknown(case: Case) -> str | None:
     if not _by_hostfile(case) or _selected(case, "") is None:
         return None
     try:
-        chosen(case.spec.launch.hosts, derived.include(case.spec))
+        chosen(case.spec.launch.hosts, resolve.include(case.spec))
     except HostError as error:
         return str(error)
     return None
@@ -268,7 +268,7 @@ def _selected(case: Case, include: str) -> Slots | None:
 )
 def hostfile_differs(case: Case) -> Hit | None:
     """Batch, memory and checkpoints are reckoned for nodes x processes, and the trainer insists on that number."""
-    found = _selected(case, derived.include(case.spec)) if _by_hostfile(case) else None
+    found = _selected(case, resolve.include(case.spec)) if _by_hostfile(case) else None
     if found is None:
         return None
     slots = [len(ids) for ids in found.values()]
@@ -356,7 +356,7 @@ def port_taken(case: Case) -> Hit | None:
     """The ranks of a run meet at a port of their own. Two runs with several nodes, or two of DeepSpeed's launcher, take
     the same one unless they are told of others."""
     taken, spare = case.glance.taken, case.glance.spare
-    if not taken or taken != derived.port(case.spec) or case.machine.name:
+    if not taken or taken != resolve.port(case.spec) or case.machine.name:
         return None
     fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.port": spare}),) if spare else ()
     if case.nodes == 1:

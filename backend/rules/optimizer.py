@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.derived import masters
+from backend import registry
+from backend.resolve import masters
 from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.common_fixes import ADAMW, BF16, DDP, ONE
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
-from backend.rules.fixes import ADAMW, BF16, DDP, ONE
 
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
-def _row(case: Case) -> catalog.Optimizer:
-    return catalog.OPTIMIZERS[case.spec.train.optimizer]
+def _row(case: Case) -> registry.Optimizer:
+    return registry.OPTIMIZERS[case.spec.train.optimizer]
 
 
-def _strategy(case: Case) -> catalog.Strategy:
-    return catalog.STRATEGIES[case.spec.parallel.strategy]
+def _strategy(case: Case) -> registry.Strategy:
+    return registry.STRATEGIES[case.spec.parallel.strategy]
 
 
 def _engine(case: Case) -> str:
@@ -68,8 +68,8 @@ def wrong_device(case: Case) -> str | None:
     devices = _row(case).devices
     if not devices or case.device in devices:
         return None
-    needed = " or ".join(catalog.DEVICES[name].label for name in devices)
-    return f"{_row(case).label} needs a {needed}; the run would take: {catalog.DEVICES[case.device].label}."
+    needed = " or ".join(registry.DEVICES[name].label for name in devices)
+    return f"{_row(case).label} needs a {needed}; the run would take: {registry.DEVICES[case.device].label}."
 
 
 @rule(
@@ -230,8 +230,8 @@ def nothing_paged(case: Case) -> Hit | None:
         return None
     name = case.spec.train.optimizer.replace("_paged", "")
     return Hit(
-        f"The run takes: {catalog.DEVICES[case.device].label}.",
-        (Fix(catalog.OPTIMIZERS[name].label, {"train.optimizer": name}),),
+        f"The run takes: {registry.DEVICES[case.device].label}.",
+        (Fix(registry.OPTIMIZERS[name].label, {"train.optimizer": name}),),
     )
 
 
@@ -325,5 +325,5 @@ def spread_weights(case: Case) -> str | None:
     row = _row(case)
     if not row.plain(masters(case.spec)) or _engine(case) not in ("fsdp", "tensor") or _strategy(case).version == 1:
         return None
-    because = "" if row.plain(True) else f", in {catalog.PRECISIONS[case.spec.precision.compute].label}"
+    because = "" if row.plain(True) else f", in {registry.PRECISIONS[case.spec.precision.compute].label}"
     return f"{row.label} with {_strategy(case).label}{because}."

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.memory import packed
+from backend import registry
+from backend.memory import quantized
+from backend.modelspec import matches
 from backend.rules.base import Case, Example, Fix, Hit, names, rule
+from backend.rules.common_fixes import DDP, FSDP2, ZERO2
 from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, MIXTURE, PATH, T4, TWO_H100
-from backend.rules.fixes import DDP, FSDP2, ZERO2
-from backend.shape import matches
 
 PLAIN = Fix(
     "A base that is not packed", {"method.quantization": "none"}, safe=False, cost="two to four times the memory"
@@ -24,15 +24,15 @@ WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name !=
 V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
 
 
-def _row(case: Case) -> catalog.Quantization:
+def _row(case: Case) -> registry.Quantization:
     kind = case.spec.method.quantization if case.spec.method.kind == "lora" else "none"
-    return catalog.QUANTIZATIONS[kind]
+    return registry.QUANTIZATIONS[kind]
 
 
-def _came(case: Case) -> catalog.Packed:
+def _came(case: Case) -> registry.Packed:
     """The format that a model came in and stays in."""
-    row = catalog.PACKED.get(case.glance.packed)
-    return row if row and row.adapters else catalog.Packed("")
+    row = registry.PACKED.get(case.glance.packed)
+    return row if row and row.adapters else registry.Packed("")
 
 
 def packed_base(case: Case) -> str:
@@ -92,7 +92,7 @@ def start_on_packed(case: Case) -> str | None:
 )
 def spread_bytes(case: Case) -> str | None:
     """Weights of 4 bits are stored as floating-point numbers where a strategy spreads them. 8-bit ones cannot be."""
-    spread = catalog.STRATEGIES[case.spec.parallel.strategy].spread
+    spread = registry.STRATEGIES[case.spec.parallel.strategy].spread
     return "This strategy spreads the weights." if spread and _row(case).bits == 8 else None
 
 
@@ -108,7 +108,7 @@ def spread_bytes(case: Case) -> str | None:
 )
 def packed_on_first(case: Case) -> str | None:
     """The first FSDP lays all weights of a layer end to end, whatever they are."""
-    first = catalog.STRATEGIES[case.spec.parallel.strategy].version == 1
+    first = registry.STRATEGIES[case.spec.parallel.strategy].version == 1
     return "The base is packed." if first and _row(case).bits == 4 else None
 
 
@@ -145,7 +145,7 @@ def save_packed(case: Case) -> Hit | None:
     wanted = case.spec.method.lora_modules_to_save
     if not packed_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
-    found = packed.leaves(case.spec, case.shape)
+    found = quantized.leaves(case.spec, case.shape)
     wrong = [name for name in wanted if any(matches(leaf.path, name) for leaf in found)]
     if not wrong:
         return None
@@ -189,7 +189,7 @@ FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
 )
 def train_packed(case: Case) -> str | None:
     """Weights of a few bits take no small steps."""
-    row = catalog.PACKED.get(case.glance.packed)
+    row = registry.PACKED.get(case.glance.packed)
     if row is None or not row.adapters or case.spec.method.kind == "lora":
         return None
     return f"Its weights are packed as {row.label}."
@@ -210,7 +210,7 @@ def untrainable_packing(case: Case) -> str | None:
     """Some formats have kernels for answering only, without a backward pass. Others have one that was never seen to
     work here."""
     kind = case.glance.packed
-    return f"Its weights are packed as {kind}." if kind and kind not in catalog.PACKED else None
+    return f"Its weights are packed as {kind}." if kind and kind not in registry.PACKED else None
 
 
 @rule(
@@ -225,7 +225,7 @@ def untrainable_packing(case: Case) -> str | None:
 )
 def missing_unpacker(case: Case) -> str | None:
     """Each format is read by a package of its own."""
-    row = catalog.PACKED.get(case.glance.packed)
+    row = registry.PACKED.get(case.glance.packed)
     missing = [name for name in row.packages if name not in case.machine.versions] if row else []
     if row is None or not case.machine.versions or not missing:
         return None
@@ -259,7 +259,7 @@ def packed_twice(case: Case) -> str | None:
 )
 def packed_for_gpu(case: Case) -> str | None:
     """HQQ's layers are made where they will work, and that cannot be a CPU."""
-    row = catalog.PACKED.get(case.glance.packed)
+    row = registry.PACKED.get(case.glance.packed)
     return f"{row.label} was found." if row and row.gpu and case.device == "cpu" else None
 
 
@@ -276,7 +276,7 @@ def packed_for_gpu(case: Case) -> str | None:
 def unpacked_base(case: Case) -> str | None:
     """Its format has no backward pass everywhere, so its weights become ordinary ones: as large as those, and
     everything can be trained."""
-    row = catalog.PACKED.get(case.glance.packed)
+    row = registry.PACKED.get(case.glance.packed)
     return f"{row.label} weights become ordinary ones." if row and row.unpacked else None
 
 

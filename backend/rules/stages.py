@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
+from backend import registry
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TWO_H100
 
@@ -20,14 +20,14 @@ PAIRED = replace(FILES, format="pairs", columns=("prompt", "chosen", "rejected")
 MARKED = replace(FILES, format="labels", columns=("prompt", "completion", "label"))
 
 
-def _stage(case: Case) -> catalog.Stage:
-    return catalog.STAGES[case.spec.train.stage]
+def _stage(case: Case) -> registry.Stage:
+    return registry.STAGES[case.spec.train.stage]
 
 
-def _wanted(stage: catalog.Stage) -> str:
-    if stage.formats is catalog.ANSWERED:
+def _wanted(stage: registry.Stage) -> str:
+    if stage.formats is registry.ANSWERED:
         return "conversations, prompts with completions, or plain text"
-    return " or ".join(catalog.FORMATS[name].label.lower() for name in stage.formats)
+    return " or ".join(registry.FORMATS[name].label.lower() for name in stage.formats)
 
 
 @rule(
@@ -43,11 +43,11 @@ def _wanted(stage: catalog.Stage) -> str:
 def other_dataset(case: Case) -> Hit | None:
     """Stages that compare answers need two of them, or a label; the others need one answer or a text."""
     data, stage = case.spec.data, _stage(case)
-    if data.source != "builtin" or catalog.DATASETS[data.builtin].format in stage.formats:
+    if data.source != "builtin" or registry.DATASETS[data.builtin].format in stage.formats:
         return None
-    fitting = [name for name, row in catalog.DATASETS.items() if row.format in stage.formats]
-    fixes = tuple(Fix(catalog.DATASETS[name].label, {"data.builtin": name}, False) for name in fitting)
-    has = catalog.FORMATS[catalog.DATASETS[data.builtin].format].label.lower()
+    fitting = [name for name, row in registry.DATASETS.items() if row.format in stage.formats]
+    fixes = tuple(Fix(registry.DATASETS[name].label, {"data.builtin": name}, False) for name in fitting)
+    has = registry.FORMATS[registry.DATASETS[data.builtin].format].label.lower()
     return Hit(f"{stage.label} learns from {_wanted(stage)}; its rows have {has}.", fixes)
 
 
@@ -67,11 +67,11 @@ def other_rows(case: Case) -> Hit | None:
     format = data.format if data.format != "auto" else case.glance.format
     if data.source == "builtin" or not format or format in stage.formats:
         return None
-    fitting = next(name for name, row in catalog.STAGES.items() if format in row.formats)
-    fixes = [Fix(catalog.STAGES[fitting].label, {"train.stage": fitting}, False)]
+    fitting = next(name for name, row in registry.STAGES.items() if format in row.formats)
+    fixes = [Fix(registry.STAGES[fitting].label, {"train.stage": fitting}, False)]
     if data.format != "auto":
         fixes.insert(0, Fix("Recognise the format", {"data.format": "auto"}, False))
-    has = catalog.FORMATS[format].label.lower()
+    has = registry.FORMATS[format].label.lower()
     return Hit(f"{stage.label} learns from {_wanted(stage)}; these rows have {has}.", tuple(fixes))
 
 
@@ -138,7 +138,7 @@ def certain_exo(case: Case) -> str | None:
 def sliced_reference(case: Case) -> str | None:
     """What is computed is kept under a sum over all weights, which cannot be taken of slices."""
     asked = _stage(case).reference and case.spec.preference.precompute
-    sliced = catalog.STRATEGIES[case.spec.parallel.strategy].engine == "tensor"
+    sliced = registry.STRATEGIES[case.spec.parallel.strategy].engine == "tensor"
     return "Every device holds a slice of each layer." if asked and sliced else None
 
 
@@ -158,7 +158,7 @@ def second_model(case: Case) -> str | None:
     shape, spec = case.shape, case.spec
     if not _stage(case).reference or spec.method.kind == "lora" or spec.preference.precompute or shape is None:
         return None
-    if catalog.STRATEGIES[spec.parallel.strategy].engine == "tensor":
+    if registry.STRATEGIES[spec.parallel.strategy].engine == "tensor":
         return None
     held = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
     return f"It takes {amount(held)}." if held else None

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
+from backend import registry
 from backend.rules.base import Case, Example, Fix, names, rule
+from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import H100, INSTALLED, NPU, TWO_H100
-from backend.rules.fixes import DDP, ZERO2
 
 ASKED = {"train.unsloth": True}
 WITHOUT = Fix("Without Unsloth", {"train.unsloth": False}, cost="slower, and more memory")
@@ -71,7 +71,7 @@ def spread_weights(case: Case) -> str | None:
     """Its kernels read a layer's weights as they are, and under ZeRO-3, FSDP and tensor parallel a device has a part of
     them. Several GPUs were once too many for it; with DDP and ZeRO-0 to 2 it trains."""
     name = case.spec.parallel.strategy
-    return f"{catalog.STRATEGIES[name].label} spreads them." if _asked(case) and name not in WHOLE else None
+    return f"{registry.STRATEGIES[name].label} spreads them." if _asked(case) and name not in WHOLE else None
 
 
 @rule(
@@ -87,7 +87,7 @@ def spread_weights(case: Case) -> str | None:
 def other_device(case: Case) -> str | None:
     """Its kernels are written in Triton, with a plain way for CPUs."""
     wrong = _asked(case) and case.device not in ("cuda", "xpu", "cpu")
-    return f"The run is for {catalog.DEVICES[case.device].label}." if wrong else None
+    return f"The run is for {registry.DEVICES[case.device].label}." if wrong else None
 
 
 @rule(
@@ -111,7 +111,7 @@ def other_packing(case: Case) -> str | None:
         return None
     if method.quantization == "nf4":
         return None if method.double_quantization else "It always packs the scales too."
-    return f"{catalog.QUANTIZATIONS[method.quantization].label} was asked for."
+    return f"{registry.QUANTIZATIONS[method.quantization].label} was asked for."
 
 
 @rule(
@@ -129,7 +129,7 @@ def changed_on_cpu(case: Case) -> str | None:
     spec = case.spec
     if not _asked(case) or case.device != "cpu":
         return None
-    row = catalog.OPTIMIZERS[spec.train.optimizer]
+    row = registry.OPTIMIZERS[spec.train.optimizer]
     tags = ("8bit", "paged", "bnb", "npu", "xla", "apex")
     wrong = {
         "packing": spec.data.packing,
@@ -172,5 +172,5 @@ def twice(case: Case) -> str | None:
 )
 def moved_weights(case: Case) -> str | None:
     """PiSSA, OLoRA and orthogonal starts take something out of the base weights, which the saved adapter must know."""
-    row = catalog.LORA_INITS[case.spec.method.lora_init]
+    row = registry.LORA_INITS[case.spec.method.lora_init]
     return f"{row.label} was asked for." if _asked(case) and case.spec.method.kind == "lora" and row.moves else None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from backend.options import SpecError, effective
-from backend.presets import read
-from backend.run import SPEC
-from backend.train import device, ending, unsloth
-from backend.train.journal import TrainError
+from backend.config.options import SpecError, effective
+from backend.config.presets import read
+from backend.runs import SPEC
+from backend.train import device, exit, unsloth
+from backend.train.run_log import TrainError
 
 
 @record  # type: ignore[untyped-decorator]
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the run's folder, with spec.yaml")
     parser.add_argument("--anew", action="store_true", help="begin at step 0 instead of the last checkpoint")
     given = parser.parse_args()
-    sys.excepthook = ending.last_words
+    sys.excepthook = exit.last_words
     team, folder = device.Team(), given.folder.resolve()
     team.sign()
     try:
@@ -40,4 +40,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    ending.leave()
+    exit.leave()

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from backend import catalog
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
 from backend.train import lora, quantized
-from backend.train.journal import TrainError
 from backend.train.model import DTYPES
+from backend.train.run_log import TrainError
 
 
 def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
@@ -30,7 +30,7 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-    masters = torch.float32 if catalog.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
+    masters = torch.float32 if registry.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
     _hold(model, masters, DTYPES[precision])
     return model
 
@@ -65,7 +65,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     if wrong := [end for end in also if any(f".{end}." in f".{name}." for name in packed)]:
         raise TrainError(f"method.lora_modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
     return LoraConfig(
-        task_type="SEQ_CLS" if catalog.STAGES[spec.train.stage].scores else "CAUSAL_LM",
+        task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].scores else "CAUSAL_LM",
         r=method.lora_rank,
         lora_alpha=method.lora_alpha,
         lora_dropout=method.lora_dropout,
@@ -73,7 +73,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
         modules_to_save=also or None,
         use_dora=method.lora_dora,
         use_rslora=method.lora_rslora,
-        init_lora_weights=catalog.LORA_INITS[method.lora_init].name,
+        init_lora_weights=registry.LORA_INITS[method.lora_init].name,
     )
 
 
@@ -97,7 +97,7 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     names = list(method.lora_target_modules)
     if not names:
         raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
-    stacked = catalog.STACKED.get(model.config.model_type, ())  # peft knows them by these names
+    stacked = registry.STACKED.get(model.config.model_type, ())  # peft knows them by these names
     _refuse_unknown("method.lora_target_modules", names, [*linear, *stacked], model)
     head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
@@ -128,7 +128,7 @@ def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
 
 def _new(spec: RunSpec, model: Any) -> list[str]:
     """Modules that the stage has added, without anything learned yet: the head that scores."""
-    added = catalog.STAGES[spec.train.stage].scores
+    added = registry.STAGES[spec.train.stage].scores
     return [name for name, _ in model.named_children() if added and name != model.base_model_prefix]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from backend.spec import RunSpec
+from backend.config import RunSpec
 from backend.train import checkpoints
 from backend.train.device import Team
-from backend.train.journal import Journal
+from backend.train.run_log import Journal
 
 SHOWN = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # What trainers that compare answers tell, under one name each: TRL's reward trainer has names of its own.

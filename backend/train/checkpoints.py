@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-from backend.run import CHECKPOINTS, COMPLETE, LOCK
-from backend.train.journal import TrainError
+from backend.runs import CHECKPOINTS, COMPLETE, LOCK
+from backend.train.run_log import TrainError
 
 # Where each engine keeps the optimizer's state: DeepSpeed a file a rank, FSDP one file, or a folder of all parts.
 OPTIMIZERS = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")

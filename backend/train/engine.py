@@ -25,12 +25,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from backend import catalog
-from backend.run import DEEPSPEED, FSDP
-from backend.spec import RunSpec
-from backend.train import device, inside, kernels
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import DEEPSPEED, FSDP
+from backend.train import device, kernels, optimizer_utils
 from backend.train.model import DTYPES
+from backend.train.run_log import TrainError
 
 ONCE = "cpu_ram_efficient_loading"
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -38,13 +38,13 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 def check(spec: RunSpec) -> None:
     """Raise TrainError for what the strategy cannot do, and would end in words of the library's own."""
-    row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
+    row, checkpoint = registry.STRATEGIES[spec.parallel.strategy], spec.checkpoint
     if row.spread and checkpoint.merge:
         raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
     shared = spec.parallel.pieces > 1
     if row.engine == "deepspeed" and shared:
         _check_sequence(spec)
-    if (row.version == 1 or shared) and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
+    if (row.version == 1 or shared) and spec.evaluation.samples and registry.STAGES[spec.train.stage].answers:
         raise TrainError(f"evaluation.samples: {row.label} as chosen cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
@@ -57,25 +57,25 @@ def check(spec: RunSpec) -> None:
         and spec.parallel.state_dict != "full"
     ):
         raise TrainError("checkpoint.weights_only: weights alone cannot be sharded: set parallel.state_dict to full.")
-    stepped = catalog.OPTIMIZERS[spec.train.optimizer].name
+    stepped = registry.OPTIMIZERS[spec.train.optimizer].name
     if row.stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
         raise TrainError("train.optimizer: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
 
 
 def _check_sequence(spec: RunSpec) -> None:
     """Raise TrainError for what cannot share a row's tokens over devices."""
-    if spec.train.stage not in catalog.PLAIN:
-        label = catalog.STAGES[spec.train.stage].label
+    if spec.train.stage not in registry.PLAIN:
+        label = registry.STAGES[spec.train.stage].label
         raise TrainError(f"parallel.sequence: {label} looks at whole rows: set it to 1.")
     if spec.data.packing:
         raise TrainError("data.packing: packed rows are cut at each document, not evenly: switch it off.")
-    if spec.model.attention not in catalog.SHAREABLE:
+    if spec.model.attention not in registry.SHAREABLE:
         raise TrainError(f"model.attention: {spec.model.attention} cannot be shared: take sdpa or FlashAttention.")
 
 
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
     """The Trainer's arguments that belong to the strategy. Raises TrainError."""
-    parallel, row = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy]
+    parallel, row = spec.parallel, registry.STRATEGIES[spec.parallel.strategy]
     found: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
     if row.engine in ("fsdp", "tensor") and world == 1:
         raise TrainError(f"launch.processes: {row.label} spreads a model over processes, and there is one.")
@@ -166,7 +166,7 @@ def mesh(spec: RunSpec, world: int) -> ParallelismConfig:
 
 def start(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     """Start the engine, between the Trainer's arguments (which start the process group) and the model."""
-    row = catalog.STRATEGIES[spec.parallel.strategy]
+    row = registry.STRATEGIES[spec.parallel.strategy]
     if row.engine == "deepspeed":
         device.start_deepspeed(family)
     if row.engine == "deepspeed" and spec.parallel.sequence > 1:
@@ -182,7 +182,7 @@ def _plugin(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     """What accelerate's FSDP plugin is told beyond fsdp.json: gradients are added up as asked (by itself it would add
     them in half), and memory is pinned only where there is a device to pin it for."""
     parallel, dtype = spec.parallel, DTYPES[precision]
-    second = catalog.STRATEGIES[parallel.strategy].version == 2
+    second = registry.STRATEGIES[parallel.strategy].version == 2
     reduce = torch.float32 if parallel.reduce_precision == "fp32" else dtype
     policy: Any = MixedPrecisionPolicy if second else MixedPrecision
     config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce)
@@ -210,7 +210,7 @@ def everywhere(config: Any) -> None:
 
 def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
     """How a model is loaded if every rank takes a slice of each layer."""
-    if catalog.STRATEGIES[spec.parallel.strategy].engine != "tensor":
+    if registry.STRATEGIES[spec.parallel.strategy].engine != "tensor":
         return {}
     size = spec.parallel.tensor
     shards = world // size
@@ -223,7 +223,7 @@ def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
 
 def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
     """The weights gathered from all ranks, on rank 0; None where each rank holds them whole. All ranks must call it."""
-    row = catalog.STRATEGIES[spec.parallel.strategy]
+    row = registry.STRATEGIES[spec.parallel.strategy]
     if not row.spread or not dist.is_initialized():
         return None
     if row.engine == "deepspeed":
@@ -234,7 +234,7 @@ def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
 
 def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
     """Raise TrainError for layers that are not there to be gathered, and for a trained copy of a tied weight."""
-    if catalog.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
+    if registry.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
         return
     known = {type(module).__name__ for module in weights.modules()}
     if missing := [name for name in spec.parallel.wrap_layers if name not in known]:
@@ -254,7 +254,7 @@ def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
 def disk(spec: RunSpec) -> Iterator[None]:
     """Hold the run's NVMe folder while it lives, and delete what DeepSpeed leaves in it, gigabytes. Its files have
     fixed names, so two runs in one folder would overwrite each other's state. Raises TrainError."""
-    parallel, stage = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy].stage
+    parallel, stage = spec.parallel, registry.STRATEGIES[spec.parallel.strategy].stage
     used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
     if not used or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
@@ -282,7 +282,7 @@ def loaded(weights: torch.nn.Module) -> int:
 def held(trainer: Any) -> dict[str, Any]:
     """What drives the model, what its ranks talk by, and the numbers that this rank holds of parameters and of the
     optimizer's state."""
-    optimizer: Any = inside.innermost(trainer.optimizer)
+    optimizer: Any = optimizer_utils.innermost(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {

@@ -12,15 +12,15 @@ from typing import Any
 from accelerate.utils import is_compiled_module
 from transformers import TrainerCallback
 
-from backend import catalog
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.train.run_log import TrainError
 
 
 def check(spec: RunSpec, family: str, precision: str) -> None:
     """Raise TrainError for what would fail at the first step only."""
     asked = spec.model.attention
-    if asked in catalog.FLASH and precision == "fp32":
+    if asked in registry.FLASH and precision == "fp32":
         raise TrainError(f"model.attention: {asked} computes in bf16 or fp16: set precision.compute to bf16.")
     if asked == "flex_attention" and family in ("cpu", "mps"):
         raise TrainError("model.attention: flex_attention has no backward pass on this device: take sdpa.")
@@ -40,7 +40,7 @@ def loading(spec: RunSpec) -> dict[str, Any]:
 def attention(spec: RunSpec) -> str:
     """The attention to ask for: sequence parallel goes around one that is named."""
     asked = spec.model.attention
-    shared = catalog.STRATEGIES[spec.parallel.strategy].engine == "deepspeed" and spec.parallel.sequence > 1
+    shared = registry.STRATEGIES[spec.parallel.strategy].engine == "deepspeed" and spec.parallel.sequence > 1
     return "sdpa" if shared and asked == "auto" else asked
 
 

@@ -15,10 +15,10 @@ from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_di
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from backend import catalog
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
 from backend.train import quantized, unsloth
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # What decides the meaning of an adapter's weights, and the option that says it.
@@ -40,7 +40,7 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     _check(spec, model, config)
     if spec.method.lora_dora:
         quantized.keep_weights()
-    if not catalog.LORA_INITS[spec.method.lora_init].moves:
+    if not registry.LORA_INITS[spec.method.lora_init].moves:
         return unsloth.attach(spec, model, config) if spec.train.unsloth else get_peft_model(model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ def _check(spec: RunSpec, model: Any, config: LoraConfig) -> None:
     method = spec.method
     if method.lora_init == "orthogonal" and method.lora_rank % 2:
         raise TrainError(f"method.lora_rank: an orthogonal start needs an even rank, not {method.lora_rank}.")
-    stacked = catalog.STACKED.get(model.config.model_type, ())
+    stacked = registry.STACKED.get(model.config.model_type, ())
     if method.on_experts(stacked) and not method.plain_lora:
         raise TrainError(
             "method.lora_targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "

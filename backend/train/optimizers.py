@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from backend import catalog
-from backend.spec import RunSpec
-from backend.train import inside
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.train import optimizer_utils
+from backend.train.run_log import TrainError
 
 MODULES = {"transformer-engine": "transformer_engine", "torch-optimi": "optimi"}  # where the name is another
 
 
 def check(spec: RunSpec, family: str) -> None:
     """Raise TrainError for what a library would refuse in words of its own, or do wrong without a word."""
-    train, row = spec.train, catalog.OPTIMIZERS[spec.train.optimizer]
-    name, strategy = row.label, catalog.STRATEGIES[spec.parallel.strategy]
-    masters = catalog.PRECISIONS[spec.precision.compute].masters
+    train, row = spec.train, registry.OPTIMIZERS[spec.train.optimizer]
+    name, strategy = row.label, registry.STRATEGIES[spec.parallel.strategy]
+    masters = registry.PRECISIONS[spec.precision.compute].masters
     engine, first = strategy.engine, strategy.version == 1
     alone = not engine or (engine == "ddp" and spec.launch.processes == 1)
     refused = {
         f"train.optimizer: {name} needs the package {row.package}: pip install {row.package}": row.package
         and not there(row.package),
-        f"train.optimizer: {name} does not run on {catalog.DEVICES[family].label}.": row.devices
+        f"train.optimizer: {name} does not run on {registry.DEVICES[family].label}.": row.devices
         and family not in row.devices,
         f"train.optimizer: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
         and (engine == "deepspeed" or first),
@@ -69,7 +69,7 @@ def there(package: str) -> bool:
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
     """The Trainer's arguments that belong to the optimizer."""
-    train, row = spec.train, catalog.OPTIMIZERS[spec.train.optimizer]
+    train, row = spec.train, registry.OPTIMIZERS[spec.train.optimizer]
     told = dict(row.arguments)
     if "momentum" in row.reads:
         told["momentum"] = str(train.momentum)
@@ -81,7 +81,7 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
         told |= {"scale": str(train.apollo_scale), "proj": train.apollo_projection, "scale_type": train.apollo_scaling}
     if "rank" in told:
         _let_projectors_load()
-    if row.compiled and not catalog.PRECISIONS[spec.precision.compute].masters:
+    if row.compiled and not registry.PRECISIONS[spec.precision.compute].masters:
         told["bf16_stochastic_round"] = "True"
     # What an optimizer does not read is hidden on the page, and holds its default here.
     return {
@@ -123,7 +123,7 @@ class Optimizing:
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the spec."""
         trainer: Any = self
-        row = catalog.OPTIMIZERS[self.spec.train.optimizer]
+        row = registry.OPTIMIZERS[self.spec.train.optimizer]
         if trainer.optimizer is None:
             chosen = trainer.model if model is None else model
             decaying = set(trainer.get_decay_parameter_names(chosen))
@@ -135,7 +135,7 @@ class Optimizing:
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optimizer](self.spec, chosen, decaying)
             if row.early:  # it is of weights that an engine replaces; the first step makes it anew
-                inside.innermost(trainer.optimizer).state.clear()
+                optimizer_utils.innermost(trainer.optimizer).state.clear()
             if row.layout == "low_rank":
                 _regroup(self.spec, trainer.optimizer, chosen, decaying)
                 if row.inside:
@@ -195,7 +195,7 @@ def _adam(spec: RunSpec) -> dict[str, Any]:
 
 def _regroup(spec: RunSpec, optimizer: Any, model: Any, decaying: set[str]) -> None:
     """The Trainer makes projected groups without weight decay, and most without betas; frozen weights are in them."""
-    row, groups = catalog.OPTIMIZERS[spec.train.optimizer], []
+    row, groups = registry.OPTIMIZERS[spec.train.optimizer], []
     more = {} if row.factored else _adam(spec)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:

@@ -21,9 +21,9 @@ from trl.chat_template_utils import (
 )
 from trl.data_utils import common_prefix_length
 
-from backend.spec import RunSpec
+from backend.config import RunSpec
 from backend.train.chatml import chatml
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 Turns = Sequence[Mapping[str, Any]]
 

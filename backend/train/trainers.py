@@ -16,12 +16,12 @@ from typing import Any
 import trl.trainer.utils
 from transformers import PrinterCallback
 
-from backend import catalog
-from backend.run import CHECKPOINTS
-from backend.spec import RunSpec
-from backend.train import device, engine, kernels, optimizers, quantized, stages, unsloth
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import CHECKPOINTS
+from backend.train import device, engine, kernels, optimizers, quantized, trl_trainers, unsloth
 from backend.train.data import Prepared
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 BALANCE = "output_router_logits"
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
@@ -33,7 +33,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     quantized.check(spec)
     optimizers.check(spec, family)
     device.check_precision(spec, family)
-    precision, kind = device.precision(spec, family), catalog.PRECISIONS[spec.precision.compute]
+    precision, kind = device.precision(spec, family), registry.PRECISIONS[spec.precision.compute]
     kernels.check(spec, family, precision)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
@@ -45,12 +45,12 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
         fp16=precision == "fp16",
         tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,
-        **{**_training(spec), **stages.arguments(spec)},
+        **{**_training(spec), **trl_trainers.arguments(spec)},
         **optimizers.arguments(spec),
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
-    config = stages.config(spec)(**asked)
+    config = trl_trainers.config(spec)(**asked)
     unsloth.check(spec, asked, config)
     engine.start(spec, config, family, precision)
     if fp8:
@@ -118,7 +118,7 @@ def _check(spec: RunSpec) -> None:
         )
     engine.check(spec)
     _check_preference(spec)
-    tracker = catalog.REPORTERS[spec.logging.report_to]
+    tracker = registry.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")
 
@@ -129,7 +129,7 @@ def _check_preference(spec: RunSpec) -> None:
         raise TrainError("train.batch_size: KTO compares the rows of a batch, so it must be 2 or more.")
     if stage == "dpo" and asked.dpo_loss == "exo_pair" and not asked.label_smoothing:
         raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
-    if catalog.STAGES[stage].reference and asked.precompute and spec.parallel.strategy == "tensor":
+    if registry.STAGES[stage].reference and asked.precompute and spec.parallel.strategy == "tensor":
         raise TrainError("preference.precompute: tensor parallel slices every layer, of which TRL takes no sum.")
 
 
@@ -160,17 +160,17 @@ def build(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    if spec.parallel.sequence > 1 and spec.parallel.strategy in catalog.DEEPSPEED:
+    if spec.parallel.sequence > 1 and spec.parallel.strategy in registry.DEEPSPEED:
         engine.name_key_heads(model.config)
     with quantized.exact(model), _as_configured(model):
-        trainer = stages.trainer(spec.train.stage)(
+        trainer = trl_trainers.trainer(spec.train.stage)(
             model=model,
             args=config,
             train_dataset=prepared.train,
             eval_dataset=prepared.validation,
             processing_class=tokens,
             callbacks=callbacks,
-            **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
+            **trl_trainers.given(spec.train.stage, reference, prepared.train, prepared.validation),
         )
     if spec.train.compile:
         trainer.add_callback(kernels.Compiled(trainer))

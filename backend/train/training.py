@@ -12,38 +12,38 @@ from typing import Any
 
 from transformers import set_seed
 
-from backend import catalog
-from backend.run import MODEL, RESULT
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import MODEL, RESULT
 from backend.train import (
     adapters,
-    answers,
     checkpoints,
     data,
     device,
     engine,
-    hollow,
-    inside,
+    generation,
+    logging_setup,
     lora,
     model,
-    quiet,
+    optimizer_utils,
+    rank0_loading,
     trainers,
-    universal,
+    universal_checkpoint,
 )
 from backend.train.callbacks import Keeper, Reporter, compared
-from backend.train.exam import Exam
-from backend.train.journal import Journal, Stopped, TrainError, write_json
+from backend.train.context import Work
+from backend.train.generation_eval import Exam
+from backend.train.run_log import Journal, Stopped, TrainError, write_json
 from backend.train.templates import Writer
-from backend.train.work import Work
 
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
 
 
 def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
     """Train what `spec` says, in the run's `folder`; `anew` begins at step 0. Raises TrainError."""
-    deepspeed = spec.parallel.strategy in catalog.DEEPSPEED
+    deepspeed = spec.parallel.strategy in registry.DEEPSPEED
     device.settle(deepspeed)
-    quiet.calm(spec.logging.level, team.rank, deepspeed)
+    logging_setup.calm(spec.logging.level, team.rank, deepspeed)
     work = Work(spec, folder, anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
     with engine.disk(spec):
         try:
@@ -66,18 +66,18 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    exam = Exam(work, answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked)
+    asked = generation.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
+    exam = Exam(work, generation.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked)
     reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
     exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
     start = _start(work)
     lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.counts(trainer.model)  # before an optimizer takes layers in turns
-    if spec.parallel.strategy in catalog.DEEPSPEED:
+    if spec.parallel.strategy in registry.DEEPSPEED:
         journal.begin(
             "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
         )
-    start = universal.fit(work, trainer, start)
+    start = universal_checkpoint.fit(work, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
     if keeper.stopped:
@@ -121,11 +121,11 @@ def _trainer(
     work.journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {precision}.")
     set_seed(spec.train.seed)
     sliced = engine.slices(spec, work.team.world, precision)
-    whole = hollow.load(work, config, source, tokens, sliced)
+    whole = rank0_loading.load(work, config, source, tokens, sliced)
     engine.check_layers(spec, whole)
     weights = adapters.adapt(spec, whole, precision)
     work.loaded = engine.loaded(weights)
-    hollow.stand_in(weights)
+    rank0_loading.stand_in(weights)
     work.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.refers else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
@@ -182,7 +182,7 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     state = trainer.state
     result["model"] = MODEL if work.spec.checkpoint.save_model else None
     result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
-    result["optimizer"] = work.team.gather(inside.held(trainer.optimizer))
+    result["optimizer"] = work.team.gather(optimizer_utils.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
     result["reserved_bytes"] = work.team.gather(device.reserved_bytes(work.family))
     if work.team.rank == 0:
@@ -206,7 +206,7 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
             error = str(caught)
     if error := work.team.share(error):
         raise TrainError(error)
-    if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
+    if registry.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
         work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
+from backend.config import RunSpec
+from backend.train.run_log import TrainError
 
 # Arguments of the Trainer that it is known to change, and the options that they come from.
 KEPT = {

@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backend.judge import judge
+from backend.config import RunSpec
+from backend.config.presets import presets
 from backend.machine import machines, probe
-from backend.presets import presets
-from backend.spec import RunSpec
+from backend.preflight import judge
 
 TIMES = 20
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import sync_playwright
 
-from backend import presets
-from backend.judge import judge
+from backend.config import presets
 from backend.machine import probe
-from backend.run import LOG, METRICS, Plan
-from backend.run.folder import Run
+from backend.preflight import judge
+from backend.runs import LOG, METRICS, Plan
+from backend.runs.folder import Run
 from tests.browser.served import CHROMIUM, FLAGS, Server
 
 Figure = tuple[str, list[float], str]

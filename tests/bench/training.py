@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from backend import presets
-from backend.judge import judge
+from backend.config import RunSpec, presets
+from backend.config.options import edit
 from backend.machine import probe
-from backend.options import edit
-from backend.run import METRICS
-from backend.run.folder import ALIVE, Run
-from backend.spec import RunSpec
+from backend.preflight import judge
+from backend.runs import METRICS
+from backend.runs.folder import ALIVE, Run
 
 Figure = tuple[str, list[float], str]
 STEPS = 10

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from backend.run import METRICS, SPEC
-from backend.run.folder import ALIVE, Run, runs
-from backend.run.processes import carriers as left_of
+from backend.runs import METRICS, SPEC
+from backend.runs.folder import ALIVE, Run, runs
+from backend.runs.processes import carriers as left_of
 
 SLOW = 240_000  # ms; two cores that others use too, libraries that load for ten seconds
 

@@ -30,12 +30,12 @@ from host import Host, a_host, write
 from trainings import a_spec, losses, result, text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from backend.judge import Judgement, judge
 from backend.machine import Machine, probe
 from backend.paths import ASSETS, HOME
-from backend.run import processes, start_env
-from backend.run.folder import ALIVE, Run
-from backend.train import builtin
+from backend.preflight import Judgement, judge
+from backend.runs import processes, start_env
+from backend.runs.folder import ALIVE, Run
+from backend.train import builtin_models
 
 GIB = 1024**3
 # bf16 keeps 8 bits: each rounding is wrong by up to 0.4 %. A loss is a mean over thousands of tokens, where most of
@@ -336,7 +336,7 @@ def prepared(place: Place, root: Path) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for key, value in {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "HF_HUB_OFFLINE": "1"}.items():
             patch.setenv(key, value)
-        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
+        tiny = builtin_models.prepare("tiny-llama", lambda text, share: None)
         host = None if place.exact else stack.enter_context(a_host(cache))
         yield Trained(place, machine, root, host, a_model(tiny, root, place), some_rows(root, place))
 

@@ -32,9 +32,9 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import catalog
-from backend.derived import masters, world
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.resolve import masters, world
 from backend.train import adapters
 from backend.train.model import DTYPES
 
@@ -165,9 +165,9 @@ class Step:
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self) -> None:
-        self.strategy = catalog.STRATEGIES[self.spec.parallel.strategy]
+        self.strategy = registry.STRATEGIES[self.spec.parallel.strategy]
         self.masters = masters(self.spec)
-        self.precision = catalog.PRECISIONS[self.spec.precision.compute].computes
+        self.precision = registry.PRECISIONS[self.spec.precision.compute].computes
 
     def peaks(self) -> dict[str, int]:
         """The most bytes on rank 0 in each part of the step."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import catalog
-from backend.options import SpecError, by_name, edit, options
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import SpecError, by_name, edit, options
 
 Patch = dict[str, Any]
 
@@ -244,14 +244,14 @@ def _model(dice: random.Random) -> Patch:
 
 def _main(dice: random.Random) -> Patch:
     """What decides most: often the usual, or there would be no end of refusals."""
-    stage = dice.choice(("sft", "sft", "sft", *catalog.STAGES))
-    optimizer = dice.choice(("adamw", *catalog.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
+    stage = dice.choice(("sft", "sft", "sft", *registry.STAGES))
+    optimizer = dice.choice(("adamw", *registry.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
     return {
         "train.stage": stage,
-        "method.kind": dice.choice(("lora", "lora", *catalog.METHODS)),
-        "method.quantization": dice.choice(("none", "none", "none", *catalog.QUANTIZATIONS)),
-        "parallel.strategy": dice.choice(("single", *catalog.STRATEGIES)),
-        "precision.compute": dice.choice(("auto", "auto", *catalog.PRECISIONS)),
+        "method.kind": dice.choice(("lora", "lora", *registry.METHODS)),
+        "method.quantization": dice.choice(("none", "none", "none", *registry.QUANTIZATIONS)),
+        "parallel.strategy": dice.choice(("single", *registry.STRATEGIES)),
+        "precision.compute": dice.choice(("auto", "auto", *registry.PRECISIONS)),
         "train.optimizer": optimizer,
         "launch.launcher": dice.choice(("torchrun",) * 12 + ("accelerate", "deepspeed", "python")),
     }
@@ -260,8 +260,8 @@ def _main(dice: random.Random) -> Patch:
 def _rows(dice: random.Random, stage: str) -> Patch:
     """Rows that the stage takes, nearly always."""
     if dice.random() < 0.3:
-        return {"data.source": "builtin", "data.builtin": dice.choice(list(catalog.DATASETS)), "data.max_samples": 16}
-    fitting = catalog.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
+        return {"data.source": "builtin", "data.builtin": dice.choice(list(registry.DATASETS)), "data.max_samples": 16}
+    fitting = registry.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
     kind = dice.choice(fitting)
     patch: Patch = {"data.source": "files", "data.files": (f"{kind}-train.jsonl",)}
     return patch | {"data.validation_files": (f"{kind}-held.jsonl",)}

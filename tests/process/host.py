@@ -19,11 +19,11 @@ from pathlib import Path
 
 from trainings import environment, lay, text
 
-from backend import catalog, derived
+from backend import registry, resolve
+from backend.config import RunSpec
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.plan import plan
-from backend.run import COOKIE, processes
-from backend.spec import RunSpec
+from backend.runs import COOKIE, processes
 
 HOST = """
 import gc, importlib, json, multiprocessing.util, os, runpy, socket, sys, time
@@ -140,8 +140,8 @@ def write(folder: Path, spec: RunSpec) -> None:
 
 def ranks(spec: RunSpec) -> int:
     """How many a launcher would start on this machine; 0: the training is one plain process."""
-    many = spec.parallel.strategy in catalog.MANY and spec.launch.launcher != "python"
-    return derived.processes(spec) if many else 0
+    many = spec.parallel.strategy in registry.MANY and spec.launch.launcher != "python"
+    return resolve.processes(spec) if many else 0
 
 
 @contextmanager

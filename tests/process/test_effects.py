@@ -19,14 +19,25 @@ import pytest
 import torch
 from trainings import a_folder, a_spec, nothing, together
 
+from backend.config import RunSpec
+from backend.config.options import by_name, edit, effective, options, word
+from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
-from backend.options import by_name, edit, effective, options, word
-from backend.plan import plan
-from backend.run import SPEC
-from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers, unsloth
+from backend.runs import SPEC
+from backend.train import (
+    adapters,
+    checkpoints,
+    data,
+    device,
+    engine,
+    generation,
+    logging_setup,
+    model,
+    trainers,
+    unsloth,
+)
 from backend.train.callbacks import Keeper
-from backend.train.journal import Journal, TrainError
+from backend.train.run_log import Journal, TrainError
 from backend.train.training import Work, _start
 
 # peft asks transformers under an old name; the run's own log leaves that out too.
@@ -287,7 +298,7 @@ def computed(spec: RunSpec) -> Any:
 
 
 def longest(spec: RunSpec) -> Any:
-    return answers.Answering.of(spec, None, device.Team(), torch.float32).longest
+    return generation.Answering.of(spec, None, device.Team(), torch.float32).longest
 
 
 def begun(spec: RunSpec) -> Any:
@@ -325,9 +336,9 @@ def reported(spec: RunSpec) -> Any:
 def heard(spec: RunSpec) -> Any:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    quiet.calm(spec.logging.level, 0, False)
+    logging_setup.calm(spec.logging.level, 0, False)
     root.handlers = handlers
-    return quiet.transformers_logging.get_verbosity(), argument("log_level")(spec)
+    return logging_setup.transformers_logging.get_verbosity(), argument("log_level")(spec)
 
 
 @cache

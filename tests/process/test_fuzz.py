@@ -20,15 +20,15 @@ from fuzzed import FIXED, VALUES, draw, scene
 from host import Host, ranks
 from trainings import environment, lay, losses, result, text
 
-from backend.glance import look
-from backend.judge import Judgement, judge
+from backend.config.options import by_name, changes, edit
+from backend.inspect import look
 from backend.machine import Machine, probe
-from backend.mend import mend
-from backend.options import by_name, changes, edit
 from backend.paths import HOME
+from backend.preflight import Judgement, judge
 from backend.rules import RULES, Case, Finding
-from backend.run import RESULT
-from backend.run import processes as running
+from backend.rules.autofix import mend
+from backend.runs import RESULT
+from backend.runs import processes as running
 
 LAUNCHED, REFUSED = 100, 30  # of each seed
 SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]

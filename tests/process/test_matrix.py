@@ -14,21 +14,21 @@ from documents import Sections, keep, table
 from host import Host, ranks, write
 from trainings import a_spec, losses, text
 
-from backend import catalog
-from backend.judge import judge
+from backend import registry
 from backend.machine import Machine, probe
 from backend.paths import HOME
+from backend.preflight import judge
 from backend.rules.examples import EQUIPPED_TWO
 
 pytestmark = pytest.mark.soak
 
 Changes = Mapping[str, Any]
 METHODS: Mapping[str, Changes] = {
-    **{row.label: {"method.kind": name} for name, row in catalog.METHODS.items()},
+    **{row.label: {"method.kind": name} for name, row in registry.METHODS.items()},
     "QLoRA (NF4)": {"method.kind": "lora", "method.quantization": "nf4"},
 }
 STRATEGIES: Mapping[str, Changes] = {
-    **{row.label: {"parallel.strategy": name} for name, row in catalog.STRATEGIES.items()},
+    **{row.label: {"parallel.strategy": name} for name, row in registry.STRATEGIES.items()},
     "ZeRO-2, offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
     "ZeRO-3, offload": {
         "parallel.strategy": "zero3",
@@ -37,7 +37,7 @@ STRATEGIES: Mapping[str, Changes] = {
     },
     "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
-PRECISIONS = [name for name in catalog.PRECISIONS if name != "auto"]
+PRECISIONS = [name for name in registry.PRECISIONS if name != "auto"]
 SHORT: Changes = {"train.batch_size": 2, "data.max_samples": 16, "data.max_length": 96}  # thousands are launched
 RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
@@ -75,7 +75,7 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
     machine = probe(tmp_path)
     found = {}
     for precision in PRECISIONS:
-        for optimizer in catalog.OPTIMIZERS:
+        for optimizer in registry.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
             changes |= {"precision.compute": precision, "train.optimizer": optimizer}
             found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
@@ -88,7 +88,7 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
 def section(found: Mapping[tuple[str, str], str]) -> str:
     """How many of each kind, and a table: optimizers that fare alike share a row; the precisions across."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for optimizer in catalog.OPTIMIZERS:
+    for optimizer in registry.OPTIMIZERS:
         rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
     cells = list(found.values())
     runs, gpu = cells.count(RUNS), cells.count(GPU)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import from_config
+from backend.modelspec import from_config
 from backend.train.quantized import is_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}

@@ -20,11 +20,11 @@ from deepspeed.launcher import runner
 from hosts import ADDRESSES, Host, two_hosts
 from trainings import a_folder, a_spec, environment, last_step, losses, points, result, text, together
 
-from backend import hostfile
+from backend.launch import hostfile
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.plan import plan
-from backend.run import COOKIE, processes
-from backend.run.folder import ALIVE, Run
+from backend.runs import COOKIE, processes
+from backend.runs.folder import ALIVE, Run
 from backend.train import checkpoints
 
 pytestmark = pytest.mark.alone
@@ -58,7 +58,7 @@ class Nodes:
         self.run = Run.create(root / "runs", name, made, datetime.now())
         env = environment(self.run.path, cache)
         del env[COOKIE]
-        start = [sys.executable, "-m", "backend.run.supervisor", str(self.run.path)]
+        start = [sys.executable, "-m", "backend.runs.supervisor", str(self.run.path)]
         assert hosts[0].start(start, env).wait(30) == 0
         self.second, self.env = hosts[1], env
         if join:

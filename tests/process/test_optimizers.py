@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from trainings import a_spec, losses, mostly_soak, result
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from backend import catalog
+from backend import registry
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import Leaf, from_config
-from backend.train import inside, optimizers
+from backend.modelspec import Leaf, from_config
+from backend.train import optimizer_utils, optimizers
 
 FULL = {
     "method.kind": "full",
@@ -33,7 +33,7 @@ FULL = {
     "train.block_steps": 2,
     "train.weight_decay": 0.1,
 }
-HERE = [name for name, row in catalog.OPTIMIZERS.items() if not row.devices]
+HERE = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
 KIN = {"adamw", "adamw_fused", "adamw_paged"}  # the same arithmetic
 # Others are resumed by the same class, with fewer or more bits.
 ONCE = {"adamw_fused", "adamw_paged", "adamw_paged_8bit", "adamw_4bit_torchao", "ademamix", "lion", "lion_paged"} | {
@@ -72,7 +72,7 @@ def made(host: Host, root: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("name", HERE)
 def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dict[int, float]) -> None:
-    row, folder = catalog.OPTIMIZERS[name], made(name)
+    row, folder = registry.OPTIMIZERS[name], made(name)
     before = losses(folder)
     assert before[1] == usual[1]
     assert all(loss == loss and loss < 12 for loss in before.values())
@@ -86,7 +86,7 @@ def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dic
 
 @pytest.mark.parametrize("name", mostly_soak([name for name in HERE if name not in ONCE], RESUMED))
 def test_it_goes_on(name: str, made: Callable[[str], Path], host: Host) -> None:
-    row, folder = catalog.OPTIMIZERS[name], made(name)
+    row, folder = registry.OPTIMIZERS[name], made(name)
     before = losses(folder)
     host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -101,7 +101,7 @@ def moved(folder: Path) -> None:
 
 
 def account(changes: Mapping[str, Any]) -> Account:
-    return Account(a_spec({**FULL, **changes}), Machine(), from_config(catalog.MODELS["tiny-llama"].config))
+    return Account(a_spec({**FULL, **changes}), Machine(), from_config(registry.MODELS["tiny-llama"].config))
 
 
 # Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
@@ -151,7 +151,7 @@ def test_sides_of_a_projection(how: str) -> None:
         weight.grad = torch.randn(rows, columns)
         made.step()
         leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
-        assert state._beside(leaf) == inside.held(made)["bytes"]
+        assert state._beside(leaf) == optimizer_utils.held(made)["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])

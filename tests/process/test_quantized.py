@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from trainings import a_spec, losses, result, text
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from backend import catalog
-from backend.judge import judge
+from backend import registry
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import from_config
+from backend.modelspec import from_config
+from backend.preflight import judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-TINY = from_config(catalog.MODELS["tiny-llama"].config)
+TINY = from_config(registry.MODELS["tiny-llama"].config)
 QUICK = {"train.scheduler": "constant", "train.batch_size": 2, "train.learning_rate": 3e-3}
 HALF = {**QUICK, "train.batch_size": 1}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
@@ -108,7 +108,7 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
     two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     held = [rank["parameters"] for rank in result(two)["held"]]
-    if catalog.STRATEGIES[strategy].spread:
+    if registry.STRATEGIES[strategy].spread:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
         packed = sum(leaf.inputs * leaf.outputs for leaf in TINY.leaves() if leaf.inputs and leaf.path != TINY.head)
         rest = TINY.parameters - packed + result(two)["trainable_parameters"]

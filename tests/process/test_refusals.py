@@ -13,13 +13,13 @@ import pytest
 from trainings import Launch, a_folder, a_spec, nothing, text
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
-from backend import catalog
+from backend import registry
+from backend.config import Data
+from backend.data import problem, read_rows
 from backend.paths import ASSETS, HOME
-from backend.rows import problem, read_rows
 from backend.rules.kernels import LACKS
-from backend.spec import Data
-from backend.train import adapters, builtin, checkpoints, model, trainers
-from backend.train.journal import Journal, TrainError
+from backend.train import adapters, builtin_models, checkpoints, model, trainers
+from backend.train.run_log import Journal, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: s
         cache.write_text("no folder")
     own = {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     ended = subprocess.run(
-        [sys.executable, "-m", "backend.train.builtin", "smollm2-135m-instruct"],
+        [sys.executable, "-m", "backend.train.builtin_models", "smollm2-135m-instruct"],
         env={**os.environ, **own},
         capture_output=True,
         text=True,
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: s
 def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(tmp_path))
-        again = builtin.prepare("tiny-llama", nothing)
+        again = builtin_models.prepare("tiny-llama", nothing)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
 
@@ -179,7 +179,7 @@ def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
 def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
     script = ASSETS / "trains" / "make.py"
     subprocess.run([sys.executable, "-I", str(script), str(tmp_path)], check=True, timeout=60)
-    for folder in catalog.DATASETS:
+    for folder in registry.DATASETS:
         for name in ("train.jsonl", "validation.jsonl"):
             assert (tmp_path / folder / name).read_bytes() == (ASSETS / folder / name).read_bytes()
 

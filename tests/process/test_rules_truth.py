@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from trainings import SMALL, environment, lay
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from backend.judge import Judgement, judge
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.machine import probe
-from backend.options import edit
+from backend.preflight import Judgement, judge
 from backend.rules import FAMILIES, RULES, Finding, Rule
-from backend.run import processes
-from backend.spec import RunSpec
+from backend.runs import processes
 
 SAVED = {"checkpoint.save_model": True}
 EPOCHS = {"checkpoint.when": "epoch", "evaluation.when": "epoch"}

@@ -17,9 +17,9 @@ from trainings import a_spec, losses, points, result, text
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 
+from backend.config import RunSpec
+from backend.data import read_rows
 from backend.paths import ASSETS
-from backend.rows import read_rows
-from backend.spec import RunSpec
 from backend.train import data
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -27,12 +27,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from backend.judge import judge
+from backend.config.options import edit
 from backend.machine import Machine
-from backend.options import edit
 from backend.paths import HOME
+from backend.preflight import judge
 from backend.train import engine
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 FULL = {"method.kind": "full", "train.batch_size": 2}
 KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}

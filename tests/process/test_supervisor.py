@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
-from backend.run.folder import Run, RunError
-from backend.run.supervisor import Patience
+from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
+from backend.runs.folder import Run, RunError
+from backend.runs.supervisor import Patience
 
 pytestmark = pytest.mark.alone
 
@@ -182,7 +182,7 @@ def test_a_lost_run_resumes_and_the_old_launcher_is_gone(make_run: MakeRun) -> N
 
 def test_the_starter_may_go_and_its_terminal_with_it(make_run: MakeRun) -> None:
     run = make_run(GENTLE)
-    starter = f"from pathlib import Path; from backend.run.folder import Run; Run(Path({str(run.path)!r})).start()"
+    starter = f"from pathlib import Path; from backend.runs.folder import Run; Run(Path({str(run.path)!r})).start()"
     home = Path(__file__).resolve().parent.parent.parent
     subprocess.run([sys.executable, "-c", starter], check=True, timeout=30, start_new_session=True, cwd=home)
     for number in (signal.SIGHUP, signal.SIGINT):
@@ -337,7 +337,7 @@ def test_run_sh_killed_is_swept(make_run: MakeRun, clean_env: dict[str, str]) ->
 FULL_DISK = """
 import os, resource, sys
 from pathlib import Path
-from backend.run.supervisor import Patience, Supervisor
+from backend.runs.supervisor import Patience, Supervisor
 supervisor = Supervisor(Path(sys.argv[1]), False, Patience())
 supervisor.announce()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

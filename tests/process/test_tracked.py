@@ -18,20 +18,20 @@ import torch
 from documents import Sections, keep, table
 from faked import Grouped, peaks
 
-from backend import catalog
-from backend.catalog.known import HUB
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import parse
 from backend.machine import GIB
 from backend.memory import OVERHEAD, estimate
-from backend.options import parse
+from backend.modelspec import from_config
 from backend.paths import HOME
+from backend.registry.hub_models import HUB
 from backend.rules.examples import gpus
-from backend.shape import from_config
-from backend.spec import RunSpec
 
 Changes = Mapping[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "SmolLM2 135M": catalog.MODELS["smollm2-135m-instruct"].config,
+    "SmolLM2 135M": registry.MODELS["smollm2-135m-instruct"].config,
     "Llama 3.2 1B": HUB["meta-llama/llama-3.2-1b"],
     "Qwen2.5 1.5B": HUB["qwen/qwen2.5-1.5b"],
     "Qwen3 4B": HUB["qwen/qwen3-4b"],

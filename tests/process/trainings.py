@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.options import edit
 from backend.paths import HOME
-from backend.plan import plan
-from backend.run import COOKIE, METRICS, RESULT, STOP, Plan, processes
-from backend.spec import RunSpec
+from backend.runs import COOKIE, METRICS, RESULT, STOP, Plan, processes
 
 SMALL = {
     "model.builtin": "tiny-llama",

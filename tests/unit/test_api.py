@@ -12,14 +12,14 @@ import orjson
 import pytest
 from small import client
 
+from backend.config.options import by_name, options
 from backend.machine import Machine
-from backend.options import by_name, options
 from backend.rules import RULES, STALE
-from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
-from backend.run.folder import ALIVE, Run
-from webui.api import asking
-from webui.api.asking import Refusal
-from webui.api.desk import Summaries
+from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
+from backend.runs.folder import ALIVE, Run
+from webui.api import requests
+from webui.api.app_state import Summaries
+from webui.api.requests import Refusal
 from webui.drafts import Drafts
 
 VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.name": "From a test"}
@@ -289,7 +289,7 @@ def test_ids_lead_nowhere(one, name, part):
 
 
 def test_a_mistake_is_a_sentence_with_a_mark(capsys):
-    answer = asking.failed(KeyError("secret"))
+    answer = requests.failed(KeyError("secret"))
     said = json.loads(answer.body)["error"]
     assert answer.status_code == 500 and "secret" not in said
     err = capsys.readouterr().err
@@ -297,12 +297,12 @@ def test_a_mistake_is_a_sentence_with_a_mark(capsys):
 
 
 def test_a_full_disk_is_a_sentence():
-    answer = asking.failed(OSError(28, "No space left on device"))
+    answer = requests.failed(OSError(28, "No space left on device"))
     assert answer.status_code == 507 and "full" in json.loads(answer.body)["error"]
 
 
 def test_a_refusal_says_more():
-    answer = asking.failed(Refusal(400, "No.", field="a"))
+    answer = requests.failed(Refusal(400, "No.", field="a"))
     assert (answer.status_code, json.loads(answer.body)) == (400, {"error": "No.", "field": "a"})
 
 

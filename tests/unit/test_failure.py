@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backend.run import LOG
-from backend.run.failure import KNOWN, Failure, diagnose
+from backend.runs import LOG
+from backend.runs.failure import KNOWN, Failure, diagnose
 
 REPORT = """\
 W1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6945 closing signal SIGTERM

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from backend import accelerate, deepspeed, foreign, fsdp, keys
+from backend.config import RunSpec, importers, merge
+from backend.config.options import SpecError, changes
+from backend.engines import deepspeed, fsdp
+from backend.launch import accelerate_config
 from backend.machine import Machine
-from backend.options import SpecError, changes
-from backend.spec import RunSpec
 
 OFFLOADED = {
     "train_batch_size": "auto",
@@ -38,7 +39,7 @@ OFFLOADED = {
 
 
 def test_a_deepspeed_file_comes_back_as_it_was() -> None:
-    spec, kept = foreign.read(json.dumps(OFFLOADED), RunSpec())
+    spec, kept = importers.read(json.dumps(OFFLOADED), RunSpec())
     found = changes(spec)
     assert found["parallel.strategy"] == "zero3"
     assert (found["parallel.offload_optimizer"], found["parallel.offload_parameters"]) == ("nvme", "cpu")
@@ -54,7 +55,7 @@ def test_a_deepspeed_file_comes_back_as_it_was() -> None:
         "zero_optimization.stage3_param_persistence_threshold",
         "wall_clock_breakdown",
     }
-    assert keys.beyond(foreign._plain(OFFLOADED), deepspeed.configuration(spec)) == {}
+    assert merge.beyond(importers._plain(OFFLOADED), deepspeed.configuration(spec)) == {}
 
 
 OWN = {
@@ -72,7 +73,7 @@ OWN = {
 
 def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     """As further keys they would take the form's place, which a rule refuses."""
-    spec, kept = foreign.read(json.dumps(OWN), RunSpec())
+    spec, kept = importers.read(json.dumps(OWN), RunSpec())
     train = spec.train
     assert (kept, spec.parallel.engine_keys) == ([], "")
     assert (train.optimizer, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
@@ -90,9 +91,9 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     ],
 )
 def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
-    spec, found = foreign.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
-    assert keys.parse(spec.parallel.engine_keys) == block
-    assert found == (kept if kept is not None else keys.paths(block))
+    spec, found = importers.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    assert merge.parse(spec.parallel.engine_keys) == block
+    assert found == (kept if kept is not None else merge.paths(block))
     assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
 
 
@@ -107,13 +108,13 @@ def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: l
 )
 def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
     """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
-    spec, found = foreign.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    spec, found = importers.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
     assert (spec.train.batch_size, spec.train.accumulation, found) == (size, accumulation, kept)
 
 
 def test_a_second_import_keeps_what_the_first_set() -> None:
-    spec, _ = foreign.read(json.dumps(OFFLOADED), RunSpec())
-    again, kept = foreign.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    spec, _ = importers.read(json.dumps(OFFLOADED), RunSpec())
+    again, kept = importers.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
     assert (again.parallel.strategy, again.train.accumulation, kept) == ("zero2", 8, [])
     assert again.parallel.engine_keys == ""
 
@@ -142,7 +143,7 @@ ACCELERATE: dict[str, Any] = {
 
 
 def test_an_accelerate_file_fills_the_form() -> None:
-    spec, kept = foreign.read(yaml.safe_dump(ACCELERATE), RunSpec())
+    spec, kept = importers.read(yaml.safe_dump(ACCELERATE), RunSpec())
     found = changes(spec)
     assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
     assert (found.get("launch.nodes", spec.launch.nodes), spec.launch.processes) == (2, 8)
@@ -152,16 +153,16 @@ def test_an_accelerate_file_fills_the_form() -> None:
     assert not spec.parallel.reshard_after_forward
     assert (spec.parallel.state_dict, spec.precision.compute) == ("sharded", "bf16")
     assert set(kept) == {"debug", "tpu_env"}
-    assert yaml.safe_load(accelerate.text(spec, Machine()))["debug"] is True
+    assert yaml.safe_load(accelerate_config.text(spec, Machine()))["debug"] is True
 
 
 def test_a_file_that_lets_every_rank_read_is_heard() -> None:
     """The Trainer reads fsdp.json, the launcher its own file: both say so."""
     theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
-    spec, kept = foreign.read(yaml.safe_dump(theirs), RunSpec())
+    spec, kept = importers.read(yaml.safe_dump(theirs), RunSpec())
     assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
     assert json.loads(fsdp.text(spec))["cpu_ram_efficient_loading"] is False
-    said = yaml.safe_load(accelerate.text(spec, Machine()))["fsdp_config"]
+    said = yaml.safe_load(accelerate_config.text(spec, Machine()))["fsdp_config"]
     assert said["fsdp_cpu_ram_efficient_loading"] is False
 
 
@@ -180,10 +181,10 @@ def test_a_file_that_lets_every_rank_read_is_heard() -> None:
 )
 def test_what_cannot_be_taken_is_said(theirs: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecError, match=part):
-        foreign.read(json.dumps(theirs), RunSpec())
+        importers.read(json.dumps(theirs), RunSpec())
 
 
 def test_our_own_files_are_no_others() -> None:
-    assert foreign.recognise("model:\n  builtin: tiny-llama\n") == ""
-    assert foreign.recognise(": :") == ""
-    assert foreign.recognise(json.dumps(OFFLOADED)) == "deepspeed"
+    assert importers.recognise("model:\n  builtin: tiny-llama\n") == ""
+    assert importers.recognise(": :") == ""
+    assert importers.recognise(json.dumps(OFFLOADED)) == "deepspeed"

@@ -5,7 +5,7 @@ import asyncio
 import gradio as gr
 import pytest
 
-from backend.options import options
+from backend.config.options import options
 from webui import pages
 from webui.form import Form, visibility_css
 from webui.layout import arrange

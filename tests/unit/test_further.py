@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 
-from backend.options import edit
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.rules import check
+from backend.rules.accelerate_launcher import KNOWN as KNOWN_TO_ACCELERATE
 from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
-from backend.rules.launchers import KNOWN as KNOWN_TO_ACCELERATE
-from backend.spec import RunSpec
 
 KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
 ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from specs import spec
 
-from backend import catalog, derived
-from backend.glance import Glance, fetch, look, settle
+from backend import registry, resolve
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import Glance, fetch, look, settle
 from backend.machine import Machine
-from backend.options import edit
 from backend.rules import check
-from backend.spec import RunSpec
 
 
 def files(*names: str, **more: Any) -> RunSpec:
@@ -33,7 +33,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
     found = look(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
     assert found.shape is not None
-    assert found.shape.parameters == catalog.MODELS["smollm2-135m-instruct"].parameters
+    assert found.shape.parameters == registry.MODELS["smollm2-135m-instruct"].parameters
     assert (found.has_template, found.fetched, found.format) == (True, False, "messages")
     assert (found.rows, found.held, found.exact, found.troubles) == (400, 32, True, ())
     assert found.training_rows(RunSpec().data) == 400
@@ -70,7 +70,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """A hub with one model."""
 
     def do_GET(self) -> None:
-        body = json.dumps(catalog.MODELS["tiny-llama"].config).encode()
+        body = json.dumps(registry.MODELS["tiny-llama"].config).encode()
         known = self.path.startswith("/own/tiny/resolve/main/config.json")
         self.send_response(200 if known else 404)
         for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"1"', "Content-Length": str(len(body))}.items():
@@ -142,7 +142,7 @@ def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
 def test_long_file_is_estimated_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "word " * 20} for _ in range(20_000)]
     write(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr("backend.glance.data.MOST_SECONDS", 0.01)
+    monkeypatch.setattr("backend.inspect.data_files.MOST_SECONDS", 0.01)
     found = look(files("a.jsonl"), tmp_path)
     assert (found.rows, found.exact) == (20_000, False)
     (tmp_path / "b.csv").write_text("text\n" + "word word word\n" * 20_000)
@@ -168,7 +168,7 @@ def test_validation_files(tmp_path: Path) -> None:
 
 def model(folder: Path, **config: Any) -> Path:
     folder.mkdir()
-    base = {**catalog.MODELS["tiny-llama"].config, **config}
+    base = {**registry.MODELS["tiny-llama"].config, **config}
     (folder / "config.json").write_text(json.dumps(base))
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").touch()
@@ -317,4 +317,4 @@ def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
 
 def test_deepspeeds_launcher_has_a_port_of_its_own() -> None:
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"})
-    assert (derived.port(spec), derived.port(edit(spec, {"launch.port": 7}))) == (29500, 7)
+    assert (resolve.port(spec), resolve.port(edit(spec, {"launch.port": 7}))) == (29500, 7)

@@ -9,7 +9,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from webui.guard import Guard, Login, host_name, key_in, known_hosts
+from webui.auth import Guard, Login, host_name, key_in, known_hosts
 
 HOME = "http://127.0.0.1:7860"
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from backend.config import RunSpec
+from backend.config.options import edit, get
+from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.options import edit, get
-from backend.plan import plan
-from backend.run import Plan
-from backend.spec import RunSpec
+from backend.runs import Plan
 
 EIGHT = Machine("cuda", tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i in range(8)), cores=64)
 

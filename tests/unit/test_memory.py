@@ -12,13 +12,13 @@ from specs import spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from backend import catalog
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.machine import GIB, Machine
 from backend.memory import Account, Estimate, estimate
-from backend.options import edit
+from backend.modelspec import ModelShape, from_config
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, SMOL, TWO_H100
-from backend.shape import ModelShape, from_config
-from backend.spec import RunSpec
 
 MIB = 2**20
 
@@ -261,7 +261,7 @@ def test_capacity_is_of_what_the_run_uses() -> None:
 
 
 def test_disk() -> None:
-    tiny = from_config(catalog.MODELS["tiny-llama"].config)
+    tiny = from_config(registry.MODELS["tiny-llama"].config)
     whole = tiny.parameters
 
     def disk(rows: int | None = None, **values: Any) -> dict[str, int]:

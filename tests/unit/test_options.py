@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from backend import options as o
-from backend.presets import dump, load
-from backend.spec import RunSpec
+from backend.config import RunSpec
+from backend.config import options as o
+from backend.config.presets import dump, load
 
 OPTIONS = o.options()
 NAMES = [option.name for option in OPTIONS]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.config.presets import presets
+from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.options import edit
-from backend.plan import plan
-from backend.presets import presets
-from backend.run import Plan, start_env
-from backend.run.folder import Run
-from backend.spec import RunSpec
+from backend.runs import Plan, start_env
+from backend.runs.folder import Run
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

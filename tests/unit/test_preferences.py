@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from specs import spec
 
-from backend import catalog
-from backend.glance import look
+from backend import registry
+from backend.config import Data
+from backend.data import convert, problem, recognise, unpaired
+from backend.inspect import look
 from backend.memory import estimate
-from backend.rows import convert, problem, recognise, unpaired
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
-from backend.spec import Data
 
 DATA = Data()
 SAID = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
@@ -39,13 +39,13 @@ LABELS: dict[str, dict[str, Any]] = {
     "OpenAI": {"messages": [ASKED, RIGHT], "label": "true"},
     "Alpaca": {"instruction": "When?", "output": "Nine.", "kto_tag": True},
 }
-STAGES = [name for name, row in catalog.STAGES.items() if "pairs" in row.formats]
+STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.formats]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
     for stage in STAGES:
-        assert recognise(PAIRS[name], catalog.STAGES[stage].formats) == "pairs"
+        assert recognise(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
     found = convert(PAIRS[name], "pairs", DATA)
     assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
     assert [(row["completion"], row["label"]) for row in unpaired(found)] == [([RIGHT], True), ([WRONG], False)]
@@ -53,7 +53,7 @@ def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labelled_answers_mean_the_same(name: str) -> None:
-    assert recognise(LABELS[name], catalog.STAGES["kto"].formats) == "labels"
+    assert recognise(LABELS[name], registry.STAGES["kto"].formats) == "labels"
     found = convert(LABELS[name], "labels", DATA)
     assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
     assert unpaired(found) == [found]
@@ -61,9 +61,9 @@ def test_labelled_answers_mean_the_same(name: str) -> None:
 
 def test_the_stage_decides_between_two_readings() -> None:
     both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
-    assert recognise(both, catalog.STAGES["sft"].formats) == "messages"
-    assert recognise(LABELS["texts"], catalog.STAGES["sft"].formats) == "prompt_completion"
-    assert recognise(PAIRS["texts"], catalog.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
+    assert recognise(both, registry.STAGES["sft"].formats) == "messages"
+    assert recognise(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
+    assert recognise(PAIRS["texts"], registry.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
 
 
 def test_conversations_share_their_beginning() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from backend import presets
-from backend.glance import look
+from backend.config import presets
+from backend.config.options import SpecError, changes
+from backend.inspect import look
 from backend.memory import estimate
-from backend.options import SpecError, changes
 from backend.rules import check
 
 

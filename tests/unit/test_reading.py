@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import reading
-from backend.run.reading import Metrics, before, since, tail
+from backend.runs import metrics
+from backend.runs.metrics import Metrics, before, last_points, since, tail
 
 
 def log(folder: Path, data: bytes) -> Path:
@@ -19,16 +19,16 @@ def log(folder: Path, data: bytes) -> Path:
 
 
 def test_no_file_is_an_empty_log(tmp_path: Path) -> None:
-    empty = reading.Piece("", 0, 0, False)
+    empty = metrics.Piece("", 0, 0, False)
     assert tail(tmp_path / "no") == since(tmp_path / "no", 5) == before(tmp_path / "no", 5) == empty
     assert not Metrics(tmp_path / "no").read()
 
 
 def test_tail_holds_a_torn_line_back_until_the_end(tmp_path: Path) -> None:
     path = log(tmp_path, b"one\ntwo\nthr")
-    assert tail(path) == reading.Piece("one\ntwo\n", 0, 8, False)
-    assert since(path, 8) == reading.Piece("", 8, 8, False)
-    assert since(path, 8, ended=True) == reading.Piece("thr", 8, 11, False)
+    assert tail(path) == metrics.Piece("one\ntwo\n", 0, 8, False)
+    assert since(path, 8) == metrics.Piece("", 8, 8, False)
+    assert since(path, 8, ended=True) == metrics.Piece("thr", 8, 11, False)
     assert tail(path, ended=True).text == "one\ntwo\nthr"
 
 
@@ -90,7 +90,7 @@ def test_progress_bars_and_bytes_that_are_no_text(tmp_path: Path, raw: bytes, sh
 def test_one_rank_of_the_log(tmp_path: Path) -> None:
     path = log(tmp_path, b"[default0]:a\nlauncher\n[default1]:b\n[default0]:c\n")
     assert tail(path, rank=0).text == "a\nc\n"
-    assert since(path, 0, rank=1) == reading.Piece("b\n", 0, path.stat().st_size, False)
+    assert since(path, 0, rank=1) == metrics.Piece("b\n", 0, path.stat().st_size, False)
 
 
 def test_another_shorter_log_is_read_from_its_start(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_resumed_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
     metrics.read()
     assert metrics.series()["series"]["loss"] == {"x": [1, 2, 3, 4, 5], "y": [1.0, 2.0, 3.0, 4.0, 50.0]}
     assert [p["loss"] for p in metrics.points] == [1.0, 2.0, 3.0, 4.0, 50.0]
-    assert [p["step"] for p in reading.last_points(metrics.path)] == [1, 2, 3, 4, 5]
+    assert [p["step"] for p in last_points(metrics.path)] == [1, 2, 3, 4, 5]
 
 
 def test_a_file_that_is_another_one_begins_anew(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def test_buckets_keep_the_extremes_and_their_places(tmp_path: Path) -> None:
 def test_since_points_and_table(tmp_path: Path) -> None:
     path = tmp_path / "m"
     points(path, *({"step": s} for s in range(5)))
-    first, offset = reading.since_points(path, 0, cap=3)
-    second, end = reading.since_points(path, offset)
+    first, offset = metrics.since_points(path, 0, cap=3)
+    second, end = metrics.since_points(path, offset)
     assert [p["step"] for p in first + second] == [0, 1, 2, 3, 4] and end == path.stat().st_size
     rows = [{"step": 1, "loss": None}, {"step": 2, "eval_loss": 0.5}]
-    assert reading.table(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"
+    assert metrics.table(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.rows import DEFAULTS, RowError, columns, convert, expand, plain, problem, read_rows, recognise
-from backend.spec import Data
+from backend.config import Data
+from backend.data import DEFAULTS, RowError, columns, convert, expand, plain, problem, read_rows, recognise
 
 DATA = Data()
 USER = {"role": "user", "content": "When?"}

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from backend.glance import Glance, look
+from backend.config import RunSpec
+from backend.config.options import Option, SpecError, by_name, edit, effective, options
+from backend.config.presets import presets
+from backend.inspect import Glance, look
 from backend.machine import Machine
 from backend.memory import estimate
-from backend.mend import MOST, Mended, mend
-from backend.options import Option, SpecError, by_name, edit, effective, options
 from backend.paths import HOME
-from backend.presets import presets
 from backend.rules import FAMILIES, RULES, STALE, Case, Example, Finding, Rule, check, rules_markdown
+from backend.rules.autofix import MOST, Mended, mend
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -36,7 +37,6 @@ from backend.rules.examples import (
     trouble,
 )
 from backend.rules.memory import NO_WAY
-from backend.spec import RunSpec
 
 COUNT = 226
 

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import catalog
-from backend.shape import FAMILIES, Unknown, adapted, from_config, trainable
-from backend.spec import Method, RunSpec
+from backend import registry
+from backend.config import Method, RunSpec
+from backend.modelspec import FAMILIES, Unknown, adapted, from_config, trainable
 from backend.train import adapters
 
 SMALL = {
@@ -113,9 +113,9 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
     assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
 
 
-@pytest.mark.parametrize("name", catalog.MODELS)
+@pytest.mark.parametrize("name", registry.MODELS)
 def test_builtin_models_are_known_before_they_are_made(name: str) -> None:
-    row = catalog.MODELS[name]
+    row = registry.MODELS[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config))
     assert from_config(row.config).parameters == row.parameters == count(model)
@@ -144,9 +144,9 @@ def test_known_models_have_their_known_size() -> None:
     }
     assert from_config(llama).parameters == 8_030_261_248
     assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
-    assert from_config(catalog.HUB["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
-    assert from_config(catalog.HUB["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
-    assert from_config(catalog.HUB["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
+    assert from_config(registry.HUB["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
+    assert from_config(registry.HUB["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
+    assert from_config(registry.HUB["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from test_whatif import case
 
-from backend.catalog.known import HUB, siblings
+from backend.registry.hub_models import HUB, siblings
 from backend.rules import Case, Fix, examine
-from backend.rules.ways import after, ways
+from backend.rules.memory_remedies import after, ways
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
 

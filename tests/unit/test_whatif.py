@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from backend import presets
-from backend.derived import global_batch
-from backend.glance import look
+from backend.compare import Variant, suggestion, variants
+from backend.config import presets
+from backend.config.options import edit, effective
+from backend.inspect import look
 from backend.machine import machines
-from backend.options import edit, effective
+from backend.resolve import global_batch
 from backend.rules import Case, examine
-from backend.whatif import Variant, suggestion, variants
 
 EIGHT_B = 8_030_261_248
 

@@ -22,11 +22,14 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from backend import accelerate, catalog, fsdp, keys
-from backend.options import edit
-from backend.rules import contrary, launchers
+from backend import registry
+from backend.config import RunSpec, merge
+from backend.config.options import edit
+from backend.engines import fsdp
+from backend.launch import accelerate_config
+from backend.rules import accelerate_launcher
+from backend.rules.distributed import extra_config_conflicts
 from backend.rules.examples import TWO_H100
-from backend.spec import RunSpec
 from backend.train import engine
 from cited import cites
 
@@ -43,7 +46,7 @@ def llama() -> LlamaForCausalLM:
 def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
     spec = edit(RunSpec(), {**CLEAN, **patch})
-    said = keys.over(accelerate.configuration(spec, TWO_H100), given)
+    said = merge.over(accelerate_config.configuration(spec, TWO_H100), given)
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
     found, defaults, precise = _validate_launch_command(parsed)
@@ -73,7 +76,8 @@ def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], w
 
 @cites("LCH013")
 @pytest.mark.parametrize(
-    "given", [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(launchers.TWICE))]
+    "given",
+    [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.TWICE))],
 )
 def test_what_stands_in_deepspeeds_file_is_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,10 +154,10 @@ def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], m
                 changed = True
         if changed:
             heard.add(name)
-    assert heard == set(launchers.HEARD)
+    assert heard == set(accelerate_launcher.HEARD)
 
 
-@pytest.mark.parametrize("name", catalog.SHARDINGS)
+@pytest.mark.parametrize("name", registry.SHARDINGS)
 def test_fsdp1_shards_as_the_form_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate's launcher says otherwise."""
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
@@ -167,7 +171,7 @@ def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: py
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
     before = told(tmp_path, {}, DDP)[1]
-    for name in launchers.UNREAD:
+    for name in accelerate_launcher.UNREAD:
         assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
     alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.processes": 1})
@@ -204,7 +208,10 @@ class Looked(dict[str, Any]):
 
 
 @cites("STR043")
-@pytest.mark.parametrize(("version", "known"), [(1, contrary.READ | contrary.READ_ONCE), (2, contrary.READ)])
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [(1, extra_config_conflicts.READ | extra_config_conflicts.READ_ONCE), (2, extra_config_conflicts.READ)],
+)
 def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
     asked: set[str] = set()
     for more in {}, {"xla": True}, {"auto_wrap_policy": "SIZE_BASED_WRAP"}:

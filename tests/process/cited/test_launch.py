@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from backend.derived import PORT
-from backend.hostfile import chosen, hosts
+from backend.launch.hostfile import chosen, hosts
+from backend.resolve import PORT
 from backend.rules.launch import THEIRS
 from cited import cites
 

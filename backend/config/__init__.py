@@ -1,0 +1,58 @@
+"""RunSpec: everything a person decides about a run, each option declared once.
+
+Floor 1. An option is one line (type, limits, label, when it is shown, default) and its help is the docstring
+below it. Nothing derived is kept here, and nothing about this machine. Type and limits of one field are pydantic's;
+whatever needs two fields, or the machine, is a rule (`backend/rules`). Hidden options are without effect: a
+spec is written without them (`options.effective`).
+"""
+
+from __future__ import annotations
+
+from backend import registry
+from backend.config.fields import Condition, OneOf, Section, Ui
+from backend.config.model_and_data import Data, Model
+from backend.config.preference import Preference
+from backend.config.running import Checkpoint, Evaluation, Launch, Logging, Parallel
+from backend.config.training import Method, Precision, Train
+
+__all__ = ["Condition", "Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui"]
+
+
+class RunSpec(Section):
+    """A run, as a person described it."""
+
+    model: Model = Model()
+    data: Data = Data()
+    method: Method = Method()
+    train: Train = Train()
+    preference: Preference = Preference()
+    precision: Precision = Precision()
+    parallel: Parallel = Parallel()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    launch: Launch = Launch()
+
+    @property
+    def remade(self) -> bool:
+        """Whether the model is made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or
+        by code of its own."""
+        moves = registry.LORA_INITS[self.method.lora_init].moves
+        packs = registry.QUANTIZATIONS[self.method.quantization].bits > 0
+        remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
+        return remade or self.model.trust_remote_code
+
+    @property
+    def refers(self) -> bool:
+        """Whether a second model is read, to which a preference stage holds the first. An adapter is its own reference,
+        once it is switched off; but FSDP spreads what is trained only when the training starts, so what is computed
+        before is asked of another one, which is let go again."""
+        before, whole = self.preference.precompute, self.method.kind != "lora"
+        held = self.parallel.strategy in registry.FSDP if before else whole
+        return registry.STAGES[self.train.stage].reference and held
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
+        decaying = {"lm_head", "embed_tokens"}.issuperset(self.method.lora_modules_to_save)
+        return self.method.kind != "lora" or self.method.lora_plus > 1 or not decaying

@@ -1,0 +1,1 @@
+"""The training engines: their configuration files and what they shard."""

@@ -1,0 +1,253 @@
+"""Rules of the training's arithmetic: steps, warm-up, evaluation, checkpoints, disk.
+
+Floor 3. Imports: below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.resolve import global_batch
+from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
+from backend.rules.examples import DEMO, FULL_DISK
+
+STEPS = {"train.length": "steps"}
+BY_STEPS = {"evaluation.when": "steps", "checkpoint.when": "steps", "checkpoint.best": True}
+
+
+@rule(
+    "TRN001",
+    "warning",
+    fields=("train.batch_size", "train.accumulation", "launch.processes"),
+    title="One step takes more rows than there are",
+    source="transformers 5.23 trainer.py: the last batch of a pass is smaller, and a pass is at least one step",
+    bad=Example({"train.accumulation": 64, "train.batch_size": 16}),
+    good=Example({"train.accumulation": 4, "train.batch_size": 4}),
+)
+def batch_beyond_data(case: Case) -> Hit | None:
+    """A pass over the data is then a single step, smaller than asked for: the run takes as many steps as passes."""
+    rows, batch = case.rows, global_batch(case.spec)
+    if rows is None or rows < 1 or batch <= rows or case.spec.data.packing or not case.glance.exact:
+        return None
+    size = min(case.spec.train.batch_size, max(1, rows // case.learners))
+    accumulation = max(1, rows // (size * case.learners))
+    patch = {"train.batch_size": size, "train.accumulation": accumulation}
+    if size * accumulation * case.learners > rows:
+        patch = {}
+    fixes = (Fix(f"{counted(size * accumulation * case.learners, 'row')} a step", patch, False),) if patch else ()
+    return Hit(f"{counted(batch, 'row')} a step, and {counted(rows, 'row')} in all.", fixes)
+
+
+@rule(
+    "TRN002",
+    "warning",
+    fields=("train.warmup",),
+    title="Warm-up longer than the run",
+    source="transformers 5.23 optimization.py: the rate rises for so many steps",
+    fixes=(Fix("3 % of the steps", {"train.warmup": 0.03}, safe=False),),
+    bad=Example({**STEPS, "train.max_steps": 50, "train.warmup": 100.0}),
+    good=Example({**STEPS, "train.max_steps": 500, "train.warmup": 100.0}),
+)
+def long_warmup(case: Case) -> str | None:
+    """The learning rate would never reach its peak."""
+    warmup, steps = case.spec.train.warmup, case.steps
+    if steps is None or warmup < 1 or warmup < steps or case.spec.train.scheduler == "constant":
+        return None
+    return f"{warmup:g} steps of warm-up, in a run of {steps:,}."
+
+
+@rule(
+    "TRN003",
+    "advice",
+    fields=("train.scheduler", "train.warmup"),
+    title="This schedule has no warm-up",
+    source="transformers 5.23 optimization.py: get_constant_schedule takes no warm-up",
+    fixes=(Fix("Constant after warm-up", {"train.scheduler": "constant_with_warmup"}, safe=False),),
+    bad=Example({"train.scheduler": "constant", "train.warmup": 10.0}),
+    good=Example({"train.scheduler": "constant_with_warmup", "train.warmup": 10.0}),
+)
+def ignored_warmup(case: Case) -> str | None:
+    """The constant schedule begins at its peak, whatever warm-up says."""
+    train = case.spec.train
+    asked = train.warmup not in (0, 0.03)  # 0.03 is the default, which nobody asked for
+    return f"Warm-up of {train.warmup:g} has no effect." if train.scheduler == "constant" and asked else None
+
+
+def _interval(case: Case, every: int, name: str, what: str) -> Hit | None:
+    steps = case.steps
+    if steps is None or every <= steps:
+        return None
+    sooner = max(1, steps // 4)
+    return Hit(
+        f"Every {counted(every, 'step')}, in a run of {steps:,}: {what}.",
+        (Fix(f"Every {counted(sooner, 'step')}", {name: sooner}),),
+    )
+
+
+@rule(
+    "TRN004",
+    "warning",
+    fields=("evaluation.steps",),
+    title="The run ends before the first evaluation",
+    source="arithmetic",
+    bad=Example({**STEPS, "train.max_steps": 20, "evaluation.when": "steps"}),
+    good=Example({**STEPS, "train.max_steps": 100, "evaluation.when": "steps"}),
+)
+def no_evaluation(case: Case) -> Hit | None:
+    """Only the end would be evaluated, so there is no curve."""
+    evaluation = case.spec.evaluation
+    if evaluation.when != "steps" or case.spec.checkpoint.best:
+        return None
+    return _interval(case, evaluation.steps, "evaluation.steps", "only its end is evaluated")
+
+
+@rule(
+    "TRN005",
+    "advice",
+    fields=("checkpoint.steps",),
+    title="The run ends before the first checkpoint",
+    source="transformers 5.23 trainer_callback.py: a checkpoint is also written at the end",
+    bad=Example({**STEPS, "train.max_steps": 20, "checkpoint.when": "steps"}),
+    good=Example({**STEPS, "train.max_steps": 200, "checkpoint.when": "steps"}),
+)
+def no_checkpoint(case: Case) -> Hit | None:
+    """A run that fails on the way could only begin again."""
+    checkpoint = case.spec.checkpoint
+    if checkpoint.when != "steps" or checkpoint.best:
+        return None
+    return _interval(case, checkpoint.steps, "checkpoint.steps", "only its end is saved")
+
+
+@rule(
+    "TRN006",
+    "error",
+    fields=("checkpoint.best", "evaluation.when", "evaluation.steps", "checkpoint.when", "checkpoint.steps"),
+    title="Checkpoints that are never evaluated",
+    source="transformers 5.23 training_args.py: load_best_model_at_end needs both at the same steps",
+    bad=Example({**BY_STEPS, "evaluation.steps": 40, "checkpoint.steps": 100}),
+    good=Example({**BY_STEPS, "evaluation.steps": 50, "checkpoint.steps": 100}),
+    proof="launch",
+)
+def best_unseen(case: Case) -> Hit | None:
+    """The best checkpoint is the one with the lowest validation loss, so each must be evaluated when it is saved."""
+    checkpoint, evaluation = case.spec.checkpoint, case.spec.evaluation
+    if not checkpoint.best:
+        return None
+    if checkpoint.when != evaluation.when:
+        words = {"steps": f"every {counted(checkpoint.steps, 'step')}", "epoch": "every epoch"}
+        patch = {"evaluation.when": checkpoint.when, "evaluation.steps": checkpoint.steps}
+        return Hit("One goes by steps and the other by epochs.", (Fix(f"Evaluate {words[checkpoint.when]}", patch),))
+    if checkpoint.when != "steps" or checkpoint.steps % evaluation.steps == 0:
+        return None
+    fitting = max(1, round(checkpoint.steps / evaluation.steps)) * evaluation.steps
+    message = f"Saved every {counted(checkpoint.steps, 'step')}, evaluated every {evaluation.steps:,}."
+    return Hit(message, (Fix(f"Save every {counted(fitting, 'step')}", {"checkpoint.steps": fitting}),))
+
+
+@rule(
+    "TRN007",
+    "advice",
+    fields=("checkpoint.weights_only",),
+    title="These checkpoints cannot be resumed from",
+    source="transformers 5.23 trainer.py: without optimizer.pt the optimizer would silently begin anew",
+    fixes=(Fix("Whole checkpoints", {"checkpoint.weights_only": False}),),
+    bad=Example({"checkpoint.weights_only": True}),
+    good=Example(),
+)
+def weights_only(case: Case) -> str | None:
+    """A run that stops or fails begins again at step 0."""
+    checkpoint = case.spec.checkpoint
+    return "They hold weights alone." if checkpoint.weights_only and checkpoint.when != "no" else None
+
+
+@rule(
+    "TRN008",
+    "error",
+    fields=("checkpoint.path",),
+    title="The checkpoint cannot be used",
+    source="the folder itself",
+    fixes=(Fix("Without it", {"checkpoint.start": "continue"}, safe=False),),
+    bad=Example({"checkpoint.start": "path"}, glance=replace(DEMO, checkpoint="No checkpoint folder is named.")),
+    good=Example({"checkpoint.start": "path", "checkpoint.path": "runs/a/checkpoints/checkpoint-20"}),
+    proof="launch",
+)
+def bad_checkpoint(case: Case) -> str | None:
+    """It must be a whole checkpoint-N folder of a run with the same method."""
+    return case.glance.checkpoint if case.spec.checkpoint.start == "path" and case.glance.checkpoint else None
+
+
+@rule(
+    "TRN009",
+    "warning",
+    fields=("train.max_steps",),
+    title="Very many passes over the data",
+    source="arithmetic; small models learn by heart within some ten passes",
+    bad=Example({**STEPS, "train.max_steps": 100_000}),
+    good=Example({**STEPS, "train.max_steps": 500}),
+)
+def many_passes(case: Case) -> Hit | None:
+    """A model that sees the same rows too often repeats them instead of learning from them."""
+    rows, steps = case.rows, case.steps
+    if not rows or not steps or case.spec.train.length != "steps" or case.spec.data.packing or not case.glance.exact:
+        return None
+    passes = steps * global_batch(case.spec) / rows
+    if passes <= 100:
+        return None
+    enough = max(1, 10 * rows // global_batch(case.spec))
+    return Hit(
+        f"{passes:,.0f} passes over {counted(rows, 'row')}.",
+        (Fix(counted(enough, "step"), {"train.max_steps": enough}, False),),
+    )
+
+
+@rule(
+    "OUT001",
+    "error",
+    fields=("checkpoint.keep", "checkpoint.when", "checkpoint.save_model"),
+    title="The disk is too small",
+    source="arithmetic: the estimate's rows of disk against what is free",
+    bad=Example({"method.kind": "full", "train.learning_rate": 2e-5}, FULL_DISK),
+    good=Example(machine=FULL_DISK),
+)
+def full_disk(case: Case) -> Hit | None:
+    """A disk that fills up ends the run while it saves, and may cut a checkpoint off."""
+    need, free = case.estimate.disk_bytes, case.machine.disk_free_bytes
+    if need <= free:
+        return None
+    saved = case.spec.checkpoint.save_model
+    once = case.spec.launch.rendezvous != "elastic"  # a run that starts again by itself needs them
+    tries = [
+        Fix("Keep one checkpoint", {"checkpoint.keep": 1}, cost="no way further back"),
+        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False, "cannot be resumed"),
+        Fix(
+            "No checkpoints",
+            {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False},
+            once,
+            "nothing before the end",
+        ),
+        Fix(
+            "Save nothing",
+            {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False},
+            False,
+            "keeps nothing but the log",
+        ),
+    ]
+    fixes = [f for f in tries if case.estimated(case.with_patch(f.patch)).disk_bytes <= free][:2]
+    kept = "checkpoints and the trained model" if saved else "checkpoints"
+    return Hit(f"{amount(need)} for {kept}, and {amount(free)} free.", tuple(fixes))
+
+
+@rule(
+    "OUT002",
+    "warning",
+    fields=("checkpoint.when", "checkpoint.save_model"),
+    title="Nothing will be kept",
+    source="arithmetic: neither checkpoints nor the model are saved",
+    fixes=(Fix("Save the trained model", {"checkpoint.save_model": True}),),
+    bad=Example({"checkpoint.when": "no", "checkpoint.save_model": False}),
+    good=Example({"checkpoint.when": "no"}),
+)
+def nothing_kept(case: Case) -> str | None:
+    """The run ends with its curves and answers, and without what it learned."""
+    checkpoint = case.spec.checkpoint
+    return "No checkpoints, no model." if checkpoint.when == "no" and not checkpoint.save_model else None
