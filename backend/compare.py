@@ -82,7 +82,10 @@ def _eases(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
     yield {}, ""
     yield checkpointing, " with activation checkpointing"
     for patch in smaller(case):
-        yield {**checkpointing, **patch}, f" with activation checkpointing and batches of {patch['train.batch_size']}"
+        yield (
+            {**checkpointing, **patch},
+            f" with activation checkpointing and batches of {patch['train.per_device_train_batch_size']}",
+        )
 
 
 def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
@@ -99,7 +102,7 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
         found.capacity_bytes,
         found.host_bytes,
         case.machine.ram_free_bytes,
-        sent(account, spec.train.batch_size * _length(spec, case)),
+        sent(account, spec.train.per_device_train_batch_size * _length(spec, case)),
         hosted(account),
         errors[0] if errors else "",
         spec == case.spec,

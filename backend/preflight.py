@@ -55,7 +55,7 @@ class Judgement:
     @property
     def title(self) -> str:
         """The run's name, or one made of model and method."""
-        return self.spec.logging.name or f"{self.about['model']} {self.about['method']}".strip()
+        return self.spec.logging.run_name or f"{self.about['model']} {self.about['method']}".strip()
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -77,9 +77,9 @@ class Judgement:
         """What it amounts to: rows a step, steps where they are known, parameters trained."""
         spec, parts = self.spec, []
         train, rows = spec.train, counted(global_batch(spec), "row")
-        epochs = f"{train.epochs:g} epoch{'' if train.epochs == 1 else 's'}"
+        epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
         by_steps = f"{counted(train.max_steps, 'step')} of {rows}"
-        parts.append(by_steps if train.length == "steps" else f"{epochs}, {rows} a step")
+        parts.append(by_steps if train.duration == "steps" else f"{epochs}, {rows} a step")
         if self.glance.shape:
             count, whole = trainable(spec, self.glance.shape), self.glance.shape.parameters
             parts.append(f"{_short(count)} of {_short(whole)} trained")

@@ -22,14 +22,14 @@ def device(spec: RunSpec, machine: Machine) -> str:
 
 def processes(spec: RunSpec) -> int:
     """Processes on this node."""
-    return spec.launch.processes if spec.parallel.strategy in registry.MANY else 1
+    return spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
 
 
 def nodes(spec: RunSpec) -> int:
     """Machines that train together; of an elastic run, the most."""
     launch = spec.launch
     alone = launch.rendezvous == "standalone" or launch.launcher == "python"
-    return 1 if alone or spec.parallel.strategy not in registry.MANY else launch.nodes
+    return 1 if alone or spec.parallel.strategy not in registry.MANY else launch.nnodes
 
 
 def ids(spec: RunSpec, machine: Machine) -> tuple[int, ...]:
@@ -55,12 +55,12 @@ def port(spec: RunSpec) -> int:
         return 0
     if not alone and launch.node_rank:
         return 0
-    return launch.port or (0 if alone and launch.launcher == "torchrun" else PORT)
+    return launch.master_port or (0 if alone and launch.launcher == "torchrun" else PORT)
 
 
 def include(spec: RunSpec) -> str:
     """Hosts and slots of the hostfile that DeepSpeed's launcher is to take: those named, or the device ids on each."""
-    return spec.launch.include or hostfile.included(spec.launch.hosts, spec.launch.devices)
+    return spec.launch.include or hostfile.included(spec.launch.hostfile, spec.launch.devices)
 
 
 def precision(spec: RunSpec, machine: Machine) -> str:
@@ -96,7 +96,7 @@ def learners(spec: RunSpec) -> int:
 
 def global_batch(spec: RunSpec) -> int:
     """Rows that one optimizer step learns from, over all processes."""
-    return spec.train.batch_size * spec.train.accumulation * learners(spec)
+    return spec.train.per_device_train_batch_size * spec.train.gradient_accumulation_steps * learners(spec)
 
 
 def backend(family: str) -> str:
@@ -106,18 +106,18 @@ def backend(family: str) -> str:
 
 def steps(spec: RunSpec, rows: int | None) -> int | None:
     """Optimizer steps of the whole run; None where they cannot be known (rows unknown, or packed to fewer)."""
-    if spec.train.length == "steps":
+    if spec.train.duration == "steps":
         return spec.train.max_steps
     each = steps_per_epoch(spec, rows)
-    return None if each is None else max(1, math.ceil(spec.train.epochs * each))
+    return None if each is None else max(1, math.ceil(spec.train.num_train_epochs * each))
 
 
 def steps_per_epoch(spec: RunSpec, rows: int | None) -> int | None:
     """Optimizer steps of one pass over `rows`; the last, smaller batch counts too."""
     if rows is None or spec.data.packing:
         return None
-    batches = math.ceil(math.ceil(rows / spec.train.batch_size) / learners(spec))
-    return max(1, math.ceil(batches / spec.train.accumulation))
+    batches = math.ceil(math.ceil(rows / spec.train.per_device_train_batch_size) / learners(spec))
+    return max(1, math.ceil(batches / spec.train.gradient_accumulation_steps))
 
 
 def unconvertible(spec: RunSpec) -> str:
@@ -126,8 +126,8 @@ def unconvertible(spec: RunSpec) -> str:
     parallel, row = spec.parallel, registry.STRATEGIES[spec.parallel.strategy]
     if not row.stage:
         return row.label
-    if row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters):
+    if row.stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_param):
         return "its state on a disk"
     if parallel.pieces > 1:
         return "sequence parallel"
-    return "" if registry.OPTIMIZERS[spec.train.optimizer].moments else "another optimizer than AdamW"
+    return "" if registry.OPTIMIZERS[spec.train.optim].moments else "another optimizer than AdamW"

@@ -31,6 +31,7 @@ FLOORS = {
     "backend.machine": 1.2,
     "backend.modelspec": 1.2,
     "backend.launch.hostfile": 1,
+    "backend.launch": 1,
     "backend.config.merge": 0.1,
     "backend.config.options": 1.1,
     "backend.config": 1,

@@ -8,14 +8,20 @@ spec is written without them (`options.effective`).
 
 from __future__ import annotations
 
-from backend import registry
-from backend.config.fields import Condition, OneOf, Section, Ui
-from backend.config.model_and_data import Data, Model
-from backend.config.preference import Preference
-from backend.config.running import Checkpoint, Evaluation, Launch, Logging, Parallel
-from backend.config.training import Method, Precision, Train
+from collections.abc import Collection
 
-__all__ = ["Condition", "Data", "Launch", "Method", "Model", "OneOf", "RunSpec", "Ui"]
+from backend import registry
+from backend.config.data import Data
+from backend.config.fields import Condition, OneOf, Section, Ui
+from backend.config.launch import Launch
+from backend.config.method import Lora, Method
+from backend.config.model import Model
+from backend.config.outputs import Eval, Logging, Save
+from backend.config.parallel import Parallel
+from backend.config.preference import Preference
+from backend.config.training import Precision, Train
+
+__all__ = ["Condition", "Data", "Launch", "Lora", "Method", "Model", "OneOf", "RunSpec", "Ui"]
 
 
 class RunSpec(Section):
@@ -24,12 +30,13 @@ class RunSpec(Section):
     model: Model = Model()
     data: Data = Data()
     method: Method = Method()
+    lora: Lora = Lora()
     train: Train = Train()
     preference: Preference = Preference()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
-    evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    save: Save = Save()
     logging: Logging = Logging()
     launch: Launch = Launch()
 
@@ -37,7 +44,7 @@ class RunSpec(Section):
     def remade(self) -> bool:
         """Whether the model is made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or
         by code of its own."""
-        moves = registry.LORA_INITS[self.method.lora_init].moves
+        moves = registry.LORA_INITS[self.lora.init].moves
         packs = registry.QUANTIZATIONS[self.method.quantization].bits > 0
         remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
         return remade or self.model.trust_remote_code
@@ -47,12 +54,17 @@ class RunSpec(Section):
         """Whether a second model is read, to which a preference stage holds the first. An adapter is its own reference,
         once it is switched off; but FSDP spreads what is trained only when the training starts, so what is computed
         before is asked of another one, which is let go again."""
-        before, whole = self.preference.precompute, self.method.kind != "lora"
+        before, whole = self.preference.precompute_ref_log_probs, self.method.kind != "lora"
         held = self.parallel.strategy in registry.FSDP if before else whole
         return registry.STAGES[self.train.stage].reference and held
 
     @property
     def grouped(self) -> bool:
         """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
-        decaying = {"lm_head", "embed_tokens"}.issuperset(self.method.lora_modules_to_save)
-        return self.method.kind != "lora" or self.method.lora_plus > 1 or not decaying
+        decaying = {"lm_head", "embed_tokens"}.issuperset(self.lora.modules_to_save)
+        return self.method.kind != "lora" or self.lora.loraplus_lr_ratio > 1 or not decaying
+
+    def adapts_experts(self, stacked: Collection[str]) -> bool:
+        """Whether adapters are placed on a mixture's experts, whose linear layers peft knows by the names `stacked`."""
+        named = self.lora.targets == "custom" and any(name in stacked for name in self.lora.target_modules)
+        return self.method.kind == "lora" and bool(stacked) and (self.lora.targets == "all-linear" or named)

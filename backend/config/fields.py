@@ -111,7 +111,7 @@ class Section(BaseModel):
 
 def read_by(option: str) -> Condition:
     """Shown for the optimizers that read this option."""
-    return {"train.optimizer": tuple(name for name, row in registry.OPTIMIZERS.items() if option in row.reads)}
+    return {"train.optim": tuple(name for name, row in registry.OPTIMIZERS.items() if option in row.reads)}
 
 
 LORA: Condition = {"method.kind": ("lora",)}
@@ -142,13 +142,13 @@ ENGINE: Condition = {"parallel.strategy": (*registry.DEEPSPEED, *registry.FSDP)}
 FSDP1: Condition = {"parallel.strategy": ("fsdp1",)}
 FSDP2: Condition = {"parallel.strategy": ("fsdp2",)}
 TENSOR: Condition = {"parallel.strategy": ("tensor",)}
-NVME_WEIGHTS: Condition = {**ZERO3, "parallel.offload_parameters": ("nvme",)}
+NVME_WEIGHTS: Condition = {**ZERO3, "parallel.offload_param": ("nvme",)}
 NVME = ({**OFFLOADING, "parallel.offload_optimizer": ("nvme",)}, NVME_WEIGHTS)
 OFFLOADED = (
     {**OFFLOADING, "parallel.offload_optimizer": ("cpu", "nvme")},
-    {**ZERO3, "parallel.offload_parameters": ("cpu", "nvme")},
+    {**ZERO3, "parallel.offload_param": ("cpu", "nvme")},
 )
 OWN_DATA: Condition = {"data.source": ("files", "hub")}
 FP8: Condition = {"precision.compute": ("fp8",)}
-EVALUATED: Condition = {"evaluation.when": ("steps", "epoch")}
-SAVED: Condition = {"checkpoint.when": ("steps", "epoch")}
+EVALUATED: Condition = {"eval.strategy": ("steps", "epoch")}
+SAVED: Condition = {"save.strategy": ("steps", "epoch")}

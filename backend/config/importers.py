@@ -50,10 +50,10 @@ def read(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
         kept = {key: value for key, value in kept.items() if key not in _understood(theirs)}
         if _is_number(whole := theirs.get("train_batch_size")) and whole != _step(made):
             kept["train_batch_size"] = whole
-        return edit(made, {"parallel.engine_keys": _text(kept)}), merge.paths(kept)
+        return edit(made, {"parallel.extra_config": _text(kept)}), merge.paths(kept)
     kept = merge.beyond(theirs, accelerate_config.configuration(made, Machine()))
     kept = _without(kept, SAID)
-    return edit(made, {"launch.accelerate_keys": _text(kept)}), merge.paths(kept)
+    return edit(made, {"launch.extra_accelerate_config": _text(kept)}), merge.paths(kept)
 
 
 def _without(table: Mapping[str, Any], said: set[str], before: str = "") -> dict[str, Any]:
@@ -106,33 +106,33 @@ def _deepspeed(theirs: Mapping[str, Any]) -> Patch:
     if stage not in (0, 1, 2, 3):
         raise SpecError([Problem("", f"zero_optimization.stage must be 0, 1, 2 or 3, not {stage!r}")])
     patch: Patch = {"parallel.strategy": f"zero{stage}"}
-    patch |= _number("train.batch_size", theirs.get("train_micro_batch_size_per_gpu"))
-    patch |= _number("train.accumulation", theirs.get("gradient_accumulation_steps"))
+    patch |= _number("train.per_device_train_batch_size", theirs.get("train_micro_batch_size_per_gpu"))
+    patch |= _number("train.gradient_accumulation_steps", theirs.get("gradient_accumulation_steps"))
     patch |= _number("train.max_grad_norm", theirs.get("gradient_clipping"))
-    patch |= _number("parallel.bucket_mb", zero.get("reduce_bucket_size"), MIB / 2)
+    patch |= _number("parallel.bucket_cap_mb", zero.get("reduce_bucket_size"), MIB / 2)
     for name in ("bf16", "fp16"):
         if (theirs.get(name) or {}).get("enabled") is True:
             patch["precision.compute"] = name
-    for key, option in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
-        patch |= _offload(option, zero.get(key) or {})
+    for key in ("offload_optimizer", "offload_param"):
+        patch |= _offload(key, zero.get(key) or {})
     aio = theirs.get("aio") or {}
-    patch |= _number("parallel.aio_block_kb", aio.get("block_size"), 1024)
+    patch |= _number("parallel.aio_block_size_kb", aio.get("block_size"), 1024)
     patch |= _number("parallel.aio_queue_depth", aio.get("queue_depth"))
-    patch |= _number("parallel.aio_threads", aio.get("intra_op_parallelism"))
+    patch |= _number("parallel.aio_intra_op_parallelism", aio.get("intra_op_parallelism"))
     return patch | _schedule(theirs.get("scheduler") or {}) | _optimizer(theirs.get("optimizer") or {})
 
 
 def _step(spec: RunSpec) -> int:
     """Rows of a step, as DeepSpeed counts them."""
-    return spec.train.batch_size * spec.train.accumulation * world(spec)
+    return spec.train.per_device_train_batch_size * spec.train.gradient_accumulation_steps * world(spec)
 
 
 def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
     """What of batch size and accumulation is not said, so that a step learns from as many rows as the file says."""
     whole: Any = theirs.get("train_batch_size")
     for name, key, other in (
-        ("train.accumulation", "gradient_accumulation_steps", made.train.batch_size),
-        ("train.batch_size", "train_micro_batch_size_per_gpu", made.train.accumulation),
+        ("train.gradient_accumulation_steps", "gradient_accumulation_steps", made.train.per_device_train_batch_size),
+        ("train.per_device_train_batch_size", "train_micro_batch_size_per_gpu", made.train.gradient_accumulation_steps),
     ):
         each = other * world(made)
         if _is_number(whole) and not _is_number(theirs.get(key)) and whole % each == 0:
@@ -145,20 +145,20 @@ OPTIMIZERS = {"adam": "adamw", "adamw": "adamw"}  # its Adam decays like AdamW, 
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 PLAIN = {"torch_adam": (True, False), "adam_w_mode": (True,), "bias_correction": (True,), "warmup_min_lr": (0, "auto"),
          "warmup_type": ("linear",)}  # fmt: skip
-RATES = {"lr": "learning_rate", "eps": "epsilon", "weight_decay": "weight_decay"}
-STEPS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup"}
+RATES = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+STEPS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup_steps"}
 
 
 def _optimizer(block: Mapping[str, Any]) -> Patch:
     params: Mapping[str, Any] = block.get("params") or {}
     patch: Patch = {}
     if name := OPTIMIZERS.get(str(block.get("type")).lower()):
-        patch["train.optimizer"] = name
+        patch["train.optim"] = name
     for key, option in RATES.items():
         patch |= _number(f"train.{option}", params.get(key))
     betas = params.get("betas")
     if isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)):
-        patch |= {"train.beta1": betas[0], "train.beta2": betas[1]}
+        patch |= {"train.adam_beta1": betas[0], "train.adam_beta2": betas[1]}
     return patch
 
 
@@ -166,11 +166,11 @@ def _schedule(block: Mapping[str, Any]) -> Patch:
     params: Mapping[str, Any] = block.get("params") or {}
     patch: Patch = {}
     if name := SCHEDULES.get(str(block.get("type"))):
-        patch["train.scheduler"] = name
+        patch["train.lr_scheduler_type"] = name
     for key, option in STEPS.items():
         patch |= _number(f"train.{option}", params.get(key))
     if _is_number(steps := params.get("total_num_steps")):  # of the whole training
-        patch |= {"train.length": "steps", "train.max_steps": steps}
+        patch |= {"train.duration": "steps", "train.max_steps": steps}
     return patch
 
 
@@ -198,7 +198,7 @@ def _offload(option: str, table: Mapping[str, Any]) -> Patch:
         patch["parallel.pin_memory"] = table["pin_memory"]
     if table.get("nvme_path"):
         patch["parallel.nvme_path"] = str(table["nvme_path"])
-    return patch | _number("parallel.nvme_buffers", table.get("buffer_count"))
+    return patch | _number("parallel.nvme_buffer_count", table.get("buffer_count"))
 
 
 # --- accelerate ---
@@ -229,12 +229,12 @@ def _accelerate(theirs: Mapping[str, Any]) -> Patch:
     else:
         raise SpecError([Problem("", f"distributed_type {kind} is none that Footplate starts")])
     machines = int(theirs.get("num_machines") or 1)
-    patch |= _number("launch.processes", int(theirs.get("num_processes") or machines) // machines)
+    patch |= _number("launch.nproc_per_node", int(theirs.get("num_processes") or machines) // machines)
     if machines > 1:
-        patch |= {"launch.rendezvous": "static", "launch.nodes": machines}
-        patch |= {"launch.address": str(theirs.get("main_process_ip") or "")}
+        patch |= {"launch.rendezvous": "static", "launch.nnodes": machines}
+        patch |= {"launch.master_addr": str(theirs.get("main_process_ip") or "")}
         patch |= _number("launch.node_rank", theirs.get("machine_rank"))
-    patch |= _number("launch.port", theirs.get("main_process_port"))
+    patch |= _number("launch.master_port", theirs.get("main_process_port"))
     if theirs.get("mixed_precision") in ("no", "bf16", "fp16", "fp8"):
         patch["precision.compute"] = str(theirs["mixed_precision"]).replace("no", "fp32")
     if theirs.get("use_cpu") is True:
@@ -268,18 +268,18 @@ def _accelerate_fsdp(table: Mapping[str, Any]) -> Patch:
     patch: Patch = {"parallel.strategy": f"fsdp{version}"}
     sharding = str(said.get("sharding_strategy") or said.get("reshard_after_forward", "")).lower()
     if version == 1 and sharding in registry.SHARDINGS:
-        patch["parallel.sharding"] = sharding
+        patch["parallel.sharding_strategy"] = sharding
     if version == 2 and isinstance(said.get("reshard_after_forward"), bool):
         patch["parallel.reshard_after_forward"] = said["reshard_after_forward"]
     if isinstance(said.get("offload_params"), bool):
         patch["parallel.cpu_offload"] = said["offload_params"]
     formats = {value: key for key, value in fsdp.STATE_DICTS.items()}
     if said.get("state_dict_type") in formats:
-        patch["parallel.state_dict"] = formats[said["state_dict_type"]]
+        patch["parallel.state_dict_type"] = formats[said["state_dict_type"]]
     if version == 2 and said.get("cpu_ram_efficient_loading") is False:  # both files must say so
-        patch["parallel.engine_keys"] = _text({"cpu_ram_efficient_loading": False})
+        patch["parallel.extra_config"] = _text({"cpu_ram_efficient_loading": False})
     layers = said.get("transformer_layer_cls_to_wrap") or ""
     return patch | {
-        "parallel.wrap_layers": layers,
+        "parallel.transformer_layer_cls_to_wrap": layers,
         "train.activation_checkpointing": said.get("activation_checkpointing") is True,
     }

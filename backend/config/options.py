@@ -97,10 +97,10 @@ LITERAL_LABELS = {
     "deepspeed": "deepspeed",
     "python": "python",
     "split": "Part of the data",
-    "answers": "Answers only",
-    "all": "Every token",
-    "continue": "Last checkpoint, if any",
-    "anew": "Step 0, always",
+    "completions": "Completions only",
+    "all_tokens": "All tokens",
+    "latest": "Latest checkpoint, if any",
+    "scratch": "Step 0, always",
 }
 
 

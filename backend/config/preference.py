@@ -1,7 +1,4 @@
-"""What the stages that compare answers are told.
-
-Floor 1. Imports: catalog, kinds.
-"""
+"""Losses of the preference and reward stages."""
 
 from __future__ import annotations
 
@@ -10,7 +7,16 @@ from typing import Annotated
 from pydantic import Field
 
 from backend import registry
-from backend.config.fields import DPO, HELD, KTO, REWARD, WEIGHED, Section, Ui, one_of
+from backend.config.fields import (
+    DPO,
+    HELD,
+    KTO,
+    REWARD,
+    WEIGHED,
+    Section,
+    Ui,
+    one_of,
+)
 
 
 class Preference(Section):
@@ -18,23 +24,23 @@ class Preference(Section):
 
     beta: Annotated[float, Field(gt=0, le=100), Ui("Beta", when=WEIGHED)] = 0.1
     """DPO and KTO: how tightly the model is held to what it was; ORPO: how much preferring counts beside learning."""
-    dpo_loss: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("Loss", when=DPO)] = "sigmoid"
+    dpo_loss_type: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("Loss", when=DPO)] = "sigmoid"
     """How a pair is turned into a loss."""
     label_smoothing: Annotated[
         float,
         Field(ge=0, lt=0.5),
-        Ui("Label smoothing", when={**DPO, "preference.dpo_loss": ("robust", "exo_pair", "aot", "aot_unpaired")}),
+        Ui("Label smoothing", when={**DPO, "preference.dpo_loss_type": ("robust", "exo_pair", "aot", "aot_unpaired")}),
     ] = 0.0
     """The share of pairs that may be labelled the wrong way round."""
-    sft_weight: Annotated[float, Field(ge=0, le=100), Ui("SFT loss weight", when=DPO)] = 0.0
+    sft_loss_weight: Annotated[float, Field(ge=0, le=100), Ui("SFT loss weight", when=DPO)] = 0.0
     """Above 0 the chosen answer is learned too, against its fading beside the rejected one; 1 is usual."""
-    kto_loss: Annotated[str, *one_of(registry.KTO_LOSSES), Ui("Loss", when=KTO)] = "kto"
+    kto_loss_type: Annotated[str, *one_of(registry.KTO_LOSSES), Ui("Loss", when=KTO)] = "kto"
     """How a labelled answer is turned into a loss."""
     desirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Weight of good answers", when=KTO)] = 1.0
     """Raise it where good answers are the rarer ones."""
     undesirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Weight of bad answers", when=KTO)] = 1.0
     """Raise it where bad answers are the rarer ones."""
-    precompute: Annotated[bool, Ui("Reference computed beforehand", when=HELD)] = False
+    precompute_ref_log_probs: Annotated[bool, Ui("Reference computed beforehand", when=HELD)] = False
     """What the untouched model says is computed once, before training: no second model in memory."""
-    center_rewards: Annotated[float, Field(ge=0, le=10), Ui("Centring of rewards", when=REWARD)] = 0.0
+    center_rewards_coefficient: Annotated[float, Field(ge=0, le=10), Ui("Centring of rewards", when=REWARD)] = 0.0
     """Above 0 it pulls the mean reward towards zero; 0.01 is usual."""

@@ -68,7 +68,7 @@ def convert(row: Row, format: str, data: Data) -> dict[str, Any]:
     if not any(turn["role"] == "assistant" for turn in found):
         raise Unfit("has no turn of the assistant, so there is no answer to learn")
     system = chat.optional(row, "system") if format != "messages" else ""
-    return {"messages": chat.opened(found, system or data.system), **chat.tools(row)}
+    return {"messages": chat.opened(found, system or data.system_prompt), **chat.tools(row)}
 
 
 def plain(converted: Row) -> str:

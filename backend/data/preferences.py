@@ -82,7 +82,7 @@ def _shared(one: Turns, other: Turns) -> int:
 
 
 def _opened(prompt: Turns, row: Row, data: Data) -> Turns:
-    return chat.opened(prompt, chat.optional(row, "system") or data.system)
+    return chat.opened(prompt, chat.optional(row, "system") or data.system_prompt)
 
 
 def _prompt(row: Row, data: Data) -> Turns:

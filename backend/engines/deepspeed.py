@@ -19,7 +19,7 @@ NONE, NVME = "none", "nvme"
 def configuration(spec: RunSpec) -> dict[str, Any]:
     """The keys that DeepSpeed reads; sources: deepspeed 0.19 runtime/zero/config.py, transformers 5.23
     integrations/deepspeed.py."""
-    bucket = spec.parallel.bucket_mb * MIB // 2  # DeepSpeed counts numbers; they travel in two bytes each
+    bucket = spec.parallel.bucket_cap_mb * MIB // 2  # DeepSpeed counts numbers; they travel in two bytes each
     zero: dict[str, Any] = {
         "stage": registry.STRATEGIES[spec.parallel.strategy].stage,
         "reduce_bucket_size": bucket,
@@ -42,7 +42,7 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     }
     if NVME in (_optimizer(spec), _weights(spec)):
         found["aio"] = _aio(spec)
-    return merge.over(found, merge.parse(spec.parallel.engine_keys))
+    return merge.over(found, merge.parse(spec.parallel.extra_config))
 
 
 def _optimizer(spec: RunSpec) -> str:
@@ -50,19 +50,19 @@ def _optimizer(spec: RunSpec) -> str:
 
 
 def _weights(spec: RunSpec) -> str:
-    return spec.parallel.offload_parameters if registry.STRATEGIES[spec.parallel.strategy].stage == 3 else NONE
+    return spec.parallel.offload_param if registry.STRATEGIES[spec.parallel.strategy].stage == 3 else NONE
 
 
 def _offload(spec: RunSpec) -> dict[str, Any]:
     """Where state and weights lie; source: deepspeed 0.19 runtime/zero/offload_config.py."""
     found: dict[str, Any] = {}
     parallel = spec.parallel
-    disk = {"nvme_path": parallel.nvme_path, "buffer_count": parallel.nvme_buffers}
+    disk = {"nvme_path": parallel.nvme_path, "buffer_count": parallel.nvme_buffer_count}
     for key, device in (("offload_optimizer", _optimizer(spec)), ("offload_param", _weights(spec))):
         if device != NONE:
             found[key] = {"device": device, "pin_memory": parallel.pin_memory, **(disk if device == NVME else {})}
     if _weights(spec) == NVME:
-        found["offload_param"]["buffer_size"] = parallel.nvme_buffer_mb * MIB // 2  # numbers of two bytes
+        found["offload_param"]["buffer_size"] = parallel.nvme_buffer_size_mb * MIB // 2  # numbers of two bytes
     return found
 
 
@@ -70,9 +70,9 @@ def _aio(spec: RunSpec) -> dict[str, Any]:
     """How the disk is asked; source: deepspeed 0.19 runtime/swap_tensor/constants.py."""
     parallel = spec.parallel
     return {
-        "block_size": parallel.aio_block_kb * 1024,
+        "block_size": parallel.aio_block_size_kb * 1024,
         "queue_depth": parallel.aio_queue_depth,
-        "intra_op_parallelism": parallel.aio_threads,
+        "intra_op_parallelism": parallel.aio_intra_op_parallelism,
         "single_submit": False,
         "overlap_events": True,
     }

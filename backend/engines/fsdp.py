@@ -22,14 +22,14 @@ def configuration(spec: RunSpec) -> dict[str, Any]:
     found: dict[str, Any] = {
         "version": version,  # always said: accelerate's launcher would take 1, the Trainer 2
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "reshard_after_forward": parallel.reshard_after_forward if version == 2 else parallel.sharding.upper(),
+        "reshard_after_forward": parallel.reshard_after_forward if version == 2 else parallel.sharding_strategy.upper(),
         "cpu_offload": parallel.cpu_offload,
         "cpu_ram_efficient_loading": reads_once(spec),
-        "state_dict_type": STATE_DICTS[parallel.state_dict],
+        "state_dict_type": STATE_DICTS[parallel.state_dict_type],
     }
-    if parallel.wrap_layers:
-        found["transformer_layer_cls_to_wrap"] = list(parallel.wrap_layers)
-    return merge.over(found, merge.parse(parallel.engine_keys))
+    if parallel.transformer_layer_cls_to_wrap:
+        found["transformer_layer_cls_to_wrap"] = list(parallel.transformer_layer_cls_to_wrap)
+    return merge.over(found, merge.parse(parallel.extra_config))
 
 
 def text(spec: RunSpec) -> str:

@@ -36,8 +36,8 @@ def settle(spec: RunSpec, base: Path) -> RunSpec:
         name: absolute(value)
         for name, value in (
             ("model.path", spec.model.path),
-            ("data.template_file", spec.data.template_file),
-            ("checkpoint.path", spec.checkpoint.path),
+            ("data.chat_template_file", spec.data.chat_template_file),
+            ("save.resume_path", spec.save.resume_path),
             ("parallel.nvme_path", spec.parallel.nvme_path),
         )
         if value and absolute(value) != value
@@ -62,11 +62,11 @@ def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ)
 
 
 def _template(data: Data, base: Path) -> str:
-    if data.template != "file":
+    if data.chat_template != "file":
         return ""
-    if not data.template_file:
+    if not data.chat_template_file:
         return "No template file is named."
-    path = base / Path(data.template_file).expanduser()
+    path = base / Path(data.chat_template_file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -78,11 +78,11 @@ def _template(data: Data, base: Path) -> str:
 
 def _checkpoint(spec: RunSpec, base: Path) -> str:
     """What is wrong with the named checkpoint, in a sentence."""
-    if spec.checkpoint.start != "path":
+    if spec.save.resume_from != "path":
         return ""
-    if not spec.checkpoint.path:
+    if not spec.save.resume_path:
         return "No checkpoint folder is named."
-    folder = base / Path(spec.checkpoint.path).expanduser()
+    folder = base / Path(spec.save.resume_path).expanduser()
     if not (folder / "trainer_state.json").is_file():
         return f"{folder} is no checkpoint: name a checkpoint-N folder of a run."
     if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
@@ -98,13 +98,12 @@ def _checkpoint(spec: RunSpec, base: Path) -> str:
 
 def _adapter(spec: RunSpec, folder: Path) -> str:
     """How the adapter in a checkpoint was made otherwise: its weights would then mean something else."""
-    method = spec.method
     asked = {
-        "r": method.lora_rank,
-        "lora_alpha": method.lora_alpha,
-        "use_dora": method.lora_dora,
-        "use_rslora": method.lora_rslora,
-        "init_lora_weights": registry.LORA_INITS[method.lora_init].name,
+        "r": spec.lora.r,
+        "lora_alpha": spec.lora.alpha,
+        "use_dora": spec.lora.use_dora,
+        "use_rslora": spec.lora.use_rslora,
+        "init_lora_weights": registry.LORA_INITS[spec.lora.init].name,
     }
     with suppress(OSError, ValueError):
         found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
@@ -132,7 +131,7 @@ def _engine(spec: RunSpec, folder: Path) -> str:
     writer = next((kind for kind, files in found.items() if files), "")
     if not writer:
         return f"{folder} holds weights only, so training cannot go on from it."
-    own = "sharded" if row.engine == "fsdp" and spec.parallel.state_dict == "sharded" else row.engine or "ddp"
+    own = "sharded" if row.engine == "fsdp" and spec.parallel.state_dict_type == "sharded" else row.engine or "ddp"
     if own != writer:
         label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
         return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."

@@ -93,7 +93,7 @@ def _files(
     """What was seen of the files that paths and patterns name, and what is wrong with them."""
     seen: list[_Seen] = []
     troubles: list[Trouble] = []
-    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS), data.system)
+    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS), data.system_prompt)
     for name in names:
         try:
             for path in expand([name], base):
@@ -127,7 +127,7 @@ def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _See
 def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
     if path.suffix.lower() == ".json" and size > MOST_BYTES:
         return _Seen(0, False, "", (), (), 0, (0, 0), ())  # it could only be read as a whole
-    data = Data().model_copy(update={**dict(zip(COLUMNS, asked.columns, strict=True)), "system": asked.system})
+    data = Data().model_copy(update={**dict(zip(COLUMNS, asked.columns, strict=True)), "system_prompt": asked.system})
     look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
     exact = True
     try:

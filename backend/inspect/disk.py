@@ -15,7 +15,7 @@ IN_MEMORY, DISTANT = ("tmpfs", "ramfs"), ("nfs", "nfs4", "cifs", "fuse.sshfs", "
 def look_at_disk(spec: RunSpec, base: Path) -> dict[str, Any]:
     """The fields of a Glance that speak of the NVMe folder: what is wrong with it, and why it is no fast disk."""
     parallel = spec.parallel
-    if "nvme" not in (parallel.offload_optimizer, parallel.offload_parameters):
+    if "nvme" not in (parallel.offload_optimizer, parallel.offload_param):
         return {}
     if not parallel.nvme_path:
         return {"nvme": "No folder is named."}

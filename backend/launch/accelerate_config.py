@@ -46,8 +46,8 @@ def configuration(spec: RunSpec, machine: Machine) -> dict[str, Any]:
 def _meeting(spec: RunSpec) -> dict[str, Any]:
     launch = spec.launch
     if nodes(spec) == 1:
-        return {"main_process_port": launch.port}  # 0: it takes a free one
-    return {"main_process_ip": launch.address, "main_process_port": launch.port or PORT}
+        return {"main_process_port": launch.master_port}  # 0: it takes a free one
+    return {"main_process_ip": launch.master_addr, "main_process_port": launch.master_port or PORT}
 
 
 def _engine(spec: RunSpec, machine: Machine) -> dict[str, Any]:
@@ -78,5 +78,5 @@ def _fsdp(spec: RunSpec) -> dict[str, Any]:
 
 def text(spec: RunSpec, machine: Machine) -> str:
     """As a file."""
-    further = merge.parse(spec.launch.accelerate_keys)
+    further = merge.parse(spec.launch.extra_accelerate_config)
     return yaml.safe_dump(merge.over(configuration(spec, machine), further))

@@ -64,8 +64,8 @@ def _files(spec: RunSpec, machine: Machine) -> dict[str, str]:
         files[FSDP] = fsdp.text(spec)
     if spec.launch.launcher == "accelerate":
         files[ACCELERATE] = accelerate_config.text(spec, machine)
-    if spec.launch.hosts:
-        files[HOSTFILE] = "\n".join(spec.launch.hosts) + "\n"
+    if spec.launch.hostfile:
+        files[HOSTFILE] = "\n".join(spec.launch.hostfile) + "\n"
     return files
 
 
@@ -84,15 +84,17 @@ def _torchrun(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
 
 def _meeting(spec: RunSpec, node: int) -> tuple[str, ...]:
     """Where the nodes meet, and as which of them this one comes."""
-    launch, port = spec.launch, spec.launch.port or PORT
+    launch, port = spec.launch, spec.launch.master_port or PORT
     if launch.rendezvous == "static":
-        numbers = (f"--nnodes={launch.nodes}", f"--node-rank={node}")
-        return (*numbers, f"--master-addr={launch.address}", f"--master-port={port}")
+        numbers = (f"--nnodes={launch.nnodes}", f"--node-rank={node}")
+        return (*numbers, f"--master-addr={launch.master_addr}", f"--master-port={port}")
     if launch.rendezvous == "elastic":
-        where = f"{launch.address}:{port}" if launch.nodes > 1 else f"localhost:{launch.port}"
-        numbers = (f"--nnodes={launch.min_nodes}:{launch.nodes}", f"--max-restarts={launch.max_restarts}")
-        return (*numbers, f"--rdzv-id={launch.rendezvous_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}")
-    return (f"--master-port={launch.port}",) if launch.port else ("--standalone",)  # which finds a free one
+        where = f"{launch.master_addr}:{port}" if launch.nnodes > 1 else f"localhost:{launch.master_port}"
+        numbers = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
+        return (*numbers, f"--rdzv-id={launch.rdzv_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={where}")
+    return (
+        (f"--master-port={launch.master_port}",) if launch.master_port else ("--standalone",)
+    )  # which finds a free one
 
 
 def _accelerate(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
@@ -102,12 +104,12 @@ def _accelerate(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
 
 
 def _deepspeed(spec: RunSpec, machine: Machine, node: int) -> tuple[str, ...]:
-    launch, port = spec.launch, (f"--master_port={spec.launch.port or PORT}",)
+    launch, port = spec.launch, (f"--master_port={spec.launch.master_port or PORT}",)
     if nodes(spec) > 1:
         # Each node starts its own part. By ssh it would end a run by `pkill -f backend.train` on every host, and with
         # it every other run there.
         chosen = (f"--hostfile={HOSTFILE}", *((f"--include={include(spec)}",) if include(spec) else ()))
-        where = (*chosen, "--no_ssh", f"--node_rank={node}", f"--master_addr={launch.address}")
+        where = (*chosen, "--no_ssh", f"--node_rank={node}", f"--master_addr={launch.master_addr}")
     else:
         visible = registry.DEVICES[device(spec, machine)].visible
         local = hostfile.included(("localhost",), ids(spec, machine)) if visible else ""
@@ -138,7 +140,7 @@ def _others(spec: RunSpec, machine: Machine) -> dict[str, tuple[str, ...]]:
 def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Additions to the environment; what the user gave wins."""
     family, launcher = registry.DEVICES[device(spec, machine)], spec.launch.launcher
-    env = {"OMP_NUM_THREADS": str(spec.launch.threads or max(1, machine.cores // processes(spec)))}
+    env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, machine.cores // processes(spec)))}
     env["PYTHONUNBUFFERED"] = "1"  # the log is live
     env["TOKENIZERS_PARALLELISM"] = "false"  # loader processes fork after the tokenizer was used
     if device(spec, machine) == "cpu" and (spec.parallel.strategy in registry.DEEPSPEED or launcher == "deepspeed"):
@@ -151,15 +153,15 @@ def _env(spec: RunSpec, machine: Machine) -> dict[str, str]:
         env |= PREFIX
     if nodes(spec) > 1 and spec.launch.rendezvous == "elastic":
         env |= TELL_AGAIN
-    return {**env, **spec.launch.environment}
+    return {**env, **spec.launch.env}
 
 
 def _defaults(spec: RunSpec, machine: Machine) -> dict[str, str]:
     """Additions that give way to what is set already, under whatever name."""
     if device(spec, machine) != "cuda":
         return {}
-    found = {**(MEMORY if spec.launch.memory_settings else {}), **(NO_PEERS if _peerless(machine) else {})}
-    own = spec.launch.environment.keys()
+    found = {**(MEMORY if spec.launch.cuda_env_defaults else {}), **(NO_PEERS if _peerless(machine) else {})}
+    own = spec.launch.env.keys()
     return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & own}
 
 

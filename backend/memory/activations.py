@@ -45,7 +45,7 @@ class Activations(Spread):
     @cached_property
     def sequences(self) -> int:
         """Sequences that a device works on at once: a row that compares two answers makes two."""
-        return self.spec.train.batch_size * self.stage_row.sequences
+        return self.spec.train.per_device_train_batch_size * self.stage_row.sequences
 
     @cached_property
     def tokens(self) -> int:
@@ -69,14 +69,14 @@ class Activations(Spread):
     @cached_property
     def masked(self) -> bool:
         """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
-        fused = self.spec.model.attention in (*registry.FLASH, "flex_attention")
+        fused = self.spec.model.attn_implementation in (*registry.FLASH, "flex_attention")
         return (self.spec.data.packing or self.sequences > 1) and not fused
 
     @cached_property
     def written_out(self) -> bool:
         """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
         share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
-        shape, bare = self.shape, self.spec.model.attention in ("auto", "sdpa") and not self.masked
+        shape, bare = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa") and not self.masked
         nvidia = device(self.spec, self.machine) == "cuda"
         late = self.width == 2 and not any(old(gpu.capability) for gpu in self.machine.gpus)
         return nvidia and bare and shape.kv_heads < shape.heads and not late
@@ -103,18 +103,18 @@ class Activations(Spread):
             kept, back = self._chosen(), back if self.adapter and self.autocast else 0
         beside = 0
         if self.adapter:
-            method, wide_in = self.spec.method, sum(leaf.inputs for leaf in taught)
-            if method.lora_dropout:  # each adapter drops from a copy of its own, and keeps which
+            wide_in = sum(leaf.inputs for leaf in taught)
+            if self.spec.lora.dropout:  # each adapter drops from a copy of its own, and keeps which
                 inputs, back = wide_in * width, wide_in * (4 if self.cpu else 1)
-            beside = method.lora_rank * len(taught) * width
-            if method.lora_dora:  # the results of base and adapter, for the gradient of the lengths
+            beside = self.spec.lora.r * len(taught) * width
+            if self.spec.lora.use_dora:  # the results of base and adapter, for the gradient of the lengths
                 beside += 2 * sum(leaf.outputs for leaf in taught) * width
         return self._norms() + inputs + attention + kept + back + beside
 
     @cached_property
     def _adapted(self) -> set[str]:
         """Ends of the names of modules with an adapter."""
-        return {_end(leaf) for leaf in adapted(self.spec.method, self.shape)} if self.adapter else set()
+        return {_end(leaf) for leaf in adapted(self.spec.lora, self.shape)} if self.adapter else set()
 
     def _chosen(self) -> int:
         """Bytes that a mixture keeps for each token: a copy of what each of its experts makes of it, and of what they
@@ -131,7 +131,7 @@ class Activations(Spread):
     @cached_property
     def _taught_experts(self) -> int:
         """Weights of a layer's experts that carry adapters."""
-        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.shape.experts else []
+        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.shape.experts else []
         return sum(leaf.parameters for leaf in leaves if leaf.stacked > 1) // self.shape.layers
 
     def merged(self, layers: int) -> list[Row]:
@@ -164,8 +164,12 @@ class Activations(Spread):
         method = self.spec.method
         if self.spec.train.activation_checkpointing:
             return self.shape.layers
-        if method.kind == "freeze" and method.freeze_layers > 0 and "embed" not in " ".join(method.freeze_also):
-            return min(self.shape.layers, method.freeze_layers)
+        if (
+            method.kind == "freeze"
+            and method.freeze_trainable_layers > 0
+            and "embed" not in " ".join(method.freeze_extra_modules)
+        ):
+            return min(self.shape.layers, method.freeze_trainable_layers)
         return self.shape.layers
 
     def _activations(self, again: bool = True, done: int = 0) -> Row:
@@ -174,7 +178,7 @@ class Activations(Spread):
         spec, shape, each = self.spec, self.shape, self._layer
         layers = max(1, self._layers() - done)
         both = " x 2 answers" if self.stage_row.sequences == 2 else ""
-        size = f"{spec.train.batch_size}{both} x {self.length} tokens"
+        size = f"{spec.train.per_device_train_batch_size}{both} x {self.length} tokens"
         # The last norm's input in fp32 and, scaled, its own; the learned tokens' states, chosen.
         ends = 0 if done else self.tokens * shape.hidden * (4 + self.stream * (2 if spec.method.kind == "full" else 1))
         mask = self._square()
@@ -193,7 +197,7 @@ class Activations(Spread):
         spec, shape = self.spec, self.shape
         masked = self.width if self.masked else 0
         scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
-        if spec.model.attention == "eager":
+        if spec.model.attn_implementation == "eager":
             scores, masked = 4 + (self.width if self.width == 2 else 0), 0
         if self.written_out:
             scores = 4
@@ -208,7 +212,7 @@ class Activations(Spread):
         """What the backward pass of a layer makes and drops: of its MLP, or where attention is written out twice the
         gradients of its scores, when what the MLP kept is gone."""
         shape, scores = self.shape, 0
-        if self.written_out or self.spec.model.attention == "eager":
+        if self.written_out or self.spec.model.attn_implementation == "eager":
             kept = self._chosen() if shape.experts else 4 * shape.intermediate * self.width
             scores = 2 * self._pairs() * shape.heads * 4 - self.tokens * kept
         row = self._choice_at_work() if shape.experts else self._mlp_at_work()
@@ -239,7 +243,7 @@ class Activations(Spread):
 
     def _dora(self) -> Row:
         """What DoRA makes and drops again in every layer, to know the lengths of the rows."""
-        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.spec.method.lora_dora else []
+        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.spec.lora.use_dora else []
         largest = max(leaves, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
         size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
         words = f"3 x {largest.inputs} x {largest.outputs} and {largest.inputs} x {largest.inputs}, 4 bytes each"

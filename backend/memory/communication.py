@@ -14,7 +14,7 @@ from backend.resolve import masters, world
 def sent(it: Spread, tokens: int) -> int:
     """Bytes over the network, of batches of `tokens` each."""
     spec, row, devices = it.spec, it.strategy, world(it.spec)
-    batches, gradient = spec.train.accumulation, it.trained * _gradient_width(it)
+    batches, gradient = spec.train.gradient_accumulation_steps, it.trained * _gradient_width(it)
     if not row.engine or devices == 1:
         return 0
     if row.engine == "tensor":
@@ -30,7 +30,7 @@ def sent(it: Spread, tokens: int) -> int:
 
 def _spread(it: Spread, holders: int, gradient: int, batches: int) -> int:
     parallel, row = it.spec.parallel, it.strategy
-    stays = parallel.sharding == "shard_grad_op" if row.version == 1 else not parallel.reshard_after_forward
+    stays = parallel.sharding_strategy == "shard_grad_op" if row.version == 1 else not parallel.reshard_after_forward
     times = 1 if row.engine == "fsdp" and stays else 2  # before the forward pass, and again before the backward pass
     weights = (it.plain + it.trained) * it.width + it.packed_bytes
     return batches * _ring(times * weights + gradient, holders)
@@ -40,14 +40,14 @@ def hosted(it: Spread) -> int:
     """Bytes between a device and the host, for what is kept away from the device."""
     moved = 2 * it.trained * it.width // it.sharers if it.optimizer_away else 0
     weights = ((it.plain + it.trained) * it.width + it.packed_bytes) // it.holders
-    return moved + (it.spec.train.accumulation * 2 * weights if it.weights_away else 0)
+    return moved + (it.spec.train.gradient_accumulation_steps * 2 * weights if it.weights_away else 0)
 
 
 def _gradient_width(it: Spread) -> int:
     """Bytes of a gradient on its way."""
     if it.zero or not masters(it.spec):
         return it.width
-    return it.width if it.strategy.engine == "fsdp" and it.spec.parallel.reduce_precision == "compute" else 4
+    return it.width if it.strategy.engine == "fsdp" and it.spec.parallel.reduce_dtype == "compute" else 4
 
 
 def _ring(count: int, devices: int) -> int:

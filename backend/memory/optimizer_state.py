@@ -29,7 +29,7 @@ class State:
     @cached_property
     def row(self) -> registry.Optimizer:
         """The optimizer."""
-        return registry.OPTIMIZERS[self.spec.train.optimizer]
+        return registry.OPTIMIZERS[self.spec.train.optim]
 
     @cached_property
     def width(self) -> int:
@@ -39,7 +39,7 @@ class State:
     @cached_property
     def weights(self) -> tuple[Leaf, ...]:
         """Trained tensors."""
-        return tensors(self.spec.method, self.shape)
+        return tensors(self.spec.method, self.spec.lora, self.shape)
 
     @cached_property
     def block(self) -> int:
@@ -65,8 +65,8 @@ class State:
             return round(trainable(self.spec, self.shape) * states * self._number(SMALL, False))
         if self.row.layout == "block":
             return 12 * self.block
-        train, weights = self.spec.train, alike(self.spec.method, self.shape)
-        if self.row.layout == "low_rank" and train.projection_targets == "custom":  # which may tell layers apart
+        train, weights = self.spec.train, alike(self.spec.method, self.spec.lora, self.shape)
+        if self.row.layout == "low_rank" and train.optim_targets == "custom":  # which may tell layers apart
             weights = Counter(self.weights)
         return round(sum(count * self._beside(leaf) for leaf, count in weights.items()))
 
@@ -133,20 +133,16 @@ class State:
         train = self.spec.train
         if not leaf.linear or leaf.path.endswith(EMBEDDINGS):
             return False
-        if train.projection_targets == "attention":
+        if train.optim_targets == "attention":
             return "attn" in leaf.path or "attention" in leaf.path
-        return train.projection_targets == "all-linear" or any(name in leaf.path for name in train.projection_modules)
+        return train.optim_targets == "all-linear" or any(name in leaf.path for name in train.optim_target_modules)
 
     def _low(self, rows: int, columns: int) -> tuple[tuple[int, int], int]:
         """(rows, columns) of a projected gradient, and the numbers of its projector."""
-        train, random = self.spec.train, "apollo_projection" in self.row.reads
+        train, random = self.spec.train, "apollo_proj" in self.row.reads
         short = min(rows, columns)
-        rank = (
-            train.projection_rank
-            if random and train.apollo_projection == "random"
-            else min(train.projection_rank, short)
-        )
-        side = "std" if random else train.galore_projection
+        rank = train.projection_rank if random and train.apollo_proj == "random" else min(train.projection_rank, short)
+        side = "std" if random else train.galore_proj_type
         if side == "full":
             return (rank, rank), rank * (rows + columns)
         right = {"std": rows >= columns, "reverse_std": rows < columns, "right": True, "left": False}[side]

@@ -132,7 +132,7 @@ class Passes(Activations):
         method = self.spec.method
         if method.kind == "lora":
             return self.trained // self.shape.layers
-        return self.shape.layer_parameters if method.kind == "full" or method.freeze_layers else 0
+        return self.shape.layer_parameters if method.kind == "full" or method.freeze_trainable_layers else 0
 
     @cached_property
     def _checkpoints(self) -> bool:
@@ -160,7 +160,7 @@ class Passes(Activations):
 
     def _reduced(self, count: int) -> list[Row]:
         """Gradients of FSDP on their way to the devices that hold them, whole."""
-        width = 4 if self.spec.parallel.reduce_precision == "fp32" else self.width
+        width = 4 if self.spec.parallel.reduce_dtype == "fp32" else self.width
         words = f"{count:,} x {width} bytes, to be added up and spread"
         return [Row("Gradients on their way", count * width, words)]
 
@@ -192,7 +192,7 @@ class Passes(Activations):
         """All of them, where they are added up over several batches."""
         full = self.full_gradients()
         words = f"{full.formula}, kept over accumulation"
-        return [Row("Gradients", full.bytes, words)] if self.spec.train.accumulation > 1 else []
+        return [Row("Gradients", full.bytes, words)] if self.spec.train.gradient_accumulation_steps > 1 else []
 
     def full_gradients(self) -> Row:
         """Gradients when the backward pass has ended, or is in the midst of steps of its own."""
@@ -212,5 +212,5 @@ class Passes(Activations):
             return self.shape.hidden
         if self.spec.method.kind == "full":
             return 0 if self.state.row.layout == "block" else size
-        names = self.spec.method.lora_modules_to_save if self.adapter else self.spec.method.freeze_also
+        names = self.spec.lora.modules_to_save if self.adapter else self.spec.method.freeze_extra_modules
         return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0

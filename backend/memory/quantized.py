@@ -45,7 +45,7 @@ def scales(spec: RunSpec, shape: ModelShape, found: Iterable[Leaf]) -> int:
     if spec.method.quantization == "int8":
         return sum(leaf.outputs * 4 for leaf in found)
     blocks = [-(-leaf.inputs * leaf.outputs // BLOCK) for leaf in found]
-    if not spec.method.double_quantization:
+    if not spec.method.bnb_4bit_use_double_quant:
         return sum(count * 4 + TABLES for count in blocks)
     return sum(count + -(-count // SECOND_BLOCK) * 4 + TABLES + SECOND_TABLES for count in blocks)
 
@@ -56,6 +56,6 @@ def scales_in_words(spec: RunSpec, shape: ModelShape) -> str:
         return f"{16 + shape.bits} bits for every {shape.group or 'row'} weights, as the model came"
     if spec.method.quantization == "int8":
         return "4 bytes for every output"
-    if not spec.method.double_quantization:
+    if not spec.method.bnb_4bit_use_double_quant:
         return f"4 bytes for every {BLOCK} weights"
     return f"a byte for every {BLOCK} weights, and 4 bytes for every {SECOND_BLOCK} of those"

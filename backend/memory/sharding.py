@@ -94,9 +94,9 @@ class Spread:
     def holders(self) -> int:
         """Devices that the weights are spread over."""
         parallel, row = self.spec.parallel, self.strategy
-        if not row.spread or (row.version == 1 and parallel.sharding == "no_shard"):
+        if not row.spread or (row.version == 1 and parallel.sharding_strategy == "no_shard"):
             return 1
-        return max(1, world(self.spec) // (parallel.replicas if row.version == 2 else 1))
+        return max(1, world(self.spec) // (parallel.replicate_size if row.version == 2 else 1))
 
     @cached_property
     def sharers(self) -> int:
@@ -124,7 +124,7 @@ class Spread:
     def weights_away(self) -> str:
         """As `optimizer_away`, of the weights."""
         parallel, row = self.spec.parallel, self.strategy
-        place = parallel.offload_parameters if row.stage == 3 else "none"
+        place = parallel.offload_param if row.stage == 3 else "none"
         if row.engine == "fsdp" and parallel.cpu_offload:
             place = "cpu"
         return "" if place == "none" or (place == "cpu" and self.cpu) else place
@@ -166,7 +166,7 @@ class Spread:
         if not self.shards:
             return []
         shape, parallel, first = self.shape, self.spec.parallel, self.strategy.version == 1
-        keeps = parallel.sharding == "shard_grad_op" if first else not parallel.reshard_after_forward
+        keeps = parallel.sharding_strategy == "shard_grad_op" if first else not parallel.reshard_after_forward
         keeps = keeps and not last  # when the backward pass has gone through them
         layers, embedded = (shape.layers, self.ends[0]) if keeps else (min(layers, shape.layers), 0)
         layers += apart
@@ -179,7 +179,7 @@ class Spread:
     def parcels(self) -> list[Row]:
         """Gradients on their way."""
         if self.zero:
-            mb = self.spec.parallel.bucket_mb
+            mb = self.spec.parallel.bucket_cap_mb
             return [Row("Gradient buckets", 3 * mb * MIB, f"3 x {mb} MiB: two to reduce, one to gather")]
         if self.strategy.engine == "ddp" and world(self.spec) > 1:
             width = 4 if masters(self.spec) else self.width

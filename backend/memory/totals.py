@@ -82,7 +82,7 @@ class Account(Passes):
             return []
         if self.adapter and not self.spec.refers:
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
-        if self.spec.preference.precompute:
+        if self.spec.preference.precompute_ref_log_probs:
             return []
         count, width = self.shape.parameters, self.width
         return [
@@ -110,7 +110,7 @@ class Account(Passes):
 
     def _step(self) -> list[Row]:
         """The optimizer's step."""
-        adam = self.spec.train.optimizer == "adamw"
+        adam = self.spec.train.optim == "adamw"
         largest = max((leaf.parameters for leaf in (*self.shape.layer, *self.shape.outside)), default=0)
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
         work = 0 if self.optimizer_away else work // self.sharers
@@ -121,9 +121,9 @@ class Account(Passes):
 
     def _evaluation(self) -> list[Row]:
         """The loss of an evaluation's batch, which may be larger than one of training."""
-        if self.spec.evaluation.when == "no":
+        if self.spec.eval.strategy == "no":
             return []
-        batch = self.spec.evaluation.batch_size * self.stage_row.sequences
+        batch = self.spec.eval.per_device_eval_batch_size * self.stage_row.sequences
         tokens = batch * self.length
         rows, words = min(tokens, TILE_TOKENS), min(self.shape.vocabulary, TILE_WORDS)
         each = self.width + (TILE_FORWARD if self._plain_loss() else 0)
@@ -137,9 +137,9 @@ class Account(Passes):
     def _answers(self) -> list[Row]:
         """Held-out rows being answered, by weights that every device has whole, or its slice of them."""
         spec, shape, width = self.spec, self.shape, self.width
-        if not spec.evaluation.samples or not self.stage_row.answers:
+        if not spec.eval.num_generations or not self.stage_row.answers:
             return []
-        tokens = spec.evaluation.batch_size * (self.length + spec.evaluation.max_new_tokens)
+        tokens = spec.eval.per_device_eval_batch_size * (self.length + spec.eval.max_new_tokens)
         each = 2 * shape.layers * shape.kv_heads * shape.head_dim
         rows = [
             Row("Keys and values", tokens * each * width, f"{tokens:,} tokens of answers x {each:,} x {width} bytes")
@@ -157,11 +157,7 @@ class Account(Passes):
         if self.cpu:
             return []
         count = processes(self.spec)
-        width = (
-            self.width
-            if self.adapter and not registry.LORA_INITS[self.spec.method.lora_init].moves
-            else self.state.width
-        )
+        width = self.width if self.adapter and not registry.LORA_INITS[self.spec.lora.init].moves else self.state.width
         loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
         if self.packed and self.strategy.stage != 3:  # each weight goes to its device as it is read
             loaded = min(loaded, FILE)
@@ -195,7 +191,7 @@ class Account(Passes):
         if self.weights_away == "cpu":
             width = self.width
             whole = self.plain + self.packed_bytes // width + (trained if self.zero else 0)
-            if self.spec.refers and not self.spec.preference.precompute:
+            if self.spec.refers and not self.spec.preference.precompute_ref_log_probs:
                 whole += self.shape.parameters
             rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows
@@ -205,15 +201,15 @@ class Account(Passes):
         spec, found = self.spec, []
         wide = self.state.width
         weights = self.trained * wide + (0 if self.adapter else self.frozen * self.width)
-        if spec.checkpoint.when != "no":
+        if spec.save.strategy != "no":
             copied = self.trained * wide if self.adapter and self.stage_row.reference else 0
-            state = 0 if spec.checkpoint.weights_only else self.state.bytes
+            state = 0 if spec.save.only_model else self.state.bytes
             count = self._written(rows)
             each = weights + copied + state + PAPERS
             words = f"{count} x {each:,} bytes of weights{' and optimizer state' if state else ''}, tokenizer"
             found.append(Row("Checkpoints", count * each, words, "disk"))
-        if spec.checkpoint.save_model:
-            whole = not self.adapter or spec.checkpoint.merge
+        if spec.save.final_model:
+            whole = not self.adapter or spec.save.merge_adapter
             stored = STORED.get(self.shape.dtype, 4) if wide == 4 else 2
             size = self.shape.parameters * stored if whole else weights
             words = f"{self.shape.parameters:,} x {stored} bytes" if whole else f"{self.trained:,} x {wide} bytes"
@@ -222,12 +218,12 @@ class Account(Passes):
 
     def _written(self, rows: int | None) -> int:
         """Checkpoints on the disk at once: the kept ones and the one that is being written."""
-        checkpoint, whole = self.spec.checkpoint, steps(self.spec, rows)
+        whole = steps(self.spec, rows)
         made = None
-        if checkpoint.when == "steps" and whole is not None:
-            made = math.ceil(whole / checkpoint.steps)
-        elif checkpoint.when == "epoch" and self.spec.train.length == "epochs":
-            made = math.ceil(self.spec.train.epochs)
-        if checkpoint.keep:
-            return min(checkpoint.keep + 1, made or checkpoint.keep + 1)
+        if self.spec.save.strategy == "steps" and whole is not None:
+            made = math.ceil(whole / self.spec.save.steps)
+        elif self.spec.save.strategy == "epoch" and self.spec.train.duration == "epochs":
+            made = math.ceil(self.spec.train.num_train_epochs)
+        if self.spec.save.total_limit:
+            return min(self.spec.save.total_limit + 1, made or self.spec.save.total_limit + 1)
         return made or 1

@@ -29,12 +29,14 @@ def shares(it: Spread) -> tuple[float, float]:
 def _followed(it: Spread) -> bool:
     """Whether it is like what was held to a tracker or to real runs."""
     spec, parallel = it.spec, it.spec.parallel
-    usual = spec.train.stage in registry.PLAIN and spec.train.optimizer == "adamw" and not spec.data.packing
+    usual = spec.train.stage in registry.PLAIN and spec.train.optim == "adamw" and not spec.data.packing
     plain = not (
-        it.packed or spec.method.lora_dora or spec.method.lora_dropout or spec.train.liger or spec.train.unsloth
+        it.packed or spec.lora.use_dora or spec.lora.dropout or spec.train.use_liger_kernel or spec.train.use_unsloth
     )
     engine = it.strategy.engine in ENGINES and it.strategy.version != 1 and it.strategy.stage == 0
-    whole = not (parallel.cpu_offload or parallel.pieces > 1 or spec.train.compile or spec.precision.compute == "fp8")
-    attention = spec.model.attention in ("auto", "sdpa", *registry.FLASH)
+    whole = not (
+        parallel.cpu_offload or parallel.pieces > 1 or spec.train.torch_compile or spec.precision.compute == "fp8"
+    )
+    attention = spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH)
     known = it.shape.model_type in FAMILIES and not (it.cpu and it.shape.experts)
     return usual and plain and engine and whole and attention and known

@@ -17,7 +17,9 @@ LORA_TARGETS: Mapping[str, Choice] = {
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 LORA_INITS: Mapping[str, Init] = {
-    "zero": Init("Zero", "As in the paper: A at random and B zero, so that training begins at the model as it is."),
+    "default": Init(
+        "Default", "As in the paper: A at random and B zero, so that training begins at the model as it is."
+    ),
     "gaussian": Init("Gaussian", "A from a normal distribution, B zero.", name="gaussian"),
     "orthogonal": Init(
         "Orthogonal", "A and B at random in directions that cancel each other; an even rank.", name="orthogonal"

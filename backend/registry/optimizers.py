@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from backend.registry.types import Optimizer
 
-PLAIN = frozenset({"weight_decay", "max_grad_norm", "scheduler", "warmup"})
-LION = PLAIN | {"beta1", "beta2"}
-ADAM = LION | {"epsilon"}
-GALORE = frozenset({"projection_rank", "projection_gap", "projection_targets", "galore_scale", "galore_projection"})
-APOLLO = frozenset({"projection_rank", "projection_gap", "projection_targets"}) | {
-    "apollo_scale", "apollo_projection", "apollo_scaling",
+PLAIN = frozenset({"weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps"})
+LION = PLAIN | {"adam_beta1", "adam_beta2"}
+ADAM = LION | {"adam_epsilon"}
+GALORE = frozenset({"projection_rank", "update_proj_gap", "optim_targets", "galore_scale", "galore_proj_type"})
+APOLLO = frozenset({"projection_rank", "update_proj_gap", "optim_targets"}) | {
+    "apollo_scale", "apollo_proj", "apollo_scale_type",
 }  # fmt: skip
 CLIP = frozenset({"max_grad_norm"})
 BNB = "bitsandbytes"
@@ -274,7 +274,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=2,
         bits=32,
         layout="block",
-        reads=ADAM | {"block_order", "block_steps"},
+        reads=ADAM | {"badam_switch_mode", "badam_switch_block_every"},
         rounding="its own fp32 copies",
     ),
     "lomo": Optimizer(
@@ -304,7 +304,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="schedulefree",
         name="schedule_free_adamw",
         states=2,
-        reads=ADAM - {"scheduler"},
+        reads=ADAM - {"lr_scheduler_type"},
     ),
     "schedule_free_radam": Optimizer(
         "Schedule-free RAdam",
@@ -312,7 +312,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="schedulefree",
         name="schedule_free_radam",
         states=2,
-        reads=ADAM - {"scheduler", "warmup"},
+        reads=ADAM - {"lr_scheduler_type", "warmup_steps"},
     ),
     "schedule_free_sgd": Optimizer(
         "Schedule-free SGD",
@@ -320,7 +320,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="schedulefree",
         name="schedule_free_sgd",
         states=1,
-        reads=PLAIN - {"scheduler"},
+        reads=PLAIN - {"lr_scheduler_type"},
     ),
     "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", name="sgd", reads=PLAIN),
     "sgd_momentum": Optimizer(

@@ -17,7 +17,7 @@ from backend.rules.base import Case, Example, Fix, Hit, names, reasons, rule
 from backend.rules.distributed.extra_config import dropping
 from backend.rules.examples import TWO_H100
 
-KEYS = "launch.accelerate_keys"
+KEYS = "launch.extra_accelerate_config"
 # accelerate 1.15 commands/config/config_args.py, ClusterConfig: any other name is refused.
 KNOWN = {
     "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type",
@@ -41,7 +41,7 @@ FIELDS = {
     "activation_checkpointing": AGAIN,
     "activation_checkpointing_offload": AGAIN,
     "offload_params": "use parallel.cpu_offload",
-    "transformer_layer_cls_to_wrap": "use parallel.wrap_layers",
+    "transformer_layer_cls_to_wrap": "use parallel.transformer_layer_cls_to_wrap",
 }
 HEARD = (*FIELDS, "ignored_modules")
 DDP, FSDP2 = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp2"}
@@ -53,7 +53,7 @@ def _bad(given: Mapping[str, Any], **more: Any) -> Example:
 
 def _given(case: Case) -> dict[str, Any]:
     launch = case.spec.launch
-    return merge.parse(launch.accelerate_keys) if launch.launcher == "accelerate" else {}
+    return merge.parse(launch.extra_accelerate_config) if launch.launcher == "accelerate" else {}
 
 
 def _table(given: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
@@ -157,7 +157,7 @@ def other_launch(case: Case) -> Hit | None:
     good=_bad({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2),
 )
 def unheard(case: Case) -> Hit | None:
-    """What FSDP is told stands in fsdp.json: parallel.engine_keys lays keys over that. Tables of other engines are
+    """What FSDP is told stands in fsdp.json: parallel.extra_config lays keys over that. Tables of other engines are
     passed over."""
     given = _given(case)
     if not given:
@@ -179,7 +179,7 @@ def unheard(case: Case) -> Hit | None:
 @rule(
     "LCH015",
     "warning",
-    fields=(KEYS, "train.compile"),
+    fields=(KEYS, "train.torch_compile"),
     title="The launcher would compile the model",
     source="accelerate 1.15 utils/launch.py prepare_multi_gpu_env: ACCELERATE_DYNAMO_BACKEND, which prepare_model "
     "follows",
@@ -187,12 +187,12 @@ def unheard(case: Case) -> Hit | None:
     good=_bad({"dynamo_config": {"dynamo_backend": "NO"}}),
 )
 def compiled_by_launcher(case: Case) -> Hit | None:
-    """Checks and estimate know of train.compile alone, and a run looks whether that was done."""
+    """Checks and estimate know of train.torch_compile alone, and a run looks whether that was done."""
     given = _given(case)
     backend = str(_table(given, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
     if backend == "NO":
         return None
     patch: dict[str, Any] = dropping(given, ["dynamo_config"], KEYS)
     if case.strategy.engine in ("", "ddp"):
-        patch["train.compile"] = True
+        patch["train.torch_compile"] = True
     return Hit(f"dynamo_config asks for {backend}.", (Fix("By the form", patch),))

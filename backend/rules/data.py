@@ -13,7 +13,7 @@ from backend.rules.base import Case, Example, Fix, Hit, counted, rule
 from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
 
 DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False, cost="not your data")
-NO_VALIDATION = Fix("Without validation", {"evaluation.when": "no"})
+NO_VALIDATION = Fix("Without validation", {"eval.strategy": "no"})
 
 
 @rule(
@@ -132,7 +132,7 @@ SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=F
     title="Validation files that cannot be used",
     source="the file itself",
     fixes=(
-        Fix("No validation", {"data.validation": "none", "evaluation.when": "no"}, cost="nothing is measured"),
+        Fix("No validation", {"data.validation": "none", "eval.strategy": "no"}, cost="nothing is measured"),
         SPLIT,
     ),
     bad=Example(FROM_FILES, glance=FILES),
@@ -154,7 +154,7 @@ def bad_validation(case: Case) -> str | None:
     fields=("data.validation", "data.validation_split"),
     title="One row cannot be split",
     source="arithmetic: a part kept back leaves nothing to learn",
-    fixes=(Fix("No validation", {"data.validation": "none", "evaluation.when": "no", "evaluation.samples": 0}),),
+    fixes=(Fix("No validation", {"data.validation": "none", "eval.strategy": "no", "eval.num_generations": 0}),),
     bad=Example(OWN, glance=replace(FILES, rows=1)),
     good=Example(OWN, glance=replace(FILES, rows=2)),
     proof="launch",
@@ -172,20 +172,20 @@ UNVALIDATED = {**OWN, "data.validation": "none"}
 @rule(
     "DAT007",
     "warning",
-    fields=("evaluation.when", "data.validation", "checkpoint.best"),
+    fields=("eval.strategy", "data.validation", "save.load_best_model_at_end"),
     title="Nothing to evaluate on",
     source="transformers 5.23: evaluation needs rows that are not trained on",
     fixes=(
-        Fix("No evaluation", {"evaluation.when": "no", "checkpoint.best": False}, cost="nothing is measured"),
+        Fix("No evaluation", {"eval.strategy": "no", "save.load_best_model_at_end": False}, cost="nothing is measured"),
         SPLIT,
     ),
     bad=Example(UNVALIDATED, glance=FILES),
-    good=Example({**UNVALIDATED, "evaluation.when": "no"}, glance=FILES),
+    good=Example({**UNVALIDATED, "eval.strategy": "no"}, glance=FILES),
 )
 def nothing_to_evaluate(case: Case) -> str | None:
     """Without validation rows there is no evaluation curve, and no best checkpoint to end with."""
     data = case.spec.data
-    if case.spec.evaluation.when == "no" or data.source == "builtin" or data.validation != "none":
+    if case.spec.eval.strategy == "no" or data.source == "builtin" or data.validation != "none":
         return None
     return "Evaluation is on, and no rows are kept back for it."
 
@@ -193,18 +193,18 @@ def nothing_to_evaluate(case: Case) -> str | None:
 @rule(
     "DAT008",
     "warning",
-    fields=("evaluation.samples", "data.validation"),
+    fields=("eval.num_generations", "data.validation"),
     title="Fewer validation rows than answers asked for",
     source="arithmetic",
-    bad=Example({"evaluation.samples": 100}),
-    good=Example({"evaluation.samples": 24}),
+    bad=Example({"eval.num_generations": 100}),
+    good=Example({"eval.num_generations": 24}),
 )
 def too_many_samples(case: Case) -> Hit | None:
     """The answers before and after are given to validation rows."""
-    wanted, held = case.spec.evaluation.samples, case.held
+    wanted, held = case.spec.eval.num_generations, case.held
     if not registry.STAGES[case.spec.train.stage].answers or held is None or wanted <= held or not case.glance.exact:
         return None
-    fix = Fix(counted(held, "answer") if held else "No answers", {"evaluation.samples": held})
+    fix = Fix(counted(held, "answer") if held else "No answers", {"eval.num_generations": held})
     return Hit(f"{counted(wanted, 'answer')}, and {counted(held, 'validation row')}.", (fix,))
 
 
@@ -244,7 +244,7 @@ def no_answer_left(case: Case) -> Hit | None:
     """A row is learned from its first answer on. Where the cut comes before that in every row, none is left. Pairs for
     a reward model are not cut: those that are longer are dropped."""
     glance, stage, cut = case.glance, case.spec.train.stage, case.spec.data.max_length
-    learned = stage in registry.COMPARING or (stage == "sft" and case.spec.data.learn == "answers")
+    learned = stage in registry.COMPARING or (stage == "sft" and case.spec.data.loss_on == "completions")
     least = min(glance.lengths, default=0) if stage == "reward" else glance.opening * learned
     if not glance.exact or cut >= 0.8 * least:  # as far as estimates are trusted
         return None
@@ -299,81 +299,88 @@ def beyond_training(case: Case) -> Hit | None:
 @rule(
     "DAT012",
     "warning",
-    fields=("data.packing", "train.group_by_length"),
+    fields=("data.packing", "train.train_sampling_strategy"),
     title="Grouping rows that are all full",
     source="arithmetic: packed rows have one length",
-    fixes=(Fix("Without grouping", {"train.group_by_length": False}),),
-    bad=Example({"data.packing": True, "train.group_by_length": True}, H100),
+    fixes=(Fix("Without grouping", {"train.train_sampling_strategy": "random"}),),
+    bad=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),
     good=Example({"data.packing": True}, H100),
 )
 def grouped_packs(case: Case) -> str | None:
     """Packing fills every row to the cut-off length, so there is nothing left to group; the order only gets worse."""
-    both = case.spec.data.packing and case.spec.train.group_by_length
+    both = case.spec.data.packing and case.spec.train.train_sampling_strategy == "group_by_length"
     return "Packed rows are of one length already." if both else None
 
 
 @rule(
     "DAT013",
     "warning",
-    fields=("data.packing", "train.batch_size", "data.max_length"),
+    fields=("data.packing", "train.per_device_train_batch_size", "data.max_length"),
     title="Packing makes one very long row of a batch",
     source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",
-    bad=Example({"data.packing": True, "train.batch_size": 8, "data.max_length": 2048}, H100),
-    good=Example({"data.packing": True, "train.batch_size": 1, "data.max_length": 2048}, H100),
+    bad=Example({"data.packing": True, "train.per_device_train_batch_size": 8, "data.max_length": 2048}, H100),
+    good=Example({"data.packing": True, "train.per_device_train_batch_size": 1, "data.max_length": 2048}, H100),
 )
 def long_packs(case: Case) -> Hit | None:
     """The packed rows of a batch lie one behind the other, and attention computes every pair of their tokens,
     masked or not. Twice the batch takes four times the time and memory; accumulation does not."""
     train, data = case.spec.train, case.spec.data
-    if not data.packing or train.batch_size == 1 or train.batch_size * data.max_length <= 8192:
+    if (
+        not data.packing
+        or train.per_device_train_batch_size == 1
+        or train.per_device_train_batch_size * data.max_length <= 8192
+    ):
         return None
-    patch = {"train.batch_size": 1, "train.accumulation": train.accumulation * train.batch_size}
-    tokens = train.batch_size * data.max_length
+    patch = {
+        "train.per_device_train_batch_size": 1,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps * train.per_device_train_batch_size,
+    }
+    tokens = train.per_device_train_batch_size * data.max_length
     return Hit(f"Attention over {tokens:,} tokens at once.", (Fix("Accumulate instead", patch),))
 
 
 @rule(
     "DAT014",
     "advice",
-    fields=("data.learn",),
+    fields=("data.loss_on",),
     title="Plain text has no answers",
     source="the rows: no turn is marked as an answer",
     fixes=(
-        Fix("Every token", {"data.learn": "all"}),
+        Fix("Every token", {"data.loss_on": "all_tokens"}),
         Fix("Pre-training", {"train.stage": "pretraining"}, False, "no chat"),
     ),
     bad=Example({**OWN, "data.format": "text"}, glance=replace(FILES, format="text", columns=("text",))),
     good=Example(
-        {**OWN, "data.format": "text", "data.learn": "all"},
+        {**OWN, "data.format": "text", "data.loss_on": "all_tokens"},
         glance=replace(FILES, format="text", columns=("text",)),
     ),
 )
 def text_without_answers(case: Case) -> str | None:
     """Every token of plain text is learned, whatever is chosen here."""
-    sft = case.spec.train.stage == "sft" and case.spec.data.learn == "answers"
+    sft = case.spec.train.stage == "sft" and case.spec.data.loss_on == "completions"
     return "The rows are plain text: every token is learned." if sft and case.glance.format == "text" else None
 
 
 @rule(
     "DAT015",
     "advice",
-    fields=("data.workers", "train.dataloader_workers"),
+    fields=("data.dataset_num_proc", "train.dataloader_num_workers"),
     title="More helpers than cores",
     source="arithmetic",
-    bad=Example({"data.workers": 64}),
-    good=Example({"data.workers": 4}),
+    bad=Example({"data.dataset_num_proc": 64}),
+    good=Example({"data.dataset_num_proc": 4}),
 )
 def many_workers(case: Case) -> Hit | None:
     """Processes that prepare or load rows want cores of their own; beyond that they take turns."""
-    cores, prepare = case.machine.cores, case.spec.data.workers
-    load = case.spec.train.dataloader_workers * case.processes
+    cores, prepare = case.machine.cores, case.spec.data.dataset_num_proc
+    load = case.spec.train.dataloader_num_workers * case.processes
     patch: dict[str, int] = {}
     if prepare > 2 * cores:
-        patch["data.workers"] = cores
+        patch["data.dataset_num_proc"] = cores
     if load > 2 * cores:
-        patch["train.dataloader_workers"] = max(1, cores // case.processes)
-        if patch["train.dataloader_workers"] * case.processes > 2 * cores:
-            patch["train.dataloader_workers"] = 0
+        patch["train.dataloader_num_workers"] = max(1, cores // case.processes)
+        if patch["train.dataloader_num_workers"] * case.processes > 2 * cores:
+            patch["train.dataloader_num_workers"] = 0
     if not patch:
         return None
     return Hit(

@@ -277,7 +277,7 @@ def missing_fp8(case: Case) -> str | None:
     source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 masters; accelerate 1.15 accelerator.py hands it "
     "Transformer Engine's deprecated recipe alone",
     fixes=(BF16,),
-    bad=Example({**PURE, "parallel.strategy": "zero2", "launch.processes": 1}, EQUIPPED_TWO),
+    bad=Example({**PURE, "parallel.strategy": "zero2", "launch.nproc_per_node": 1}, EQUIPPED_TWO),
     good=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
     proof="launch",
 )
@@ -293,17 +293,17 @@ def precision_of_zero(case: Case) -> str | None:
 @rule(
     "PRC009",
     "advice",
-    fields=("precision.compute", "train.optimizer"),
+    fields=("precision.compute", "train.optim"),
     title="Pure bf16 loses small updates",
     source="arithmetic: bf16 has 8 bits of mantissa, so 1 + 0.001 is 1",
-    fixes=(BF16, Fix("StableAdamW", {"train.optimizer": "stable_adamw"}, safe=False, cost="sums what rounding loses")),
+    fixes=(BF16, Fix("StableAdamW", {"train.optim": "stable_adamw"}, safe=False, cost="sums what rounding loses")),
     bad=Example(PURE, EQUIPPED_H100),
-    good=Example({**PURE, "train.optimizer": "stable_adamw"}, EQUIPPED_H100),
+    good=Example({**PURE, "train.optim": "stable_adamw"}, EQUIPPED_H100),
 )
 def lost_updates(case: Case) -> str | None:
     """An update below a 256th of its weight is rounded away. Optimizers that sum by Kahan, round stochastically or keep
     masters of their own lose nothing; others need a larger learning rate, or learn less."""
-    row = registry.OPTIMIZERS[case.spec.train.optimizer]
+    row = registry.OPTIMIZERS[case.spec.train.optim]
     lost = case.spec.precision.compute == "pure_bf16" and not row.rounding
     return f"{row.label} adds its updates to bf16 weights directly." if lost else None
 

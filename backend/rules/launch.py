@@ -39,11 +39,11 @@ def python_launcher(case: Case) -> str | None:
 @rule(
     "LCH002",
     "error",
-    fields=("launch.processes",),
+    fields=("launch.nproc_per_node",),
     title="More processes than devices",
     source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
-    bad=Example({**DDP, "launch.processes": 4}, TWO_H100),
-    good=Example({**DDP, "launch.processes": 2}, TWO_H100),
+    bad=Example({**DDP, "launch.nproc_per_node": 4}, TWO_H100),
+    good=Example({**DDP, "launch.nproc_per_node": 2}, TWO_H100),
 )
 def too_many_processes(case: Case) -> Hit | None:
     """Each process needs a device of its own: two on one GPU abort in NCCL, or run out of memory together."""
@@ -57,17 +57,17 @@ def too_many_processes(case: Case) -> Hit | None:
 def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
     """One process; the batch of a step stays if it can."""
     patch = {"parallel.strategy": "single", **more}
-    whole = {**patch, "train.accumulation": case.spec.train.accumulation * case.learners}
-    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optimizer].inside
+    whole = {**patch, "train.gradient_accumulation_steps": case.spec.train.gradient_accumulation_steps * case.learners}
+    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optim].inside
     return Fix("One process", whole if same else patch, same, "one device does it all")
 
 
 def _together(case: Case, count: int) -> Fix:
     """As many processes as devices; the batch of a step stays if it can."""
-    patch: dict[str, object] = {"launch.processes": count}
-    whole = case.spec.train.accumulation * case.processes
+    patch: dict[str, object] = {"launch.nproc_per_node": count}
+    whole = case.spec.train.gradient_accumulation_steps * case.processes
     if whole % count == 0:
-        patch["train.accumulation"] = whole // count
+        patch["train.gradient_accumulation_steps"] = whole // count
     if len(case.spec.launch.devices) > count:
         patch["launch.devices"] = case.spec.launch.devices[:count]
     return Fix(counted(count, "process"), patch, safe=whole % count == 0)
@@ -98,7 +98,7 @@ def unknown_device(case: Case) -> Hit | None:
             fixes = [
                 Fix(
                     f"{counted(len(known), 'process')} on all",
-                    {"launch.devices": (), "launch.processes": len(known)},
+                    {"launch.devices": (), "launch.nproc_per_node": len(known)},
                     False,
                 )
             ]
@@ -131,11 +131,11 @@ def repeated_device(case: Case) -> Hit | None:
 @rule(
     "LCH005",
     "error",
-    fields=("launch.devices", "launch.processes"),
+    fields=("launch.devices", "launch.nproc_per_node"),
     title="Fewer device ids than processes",
     source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
-    bad=Example({**DDP, "launch.devices": (1,), "launch.processes": 2}, TWO_H100),
-    good=Example({**DDP, "launch.devices": (0, 1), "launch.processes": 2}, TWO_H100),
+    bad=Example({**DDP, "launch.devices": (1,), "launch.nproc_per_node": 2}, TWO_H100),
+    good=Example({**DDP, "launch.devices": (0, 1), "launch.nproc_per_node": 2}, TWO_H100),
 )
 def too_few_ids(case: Case) -> Hit | None:
     """Only the named devices are visible to the run, and each process needs one."""
@@ -166,7 +166,7 @@ def idle_devices(case: Case) -> Hit | None:
     if not case.gpu or len(set(ids)) <= case.processes:
         return None
     first = tuple(dict.fromkeys(ids))[: case.processes]
-    every = {"parallel.strategy": "ddp", "launch.processes": len(set(ids)), "launch.launcher": "torchrun"}
+    every = {"parallel.strategy": "ddp", "launch.nproc_per_node": len(set(ids)), "launch.launcher": "torchrun"}
     fixes = (
         Fix(f"Only {names(first)}", {"launch.devices": first}),
         Fix("DDP on all of them", every, safe=False, cost="more rows a step"),
@@ -177,12 +177,12 @@ def idle_devices(case: Case) -> Hit | None:
 @rule(
     "LCH007",
     "advice",
-    fields=("parallel.strategy", "launch.processes"),
+    fields=("parallel.strategy", "launch.nproc_per_node"),
     title="A strategy of many with one process",
     source="arithmetic: one process has nobody to share with",
     fixes=(Fix("One process, without a strategy", {"parallel.strategy": "single"}),),
-    bad=Example({**DDP, "launch.processes": 1}),
-    good=Example({**DDP, "launch.processes": 2}),
+    bad=Example({**DDP, "launch.nproc_per_node": 1}),
+    good=Example({**DDP, "launch.nproc_per_node": 2}),
 )
 def lonely(case: Case) -> str | None:
     """These strategies average gradients among processes, and some spread what each would hold. With one process
@@ -197,29 +197,29 @@ def _many(case: Case) -> bool:
 @rule(
     "LCH008",
     "warning",
-    fields=("launch.threads", "launch.processes"),
+    fields=("launch.omp_num_threads", "launch.nproc_per_node"),
     title="More CPU threads than cores",
     source="arithmetic; PyTorch's notes on CPU threading",
-    fixes=(Fix("Share the cores", {"launch.threads": 0}),),
-    bad=Example({**DDP, "launch.threads": 8}),
-    good=Example({**DDP, "launch.threads": 4}),
+    fixes=(Fix("Share the cores", {"launch.omp_num_threads": 0}),),
+    bad=Example({**DDP, "launch.omp_num_threads": 8}),
+    good=Example({**DDP, "launch.omp_num_threads": 4}),
 )
 def crowded_threads(case: Case) -> str | None:
     """Threads that wait for the same core slow each other down, often by more than half."""
-    wanted = case.spec.launch.threads * case.processes
+    wanted = case.spec.launch.omp_num_threads * case.processes
     if wanted <= case.machine.cores:
         return None
-    return f"{case.processes} x {case.spec.launch.threads} threads on {counted(case.machine.cores, 'core')}."
+    return f"{case.processes} x {case.spec.launch.omp_num_threads} threads on {counted(case.machine.cores, 'core')}."
 
 
 @rule(
     "LCH009",
     "warning",
-    fields=("launch.processes",),
+    fields=("launch.nproc_per_node",),
     title="More processes than CPU cores",
     source="arithmetic",
-    bad=Example({**DDP, "launch.processes": 16}, ROOMY),
-    good=Example({**DDP, "launch.processes": 4}),
+    bad=Example({**DDP, "launch.nproc_per_node": 16}, ROOMY),
+    good=Example({**DDP, "launch.nproc_per_node": 4}),
 )
 def crowded_cores(case: Case) -> Hit | None:
     """On a CPU every process computes on cores of its own. More processes than cores only take turns, and each
@@ -241,17 +241,17 @@ RESERVED |= {"FOOTPLATE_RUN"}
 @rule(
     "LCH010",
     "error",
-    fields=("launch.environment",),
+    fields=("launch.env",),
     title="A variable that belongs to the launcher",
     source="torch 2.13 distributed/elastic: torchrun sets these for each worker",
-    bad=Example({"launch.launcher": "python", "launch.environment": {"WORLD_SIZE": "2"}}),
-    good=Example({"launch.environment": {"NCCL_DEBUG": "INFO"}}),
+    bad=Example({"launch.launcher": "python", "launch.env": {"WORLD_SIZE": "2"}}),
+    good=Example({"launch.env": {"NCCL_DEBUG": "INFO"}}),
     proof="launch",
 )
 def reserved_variables(case: Case) -> Hit | None:
     """The launcher tells each process its rank by these variables, and Footplate finds a run's processes by
     FOOTPLATE_RUN. A value of one's own makes processes wait for others that never come, or escape a stop."""
-    found = [n for n in case.spec.launch.environment if n in RESERVED or n.startswith("TORCHELASTIC_")]
+    found = [n for n in case.spec.launch.env if n in RESERVED or n.startswith("TORCHELASTIC_")]
     return Hit(f"{names(found)} cannot be set by hand.", (without(case, found),)) if found else None
 
 
@@ -260,28 +260,28 @@ VISIBLE = tuple(row.visible for row in registry.DEVICES.values() if row.visible)
 
 def without(case: Case, drop: list[str]) -> Fix:
     """Leave variables of one's own out."""
-    kept = {name: value for name, value in case.spec.launch.environment.items() if name not in drop}
-    return Fix(f"Leave out {names(drop)}", {"launch.environment": kept})
+    kept = {name: value for name, value in case.spec.launch.env.items() if name not in drop}
+    return Fix(f"Leave out {names(drop)}", {"launch.env": kept})
 
 
 @rule(
     "LCH011",
     "warning",
-    fields=("launch.environment",),
+    fields=("launch.env",),
     title="A variable that overrides an option",
     source="the plan: what is given under Environment wins over what follows from the options",
-    bad=Example({"launch.environment": {"CUDA_VISIBLE_DEVICES": "3"}}, H100),
-    good=Example({"launch.environment": {"HF_HOME": "/data/hub"}}, H100),
+    bad=Example({"launch.env": {"CUDA_VISIBLE_DEVICES": "3"}}, H100),
+    good=Example({"launch.env": {"HF_HOME": "/data/hub"}}, H100),
 )
 def overriding_variables(case: Case) -> Hit | None:
     """The option says one thing and the variable another; the variable wins, and checks and estimate do not know."""
-    options = {"OMP_NUM_THREADS": "launch.threads"}
+    options = {"OMP_NUM_THREADS": "launch.omp_num_threads"}
     if case.spec.launch.launcher != "deepspeed":  # which sets them itself
         options |= dict.fromkeys(VISIBLE, "launch.devices")
-    found = [name for name in case.spec.launch.environment if name in options]
+    found = [name for name in case.spec.launch.env if name in options]
     if not found:
         return None
-    fields = ("launch.environment", *dict.fromkeys(options[name] for name in found))
+    fields = ("launch.env", *dict.fromkeys(options[name] for name in found))
     return Hit(f"{names(found)} overrides {names([options[n] for n in found])}.", (without(case, found),), fields)
 
 
@@ -293,14 +293,14 @@ HARMLESS = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
 @rule(
     "LCH012",
     "error",
-    fields=("launch.environment",),
+    fields=("launch.env",),
     title="A variable that changes the engine",
     source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read them",
-    bad=Example({"launch.environment": {"ACCELERATE_USE_FSDP": "true"}}),
-    good=Example({"launch.environment": {"ACCELERATE_LOG_LEVEL": "info"}}),
+    bad=Example({"launch.env": {"ACCELERATE_USE_FSDP": "true"}}),
+    good=Example({"launch.env": {"ACCELERATE_LOG_LEVEL": "info"}}),
 )
 def engine_variables(case: Case) -> Hit | None:
     """The launchers take their settings from the environment too: another strategy, precision, device or
     number of processes than the options say, without a word."""
-    found = [name for name in case.spec.launch.environment if name.startswith(THEIRS) and name not in HARMLESS]
+    found = [name for name in case.spec.launch.env if name.startswith(THEIRS) and name not in HARMLESS]
     return Hit(f"{names(found)} would change it behind the options.", (without(case, found),)) if found else None

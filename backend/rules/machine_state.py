@@ -14,7 +14,7 @@ from backend.rules.base import Case, Example, Fix, Hit, amount, names, rule
 from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
 
 LEAST_SHARED = GIB
-SLICED = {"parallel.strategy": "tensor", "method.kind": "full", "checkpoint.when": "no"}
+SLICED = {"parallel.strategy": "tensor", "method.kind": "full", "save.strategy": "no"}
 SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
 BUSY = tuple(replace(gpu, users=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus)
 
@@ -47,20 +47,20 @@ def busy(case: Case) -> Hit | None:
 @rule(
     "HW009",
     "warning",
-    fields=("train.dataloader_workers", "launch.processes"),
+    fields=("train.dataloader_num_workers", "launch.nproc_per_node"),
     title="Little memory for processes to share",
     source="torch 2.13 storage.py share_memory_, by which loaders hand rows over; NCCL's user guide, troubleshooting, "
     "shared memory",
     remedy="Start the container with --ipc=host, or --shm-size=8g.",
-    fixes=(Fix("Load rows in the training process", {"train.dataloader_workers": 0}),),
-    bad=Example({"train.dataloader_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
-    good=Example({"train.dataloader_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
+    fixes=(Fix("Load rows in the training process", {"train.dataloader_num_workers": 0}),),
+    bad=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
+    good=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
 )
 def little_shared(case: Case) -> str | None:
     """Processes that load rows hand them over through /dev/shm, and NCCL talks through it. A container has 64 MiB
     unless it is told otherwise: then a bus error ends the run, at any step."""
     room = case.machine.shm_bytes
-    shares = case.spec.train.dataloader_workers or (case.device == "cuda" and case.processes > 1)
+    shares = case.spec.train.dataloader_num_workers or (case.device == "cuda" and case.processes > 1)
     if room is None or room >= LEAST_SHARED or not shares:
         return None
     return f"/dev/shm has {amount(room)} free."

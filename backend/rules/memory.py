@@ -29,7 +29,7 @@ SOURCE = "the estimate: closed formulas, checked against measured peaks"
 @rule(
     "MEM001",
     "error",
-    fields=("train.batch_size", "data.max_length", "method.kind"),
+    fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="It does not fit into memory",
     source=SOURCE,
     bad=Example(WHOLE, H100, EIGHT_B),
@@ -47,7 +47,7 @@ def does_not_fit(case: Case) -> Hit | None:
 @rule(
     "MEM002",
     "warning",
-    fields=("train.batch_size", "data.max_length", "method.kind"),
+    fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="It may not fit into memory",
     source=SOURCE,
     bad=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
@@ -85,7 +85,7 @@ def host_full(case: Case) -> Hit | None:
         Fix("Optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=THERE),
         Fix(
             "Nothing offloaded",
-            {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none"},
+            {"parallel.offload_optimizer": "none", "parallel.offload_param": "none"},
             cost=THERE,
         ),
         Fix("Nothing offloaded", {"parallel.cpu_offload": False}, cost=THERE),
@@ -116,5 +116,5 @@ def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest row depends on."""
     largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
     if largest.name in ("Activations", "A layer's gradients", "Loss"):
-        return ("train.batch_size", "data.max_length", "train.activation_checkpointing")
-    return ("method.kind", "train.optimizer", "precision.compute")
+        return ("train.per_device_train_batch_size", "data.max_length", "train.activation_checkpointing")
+    return ("method.kind", "train.optim", "precision.compute")

@@ -25,10 +25,10 @@ FEW = 3  # below it, rows are cut, too
 TRIES = 12  # combinations of one size that are worth the time
 LOSSES = ((0, 0, 1), (1, 39, FEW), (40, 1000, 1))  # from, to; further changes are added until so many are found
 CLEARLY = 1.2  # of what is free: it does not start, as far as the estimate may be wrong
-ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_parameters": "none", "parallel.cpu_offload": False}
+ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_param": "none", "parallel.cpu_offload": False}
 AWAY: Mapping[str, Mapping[str, Any]] = {
     "zero2": {"parallel.offload_optimizer": "cpu"},
-    "zero3": {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "cpu"},
+    "zero3": {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"},
     "fsdp2": {"parallel.cpu_offload": True},
 }
 LEFT_OUT = ("zero0", "fsdp1")  # as DDP, and as FSDP2
@@ -217,36 +217,40 @@ def _methods(case: Case) -> Iterator[Change]:
         lora["train.learning_rate"] = 2e-4
     if method.kind != "lora":
         yield Change("method", Fix("LoRA", lora, False, "only adapters learn"), loss=20)
-    if method.quantization == "none" and not parallel.cpu_offload and parallel.offload_parameters == "none":
+    if method.quantization == "none" and not parallel.cpu_offload and parallel.offload_param == "none":
         whole = method.kind != "lora"
-        packed = {"method.quantization": "nf4", "method.double_quantization": True, **(lora if whole else {})}
+        packed = {"method.quantization": "nf4", "method.bnb_4bit_use_double_quant": True, **(lora if whole else {})}
         cost = "only adapters learn, on 4 bits" if whole else "the base has 4 bits"
         yield Change("method", Fix("QLoRA", packed, False, cost), loss=25 if whole else 10, slow=30)
 
 
 def _ranks(case: Case) -> Iterator[Change]:
-    if case.spec.method.lora_rank > 64:
-        narrow = {"method.lora_rank": 16, "method.lora_alpha": 32.0}
+    if case.spec.lora.r > 64:
+        narrow = {"lora.r": 16, "lora.alpha": 32.0}
         yield Change("rank", Fix("Rank 16", narrow, False, "narrower adapters"), loss=6)
 
 
 def _targets(case: Case) -> Iterator[Change]:
-    if case.spec.method.on_experts(case.glance.stacked):
+    if case.spec.adapts_experts(case.glance.stacked):
         yield Change("targets", ATTENTION, loss=7)
 
 
 def _optimizers(case: Case) -> Iterator[Change]:
-    if case.spec.train.optimizer in ("adamw", "adamw_fused"):
-        rounded = Fix("8-bit AdamW", {"train.optimizer": "adamw_8bit"}, False, "its state is rounded")
+    if case.spec.train.optim in ("adamw", "adamw_fused"):
+        rounded = Fix("8-bit AdamW", {"train.optim": "adamw_8bit"}, False, "its state is rounded")
         yield Change("optimizer", rounded, loss=5)
-        other = Fix("Adafactor", {"train.optimizer": "adafactor"}, False, "learns another way")
+        other = Fix("Adafactor", {"train.optim": "adafactor"}, False, "learns another way")
         yield Change("optimizer", other, loss=15, slow=5)
 
 
 def _references(case: Case) -> Iterator[Change]:
     if not registry.STAGES[case.spec.train.stage].reference:
         return
-    fix = Fix("Reference computed beforehand", {"preference.precompute": True}, cost="one pass over the rows before")
+    fix = Fix(
+        "Reference computed beforehand",
+        {"preference.precompute_ref_log_probs": True},
+        cost="one pass over the rows before",
+    )
     yield Change("reference", fix, slow=5)
 
 
@@ -257,7 +261,9 @@ def _checkpointing(case: Case) -> Iterator[Change]:
 
 def _batches(case: Case) -> Iterator[Change]:
     for step, patch in enumerate(smaller(case), start=1):
-        fix = Fix(f"Batch size {patch['train.batch_size']}, accumulated", patch, cost="a little slower")
+        fix = Fix(
+            f"Batch size {patch['train.per_device_train_batch_size']}, accumulated", patch, cost="a little slower"
+        )
         yield Change("batch", fix, slow=4 * step)
 
 
@@ -285,13 +291,13 @@ LADDERS = ("batch", "length")  # the first step that is enough will do; of other
 
 def smaller(case: Case) -> Iterator[dict[str, Any]]:
     """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
-    size, accumulation = case.spec.train.batch_size, case.spec.train.accumulation
-    if registry.OPTIMIZERS[case.spec.train.optimizer].inside:
+    size, accumulation = case.spec.train.per_device_train_batch_size, case.spec.train.gradient_accumulation_steps
+    if registry.OPTIMIZERS[case.spec.train.optim].inside:
         return  # it steps with every batch: nothing adds up
-    neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss == "kto"  # a row needs another
+    neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss_type == "kto"  # a row needs another
     while size > 1 + neighbours and size % 2 == 0:
         size, accumulation = size // 2, accumulation * 2
-        yield {"train.batch_size": size, "train.accumulation": accumulation}
+        yield {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
 
 
 def strategies(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -310,10 +316,10 @@ def _to_strategy(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str
     patch = {"parallel.strategy": strategy, **more}
     if strategy in registry.MANY:
         there = len(case.machine.gpus) if case.gpu else 0
-        asked = spec.launch.processes if spec.parallel.strategy in registry.MANY else there or 2
-        patch["launch.processes"] = min(asked, there or asked)
-    rows, each = global_batch(spec), spec.train.batch_size * learners(case.with_patch(patch))
-    dealt = {**patch, "train.accumulation": rows // each}
+        asked = spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else there or 2
+        patch["launch.nproc_per_node"] = min(asked, there or asked)
+    rows, each = global_batch(spec), spec.train.per_device_train_batch_size * learners(case.with_patch(patch))
+    dealt = {**patch, "train.gradient_accumulation_steps": rows // each}
     if rows % each == 0 and case.takes(dealt):
         return dealt
     return patch

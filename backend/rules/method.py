@@ -15,8 +15,8 @@ from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
 
 BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
-ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False, cost="more is trained")
-CUSTOM = {"method.lora_targets": "custom"}
+ALL = Fix("All linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more is trained")
+CUSTOM = {"lora.targets": "custom"}
 FREEZE = {"method.kind": "freeze"}
 
 
@@ -58,19 +58,19 @@ def empty_hub_id(case: Case) -> str | None:
 @rule(
     "MDL003",
     "error",
-    fields=("data.template", "model.path"),
+    fields=("data.chat_template", "model.path"),
     title="The model has no chat template",
     source="transformers 5.23: apply_chat_template refuses a tokenizer without one",
-    fixes=(Fix("ChatML", {"data.template": "chatml"}, safe=False),),
+    fixes=(Fix("ChatML", {"data.chat_template": "chatml"}, safe=False),),
     bad=Example(PATH, glance=replace(DEMO, has_template=False)),
-    good=Example({**PATH, "data.template": "chatml"}, glance=replace(DEMO, has_template=False)),
+    good=Example({**PATH, "data.chat_template": "chatml"}, glance=replace(DEMO, has_template=False)),
     proof="launch",
 )
 def no_template(case: Case) -> Hit | None:
     """A base model's tokenizer does not know how a conversation is written. ChatML is a good choice for one; it is
     saved with the trained model."""
     data, glance = case.spec.data, case.glance
-    if case.spec.train.stage == "pretraining" or data.template != "model" or glance.has_template is not False:
+    if case.spec.train.stage == "pretraining" or data.chat_template != "model" or glance.has_template is not False:
         return None
     if glance.format == "text":
         return None
@@ -82,17 +82,17 @@ def no_template(case: Case) -> Hit | None:
 @rule(
     "MDL004",
     "error",
-    fields=("data.template_file",),
+    fields=("data.chat_template_file",),
     title="The template file cannot be used",
     source="transformers: a chat template is a Jinja text over messages",
-    fixes=(Fix("The model's own template", {"data.template": "model"}, safe=False),),
-    bad=Example({"data.template": "file"}, glance=replace(DEMO, template="No template file is named.")),
-    good=Example({"data.template": "file", "data.template_file": "t.jinja"}),
+    fixes=(Fix("The model's own template", {"data.chat_template": "model"}, safe=False),),
+    bad=Example({"data.chat_template": "file"}, glance=replace(DEMO, template="No template file is named.")),
+    good=Example({"data.chat_template": "file", "data.chat_template_file": "t.jinja"}),
     proof="launch",
 )
 def template_file(case: Case) -> str | None:
     """The file must be readable and write the conversation, which it knows as messages."""
-    return case.glance.template if case.spec.data.template == "file" and case.glance.template else None
+    return case.glance.template if case.spec.data.chat_template == "file" and case.glance.template else None
 
 
 def _lora(case: Case) -> ModelShape | None:
@@ -106,47 +106,47 @@ def _listed(name: str, kept: Iterable[str]) -> dict[str, Any]:
 @rule(
     "MTH001",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="No module is named for the adapter",
     source="peft 0.21 tuners_utils.py: target modules must match something",
     fixes=(ALL,),
     bad=Example(CUSTOM),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "v_proj")}),
+    good=Example({**CUSTOM, "lora.target_modules": ("q_proj", "v_proj")}),
     proof="launch",
 )
 def no_targets(case: Case) -> Hit | None:
     """Adapters go where they are told. Without a name there is nothing to train."""
     method, shape = case.spec.method, case.shape
-    if method.kind != "lora" or method.lora_targets != "custom" or method.lora_target_modules:
+    if method.kind != "lora" or case.spec.lora.targets != "custom" or case.spec.lora.target_modules:
         return None
     if shape is None:
         return Hit("Name the ends of module names.")
-    every = Fix(f"Name {names(shape.linear)}", _listed("method.lora_target_modules", shape.linear), False)
+    every = Fix(f"Name {names(shape.linear)}", _listed("lora.target_modules", shape.linear), False)
     return Hit(f"The model has {names(shape.linear)}.", (every,))
 
 
 @rule(
     "MTH002",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="The model has no such module",
     source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
     fixes=(ALL,),
-    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "c_attn")}),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "self_attn.v_proj")}),
+    bad=Example({**CUSTOM, "lora.target_modules": ("q_proj", "c_attn")}),
+    good=Example({**CUSTOM, "lora.target_modules": ("q_proj", "self_attn.v_proj")}),
     proof="launch",
 )
 def unknown_targets(case: Case) -> Hit | None:
     """Module names differ from one architecture to the next."""
     shape, method = case.shape, case.spec.method
-    if method.kind != "lora" or method.lora_targets != "custom":
+    if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None
-    wanted = [name for name in method.lora_target_modules if shape is None or not _is_head(shape, name)]
+    wanted = [name for name in case.spec.lora.target_modules if shape is None or not _is_head(shape, name)]
     unknown = [name for name in wanted if not _can_carry(case, name)]
     if not unknown:
         return None
     kept = [name for name in wanted if name not in unknown]
-    fixes = (Fix(f"Leave out {names(unknown)}", _listed("method.lora_target_modules", kept), False),) if kept else ()
+    fixes = (Fix(f"Leave out {names(unknown)}", _listed("lora.target_modules", kept), False),) if kept else ()
     found = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}." if shape else ""
     return Hit(found or _lacks(case, unknown), fixes)
 
@@ -170,42 +170,42 @@ def _is_head(shape: ModelShape, name: str) -> bool:
 @rule(
     "MTH003",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="An adapter on the output layer",
     source="trl 1.16 sft_trainer.py: the loss multiplies with lm_head.weight directly, the adapter is never trained",
-    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "lm_head")}),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj",)}),
+    bad=Example({**CUSTOM, "lora.target_modules": ("q_proj", "lm_head")}),
+    good=Example({**CUSTOM, "lora.target_modules": ("q_proj",)}),
     proof="launch",
 )
 def head_as_target(case: Case) -> Hit | None:
     """The loss uses the weights of the output layer by themselves and would never see an adapter there."""
-    shape, wanted = _lora(case), case.spec.method.lora_target_modules
-    if shape is None or case.spec.method.lora_targets != "custom":
+    shape, wanted = _lora(case), case.spec.lora.target_modules
+    if shape is None or case.spec.lora.targets != "custom":
         return None
     if not any(_is_head(shape, name) for name in wanted):
         return None
     kept = [name for name in wanted if not _is_head(shape, name) and _carries(shape, name)]
-    fix = Fix(f"Leave out {shape.head}", _listed("method.lora_target_modules", kept), False) if kept else ALL
+    fix = Fix(f"Leave out {shape.head}", _listed("lora.target_modules", kept), False) if kept else ALL
     return Hit(f"{shape.head} cannot carry an adapter; it can be trained in full.", (fix,))
 
 
 @rule(
     "MTH004",
     "error",
-    fields=("method.lora_modules_to_save",),
+    fields=("lora.modules_to_save",),
     title="The model has no such module to train in full",
     source="peft 0.21: a name that matches nothing is passed over, and nothing is trained there",
-    bad=Example({"method.lora_modules_to_save": ("embeddings",)}),
-    good=Example({"method.lora_modules_to_save": ("norm",)}),
+    bad=Example({"lora.modules_to_save": ("embeddings",)}),
+    good=Example({"lora.modules_to_save": ("norm",)}),
     proof="launch",
 )
 def unknown_saved(case: Case) -> Hit | None:
     """A name that matches no module would silently train nothing."""
-    wanted = case.spec.method.lora_modules_to_save if case.spec.method.kind == "lora" else ()
+    wanted = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
     unknown = [name for name in wanted if not _there(case, name)]
     if not unknown:
         return None
-    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in unknown))
+    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in unknown))
     fixes = (Fix(f"Leave out {names(unknown)}", kept, False),)
     return Hit(_lacks(case, unknown), fixes)
 
@@ -227,11 +227,11 @@ def _lacks(case: Case, unknown: list[str]) -> str:
 @rule(
     "MTH005",
     "warning",
-    fields=("method.lora_modules_to_save",),
+    fields=("lora.modules_to_save",),
     title="Tied weights drift apart",
     source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
-    bad=Example({"method.lora_modules_to_save": ("embed_tokens",)}),
-    good=Example({"method.lora_modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
+    bad=Example({"lora.modules_to_save": ("embed_tokens",)}),
+    good=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def tied_drift(case: Case) -> Hit | None:
     """This model uses one matrix to read words and to write them. Training a copy of one side makes the two
@@ -242,23 +242,23 @@ def tied_drift(case: Case) -> Hit | None:
 
 def _tied(case: Case) -> tuple[list[str], Fix]:
     """The modules to save whose matrix reads words and writes them, and the way without them."""
-    shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
+    shape, wanted = _lora(case), case.spec.lora.modules_to_save
     found: list[str] = []
     if shape and shape.tied:
         found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
-    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in found))
+    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in found))
     return found, Fix(f"Leave out {names(found)}", kept, False)
 
 
 @rule(
     "MTH011",
     "error",
-    fields=("method.lora_modules_to_save", "parallel.strategy"),
+    fields=("lora.modules_to_save", "parallel.strategy"),
     title="A trained copy of a tied weight cannot be spread by FSDP2",
     source="torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py: shared with a parameter of another group; peft "
     "0.21 copies one of the two",
-    bad=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
-    good=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
+    bad=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
+    good=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
     proof="launch",
 )
 def tied_copy(case: Case) -> Hit | None:
@@ -273,54 +273,54 @@ def tied_copy(case: Case) -> Hit | None:
 @rule(
     "MTH006",
     "error",
-    fields=("method.freeze_layers",),
+    fields=("method.freeze_trainable_layers",),
     title="More layers than the model has",
     source="arithmetic: config.json",
-    bad=Example({**FREEZE, "method.freeze_layers": 99}),
-    good=Example({**FREEZE, "method.freeze_layers": -2}),
+    bad=Example({**FREEZE, "method.freeze_trainable_layers": 99}),
+    good=Example({**FREEZE, "method.freeze_trainable_layers": -2}),
     proof="launch",
 )
 def too_many_layers(case: Case) -> Hit | None:
     """The count goes from the last layer back, a negative one from the first on."""
-    shape, wanted = case.shape, case.spec.method.freeze_layers
+    shape, wanted = case.shape, case.spec.method.freeze_trainable_layers
     if shape is None or case.spec.method.kind != "freeze" or abs(wanted) <= shape.layers:
         return None
     every = shape.layers if wanted > 0 else -shape.layers
-    fixes = (Fix(f"All {shape.layers}", {"method.freeze_layers": every}, False),)
+    fixes = (Fix(f"All {shape.layers}", {"method.freeze_trainable_layers": every}, False),)
     return Hit(f"{counted(abs(wanted), 'layer')} asked for; the model has {shape.layers}.", fixes)
 
 
 @rule(
     "MTH007",
     "error",
-    fields=("method.freeze_layers", "method.freeze_also"),
+    fields=("method.freeze_trainable_layers", "method.freeze_extra_modules"),
     title="Nothing would be trained",
     source="arithmetic: no weight is left to train",
-    fixes=(Fix("The last two layers", {"method.freeze_layers": 2}, safe=False),),
-    bad=Example({**FREEZE, "method.freeze_layers": 0}),
-    good=Example({**FREEZE, "method.freeze_layers": 0, "method.freeze_also": ("norm",)}),
+    fixes=(Fix("The last two layers", {"method.freeze_trainable_layers": 2}, safe=False),),
+    bad=Example({**FREEZE, "method.freeze_trainable_layers": 0}),
+    good=Example({**FREEZE, "method.freeze_trainable_layers": 0, "method.freeze_extra_modules": ("norm",)}),
     proof="launch",
 )
 def nothing_trained(case: Case) -> str | None:
     """An optimizer without weights stops at once. An output layer that shares its weights with the embedding is
     trained by naming the embedding."""
     method, shape = case.spec.method, case.shape
-    if method.kind != "freeze" or method.freeze_layers:
+    if method.kind != "freeze" or method.freeze_trainable_layers:
         return None
-    if not method.freeze_also:
+    if not method.freeze_extra_modules:
         return "No layer and no module is chosen."
-    known = shape is not None and all(_there(case, name) for name in method.freeze_also)
+    known = shape is not None and all(_there(case, name) for name in method.freeze_extra_modules)
     return "What is named has no weights of its own." if known and shape and not trainable(case.spec, shape) else None
 
 
 @rule(
     "MTH008",
     "error",
-    fields=("method.freeze_also",),
+    fields=("method.freeze_extra_modules",),
     title="The model has no such module to train",
     source="arithmetic: the model's module names",
-    bad=Example({**FREEZE, "method.freeze_also": ("wte",)}),
-    good=Example({**FREEZE, "method.freeze_also": ("embed_tokens",)}),
+    bad=Example({**FREEZE, "method.freeze_extra_modules": ("wte",)}),
+    good=Example({**FREEZE, "method.freeze_extra_modules": ("embed_tokens",)}),
     proof="launch",
 )
 def unknown_also(case: Case) -> Hit | None:
@@ -328,32 +328,34 @@ def unknown_also(case: Case) -> Hit | None:
     method = case.spec.method
     if method.kind != "freeze":
         return None
-    unknown = [name for name in method.freeze_also if not _there(case, name)]
+    unknown = [name for name in method.freeze_extra_modules if not _there(case, name)]
     if not unknown:
         return None
-    patch = _listed("method.freeze_also", (name for name in method.freeze_also if name not in unknown))
-    if not method.freeze_layers and not patch["method.freeze_also"]:
-        patch["method.freeze_layers"] = 2
+    patch = _listed(
+        "method.freeze_extra_modules", (name for name in method.freeze_extra_modules if name not in unknown)
+    )
+    if not method.freeze_trainable_layers and not patch["method.freeze_extra_modules"]:
+        patch["method.freeze_trainable_layers"] = 2
     return Hit(_lacks(case, unknown), (Fix(f"Leave out {names(unknown)}", patch, False),))
 
 
 @rule(
     "MTH009",
     "advice",
-    fields=("method.lora_rank",),
+    fields=("lora.r",),
     title="An adapter as wide as the model",
     source="Hu et al. 2021, LoRA: the rank is meant to be far below the width",
-    fixes=(Fix("Rank 16", {"method.lora_rank": 16, "method.lora_alpha": 32.0}, safe=False),),
-    bad=Example({"method.lora_rank": 1024}),
-    good=Example({"method.lora_rank": 64}),
+    fixes=(Fix("Rank 16", {"lora.r": 16, "lora.alpha": 32.0}, safe=False),),
+    bad=Example({"lora.r": 1024}),
+    good=Example({"lora.r": 64}),
 )
 def wide_adapter(case: Case) -> str | None:
     """Beyond the width of a layer an adapter holds more numbers than the layer itself."""
     shape = _lora(case)
     if shape is None:
         return None
-    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.method, shape) if leaf.linear]
-    rank, narrow = case.spec.method.lora_rank, min(widths, default=0)
+    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape) if leaf.linear]
+    rank, narrow = case.spec.lora.r, min(widths, default=0)
     return f"Rank {rank}, in layers {narrow} wide." if rank > narrow > 0 else None
 
 
@@ -374,7 +376,7 @@ def unusual_rate(case: Case) -> Hit | None:
     Full training wants about a tenth of what adapters take."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
     low, high, usual = RATES[kind]
-    if case.spec.train.optimizer == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
+    if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     message = f"{rate:g} is {'high' if rate > high else 'low'} for this method; {low:g} to {high:g} is usual."
     return Hit(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))

@@ -16,9 +16,9 @@ from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE, without
 
-TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
-ELASTIC = {**TWO, "launch.rendezvous": "elastic", "checkpoint.when": "steps"}
-HOSTS = {**TWO, "launch.launcher": "deepspeed", "launch.hosts": ("worker-1 slots=2", "worker-2 slots=2")}
+TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
+ELASTIC = {**TWO, "launch.rendezvous": "elastic", "save.strategy": "steps"}
+HOSTS = {**TWO, "launch.launcher": "deepspeed", "launch.hostfile": ("worker-1 slots=2", "worker-2 slots=2")}
 WITHOUT = replace(LAPTOP, versions={name: v for name, v in LAPTOP.versions.items() if name != "deepspeed"})
 BY_TORCHRUN = Fix("Start with torchrun", {"launch.launcher": "torchrun"})
 
@@ -26,7 +26,7 @@ BY_TORCHRUN = Fix("Start with torchrun", {"launch.launcher": "torchrun"})
 @rule(
     "NOD001",
     "error",
-    fields=("launch.node_rank", "launch.nodes"),
+    fields=("launch.node_rank", "launch.nnodes"),
     title="A node rank beyond the nodes",
     source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: nobody looks, and ranks "
     "wait for ever",
@@ -45,17 +45,17 @@ def rank_beyond(case: Case) -> Hit | None:
 @rule(
     "NOD002",
     "error",
-    fields=("launch.address",),
+    fields=("launch.master_addr",),
     title="No address to meet at",
     source="torch 2.13 distributed/run.py: the store is looked for at the master's address",
     fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
     remedy="Give the name or the IP of node 0, without a port.",
-    bad=Example({**TWO, "launch.address": ""}),
+    bad=Example({**TWO, "launch.master_addr": ""}),
     good=Example(TWO),
 )
 def no_address(case: Case) -> str | None:
     """All nodes meet at node 0, so each of them must know where that is."""
-    address = case.spec.launch.address
+    address = case.spec.launch.master_addr
     if case.nodes == 1 or _ip(address) or re.fullmatch(r"[\w.-]+", address):
         return None
     return f"{address!r} is no address." if address else "The address of node 0 is empty."
@@ -71,18 +71,18 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 @rule(
     "NOD003",
     "error",
-    fields=("launch.address",),
+    fields=("launch.master_addr",),
     title="An address that only node 0 can reach",
     source="torch 2.13 elastic/rendezvous/utils.py: localhost is every node; each finds a store of its own, or none, "
     "and waits",
     fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
     remedy="Give the name or the IP by which the other nodes reach node 0.",
-    bad=Example({**TWO, "launch.address": "127.0.0.1"}),
+    bad=Example({**TWO, "launch.master_addr": "127.0.0.1"}),
     good=Example(TWO),
 )
 def loopback(case: Case) -> str | None:
     """On every node localhost is another machine: each would meet itself."""
-    address = case.spec.launch.address
+    address = case.spec.launch.master_addr
     found = _ip(address)
     local = address == "localhost" or (found is not None and found.is_loopback)
     return f"{address} is every node's own." if case.nodes > 1 and local else None
@@ -91,19 +91,19 @@ def loopback(case: Case) -> str | None:
 @rule(
     "NOD004",
     "error",
-    fields=("launch.min_nodes", "launch.nodes"),
+    fields=("launch.min_nnodes", "launch.nnodes"),
     title="At least more than at most",
     source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
-    bad=Example({**ELASTIC, "launch.min_nodes": 3}),
-    good=Example({**ELASTIC, "launch.min_nodes": 2}),
+    bad=Example({**ELASTIC, "launch.min_nnodes": 3}),
+    good=Example({**ELASTIC, "launch.min_nnodes": 2}),
 )
 def range_turned(case: Case) -> Hit | None:
     """An elastic run goes on with any number of nodes in a range; its lower end cannot lie above the upper one."""
     launch = case.spec.launch
-    if launch.rendezvous != "elastic" or launch.min_nodes <= launch.nodes:
+    if launch.rendezvous != "elastic" or launch.min_nnodes <= launch.nnodes:
         return None
-    fix = Fix(f"At least {launch.nodes}", {"launch.min_nodes": launch.nodes})
-    return Hit(f"At least {launch.min_nodes}, at most {launch.nodes}.", (fix,))
+    fix = Fix(f"At least {launch.nnodes}", {"launch.min_nnodes": launch.nnodes})
+    return Hit(f"At least {launch.min_nnodes}, at most {launch.nnodes}.", (fix,))
 
 
 @rule(
@@ -127,12 +127,12 @@ def elastic_launcher(case: Case) -> str | None:
 @rule(
     "NOD006",
     "error",
-    fields=("launch.min_nodes", "parallel.strategy", "train.optimizer"),
+    fields=("launch.min_nnodes", "parallel.strategy", "train.optim"),
     title="Too few nodes to go on from a checkpoint",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
     "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: no tensor-parallel world size, "
     "which the load asks for; seen with FSDP2: any number from 2 on",
-    bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optimizer": "sgd"}),
+    bad=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optim": "sgd"}),
     good=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
 def elastic_parts(case: Case) -> Hit | None:
@@ -141,62 +141,65 @@ def elastic_parts(case: Case) -> Hit | None:
     least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be there, ranks
     that die still come back."""
     launch, parallel, row = case.spec.launch, case.spec.parallel, case.strategy
-    if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nodes >= launch.nodes:
+    if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nnodes >= launch.nnodes:
         return None
-    mesh = parallel.replicas * parallel.context if row.version == 2 else 1
-    least = case.processes * launch.min_nodes
+    mesh = parallel.replicate_size * parallel.context_parallel_size if row.version == 2 else 1
+    least = case.processes * launch.min_nnodes
     if row.engine == "fsdp" and least // mesh > 1 and case.processes % mesh == 0:
         return None
     if row.engine == "deepspeed" and not resolve.unconvertible(case.spec):
         return None
     fixes = (
-        Fix(f"All {launch.nodes} nodes", {"launch.min_nodes": launch.nodes}, cost="waits when one is gone"),
+        Fix(f"All {launch.nnodes} nodes", {"launch.min_nnodes": launch.nnodes}, cost="waits when one is gone"),
         DDP,
     )
-    return Hit(f"With {launch.min_nodes} of {launch.nodes} nodes no checkpoint could be read.", fixes)
+    return Hit(f"With {launch.min_nnodes} of {launch.nnodes} nodes no checkpoint could be read.", fixes)
 
 
 @rule(
     "NOD007",
     "advice",
-    fields=("launch.min_nodes",),
+    fields=("launch.min_nnodes",),
     title="Fewer nodes make a smaller step",
     source="arithmetic: rows of a step = batch size x accumulation x processes",
     bad=Example(ELASTIC),
-    good=Example({**ELASTIC, "launch.min_nodes": 2}),
+    good=Example({**ELASTIC, "launch.min_nnodes": 2}),
 )
 def elastic_batch(case: Case) -> Hit | None:
     """While a node is away, a step learns from fewer rows at the same learning rate, and a pass has more steps."""
     launch = case.spec.launch
-    if launch.rendezvous != "elastic" or launch.min_nodes >= launch.nodes:
+    if launch.rendezvous != "elastic" or launch.min_nnodes >= launch.nnodes:
         return None
     most = resolve.global_batch(case.spec)
-    least = most // launch.nodes * launch.min_nodes
-    fix = Fix("Wait for all nodes", {"launch.min_nodes": launch.nodes})
+    least = most // launch.nnodes * launch.min_nnodes
+    fix = Fix("Wait for all nodes", {"launch.min_nnodes": launch.nnodes})
     return Hit(f"{most:,} rows a step with all nodes, {least:,} with the fewest.", (fix,))
 
 
 @rule(
     "NOD008",
     "warning",
-    fields=("launch.max_restarts", "checkpoint.when", "checkpoint.weights_only"),
+    fields=("launch.max_restarts", "save.strategy", "save.only_model"),
     title="Restarts that begin at step 0",
     source="torch 2.13 distributed/elastic: ranks start again as new processes; the trainer goes on from a checkpoint",
-    bad=Example({**ELASTIC, "checkpoint.when": "no"}),
+    bad=Example({**ELASTIC, "save.strategy": "no"}),
     good=Example(ELASTIC),
 )
 def nothing_to_return_to(case: Case) -> Hit | None:
     """When a rank dies, or a node comes or goes, all ranks start again. What was learned since the last whole
     checkpoint is lost, and without one everything is."""
-    checkpoint = case.spec.checkpoint
-    if case.spec.launch.rendezvous != "elastic" or (checkpoint.when != "no" and not checkpoint.weights_only):
+    if case.spec.launch.rendezvous != "elastic" or (case.spec.save.strategy != "no" and not case.spec.save.only_model):
         return None
     if case.strategy.engine == "tensor":  # which has none
         fix = Fix("Several nodes", {"launch.rendezvous": "static"}, cost="no node may come or go")
         return Hit("A run of slices keeps no checkpoint that training could go on from.", (fix,))
-    patch: dict[str, object] = {"checkpoint.weights_only": False}
-    if checkpoint.when == "no":
-        patch |= {"checkpoint.when": "steps", "checkpoint.steps": checkpoint.steps, "checkpoint.keep": checkpoint.keep}
+    patch: dict[str, object] = {"save.only_model": False}
+    if case.spec.save.strategy == "no":
+        patch |= {
+            "save.strategy": "steps",
+            "save.steps": case.spec.save.steps,
+            "save.total_limit": case.spec.save.total_limit,
+        }
     room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
     fixes = (Fix("Keep whole checkpoints", patch),) if room else ()
     return Hit("No checkpoint is kept that training could go on from.", fixes)
@@ -205,11 +208,11 @@ def nothing_to_return_to(case: Case) -> Hit | None:
 @rule(
     "NOD009",
     "error",
-    fields=("launch.hosts",),
+    fields=("launch.hostfile",),
     title="Not a hostfile",
     source="deepspeed 0.19 launcher/runner.py: _parse_hostfile",
     fixes=(BY_TORCHRUN,),
-    bad=Example({**HOSTS, "launch.hosts": ("worker-1 slots=2", "worker-2")}),
+    bad=Example({**HOSTS, "launch.hostfile": ("worker-1 slots=2", "worker-2")}),
     good=Example(HOSTS, TWO_H100),
 )
 def not_a_hostfile(case: Case) -> str | None:
@@ -217,7 +220,7 @@ def not_a_hostfile(case: Case) -> str | None:
     if not _by_hostfile(case):
         return None
     try:
-        hosts(case.spec.launch.hosts)
+        hosts(case.spec.launch.hostfile)
     except HostError as error:
         return str(error)
     return None
@@ -231,7 +234,7 @@ def _by_hostfile(case: Case) -> bool:
 @rule(
     "NOD010",
     "error",
-    fields=("launch.include", "launch.devices", "launch.hosts"),
+    fields=("launch.include", "launch.devices", "launch.hostfile"),
     title="Included, but not in the hostfile",
     source="deepspeed 0.19 launcher/runner.py: parse_resource_filter",
     fixes=(Fix("The whole hostfile", {"launch.include": "", "launch.devices": ()}),),
@@ -243,7 +246,7 @@ def include_unknown(case: Case) -> str | None:
     if not _by_hostfile(case) or _selected(case, "") is None:
         return None
     try:
-        chosen(case.spec.launch.hosts, resolve.include(case.spec))
+        chosen(case.spec.launch.hostfile, resolve.include(case.spec))
     except HostError as error:
         return str(error)
     return None
@@ -251,7 +254,7 @@ def include_unknown(case: Case) -> str | None:
 
 def _selected(case: Case, include: str) -> Slots | None:
     try:
-        return chosen(case.spec.launch.hosts, include)
+        return chosen(case.spec.launch.hostfile, include)
     except HostError:
         return None
 
@@ -259,11 +262,11 @@ def _selected(case: Case, include: str) -> Slots | None:
 @rule(
     "NOD011",
     "error",
-    fields=("launch.hosts", "launch.include", "launch.nodes", "launch.processes"),
+    fields=("launch.hostfile", "launch.include", "launch.nnodes", "launch.nproc_per_node"),
     title="Hostfile and numbers disagree",
     source="deepspeed 0.19 launcher/runner.py: a process a slot, on every host that is chosen",
     remedy="Let the hostfile choose as many hosts as nodes, each with as many slots as processes.",
-    bad=Example({**HOSTS, "launch.nodes": 3}),
+    bad=Example({**HOSTS, "launch.nnodes": 3}),
     good=Example(HOSTS),
 )
 def hostfile_differs(case: Case) -> Hit | None:
@@ -278,7 +281,7 @@ def hostfile_differs(case: Case) -> Hit | None:
     message = f"The hostfile chooses {said}; asked for are {case.nodes} x {case.processes}."
     if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
         return Hit(message)
-    patch = {"launch.nodes": len(slots), "launch.processes": slots[0]}
+    patch = {"launch.nnodes": len(slots), "launch.nproc_per_node": slots[0]}
     return Hit(message, (Fix(f"{len(slots)} nodes with {counted(slots[0], 'process')}", patch, safe=False),))
 
 
@@ -324,15 +327,15 @@ def missing_launcher(case: Case) -> str | None:
 @rule(
     "NOD014",
     "warning",
-    fields=("launch.environment", "launch.devices"),
+    fields=("launch.env", "launch.devices"),
     title="deepspeed chooses the devices itself",
     source="deepspeed 0.19 launcher/runner.py: beside --include the variable is ignored",
-    bad=Example({**HOSTS, "launch.environment": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
+    bad=Example({**HOSTS, "launch.env": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
     good=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
 )
 def ignored_variable(case: Case) -> Hit | None:
     """Its launcher sets what each process sees from the devices that it was told of, over any value of one's own."""
-    found = [name for name in case.spec.launch.environment if name in VISIBLE]
+    found = [name for name in case.spec.launch.env if name in VISIBLE]
     if case.spec.launch.launcher != "deepspeed" or not found:
         return None
     return Hit(f"{names(found)} will have no effect; launch.devices has one.", (without(case, found),))
@@ -345,7 +348,7 @@ BY_DEEPSPEED = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
 @rule(
     "NOD015",
     "error",
-    fields=("launch.port",),
+    fields=("launch.master_port",),
     title="The port is taken",
     source="torch 2.13 distributed TCPStore, where the ranks meet: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
     "launcher/runner.py: --master_port is 29500 unless told otherwise",
@@ -358,9 +361,13 @@ def port_taken(case: Case) -> Hit | None:
     taken, spare = case.glance.taken, case.glance.spare
     if not taken or taken != resolve.port(case.spec) or case.machine.name:
         return None
-    fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.port": spare}),) if spare else ()
+    fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.master_port": spare}),) if spare else ()
     if case.nodes == 1:
         fixes += (
-            Fix("A free one, by torchrun", {"launch.launcher": "torchrun", "launch.port": 0}, cost="another launcher"),
+            Fix(
+                "A free one, by torchrun",
+                {"launch.launcher": "torchrun", "launch.master_port": 0},
+                cost="another launcher",
+            ),
         )
     return Hit(f"Something on this machine listens at {taken}.", fixes)

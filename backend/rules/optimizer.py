@@ -17,7 +17,7 @@ FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
 def _row(case: Case) -> registry.Optimizer:
-    return registry.OPTIMIZERS[case.spec.train.optimizer]
+    return registry.OPTIMIZERS[case.spec.train.optim]
 
 
 def _strategy(case: Case) -> registry.Strategy:
@@ -29,13 +29,13 @@ def _engine(case: Case) -> str:
 
 
 def _with(name: str, **more: object) -> dict[str, object]:
-    return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
+    return {**FULL, "train.optim": name, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
 @rule(
     "OPT001",
     "error",
-    fields=("train.optimizer",),
+    fields=("train.optim",),
     title="The optimizer's package is missing",
     source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
     fixes=(ADAMW,),
@@ -54,7 +54,7 @@ def missing_optimizer(case: Case) -> str | None:
 @rule(
     "OPT002",
     "error",
-    fields=("train.optimizer", "launch.device"),
+    fields=("train.optim", "launch.device"),
     title="The optimizer does not run on this device",
     source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
     "no managed memory for AdEMAMix; torch_npu drives Ascend alone",
@@ -75,12 +75,12 @@ def wrong_device(case: Case) -> str | None:
 @rule(
     "OPT003",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="The strategy hands this optimizer no matrices",
     source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
     "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("galore", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
+    bad=Example(_with("galore", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
     good=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
 )
@@ -97,12 +97,12 @@ def flat_parts(case: Case) -> str | None:
 @rule(
     "OPT004",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="This optimizer works in one process",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
     "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
     fixes=(ONE, ADAMW),
-    bad=Example(_with("lomo", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
+    bad=Example(_with("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
     good=Example(_with("galore_layerwise"), EQUIPPED_TWO),
     proof="launch",
 )
@@ -120,32 +120,38 @@ def one_process(case: Case) -> str | None:
 @rule(
     "OPT005",
     "error",
-    fields=("train.accumulation", "train.optimizer"),
+    fields=("train.gradient_accumulation_steps", "train.optim"),
     title="This optimizer cannot accumulate",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support gradient accumulation; lomo-optim "
     "0.1.1 lomo.py: every backward pass changes the weights",
-    bad=Example(_with("galore_layerwise", train__accumulation=4), EQUIPPED),
-    good=Example(_with("galore_layerwise", train__batch_size=16), EQUIPPED),
+    bad=Example(_with("galore_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
+    good=Example(_with("galore_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
     proof="launch",
 )
 def nothing_adds_up(case: Case) -> Hit | None:
     """It steps within each backward pass and frees the gradients there, so nothing is left to add up: it would take
     several small steps instead of a large one."""
     train = case.spec.train
-    if not _row(case).inside or train.accumulation == 1:
+    if not _row(case).inside or train.gradient_accumulation_steps == 1:
         return None
-    size = train.batch_size * train.accumulation
+    size = train.per_device_train_batch_size * train.gradient_accumulation_steps
     fixes = (
-        Fix(f"{counted(size, 'row')} at once", {"train.accumulation": 1, "train.batch_size": size}, cost="more memory"),
-        Fix("Smaller steps", {"train.accumulation": 1}, safe=False, cost="learns from fewer rows a step"),
+        Fix(
+            f"{counted(size, 'row')} at once",
+            {"train.gradient_accumulation_steps": 1, "train.per_device_train_batch_size": size},
+            cost="more memory",
+        ),
+        Fix(
+            "Smaller steps", {"train.gradient_accumulation_steps": 1}, safe=False, cost="learns from fewer rows a step"
+        ),
     )
-    return Hit(f"{_row(case).label} with {counted(train.accumulation, 'batch')} a step.", fixes)
+    return Hit(f"{_row(case).label} with {counted(train.gradient_accumulation_steps, 'batch')} a step.", fixes)
 
 
 @rule(
     "OPT006",
     "error",
-    fields=("precision.compute", "train.optimizer"),
+    fields=("precision.compute", "train.optim"),
     title="fp16 with steps within the backward pass",
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
     fixes=(BF16, ADAMW),
@@ -161,11 +167,11 @@ def scaled_steps(case: Case) -> str | None:
 @rule(
     "OPT007",
     "error",
-    fields=("method.kind", "train.optimizer"),
+    fields=("method.kind", "train.optim"),
     title="Adam-mini finds no heads in adapters",
     source="seen with adam-mini 1.1.1 and peft 0.21: the halves of an adapter do not divide into heads",
     fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    bad=Example({"train.optimizer": "adam_mini"}, EQUIPPED),
+    bad=Example({"train.optim": "adam_mini"}, EQUIPPED),
     good=Example(_with("adam_mini"), EQUIPPED),
     proof="launch",
 )
@@ -179,11 +185,11 @@ def no_heads(case: Case) -> str | None:
 @rule(
     "OPT008",
     "warning",
-    fields=("method.kind", "train.optimizer"),
+    fields=("method.kind", "train.optim"),
     title="An optimizer for whole matrices on adapters",
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
     fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    bad=Example({"train.optimizer": "galore"}, EQUIPPED),
+    bad=Example({"train.optim": "galore"}, EQUIPPED),
     good=Example(_with("galore"), EQUIPPED),
 )
 def matrices_of_adapters(case: Case) -> str | None:
@@ -198,18 +204,18 @@ def matrices_of_adapters(case: Case) -> str | None:
 @rule(
     "OPT009",
     "error",
-    fields=("train.projection_modules",),
+    fields=("train.optim_target_modules",),
     title="No module is named",
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
-    fixes=(Fix("All linear layers", {"train.projection_targets": "all-linear"}, safe=False),),
-    bad=Example(_with("galore", train__projection_targets="custom"), EQUIPPED),
-    good=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("mlp",)), EQUIPPED),
+    fixes=(Fix("All linear layers", {"train.optim_targets": "all-linear"}, safe=False),),
+    bad=Example(_with("galore", train__optim_targets="custom"), EQUIPPED),
+    good=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
 def no_targets(case: Case) -> str | None:
     """The optimizer must know which layers it projects."""
     train = case.spec.train
-    if _row(case).layout != "low_rank" or train.projection_targets != "custom" or train.projection_modules:
+    if _row(case).layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
         return None
     return "Projected layers are chosen by name, and there is no name."
 
@@ -217,34 +223,34 @@ def no_targets(case: Case) -> str | None:
 @rule(
     "OPT011",
     "warning",
-    fields=("train.optimizer", "launch.device"),
+    fields=("train.optim", "launch.device"),
     title="Nothing is paged on a CPU",
     source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
-    bad=Example({"train.optimizer": "adamw_paged"}, EQUIPPED),
-    good=Example({"train.optimizer": "adamw_paged"}, EQUIPPED_H100),
+    bad=Example({"train.optim": "adamw_paged"}, EQUIPPED),
+    good=Example({"train.optim": "adamw_paged"}, EQUIPPED_H100),
 )
 def nothing_paged(case: Case) -> Hit | None:
     """Paging moves state between a GPU and the host's RAM; on a CPU all of it lies in RAM anyway."""
     row = _row(case)
     if not row.paged or case.device == "cuda" or row.devices:
         return None
-    name = case.spec.train.optimizer.replace("_paged", "")
+    name = case.spec.train.optim.replace("_paged", "")
     return Hit(
         f"The run takes: {registry.DEVICES[case.device].label}.",
-        (Fix(registry.OPTIMIZERS[name].label, {"train.optimizer": name}),),
+        (Fix(registry.OPTIMIZERS[name].label, {"train.optim": name}),),
     )
 
 
 @rule(
     "OPT016",
     "warning",
-    fields=("train.optimizer", "checkpoint.when"),
+    fields=("train.optim", "save.strategy"),
     title="A resumed run begins with an empty optimizer",
     source="grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py keeps "
     "them outside of its state",
     fixes=(ADAMW,),
-    bad=Example({"train.optimizer": "grokadamw"}, EQUIPPED),
-    good=Example({"train.optimizer": "adamw"}, EQUIPPED),
+    bad=Example({"train.optim": "grokadamw"}, EQUIPPED),
+    good=Example({"train.optim": "adamw"}, EQUIPPED),
 )
 def forgetful(case: Case) -> str | None:
     """Its checkpoints do not bring its moments back: a run that goes on takes other steps than one that was not
@@ -255,13 +261,13 @@ def forgetful(case: Case) -> str | None:
 @rule(
     "OPT019",
     "error",
-    fields=("train.optimizer",),
+    fields=("train.optim",),
     title="No compiler for the optimizer's kernels",
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
     remedy="Install a compiler: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
-    bad=Example({"train.optimizer": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
-    good=Example({"train.optimizer": "adamw_8bit_torchao"}, EQUIPPED),
+    bad=Example({"train.optim": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
+    good=Example({"train.optim": "adamw_8bit_torchao"}, EQUIPPED),
 )
 def no_compiler(case: Case) -> str | None:
     """The optimizers of torchao are compiled when they first step: to C++ where their numbers lie in RAM."""
@@ -273,12 +279,12 @@ def no_compiler(case: Case) -> str | None:
 @rule(
     "OPT021",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed makes this optimizer anew, with one group",
     source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
     fixes=(DDP, ADAMW),
     bad=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
-    good=Example({"train.optimizer": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
+    good=Example({"train.optim": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
     proof="launch",
 )
 def made_anew(case: Case) -> str | None:
@@ -292,7 +298,7 @@ def made_anew(case: Case) -> str | None:
 @rule(
     "OPT022",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed does not switch the optimizer",
     source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not told: "
     "validation sees the weights of the training, or a step finds it not in train mode",
@@ -309,7 +315,7 @@ def unswitched(case: Case) -> str | None:
 @rule(
     "OPT020",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="The optimizer does not take spread weights",
     source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
     "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "

@@ -14,20 +14,20 @@ from backend.rules.common_fixes import ADAMW, DDP
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
-SPREAD = {"parallel.strategy": "fsdp2", "launch.processes": 4}
+SPREAD = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}
 
 
 def _row(case: Case) -> registry.Optimizer:
-    return registry.OPTIMIZERS[case.spec.train.optimizer]
+    return registry.OPTIMIZERS[case.spec.train.optim]
 
 
 def _sharers(case: Case) -> int:
     """Devices that FSDP2 spreads a matrix over."""
-    return case.world // max(1, case.spec.parallel.replicas)
+    return case.world // max(1, case.spec.parallel.replicate_size)
 
 
 def _with(name: str, **more: object) -> dict[str, object]:
-    return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
+    return {**FULL, "train.optim": name, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
 @rule(
@@ -54,26 +54,26 @@ def wide_projection(case: Case) -> Hit | None:
 @rule(
     "OPT024",
     "error",
-    fields=("train.galore_projection", "train.projection_rank"),
+    fields=("train.galore_proj_type", "train.projection_rank"),
     title="GaLore cannot project back",
     source="galore-torch 1.0 galore_projector.py project_back: it tells sides apart by what is left of a matrix, and "
     "takes a wide one for a tall one",
-    bad=Example(_with("galore", train__galore_projection="reverse_std", train__projection_rank=1024), EQUIPPED),
-    good=Example(_with("galore", train__galore_projection="reverse_std", train__projection_rank=128), EQUIPPED),
+    bad=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
+    good=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
     proof="launch",
 )
 def cannot_project_back(case: Case) -> Hit | None:
     """On its longer side, a matrix that is wider than high keeps its height. With a rank of that height or more the
     first step fails."""
     train, shape = case.spec.train, case.shape
-    if "galore_projection" not in _row(case).reads or train.galore_projection != "reverse_std" or shape is None:
+    if "galore_proj_type" not in _row(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
     state = State(case.spec, shape)
     wide = [leaf for leaf in state.weights if leaf.outputs < leaf.inputs and state.projected(leaf)]
     least = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
     if train.projection_rank < least:
         return None
-    fixes = [Fix("The shorter side", {"train.galore_projection": "std"}, safe=False, cost="another projection")]
+    fixes = [Fix("The shorter side", {"train.galore_proj_type": "std"}, safe=False, cost="another projection")]
     if least > 1:  # a reward's head is one row
         low = max(1, least // 4)
         fixes.append(Fix(f"Rank {low:,}", {"train.projection_rank": low}, safe=False))
@@ -83,13 +83,13 @@ def cannot_project_back(case: Case) -> Hit | None:
 @rule(
     "OPT025",
     "error",
-    fields=("train.optimizer", "method.lora_rank", "launch.processes"),
+    fields=("train.optim", "lora.r", "launch.nproc_per_node"),
     title="The optimizer needs a row of each matrix on every device",
     source="seen with torch 2.13 on two and four processes under FSDP2: Muon's and GaLore's steps on matrices of fewer "
     "rows",
     fixes=(DDP, ADAMW),
-    bad=Example({"train.optimizer": "muon", "method.lora_rank": 3, **SPREAD}, EQUIPPED),
-    good=Example({"train.optimizer": "muon", "method.lora_rank": 4, **SPREAD}, EQUIPPED),
+    bad=Example({"train.optim": "muon", "lora.r": 3, **SPREAD}, EQUIPPED),
+    good=Example({"train.optim": "muon", "lora.r": 4, **SPREAD}, EQUIPPED),
     proof="launch",
 )
 def fewer_rows_than_devices(case: Case) -> str | None:
@@ -105,12 +105,12 @@ def fewer_rows_than_devices(case: Case) -> str | None:
 @rule(
     "OPT026",
     "error",
-    fields=("train.optimizer", "launch.processes"),
+    fields=("train.optim", "launch.nproc_per_node"),
     title="The attention's heads cannot be shared out to this optimizer",
     source="seen with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
     fixes=(DDP, ADAMW),
     bad=Example({**_with("adam_mini"), **SPREAD}, EQUIPPED),
-    good=Example({**_with("adam_mini"), **SPREAD, "launch.processes": 3}, EQUIPPED),
+    good=Example({**_with("adam_mini"), **SPREAD, "launch.nproc_per_node": 3}, EQUIPPED),
     proof="launch",
 )
 def heads_over_devices(case: Case) -> str | None:
@@ -126,17 +126,17 @@ def heads_over_devices(case: Case) -> str | None:
 @rule(
     "OPT012",
     "advice",
-    fields=("train.learning_rate", "train.optimizer"),
+    fields=("train.learning_rate", "train.optim"),
     title="A high learning rate for Lion",
     source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
-    bad=Example({"train.optimizer": "lion"}, EQUIPPED),
-    good=Example({"train.optimizer": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
+    bad=Example({"train.optim": "lion"}, EQUIPPED),
+    good=Example({"train.optim": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
 )
 def fast_lion(case: Case) -> Hit | None:
     """Lion moves every weight by the full rate at each step, whatever its gradient: what suits AdamW overshoots."""
     usual = 1e-4 if case.spec.method.kind == "lora" else 1e-5
     rate = case.spec.train.learning_rate
-    if not case.spec.train.optimizer.startswith("lion") or rate <= usual:
+    if not case.spec.train.optim.startswith("lion") or rate <= usual:
         return None
     return Hit(f"The rate is {rate:g}.", (Fix(f"{usual / 2:g}", {"train.learning_rate": usual / 2}, safe=False),))
 
@@ -144,16 +144,18 @@ def fast_lion(case: Case) -> Hit | None:
 @rule(
     "OPT013",
     "advice",
-    fields=("train.learning_rate", "train.optimizer"),
+    fields=("train.learning_rate", "train.optim"),
     title="A low learning rate for SGD",
     source="steps are not divided by the gradient's size; lomo-optim 0.1.1 lomo.py: 1e-3 unless told otherwise",
-    bad=Example({"train.optimizer": "sgd"}, EQUIPPED),
-    good=Example({"train.optimizer": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
+    bad=Example({"train.optim": "sgd"}, EQUIPPED),
+    good=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
 )
 def slow_sgd(case: Case) -> Hit | None:
     """Adam divides each gradient by its size, and SGD does not: at Adam's rates it hardly moves."""
     train, row = case.spec.train, _row(case)
-    plain = row.reads and not row.factored and "beta1" not in row.reads and ("sgd" in row.name or row.name == "lomo")
+    plain = (
+        row.reads and not row.factored and "adam_beta1" not in row.reads and ("sgd" in row.name or row.name == "lomo")
+    )
     if not plain or train.learning_rate >= 1e-3:
         return None
     return Hit(f"The rate is {train.learning_rate:g}.", (Fix("0.05", {"train.learning_rate": 0.05}, safe=False),))
@@ -162,12 +164,12 @@ def slow_sgd(case: Case) -> Hit | None:
 @rule(
     "OPT014",
     "advice",
-    fields=("train.max_grad_norm", "train.optimizer"),
+    fields=("train.max_grad_norm", "train.optim"),
     title="Adafactor clips by itself",
     source="transformers 5.23 optimization.py, Adafactor: an update is scaled to a size of at most 1",
     fixes=(Fix("Leave it to Adafactor", {"train.max_grad_norm": 0.0}, safe=False),),
-    bad=Example({"train.optimizer": "adafactor"}),
-    good=Example({"train.optimizer": "adafactor", "train.max_grad_norm": 0.0}),
+    bad=Example({"train.optim": "adafactor"}),
+    good=Example({"train.optim": "adafactor", "train.max_grad_norm": 0.0}),
 )
 def clipped_twice(case: Case) -> str | None:
     """It scales each update to a size of at most one; cutting the gradients before distorts what it measures."""
@@ -179,7 +181,7 @@ def clipped_twice(case: Case) -> str | None:
 @rule(
     "OPT015",
     "warning",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="ZeRO undoes Adafactor's saving",
     source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 hands it flat parts",
     fixes=(DDP, ADAMW),
@@ -197,7 +199,7 @@ def unfactored(case: Case) -> str | None:
 @rule(
     "OPT017",
     "advice",
-    fields=("train.optimizer", "precision.compute"),
+    fields=("train.optim", "precision.compute"),
     title="BAdam keeps fp32 copies of its own",
     source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
     fixes=(Fix("Pure bf16", {"precision.compute": "pure_bf16"}, safe=False),),
@@ -215,19 +217,23 @@ def two_masters(case: Case) -> str | None:
 @rule(
     "OPT018",
     "warning",
-    fields=("train.block_steps",),
+    fields=("train.badam_switch_block_every",),
     title="Not every layer gets its turn",
     source="arithmetic: layers x steps a layer against the steps of the run",
-    bad=Example(_with("badam", train__length="steps", train__max_steps=100), EQUIPPED),
-    good=Example(_with("badam", train__length="steps", train__max_steps=3000), EQUIPPED),
+    bad=Example(_with("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
+    good=Example(_with("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )
 def short_turns(case: Case) -> Hit | None:
     """The run ends before each layer was trained once; the others stay as they were."""
-    steps, shape, each = case.steps, case.shape, case.spec.train.block_steps
+    steps, shape, each = case.steps, case.shape, case.spec.train.badam_switch_block_every
     if _row(case).layout != "block" or steps is None or shape is None or steps >= shape.layers * each:
         return None
     fewer = steps // shape.layers
-    fixes = (Fix(f"{counted(fewer, 'step')} a layer", {"train.block_steps": fewer}, safe=False),) if fewer else ()
+    fixes = (
+        (Fix(f"{counted(fewer, 'step')} a layer", {"train.badam_switch_block_every": fewer}, safe=False),)
+        if fewer
+        else ()
+    )
     return Hit(f"{shape.layers} layers x {counted(each, 'step')}, and {counted(steps, 'step')} in all.", fixes)
 
 
@@ -240,9 +246,9 @@ def _projected(case: Case) -> list[str]:
     linear = [leaf.path for leaf in shape.leaves() if leaf.linear and leaf.parameters]
     if shape.model_type == "gpt2":
         linear = [path for path in linear if path == shape.head]
-    if train.projection_targets == "all-linear":
+    if train.optim_targets == "all-linear":
         return linear
-    names = ("attn", "attention") if train.projection_targets == "attention" else train.projection_modules
+    names = ("attn", "attention") if train.optim_targets == "attention" else train.optim_target_modules
     return [path for path in linear if any(name in path or _fits(name, path) for name in names)]
 
 
@@ -256,23 +262,23 @@ def _fits(pattern: str, path: str) -> bool:
 @rule(
     "OPT023",
     "error",
-    fields=("train.projection_targets", "train.projection_modules"),
+    fields=("train.optim_targets", "train.optim_target_modules"),
     title="No layer to project",
     source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
     fixes=(ADAMW,),
-    bad=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("foo",)), EQUIPPED),
-    good=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("mlp",)), EQUIPPED),
+    bad=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
+    good=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
 def unprojected(case: Case) -> Hit | None:
     """A projection is for linear layers whose names contain what is asked for, or fit it as a pattern. GPT-2 has
     none: its layers are of another kind."""
     train, shape = case.spec.train, case.shape
-    unnamed = train.projection_targets == "custom" and not train.projection_modules  # a rule of its own says so
+    unnamed = train.optim_targets == "custom" and not train.optim_target_modules  # a rule of its own says so
     if _row(case).layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unnamed:
         return None
     if _projected(case):
         return None
-    every = {"train.projection_targets": "all-linear"}
+    every = {"train.optim_targets": "all-linear"}
     fixes = () if shape.model_type == "gpt2" else (Fix("All linear layers", every, safe=False),)
     return Hit(f"{shape.architecture} has no such linear layer.", fixes)

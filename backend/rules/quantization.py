@@ -18,7 +18,7 @@ PLAIN = Fix(
     "A base that is not packed", {"method.quantization": "none"}, safe=False, cost="two to four times the memory"
 )
 NF4 = Fix("4 bit (NF4)", {"method.quantization": "nf4"}, safe=False, cost="coarser than 8 bits")
-WITHOUT_DORA = Fix("Without DoRA", {"method.lora_dora": False}, safe=False, cost="plain LoRA")
+WITHOUT_DORA = Fix("Without DoRA", {"lora.use_dora": False}, safe=False, cost="plain LoRA")
 FOUR, EIGHT = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
 WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "bitsandbytes"}
 V100 = replace(T4, gpus=(replace(T4.gpus[0], name="V100", capability=(7, 0)),))
@@ -62,19 +62,19 @@ def missing_package(case: Case) -> str | None:
 @rule(
     "QNT002",
     "error",
-    fields=("method.lora_init", "method.quantization"),
+    fields=("lora.init", "method.quantization"),
     title="This start needs weights that are not packed",
     source="peft 0.21 lora/layer.py: pissa_init and orthogonal_init read floating-point weights; and a base from which "
     "a part was taken is packed to other numbers than the whole one",
-    fixes=(Fix("The usual start", {"method.lora_init": "zero"}, safe=False, cost="learns a little slower"), PLAIN),
-    bad=Example({**FOUR, "method.lora_init": "pissa"}),
-    good=Example({**FOUR, "method.lora_init": "gaussian"}),
+    fixes=(Fix("The usual start", {"lora.init": "default"}, safe=False, cost="learns a little slower"), PLAIN),
+    bad=Example({**FOUR, "lora.init": "pissa"}),
+    good=Example({**FOUR, "lora.init": "gaussian"}),
     proof="launch",
 )
 def start_on_packed(case: Case) -> str | None:
     """PiSSA and OLoRA take a part out of the weights, and the adapter must later fit the whole ones again."""
     method = case.spec.method
-    begins = method.kind == "lora" and method.lora_init not in ("zero", "gaussian")
+    begins = method.kind == "lora" and case.spec.lora.init not in ("default", "gaussian")
     return packed_base(case) or None if begins else None
 
 
@@ -115,41 +115,41 @@ def packed_on_first(case: Case) -> str | None:
 @rule(
     "QNT005",
     "error",
-    fields=("checkpoint.merge", "method.quantization"),
+    fields=("save.merge_adapter", "method.quantization"),
     title="Adapters cannot be merged into packed weights",
     source="peft 0.21 lora/bnb.py: merging packs the sum again, and its rounding undoes a part of what was learned",
-    fixes=(Fix("Save the adapter alone", {"checkpoint.merge": False}, cost="to merge afterwards"), PLAIN),
-    bad=Example({**FOUR, "checkpoint.save_model": True, "checkpoint.merge": True}),
+    fixes=(Fix("Save the adapter alone", {"save.merge_adapter": False}, cost="to merge afterwards"), PLAIN),
+    bad=Example({**FOUR, "save.final_model": True, "save.merge_adapter": True}),
     good=Example(FOUR),
     proof="launch",
 )
 def merge_packed(case: Case) -> str | None:
     """Load the untouched model in bf16 afterwards, the adapter onto it, and merge there with merge_and_unload."""
-    merged = case.spec.checkpoint.merge and case.spec.checkpoint.save_model and case.spec.method.kind == "lora"
+    merged = case.spec.save.merge_adapter and case.spec.save.final_model and case.spec.method.kind == "lora"
     return packed_base(case) or None if merged else None
 
 
 @rule(
     "QNT006",
     "error",
-    fields=("method.lora_modules_to_save", "method.quantization"),
+    fields=("lora.modules_to_save", "method.quantization"),
     title="Packed weights cannot be trained in full",
     source="transformers 5.23 trainer_utils.py: packed weights take no gradient steps",
     fixes=(PLAIN,),
-    bad=Example({**FOUR, "method.lora_modules_to_save": ("up_proj",)}),
-    good=Example({**FOUR, "method.lora_modules_to_save": ("norm",)}),
+    bad=Example({**FOUR, "lora.modules_to_save": ("up_proj",)}),
+    good=Example({**FOUR, "lora.modules_to_save": ("norm",)}),
     proof="launch",
 )
 def save_packed(case: Case) -> Hit | None:
     """The linear layers are packed. Norms, embeddings and the output layer are not, and can be trained in full."""
-    wanted = case.spec.method.lora_modules_to_save
+    wanted = case.spec.lora.modules_to_save
     if not packed_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
     found = quantized.leaves(case.spec, case.shape)
     wrong = [name for name in wanted if any(matches(leaf.path, name) for leaf in found)]
     if not wrong:
         return None
-    kept = {"method.lora_modules_to_save": tuple(name for name in wanted if name not in wrong)}
+    kept = {"lora.modules_to_save": tuple(name for name in wanted if name not in wrong)}
     return Hit(f"{names(wrong)} would be packed.", (Fix(f"Leave out {names(wrong)}", kept, False),))
 
 
@@ -301,14 +301,14 @@ def spread_as_it_came(case: Case) -> str | None:
 @rule(
     "QNT016",
     "error",
-    fields=("method.lora_dora", "model.path", "model.hub_id"),
+    fields=("lora.use_dora", "model.path", "model.hub_id"),
     title="No DoRA on weights packed like this",
     source="peft 0.21 tuners/lora/gptq.py GPTQLoraLinear, tuners/lora/awq.py AwqLoraLinear: does not support DoRA yet",
     fixes=(WITHOUT_DORA,),
     remedy="Or take the model as it was before, and pack it while loading: NF4 takes DoRA.",
-    bad=Example({**PATH, "method.lora_dora": True}, READY, GPTQ),
+    bad=Example({**PATH, "lora.use_dora": True}, READY, GPTQ),
     good=Example(
-        {**PATH, "method.lora_dora": True},
+        {**PATH, "lora.use_dora": True},
         replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}),
         replace(DEMO, packed="hqq"),
     ),
@@ -316,7 +316,7 @@ def spread_as_it_came(case: Case) -> str | None:
 def dora_as_it_came(case: Case) -> str | None:
     """DoRA measures the rows of a weight, which these kernels do not unpack for it."""
     method = case.spec.method
-    asked = method.kind == "lora" and method.lora_dora and case.glance.packed in ("gptq", "awq")
+    asked = method.kind == "lora" and case.spec.lora.use_dora and case.glance.packed in ("gptq", "awq")
     return f"Its weights come as {_came(case).label}." if asked else None
 
 

@@ -31,16 +31,16 @@ def _wanted(case: Case) -> dict[str, str]:
     spec, packed = case.spec, case.glance.packed
     lora = spec.method.kind == "lora"
     used = [
-        registry.OPTIMIZERS[spec.train.optimizer].package,
+        registry.OPTIMIZERS[spec.train.optim].package,
         registry.QUANTIZATIONS[spec.method.quantization if lora else "none"].package,
-        registry.ATTENTIONS[spec.model.attention].package,
-        "liger-kernel" if spec.train.liger else "",
+        registry.ATTENTIONS[spec.model.attn_implementation].package,
+        "liger-kernel" if spec.train.use_liger_kernel else "",
         *(registry.PACKED[packed].packages if packed in registry.PACKED else ()),
     ]
     found = {name: LEAST[name] for name in used if name in LEAST}
     if packed == "awq":
         found["gptqmodel"] = FOR_AWQ
-    if spec.train.optimizer == "schedule_free_radam":
+    if spec.train.optim == "schedule_free_radam":
         found["schedulefree"] = FOR_RADAM
     return found
 
@@ -52,7 +52,7 @@ def _parts(version: str) -> list[int]:
 @rule(
     "HW007",
     "error",
-    fields=("train.optimizer", "method.quantization", "model.attention"),
+    fields=("train.optim", "method.quantization", "model.attn_implementation"),
     title="A package is too old",
     source="transformers 5.23 utils/import_utils.py, trainer_optimizer.py and quantizers/quantizer_awq.py: an older "
     "one counts as none",

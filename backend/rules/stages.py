@@ -15,7 +15,7 @@ PAIRS = {"data.builtin": "train-pairs"}
 DPO = {"train.stage": "dpo", **PAIRS}
 KTO = {"train.stage": "kto", **PAIRS}
 SLICED = {**DPO, "parallel.strategy": "tensor", "method.kind": "freeze", "train.learning_rate": 1e-6,
-          "checkpoint.weights_only": True}  # fmt: skip
+          "save.only_model": True}  # fmt: skip
 PAIRED = replace(FILES, format="pairs", columns=("prompt", "chosen", "rejected"))
 MARKED = replace(FILES, format="labels", columns=("prompt", "completion", "label"))
 
@@ -78,66 +78,71 @@ def other_rows(case: Case) -> Hit | None:
 @rule(
     "STG003",
     "error",
-    fields=("train.batch_size",),
+    fields=("train.per_device_train_batch_size",),
     title="KTO compares the rows of a batch",
     source="trl 1.16 kto_trainer.py: the actual batch size must be above 1",
     fixes=(
         Fix(
             "APO zero, which compares nothing",
-            {"preference.kto_loss": "apo_zero_unpaired"},
+            {"preference.kto_loss_type": "apo_zero_unpaired"},
             safe=False,
             cost="another loss",
         ),
     ),
-    bad=Example({**KTO, "train.batch_size": 1}),
-    good=Example({**KTO, "train.batch_size": 2}),
+    bad=Example({**KTO, "train.per_device_train_batch_size": 1}),
+    good=Example({**KTO, "train.per_device_train_batch_size": 2}),
     proof="launch",
 )
 def lonely_row(case: Case) -> Hit | None:
     """What the model would say anyway is estimated from each question with its neighbour's answer; a single row has no
     neighbour."""
     train = case.spec.train
-    if train.stage != "kto" or case.spec.preference.kto_loss != "kto" or train.batch_size > 1:
+    if train.stage != "kto" or case.spec.preference.kto_loss_type != "kto" or train.per_device_train_batch_size > 1:
         return None
-    patch = {"train.batch_size": 2, "train.accumulation": max(1, train.accumulation // 2)}
-    return Hit("A device works on 1 row at once.", (Fix("2 rows at once", patch, train.accumulation % 2 == 0),))
+    patch = {
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": max(1, train.gradient_accumulation_steps // 2),
+    }
+    return Hit(
+        "A device works on 1 row at once.", (Fix("2 rows at once", patch, train.gradient_accumulation_steps % 2 == 0),)
+    )
 
 
 @rule(
     "STG004",
     "error",
-    fields=("preference.label_smoothing", "preference.dpo_loss"),
+    fields=("preference.label_smoothing", "preference.dpo_loss_type"),
     title="EXO without label smoothing",
     source="trl 1.16 dpo_trainer.py: label smoothing must be above 0 with exo_pair",
     fixes=(
         Fix("0.001", {"preference.label_smoothing": 1e-3}),
-        Fix("The usual loss", {"preference.dpo_loss": "sigmoid"}, safe=False, cost="another loss than EXO"),
+        Fix("The usual loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="another loss than EXO"),
     ),
-    bad=Example({**DPO, "preference.dpo_loss": "exo_pair"}),
-    good=Example({**DPO, "preference.dpo_loss": "exo_pair", "preference.label_smoothing": 0.01}),
+    bad=Example({**DPO, "preference.dpo_loss_type": "exo_pair"}),
+    good=Example({**DPO, "preference.dpo_loss_type": "exo_pair", "preference.label_smoothing": 0.01}),
     proof="launch",
 )
 def certain_exo(case: Case) -> str | None:
     """This loss takes the logarithm of the share of wrong labels, which must not be 0."""
     asked = case.spec.preference
-    exo = case.spec.train.stage == "dpo" and asked.dpo_loss == "exo_pair"
+    exo = case.spec.train.stage == "dpo" and asked.dpo_loss_type == "exo_pair"
     return "It is 0." if exo and not asked.label_smoothing else None
 
 
 @rule(
     "STG005",
     "error",
-    fields=("preference.precompute", "parallel.strategy"),
+    fields=("preference.precompute_ref_log_probs", "parallel.strategy"),
     title="The reference cannot be computed beforehand on sliced layers",
     source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
-    fixes=(Fix("Beside the training", {"preference.precompute": False}, cost="more memory"),),
-    bad=Example({**SLICED, "preference.precompute": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    fixes=(Fix("Beside the training", {"preference.precompute_ref_log_probs": False}, cost="more memory"),),
+    bad=Example({**SLICED, "preference.precompute_ref_log_probs": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     good=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     proof="launch",
 )
 def sliced_reference(case: Case) -> str | None:
     """What is computed is kept under a sum over all weights, which cannot be taken of slices."""
-    asked = _stage(case).reference and case.spec.preference.precompute
+    asked = _stage(case).reference and case.spec.preference.precompute_ref_log_probs
     sliced = registry.STRATEGIES[case.spec.parallel.strategy].engine == "tensor"
     return "Every device holds a slice of each layer." if asked and sliced else None
 
@@ -145,10 +150,12 @@ def sliced_reference(case: Case) -> str | None:
 @rule(
     "STG006",
     "advice",
-    fields=("preference.precompute",),
+    fields=("preference.precompute_ref_log_probs",),
     title="A second model in memory",
     source="trl 1.16 dpo_trainer.py, kto_trainer.py: precompute_ref_log_probs",
-    fixes=(Fix("Computed beforehand", {"preference.precompute": True}, cost="one pass over the rows before"),),
+    fixes=(
+        Fix("Computed beforehand", {"preference.precompute_ref_log_probs": True}, cost="one pass over the rows before"),
+    ),
     bad=Example({**DPO, "method.kind": "full", "train.learning_rate": 1e-6}),
     good=Example(DPO),
 )
@@ -156,7 +163,12 @@ def second_model(case: Case) -> str | None:
     """Where whole weights are trained, the untouched model stays beside them, to be asked at every step. It can be
     asked about all rows once, before training."""
     shape, spec = case.shape, case.spec
-    if not _stage(case).reference or spec.method.kind == "lora" or spec.preference.precompute or shape is None:
+    if (
+        not _stage(case).reference
+        or spec.method.kind == "lora"
+        or spec.preference.precompute_ref_log_probs
+        or shape is None
+    ):
         return None
     if registry.STRATEGIES[spec.parallel.strategy].engine == "tensor":
         return None

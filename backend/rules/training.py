@@ -11,27 +11,27 @@ from backend.resolve import global_batch
 from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
 from backend.rules.examples import DEMO, FULL_DISK
 
-STEPS = {"train.length": "steps"}
-BY_STEPS = {"evaluation.when": "steps", "checkpoint.when": "steps", "checkpoint.best": True}
+STEPS = {"train.duration": "steps"}
+BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
 
 
 @rule(
     "TRN001",
     "warning",
-    fields=("train.batch_size", "train.accumulation", "launch.processes"),
+    fields=("train.per_device_train_batch_size", "train.gradient_accumulation_steps", "launch.nproc_per_node"),
     title="One step takes more rows than there are",
     source="transformers 5.23 trainer.py: the last batch of a pass is smaller, and a pass is at least one step",
-    bad=Example({"train.accumulation": 64, "train.batch_size": 16}),
-    good=Example({"train.accumulation": 4, "train.batch_size": 4}),
+    bad=Example({"train.gradient_accumulation_steps": 64, "train.per_device_train_batch_size": 16}),
+    good=Example({"train.gradient_accumulation_steps": 4, "train.per_device_train_batch_size": 4}),
 )
 def batch_beyond_data(case: Case) -> Hit | None:
     """A pass over the data is then a single step, smaller than asked for: the run takes as many steps as passes."""
     rows, batch = case.rows, global_batch(case.spec)
     if rows is None or rows < 1 or batch <= rows or case.spec.data.packing or not case.glance.exact:
         return None
-    size = min(case.spec.train.batch_size, max(1, rows // case.learners))
+    size = min(case.spec.train.per_device_train_batch_size, max(1, rows // case.learners))
     accumulation = max(1, rows // (size * case.learners))
-    patch = {"train.batch_size": size, "train.accumulation": accumulation}
+    patch = {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
     if size * accumulation * case.learners > rows:
         patch = {}
     fixes = (Fix(f"{counted(size * accumulation * case.learners, 'row')} a step", patch, False),) if patch else ()
@@ -41,17 +41,17 @@ def batch_beyond_data(case: Case) -> Hit | None:
 @rule(
     "TRN002",
     "warning",
-    fields=("train.warmup",),
+    fields=("train.warmup_steps",),
     title="Warm-up longer than the run",
     source="transformers 5.23 optimization.py: the rate rises for so many steps",
-    fixes=(Fix("3 % of the steps", {"train.warmup": 0.03}, safe=False),),
-    bad=Example({**STEPS, "train.max_steps": 50, "train.warmup": 100.0}),
-    good=Example({**STEPS, "train.max_steps": 500, "train.warmup": 100.0}),
+    fixes=(Fix("3 % of the steps", {"train.warmup_steps": 0.03}, safe=False),),
+    bad=Example({**STEPS, "train.max_steps": 50, "train.warmup_steps": 100.0}),
+    good=Example({**STEPS, "train.max_steps": 500, "train.warmup_steps": 100.0}),
 )
 def long_warmup(case: Case) -> str | None:
     """The learning rate would never reach its peak."""
-    warmup, steps = case.spec.train.warmup, case.steps
-    if steps is None or warmup < 1 or warmup < steps or case.spec.train.scheduler == "constant":
+    warmup, steps = case.spec.train.warmup_steps, case.steps
+    if steps is None or warmup < 1 or warmup < steps or case.spec.train.lr_scheduler_type == "constant":
         return None
     return f"{warmup:g} steps of warm-up, in a run of {steps:,}."
 
@@ -59,18 +59,20 @@ def long_warmup(case: Case) -> str | None:
 @rule(
     "TRN003",
     "advice",
-    fields=("train.scheduler", "train.warmup"),
+    fields=("train.lr_scheduler_type", "train.warmup_steps"),
     title="This schedule has no warm-up",
     source="transformers 5.23 optimization.py: get_constant_schedule takes no warm-up",
-    fixes=(Fix("Constant after warm-up", {"train.scheduler": "constant_with_warmup"}, safe=False),),
-    bad=Example({"train.scheduler": "constant", "train.warmup": 10.0}),
-    good=Example({"train.scheduler": "constant_with_warmup", "train.warmup": 10.0}),
+    fixes=(Fix("Constant after warm-up", {"train.lr_scheduler_type": "constant_with_warmup"}, safe=False),),
+    bad=Example({"train.lr_scheduler_type": "constant", "train.warmup_steps": 10.0}),
+    good=Example({"train.lr_scheduler_type": "constant_with_warmup", "train.warmup_steps": 10.0}),
 )
 def ignored_warmup(case: Case) -> str | None:
     """The constant schedule begins at its peak, whatever warm-up says."""
     train = case.spec.train
-    asked = train.warmup not in (0, 0.03)  # 0.03 is the default, which nobody asked for
-    return f"Warm-up of {train.warmup:g} has no effect." if train.scheduler == "constant" and asked else None
+    asked = train.warmup_steps not in (0, 0.03)  # 0.03 is the default, which nobody asked for
+    return (
+        f"Warm-up of {train.warmup_steps:g} has no effect." if train.lr_scheduler_type == "constant" and asked else None
+    )
 
 
 def _interval(case: Case, every: int, name: str, what: str) -> Hit | None:
@@ -87,93 +89,91 @@ def _interval(case: Case, every: int, name: str, what: str) -> Hit | None:
 @rule(
     "TRN004",
     "warning",
-    fields=("evaluation.steps",),
+    fields=("eval.steps",),
     title="The run ends before the first evaluation",
     source="arithmetic",
-    bad=Example({**STEPS, "train.max_steps": 20, "evaluation.when": "steps"}),
-    good=Example({**STEPS, "train.max_steps": 100, "evaluation.when": "steps"}),
+    bad=Example({**STEPS, "train.max_steps": 20, "eval.strategy": "steps"}),
+    good=Example({**STEPS, "train.max_steps": 100, "eval.strategy": "steps"}),
 )
 def no_evaluation(case: Case) -> Hit | None:
     """Only the end would be evaluated, so there is no curve."""
-    evaluation = case.spec.evaluation
-    if evaluation.when != "steps" or case.spec.checkpoint.best:
+    if case.spec.eval.strategy != "steps" or case.spec.save.load_best_model_at_end:
         return None
-    return _interval(case, evaluation.steps, "evaluation.steps", "only its end is evaluated")
+    return _interval(case, case.spec.eval.steps, "eval.steps", "only its end is evaluated")
 
 
 @rule(
     "TRN005",
     "advice",
-    fields=("checkpoint.steps",),
+    fields=("save.steps",),
     title="The run ends before the first checkpoint",
     source="transformers 5.23 trainer_callback.py: a checkpoint is also written at the end",
-    bad=Example({**STEPS, "train.max_steps": 20, "checkpoint.when": "steps"}),
-    good=Example({**STEPS, "train.max_steps": 200, "checkpoint.when": "steps"}),
+    bad=Example({**STEPS, "train.max_steps": 20, "save.strategy": "steps"}),
+    good=Example({**STEPS, "train.max_steps": 200, "save.strategy": "steps"}),
 )
 def no_checkpoint(case: Case) -> Hit | None:
     """A run that fails on the way could only begin again."""
-    checkpoint = case.spec.checkpoint
-    if checkpoint.when != "steps" or checkpoint.best:
+    if case.spec.save.strategy != "steps" or case.spec.save.load_best_model_at_end:
         return None
-    return _interval(case, checkpoint.steps, "checkpoint.steps", "only its end is saved")
+    return _interval(case, case.spec.save.steps, "save.steps", "only its end is saved")
 
 
 @rule(
     "TRN006",
     "error",
-    fields=("checkpoint.best", "evaluation.when", "evaluation.steps", "checkpoint.when", "checkpoint.steps"),
+    fields=("save.load_best_model_at_end", "eval.strategy", "eval.steps", "save.strategy", "save.steps"),
     title="Checkpoints that are never evaluated",
     source="transformers 5.23 training_args.py: load_best_model_at_end needs both at the same steps",
-    bad=Example({**BY_STEPS, "evaluation.steps": 40, "checkpoint.steps": 100}),
-    good=Example({**BY_STEPS, "evaluation.steps": 50, "checkpoint.steps": 100}),
+    bad=Example({**BY_STEPS, "eval.steps": 40, "save.steps": 100}),
+    good=Example({**BY_STEPS, "eval.steps": 50, "save.steps": 100}),
     proof="launch",
 )
 def best_unseen(case: Case) -> Hit | None:
     """The best checkpoint is the one with the lowest validation loss, so each must be evaluated when it is saved."""
-    checkpoint, evaluation = case.spec.checkpoint, case.spec.evaluation
-    if not checkpoint.best:
+    if not case.spec.save.load_best_model_at_end:
         return None
-    if checkpoint.when != evaluation.when:
-        words = {"steps": f"every {counted(checkpoint.steps, 'step')}", "epoch": "every epoch"}
-        patch = {"evaluation.when": checkpoint.when, "evaluation.steps": checkpoint.steps}
-        return Hit("One goes by steps and the other by epochs.", (Fix(f"Evaluate {words[checkpoint.when]}", patch),))
-    if checkpoint.when != "steps" or checkpoint.steps % evaluation.steps == 0:
+    if case.spec.save.strategy != case.spec.eval.strategy:
+        words = {"steps": f"every {counted(case.spec.save.steps, 'step')}", "epoch": "every epoch"}
+        patch = {"eval.strategy": case.spec.save.strategy, "eval.steps": case.spec.save.steps}
+        return Hit(
+            "One goes by steps and the other by epochs.", (Fix(f"Evaluate {words[case.spec.save.strategy]}", patch),)
+        )
+    if case.spec.save.strategy != "steps" or case.spec.save.steps % case.spec.eval.steps == 0:
         return None
-    fitting = max(1, round(checkpoint.steps / evaluation.steps)) * evaluation.steps
-    message = f"Saved every {counted(checkpoint.steps, 'step')}, evaluated every {evaluation.steps:,}."
-    return Hit(message, (Fix(f"Save every {counted(fitting, 'step')}", {"checkpoint.steps": fitting}),))
+    fitting = max(1, round(case.spec.save.steps / case.spec.eval.steps)) * case.spec.eval.steps
+    message = f"Saved every {counted(case.spec.save.steps, 'step')}, evaluated every {case.spec.eval.steps:,}."
+    return Hit(message, (Fix(f"Save every {counted(fitting, 'step')}", {"save.steps": fitting}),))
 
 
 @rule(
     "TRN007",
     "advice",
-    fields=("checkpoint.weights_only",),
+    fields=("save.only_model",),
     title="These checkpoints cannot be resumed from",
     source="transformers 5.23 trainer.py: without optimizer.pt the optimizer would silently begin anew",
-    fixes=(Fix("Whole checkpoints", {"checkpoint.weights_only": False}),),
-    bad=Example({"checkpoint.weights_only": True}),
+    fixes=(Fix("Whole checkpoints", {"save.only_model": False}),),
+    bad=Example({"save.only_model": True}),
     good=Example(),
 )
 def weights_only(case: Case) -> str | None:
     """A run that stops or fails begins again at step 0."""
-    checkpoint = case.spec.checkpoint
-    return "They hold weights alone." if checkpoint.weights_only and checkpoint.when != "no" else None
+    return "They hold weights alone." if case.spec.save.only_model and case.spec.save.strategy != "no" else None
 
 
 @rule(
     "TRN008",
     "error",
-    fields=("checkpoint.path",),
+    fields=("save.resume_path",),
     title="The checkpoint cannot be used",
     source="the folder itself",
-    fixes=(Fix("Without it", {"checkpoint.start": "continue"}, safe=False),),
-    bad=Example({"checkpoint.start": "path"}, glance=replace(DEMO, checkpoint="No checkpoint folder is named.")),
-    good=Example({"checkpoint.start": "path", "checkpoint.path": "runs/a/checkpoints/checkpoint-20"}),
+    fixes=(Fix("Without it", {"save.resume_from": "latest"}, safe=False),),
+    bad=Example({"save.resume_from": "path"}, glance=replace(DEMO, checkpoint="No checkpoint folder is named.")),
+    good=Example({"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-20"}),
     proof="launch",
 )
 def bad_checkpoint(case: Case) -> str | None:
     """It must be a whole checkpoint-N folder of a run with the same method."""
-    return case.glance.checkpoint if case.spec.checkpoint.start == "path" and case.glance.checkpoint else None
+    return case.glance.checkpoint if case.spec.save.resume_from == "path" and case.glance.checkpoint else None
 
 
 @rule(
@@ -188,7 +188,7 @@ def bad_checkpoint(case: Case) -> str | None:
 def many_passes(case: Case) -> Hit | None:
     """A model that sees the same rows too often repeats them instead of learning from them."""
     rows, steps = case.rows, case.steps
-    if not rows or not steps or case.spec.train.length != "steps" or case.spec.data.packing or not case.glance.exact:
+    if not rows or not steps or case.spec.train.duration != "steps" or case.spec.data.packing or not case.glance.exact:
         return None
     passes = steps * global_batch(case.spec) / rows
     if passes <= 100:
@@ -203,7 +203,7 @@ def many_passes(case: Case) -> Hit | None:
 @rule(
     "OUT001",
     "error",
-    fields=("checkpoint.keep", "checkpoint.when", "checkpoint.save_model"),
+    fields=("save.total_limit", "save.strategy", "save.final_model"),
     title="The disk is too small",
     source="arithmetic: the estimate's rows of disk against what is free",
     bad=Example({"method.kind": "full", "train.learning_rate": 2e-5}, FULL_DISK),
@@ -214,20 +214,20 @@ def full_disk(case: Case) -> Hit | None:
     need, free = case.estimate.disk_bytes, case.machine.disk_free_bytes
     if need <= free:
         return None
-    saved = case.spec.checkpoint.save_model
+    saved = case.spec.save.final_model
     once = case.spec.launch.rendezvous != "elastic"  # a run that starts again by itself needs them
     tries = [
-        Fix("Keep one checkpoint", {"checkpoint.keep": 1}, cost="no way further back"),
-        Fix("Weights only", {"checkpoint.keep": 1, "checkpoint.weights_only": True}, False, "cannot be resumed"),
+        Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="no way further back"),
+        Fix("Weights only", {"save.total_limit": 1, "save.only_model": True}, False, "cannot be resumed"),
         Fix(
             "No checkpoints",
-            {"checkpoint.when": "no", "checkpoint.save_model": True, "checkpoint.best": False},
+            {"save.strategy": "no", "save.final_model": True, "save.load_best_model_at_end": False},
             once,
             "nothing before the end",
         ),
         Fix(
             "Save nothing",
-            {"checkpoint.when": "no", "checkpoint.save_model": False, "checkpoint.best": False},
+            {"save.strategy": "no", "save.final_model": False, "save.load_best_model_at_end": False},
             False,
             "keeps nothing but the log",
         ),
@@ -240,14 +240,13 @@ def full_disk(case: Case) -> Hit | None:
 @rule(
     "OUT002",
     "warning",
-    fields=("checkpoint.when", "checkpoint.save_model"),
+    fields=("save.strategy", "save.final_model"),
     title="Nothing will be kept",
     source="arithmetic: neither checkpoints nor the model are saved",
-    fixes=(Fix("Save the trained model", {"checkpoint.save_model": True}),),
-    bad=Example({"checkpoint.when": "no", "checkpoint.save_model": False}),
-    good=Example({"checkpoint.when": "no"}),
+    fixes=(Fix("Save the trained model", {"save.final_model": True}),),
+    bad=Example({"save.strategy": "no", "save.final_model": False}),
+    good=Example({"save.strategy": "no"}),
 )
 def nothing_kept(case: Case) -> str | None:
     """The run ends with its curves and answers, and without what it learned."""
-    checkpoint = case.spec.checkpoint
-    return "No checkpoints, no model." if checkpoint.when == "no" and not checkpoint.save_model else None
+    return "No checkpoints, no model." if case.spec.save.strategy == "no" and not case.spec.save.final_model else None

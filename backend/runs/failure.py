@@ -52,54 +52,59 @@ KNOWN = (
     Known(
         r"(?i)(CUDA|HIP|NPU|XPU|MPS)[^\n]{0,40}out of memory|torch\.(cuda\.)?OutOfMemoryError",
         "The device ran out of memory.",
-        "Halve train.batch_size and double train.accumulation, shorten data.max_length, or switch on "
+        "Halve train.per_device_train_batch_size and double train.gradient_accumulation_steps, shorten data.max_length, or switch on "
         "train.activation_checkpointing.",
-        ("train.batch_size", "train.accumulation", "data.max_length", "train.activation_checkpointing"),
+        (
+            "train.per_device_train_batch_size",
+            "train.gradient_accumulation_steps",
+            "data.max_length",
+            "train.activation_checkpointing",
+        ),
         anywhere=True,
     ),
     Known(
         r"(?i)insufficient shared memory|unable to (open|allocate|mmap)[^\n]*shared memory|bus error",
         "The shared memory (/dev/shm) for the loader processes ran out.",
-        "Set train.dataloader_workers to 0, or give the container more shared memory.",
-        ("train.dataloader_workers",),
+        "Set train.dataloader_num_workers to 0, or give the container more shared memory.",
+        ("train.dataloader_num_workers",),
         anywhere=True,
     ),
     Known(
         r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
         "This machine's memory (RAM) ran out.",
-        "Use fewer launch.processes or a smaller train.batch_size, or end other programs.",
-        ("launch.processes", "train.batch_size", "train.dataloader_workers"),
+        "Use fewer launch.nproc_per_node or a smaller train.per_device_train_batch_size, or end other programs.",
+        ("launch.nproc_per_node", "train.per_device_train_batch_size", "train.dataloader_num_workers"),
         anywhere=True,
     ),
     Known(
         r"(?i)No space left on device|Disk quota exceeded",
         "The disk is full.",
-        "Make room, or keep fewer checkpoints with checkpoint.keep, then resume.",
-        ("checkpoint.keep", "checkpoint.weights_only"),
+        "Make room, or keep fewer checkpoints with save.total_limit, then resume.",
+        ("save.total_limit", "save.only_model"),
         anywhere=True,
     ),
     Known(
         r"(?i)EADDRINUSE|address already in use",
         "The network port on which the ranks meet is taken.",
-        "Choose another launch.port; on one node 0 takes a free one each time, unless deepspeed is the launcher.",
-        ("launch.port",),
+        "Choose another launch.master_port; on one node 0 takes a free one each time, unless deepspeed is the launcher.",
+        ("launch.master_port",),
         anywhere=True,
     ),
     Known(
         r"in _assign_worker_ranks|Rendezvous(Timeout|Connection)Error",
         "The nodes did not meet.",
-        "Start all of them within ten minutes, the one with launch.address first (of an elastic run, within one); "
-        "launch.port must be open there.",
-        ("launch.address", "launch.port", "launch.nodes"),
+        "Start all of them within ten minutes, the one with launch.master_addr first (of an elastic run, within one); "
+        "launch.master_port must be open there.",
+        ("launch.master_addr", "launch.master_port", "launch.nnodes"),
         anywhere=True,
     ),
     Known(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
         r"|Timed out (after \d+ seconds )?waiting|DistStoreError[^\n]*time",
-        "A rank waited for the others longer than parallel.timeout allows.",
+        "A rank waited for the others longer than parallel.ddp_timeout allows.",
         "See in the other ranks' logs what held them. If a step, or the preparation of the data, is really that long, "
-        "raise parallel.timeout.",
-        ("parallel.timeout",),
+        "raise parallel.ddp_timeout.",
+        ("parallel.ddp_timeout",),
         anywhere=True,
     ),
     Known(
@@ -117,8 +122,8 @@ KNOWN = (
     Known(
         r"(?i)GatedRepoError|401 Client Error|403 Client Error",
         "The hub refuses this model or dataset without permission.",
-        "Accept its terms on the hub and put HF_TOKEN into launch.environment, or choose another with model.source.",
-        ("model.hub_id", "data.hub_id", "launch.environment"),
+        "Accept its terms on the hub and put HF_TOKEN into launch.env, or choose another with model.source.",
+        ("model.hub_id", "data.hub_id", "launch.env"),
     ),
     Known(
         r"(?i)couldn't connect to|LocalEntryNotFoundError|OfflineModeIsEnabled|Name or service not known"
@@ -208,8 +213,8 @@ def _ended_by(number: int, rank: int | None, log: str, state: dict[str, Any]) ->
             else "That is a crash in compiled code; the end of the log may say where.",
             rank=rank,
         )
-    fields = ("train.batch_size", "launch.processes", "train.dataloader_workers")
-    use_less = "use fewer launch.processes, a smaller train.batch_size or fewer train.dataloader_workers"
+    fields = ("train.per_device_train_batch_size", "launch.nproc_per_node", "train.dataloader_num_workers")
+    use_less = "use fewer launch.nproc_per_node, a smaller train.per_device_train_batch_size or fewer train.dataloader_num_workers"
     if state.get("oom_kills"):
         sentence = f"{who} was killed ({name}) while the kernel was short of memory (RAM)."
         return Failure(sentence, use_less[0].upper() + use_less[1:] + ".", rank=rank, fields=fields)

@@ -138,7 +138,7 @@ class Keeper(TrainerCallback):
     """Marks checkpoints complete, deletes old ones, and ends the training when a stop is asked for."""
 
     def __init__(self, spec: RunSpec, run: Path, team: Team, journal: Journal) -> None:
-        self.keep, self.run, self.team, self.journal = spec.checkpoint.keep, run, team, journal
+        self.keep, self.run, self.team, self.journal = spec.save.total_limit, run, team, journal
         self.stopped = 0  # 1 without, 2 with a checkpoint, as Journal.stop_asked
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -59,11 +59,13 @@ def named(path: str) -> Path:
     """The checkpoint that a person named. Raises TrainError."""
     folder = Path(path).expanduser().resolve()
     if not (folder / "trainer_state.json").is_file():
-        raise TrainError(f"checkpoint.path: {path or '(empty)'} is no checkpoint: name a checkpoint-N folder of a run.")
+        raise TrainError(
+            f"save.resume_path: {path or '(empty)'} is no checkpoint: name a checkpoint-N folder of a run."
+        )
     if folder.parent.name == CHECKPOINTS and not (folder / COMPLETE).is_file():
-        raise TrainError(f"checkpoint.path: {folder} was cut off while it was written: take an earlier one.")
+        raise TrainError(f"save.resume_path: {folder} was cut off while it was written: take an earlier one.")
     if not resumable(folder):
-        raise TrainError(f"checkpoint.path: {folder} holds weights only, so training cannot go on from it.")
+        raise TrainError(f"save.resume_path: {folder} holds weights only, so training cannot go on from it.")
     return folder
 
 

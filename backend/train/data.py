@@ -200,7 +200,7 @@ def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing 
         return Comparing(Writer.of(tokenizer, True), spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
     plain = pretraining or (bool(items) and "text" in items[0].value)
-    writer = None if plain else Writer.of(tokenizer, spec.data.learn == "all")
+    writer = None if plain else Writer.of(tokenizer, spec.data.loss_on == "all_tokens")
     return Tokenizing(tokenizer, writer, pretraining, spec.data.max_length)
 
 
@@ -209,8 +209,10 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
     train, held = collect(spec)
     work = work_of(spec, tokenizer, train)
     if isinstance(work, Tokenizing) and work.writer and not work.writer.stops:
-        say("The chat template's marks end before the end of an answer: the model may not learn to stop (data.learn).")
-    table, counts = tokenize(train, work, spec.data.workers, tick)
+        say(
+            "The chat template's marks end before the end of an answer: the model may not learn to stop (data.loss_on)."
+        )
+    table, counts = tokenize(train, work, spec.data.dataset_num_proc, tick)
     say(f"{len(train):,} rows to learn from, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
     if not tick(len(train), len(train)):
         return Prepared(table, None)  # on the way to a stop
@@ -219,14 +221,14 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
             f"No row has anything left to learn within {spec.data.max_length} tokens: raise data.max_length."
         )
     validation = None
-    if held and spec.evaluation.when != "no":
-        validation, counts = tokenize(held, work, spec.data.workers, tick)
+    if held and spec.eval.strategy != "no":
+        validation, counts = tokenize(held, work, spec.data.dataset_num_proc, tick)
         say(f"{len(held):,} rows to validate, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
         validation = validation if len(validation) else None
     table = finished(table, spec)
     if validation is not None:
         validation = finished(validation, spec)
-    answered = _answered(held)[: spec.evaluation.samples]
+    answered = _answered(held)[: spec.eval.num_generations]
     return Prepared(table, validation, answered if registry.STAGES[spec.train.stage].answers else [])
 
 

@@ -48,7 +48,7 @@ def check(family: str) -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if family != "cpu" and processes > count(family):
         raise TrainError(
-            f"launch.processes: {processes} processes need {processes} devices, and there are {count(family)}: "
+            f"launch.nproc_per_node: {processes} processes need {processes} devices, and there are {count(family)}: "
             "lower it, or check launch.devices."
         )
 
@@ -160,14 +160,14 @@ class Team:
 
     def check(self, spec: RunSpec) -> None:
         """Raise TrainError unless as many processes were started as the spec asks for."""
-        launch, each = spec.launch, spec.launch.processes if spec.parallel.strategy in registry.MANY else 1
-        most = 1 if launch.rendezvous == "standalone" else launch.nodes
-        least = launch.min_nodes if launch.rendezvous == "elastic" else most
+        launch, each = spec.launch, spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
+        most = 1 if launch.rendezvous == "standalone" else launch.nnodes
+        least = launch.min_nnodes if launch.rendezvous == "elastic" else most
         if self.world not in range(each * least, each * most + 1, each):
             asked = f"{each * least} to {each * most}" if least < most else f"{each * most}"
             raise TrainError(
                 f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "
-                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.environment of its own."
+                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.env of its own."
             )
 
     def meet(self, folder: Path) -> None:
@@ -185,7 +185,7 @@ class Team:
             mark.unlink()
         if blind:
             raise TrainError(
-                f"launch.nodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
+                f"launch.nnodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
                 "all nodes share, under the same path."
             )
 

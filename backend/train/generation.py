@@ -63,8 +63,8 @@ class Answering:
     @classmethod
     def of(cls, spec: RunSpec, tokenizer: Any, team: Team, dtype: torch.dtype) -> Answering:
         """As `spec` asks for it."""
-        evaluation, slices = spec.evaluation, spec.parallel.slices
-        return cls(tokenizer, team, evaluation.batch_size, evaluation.max_new_tokens, dtype, slices)
+        slices = spec.parallel.slices
+        return cls(tokenizer, team, spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens, dtype, slices)
 
     def answer(self, model: Any, asked: Sequence[Question], tick: Callable[[int, int], bool]) -> list[str]:
         """The model's answers, in order; the ranks share the work. Missing ones are '' where `tick` ended it."""

@@ -81,7 +81,7 @@ def load(
     Raises TrainError.
     """
     lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].masters
-    plain = frozen or (not registry.LORA_INITS[spec.method.lora_init].moves if lora else pure)
+    plain = frozen or (not registry.LORA_INITS[spec.lora.init].moves if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
     scores = registry.STAGES[spec.train.stage].scores
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
@@ -89,7 +89,7 @@ def load(
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}
     try:
         with trl_trainers.untaught() if scores else contextlib.nullcontext():
-            if spec.train.unsloth:
+            if spec.train.use_unsloth:
                 model: Any = unsloth.read(spec, source.name, dtype, how)
             else:
                 model = (make or _read)(kind, source.name, dtype, how)

@@ -78,9 +78,9 @@ def finished(table: Dataset, spec: RunSpec) -> Dataset:
     """For KTO each question also with the answer of its neighbour in the batch: what the model says anyway, from which
     the loss estimates its KL. The rows are therefore trained on in this order. Rows to validate have the neighbours
     of a training batch too, as in TRL: evaluated one by one, they would be their own."""
-    if spec.train.stage != "kto" or spec.preference.kto_loss != "kto" or not len(table):
+    if spec.train.stage != "kto" or spec.preference.kto_loss_type != "kto" or not len(table):
         return table
-    answers, batch = list(table["completion_ids"]), spec.train.batch_size
+    answers, batch = list(table["completion_ids"]), spec.train.per_device_train_batch_size
     batches = [answers[at : at + batch] for at in range(0, len(answers), batch)]
     return table.add_column("KL_completion_ids", [turned for b in batches for turned in (b[-1], *b[:-1])])
 

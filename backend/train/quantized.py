@@ -37,16 +37,16 @@ TRAINABLE: Mapping[str, Any] = {"gptq": GPTQConfig, "awq": AwqConfig}
 
 def check(spec: RunSpec) -> None:
     """Raise TrainError for what packed weights cannot do, before any are loaded."""
-    method, row = spec.method, registry.QUANTIZATIONS[spec.method.quantization]
+    row = registry.QUANTIZATIONS[spec.method.quantization]
     strategy = registry.STRATEGIES[spec.parallel.strategy]
     if not row.bits:
         return
     if importlib.util.find_spec(row.package) is None:
         raise TrainError(f"method.quantization: {row.label} needs the package {row.package}: pip install it.")
-    if method.lora_init not in ("zero", "gaussian"):
-        raise TrainError(f"method.lora_init: {method.lora_init} needs weights that are not packed: set it to zero.")
-    if spec.checkpoint.merge:
-        raise TrainError("checkpoint.merge: an adapter cannot be merged into packed weights: switch it off.")
+    if spec.lora.init not in ("default", "gaussian"):
+        raise TrainError(f"lora.init: {spec.lora.init} needs weights that are not packed: set it to zero.")
+    if spec.save.merge_adapter:
+        raise TrainError("save.merge_adapter: an adapter cannot be merged into packed weights: switch it off.")
     if strategy.spread and row.bits == 8:
         raise TrainError("method.quantization: 8-bit weights cannot be spread over devices: take nf4.")
     if strategy.version == 1:
@@ -98,12 +98,12 @@ def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
 def _check_adapter(spec: RunSpec, kind: str, row: registry.Packed) -> None:
     if spec.method.kind != "lora":
         raise TrainError(f"method.kind: weights packed as {row.label} carry adapters only: take lora.")
-    if spec.checkpoint.merge:
-        raise TrainError("checkpoint.merge: an adapter cannot be merged into packed weights: switch it off.")
-    if spec.method.lora_init not in ("zero", "gaussian"):
-        raise TrainError(f"method.lora_init: the model comes packed as {row.label}: set it to zero.")
-    if spec.method.lora_dora and kind in TRAINABLE:
-        raise TrainError(f"method.lora_dora: adapters on {row.label} have no DoRA: switch it off.")
+    if spec.save.merge_adapter:
+        raise TrainError("save.merge_adapter: an adapter cannot be merged into packed weights: switch it off.")
+    if spec.lora.init not in ("default", "gaussian"):
+        raise TrainError(f"lora.init: the model comes packed as {row.label}: set it to zero.")
+    if spec.lora.use_dora and kind in TRAINABLE:
+        raise TrainError(f"lora.use_dora: adapters on {row.label} have no DoRA: switch it off.")
     if spec.precision.compute == "fp8" and kind == "bitsandbytes":
         raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
 
@@ -123,7 +123,7 @@ def configuration(spec: RunSpec, dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=method.quantization,
-        bnb_4bit_use_double_quant=method.double_quantization,
+        bnb_4bit_use_double_quant=method.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=dtype,
         # Only floating-point tensors are spread over devices; with the usual uint8 each would keep the whole base.
         bnb_4bit_quant_storage=dtype if registry.STRATEGIES[spec.parallel.strategy].spread else torch.uint8,

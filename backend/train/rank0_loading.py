@@ -63,7 +63,7 @@ def _hollow(spec: RunSpec, source: model.Source, precision: str, tokens: Any) ->
     # accelerate sends all that is in the state, and expects it to be spread: buffers are not. Afterwards it ties
     # weights again, and would not know a trained copy of one of them.
     buffered, tied = made.state_dict().keys() - all_names.keys(), len(weights) < len(all_names)
-    return None if buffered or (tied and spec.method.kind == "lora" and spec.method.lora_modules_to_save) else made
+    return None if buffered or (tied and spec.method.kind == "lora" and spec.lora.modules_to_save) else made
 
 
 def _make(kind: Any, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:

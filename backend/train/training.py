@@ -44,7 +44,7 @@ def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
     deepspeed = spec.parallel.strategy in registry.DEEPSPEED
     device.settle(deepspeed)
     logging_setup.calm(spec.logging.level, team.rank, deepspeed)
-    work = Work(spec, folder, anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
+    work = Work(spec, folder, anew or spec.save.resume_from == "scratch", team, Journal(folder, team.rank))
     with engine.disk(spec):
         try:
             run(work)
@@ -144,8 +144,8 @@ def _start(work: Work) -> Path | None:
     def choose() -> Path | None:
         checkpoints.sweep(work.folder, work.anew)
         start = checkpoints.last(work.folder)
-        if start is None and work.spec.checkpoint.start == "path":
-            start = checkpoints.named(work.spec.checkpoint.path)
+        if start is None and work.spec.save.resume_from == "path":
+            start = checkpoints.named(work.spec.save.resume_path)
         if start is None and checkpoints.complete(work.folder):
             work.journal.say("The checkpoints hold weights only, so training begins at step 0.")
         step = checkpoints.step_of(start) if start else 0
@@ -180,7 +180,7 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
 def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     """Write down what came out, with what each rank held."""
     state = trainer.state
-    result["model"] = MODEL if work.spec.checkpoint.save_model else None
+    result["model"] = MODEL if work.spec.save.final_model else None
     result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
     result["optimizer"] = work.team.gather(optimizer_utils.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
@@ -191,10 +191,10 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
 
 
 def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
-    if not work.spec.checkpoint.save_model:
+    if not work.spec.save.final_model:
         return
     work.journal.begin("saving", "Saving the trained model.")
-    if work.spec.checkpoint.merge:
+    if work.spec.save.merge_adapter:
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
     state = engine.whole(work.spec, trainer)

@@ -121,25 +121,25 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
         return _plain(spec)
     asked = spec.preference
     if spec.train.stage == "reward":
-        return {"max_length": None, "center_rewards_coefficient": asked.center_rewards or None}
+        return {"max_length": None, "center_rewards_coefficient": asked.center_rewards_coefficient or None}
     if spec.train.stage == "orpo":
         return {"max_length": spec.data.max_length, "beta": asked.beta, "remove_unused_columns": False}
-    held = {"max_length": None, "beta": asked.beta, "precompute_ref_log_probs": asked.precompute}
+    held = {"max_length": None, "beta": asked.beta, "precompute_ref_log_probs": asked.precompute_ref_log_probs}
     os.environ.setdefault("TQDM_DISABLE", "1")  # a bar is a hundred lines in a log
     if spec.train.stage == "kto":
-        ordered = asked.kto_loss == "kto"  # its KL comes from neighbours
+        ordered = asked.kto_loss_type == "kto"  # its KL comes from neighbours
         return {
             **held,
-            "loss_type": asked.kto_loss,
+            "loss_type": asked.kto_loss_type,
             "desirable_weight": asked.desirable_weight,
             "undesirable_weight": asked.undesirable_weight,
             "train_sampling_strategy": "sequential" if ordered else "random",
         }
-    both = asked.sft_weight > 0
+    both = asked.sft_loss_weight > 0
     return {
         **held,
-        "loss_type": [asked.dpo_loss, "sft"] if both else [asked.dpo_loss],
-        "loss_weights": [1.0, asked.sft_weight] if both else None,
+        "loss_type": [asked.dpo_loss_type, "sft"] if both else [asked.dpo_loss_type],
+        "loss_weights": [1.0, asked.sft_loss_weight] if both else None,
         "label_smoothing": asked.label_smoothing,
     }
 

@@ -118,7 +118,7 @@ def _fitted(work: Work, checkpoint: Path) -> Path | None:
 
 def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
     """Raise TrainError for what cannot be converted."""
-    written = f"launch.processes: {checkpoint} was written by {len(parts)} processes"
+    written = f"launch.nproc_per_node: {checkpoint} was written by {len(parts)} processes"
     if "nvme" in _offloaded(work.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
         raise TrainError(f"{written}, and with its state on a disk only as many can go on from it.")
     if work.spec.parallel.pieces > 1:
@@ -145,7 +145,7 @@ def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
 
 def _offloaded(spec: RunSpec) -> tuple[str, ...]:
     stage = registry.STRATEGIES[spec.parallel.strategy].stage
-    return (spec.parallel.offload_optimizer, spec.parallel.offload_parameters) if stage == 3 else ()
+    return (spec.parallel.offload_optimizer, spec.parallel.offload_param) if stage == 3 else ()
 
 
 def _convert(work: Work, checkpoint: Path) -> Path:
@@ -208,14 +208,14 @@ def _tell_rows(work: Work, checkpoint: Path) -> None:
     """Say what changes where steps learn from other rows than before."""
     before = _read(min(checkpoint.glob(MODEL)))["ds_config"]
     train = work.spec.train
-    each = train.batch_size * train.accumulation
+    each = train.per_device_train_batch_size * train.gradient_accumulation_steps
     then, now = before.get("train_batch_size"), each * work.team.world
     if then != now:
         work.journal.say(
             f"A step learns from {now} rows instead of {then}. Those already seen are reckoned in steps of {now}, so "
             "rows of this pass may come twice or not at all."
         )
-    elif train.group_by_length:
+    elif train.train_sampling_strategy == "group_by_length":
         work.journal.say("Rows are grouped by length anew, so some of this pass may come twice or not at all.")
 
 

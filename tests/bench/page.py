@@ -88,7 +88,7 @@ def edits(server: Server, browser: object) -> Iterator[Figure]:
 
 def _typed(page: object) -> list[float]:
     page.evaluate("window.edits = []")
-    field = page.locator("#train-batch_size input")
+    field = page.locator("#train-per_device_train_batch_size input")
     for i in range(60):
         field.fill(str(1 + i % 9))
         page.wait_for_timeout(300)

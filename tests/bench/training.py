@@ -25,15 +25,15 @@ def case(processes: int) -> RunSpec:
     return edit(
         presets.read("first-run"),
         {
-            "train.length": "steps",
+            "train.duration": "steps",
             "train.max_steps": STEPS,
-            "train.batch_size": 4,
-            "evaluation.when": "no",
-            "evaluation.samples": 0,
-            "checkpoint.when": "no",
-            "checkpoint.save_model": False,
+            "train.per_device_train_batch_size": 4,
+            "eval.strategy": "no",
+            "eval.num_generations": 0,
+            "save.strategy": "no",
+            "save.final_model": False,
             "parallel.strategy": "ddp" if processes > 1 else "single",
-            "launch.processes": max(2, processes),
+            "launch.nproc_per_node": max(2, processes),
         },
     )
 

@@ -196,7 +196,7 @@ class Step:
             weight.register_post_accumulate_grad_hook(self.tracker.gradient)
         layers[-1].register_forward_hook(lambda _, __, out: self.then(out, "upper"))
         layers[len(layers) // 2].register_forward_pre_hook(lambda _, given: self.then(given[0], "lower"))
-        for left in reversed(range(self.spec.train.accumulation)):
+        for left in reversed(range(self.spec.train.gradient_accumulation_steps)):
             self.tracker.begin("forward")
             with self.unsent(whole) if left else contextlib.nullcontext():
                 self.loss(whole).backward()
@@ -239,13 +239,13 @@ class Step:
     def spread(self, model: nn.Module, mesh: Any) -> nn.Module:
         parallel = self.spec.parallel
         if self.strategy.engine == "ddp":
-            whole = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_mb)
+            whole = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_cap_mb)
             whole.register_comm_hook(None, arrived)
             return whole
         if self.strategy.engine != "fsdp":
             return model
         computes = DTYPES[self.precision]
-        reduce = torch.float32 if parallel.reduce_precision == "fp32" else computes
+        reduce = torch.float32 if parallel.reduce_dtype == "fp32" else computes
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=parallel.reshard_after_forward,
@@ -274,7 +274,7 @@ class Step:
     def loss(self, model: nn.Module) -> torch.Tensor:
         """As TRL's trainer computes it. accelerate casts by autocast, but under FSDP2, whose policy casts."""
         train = self.spec.train
-        ids = torch.zeros(train.batch_size, self.spec.data.max_length, dtype=torch.int64)
+        ids = torch.zeros(train.per_device_train_batch_size, self.spec.data.max_length, dtype=torch.int64)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
         balanced = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
         casts = self.precision != "fp32" and self.masters and self.strategy.engine != "fsdp"

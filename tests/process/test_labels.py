@@ -142,7 +142,7 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 def test_marks_that_leave_out_the_end_are_told(tiny: Path, tmp_path: Path, place: str, told: bool) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
-    asked = {"data.template": "file", "data.template_file": str(template)}
+    asked = {"data.chat_template": "file", "data.chat_template_file": str(template)}
     spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK}))
     tokens, said = AutoTokenizer.from_pretrained(tiny), []

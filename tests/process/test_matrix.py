@@ -33,12 +33,16 @@ STRATEGIES: Mapping[str, Changes] = {
     "ZeRO-3, offload": {
         "parallel.strategy": "zero3",
         "parallel.offload_optimizer": "cpu",
-        "parallel.offload_parameters": "cpu",
+        "parallel.offload_param": "cpu",
     },
     "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
 PRECISIONS = [name for name in registry.PRECISIONS if name != "auto"]
-SHORT: Changes = {"train.batch_size": 2, "data.max_samples": 16, "data.max_length": 96}  # thousands are launched
+SHORT: Changes = {
+    "train.per_device_train_batch_size": 2,
+    "data.max_samples": 16,
+    "data.max_length": 96,
+}  # thousands are launched
 RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
 HEAD = """# Strategies, by launch
@@ -77,7 +81,7 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
     for precision in PRECISIONS:
         for optimizer in registry.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
-            changes |= {"precision.compute": precision, "train.optimizer": optimizer}
+            changes |= {"precision.compute": precision, "train.optim": optimizer}
             found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
     failed = {key: what for key, what in found.items() if what.startswith("FAILS")}
     assert not failed, "\n\n".join(f"{key}: {what}" for key, what in failed.items())

@@ -29,8 +29,8 @@ from backend.preflight import Judgement, judge
 from backend.rules import FAMILIES, RULES, Finding, Rule
 from backend.runs import processes
 
-SAVED = {"checkpoint.save_model": True}
-EPOCHS = {"checkpoint.when": "epoch", "evaluation.when": "epoch"}
+SAVED = {"save.final_model": True}
+EPOCHS = {"save.strategy": "epoch", "eval.strategy": "epoch"}
 FOLDER = {"model.source": "path", "model.path": "model"}
 
 
@@ -73,7 +73,11 @@ RAW = {
     "STR024": Raw("save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'"),
     "STR027": Raw("Ulysses SP requires `position_ids` in every dataloader batch"),
     "STR028": Raw("IndexError: tuple index out of range"),
-    "STR030": Raw("head count 4 is not divisible by SP size 3", {"parallel.sequence": 3, "launch.processes": 3}, False),
+    "STR030": Raw(
+        "head count 4 is not divisible by SP size 3",
+        {"parallel.sequence_parallel_size": 3, "launch.nproc_per_node": 3},
+        False,
+    ),
     "STR032": Raw("- ds gradient_clipping=0.5 vs hf max_grad_norm=1.0", ours=False),
     "STR034": Raw("the 'elasticity' configuration block is no longer supported", ours=False),
     "STR035": Raw("Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save`", SAVED, False),

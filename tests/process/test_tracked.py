@@ -45,15 +45,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 SPREAD = {"parallel.strategy": "fsdp2"}
 STRATEGIES: Mapping[str, Changes] = {
     "One device": {},
-    "DDP, 8": {"parallel.strategy": "ddp", "launch.processes": 8},
-    "FSDP2, 2": {**SPREAD, "launch.processes": 2},
-    "FSDP2, 8": {**SPREAD, "launch.processes": 8},
-    "FSDP2, 8, kept": {**SPREAD, "launch.processes": 8, "parallel.reshard_after_forward": False},
-    "FSDP2, 64": {**SPREAD, "launch.processes": 64},
+    "DDP, 8": {"parallel.strategy": "ddp", "launch.nproc_per_node": 8},
+    "FSDP2, 2": {**SPREAD, "launch.nproc_per_node": 2},
+    "FSDP2, 8": {**SPREAD, "launch.nproc_per_node": 8},
+    "FSDP2, 8, kept": {**SPREAD, "launch.nproc_per_node": 8, "parallel.reshard_after_forward": False},
+    "FSDP2, 64": {**SPREAD, "launch.nproc_per_node": 64},
 }
 METHODS: Mapping[str, Changes] = {name: {"method.kind": name} for name in ("lora", "full", "freeze")}
 # A mixture's experts are linear layers too, as adapters see it.
-MIXED: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "method.lora_targets": "attention"}}
+MIXED: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "lora.targets": "attention"}}
 PRECISIONS = ("bf16", "pure_bf16", "fp32")
 SIZES = list(product((1, 4), (512, 2048, 8192), (False, True)))
 UNDER, NEAR, SHARE = 0.05, 0.10, 0.95
@@ -80,11 +80,11 @@ class Cell:
                 **STRATEGIES[self.strategy],
                 **MIXED[self.method],
                 "precision.compute": self.precision,
-                "train.batch_size": self.batch,
+                "train.per_device_train_batch_size": self.batch,
                 "data.max_length": self.length,
                 "train.activation_checkpointing": self.checkpoints,
-                "train.accumulation": self.accumulation,
-                "evaluation.when": "no",
+                "train.gradient_accumulation_steps": self.accumulation,
+                "eval.strategy": "no",
             }
         )
 
@@ -97,7 +97,7 @@ class Cell:
 
     def estimated(self, layers: int) -> int:
         spec, shape = self.spec, from_config({**MODELS[self.model], "num_hidden_layers": layers})
-        rows = estimate(spec, gpus(spec.launch.processes, "H100", 80, (9, 0)), shape).rows
+        rows = estimate(spec, gpus(spec.launch.nproc_per_node, "H100", 80, (9, 0)), shape).rows
         return sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
 
     def measured(self, layers: int) -> int:

@@ -22,15 +22,15 @@ from backend.runs import COOKIE, METRICS, RESULT, STOP, Plan, processes
 
 SMALL = {
     "model.builtin": "tiny-llama",
-    "train.length": "steps",
+    "train.duration": "steps",
     "train.max_steps": 3,
-    "train.batch_size": 2,
+    "train.per_device_train_batch_size": 2,
     "train.learning_rate": 1e-3,
     "data.max_samples": 40,
     "data.max_length": 256,
-    "evaluation.when": "no",
-    "checkpoint.when": "no",
-    "checkpoint.save_model": False,
+    "eval.strategy": "no",
+    "save.strategy": "no",
+    "save.final_model": False,
     "launch.device": "cpu",
 }
 # Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.

@@ -42,11 +42,15 @@ def test_a_deepspeed_file_comes_back_as_it_was() -> None:
     spec, kept = importers.read(json.dumps(OFFLOADED), RunSpec())
     found = changes(spec)
     assert found["parallel.strategy"] == "zero3"
-    assert (found["parallel.offload_optimizer"], found["parallel.offload_parameters"]) == ("nvme", "cpu")
-    assert (found["parallel.nvme_path"], found["parallel.nvme_buffers"]) == ("/nvme", 6)
-    assert (found["train.batch_size"], found["train.accumulation"], found["train.max_grad_norm"]) == (2, 8, 0.5)
+    assert (found["parallel.offload_optimizer"], found["parallel.offload_param"]) == ("nvme", "cpu")
+    assert (found["parallel.nvme_path"], found["parallel.nvme_buffer_count"]) == ("/nvme", 6)
+    assert (
+        found["train.per_device_train_batch_size"],
+        found["train.gradient_accumulation_steps"],
+        found["train.max_grad_norm"],
+    ) == (2, 8, 0.5)
     assert (found["precision.compute"], found["parallel.pin_memory"]) == ("bf16", False)
-    assert (found["parallel.aio_block_kb"], found["parallel.aio_queue_depth"]) == (256, 32)
+    assert (found["parallel.aio_block_size_kb"], found["parallel.aio_queue_depth"]) == (256, 32)
     assert set(kept) == {
         "fp16.loss_scale",
         "fp16.initial_scale_power",
@@ -75,10 +79,15 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     """As further keys they would take the form's place, which a rule refuses."""
     spec, kept = importers.read(json.dumps(OWN), RunSpec())
     train = spec.train
-    assert (kept, spec.parallel.engine_keys) == ([], "")
-    assert (train.optimizer, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
-    assert (train.beta1, train.beta2, train.epsilon) == (0.8, 0.99, 1e-8)
-    assert (train.scheduler, train.warmup, train.length, train.max_steps) == ("linear", 20, "steps", 500)
+    assert (kept, spec.parallel.extra_config) == ([], "")
+    assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
+    assert (train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (0.8, 0.99, 1e-8)
+    assert (train.lr_scheduler_type, train.warmup_steps, train.duration, train.max_steps) == (
+        "linear",
+        20,
+        "steps",
+        500,
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,7 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
 )
 def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
     spec, found = importers.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
-    assert merge.parse(spec.parallel.engine_keys) == block
+    assert merge.parse(spec.parallel.extra_config) == block
     assert found == (kept if kept is not None else merge.paths(block))
     assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
 
@@ -109,14 +118,18 @@ def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: l
 def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
     """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
     spec, found = importers.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
-    assert (spec.train.batch_size, spec.train.accumulation, found) == (size, accumulation, kept)
+    assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, found) == (
+        size,
+        accumulation,
+        kept,
+    )
 
 
 def test_a_second_import_keeps_what_the_first_set() -> None:
     spec, _ = importers.read(json.dumps(OFFLOADED), RunSpec())
     again, kept = importers.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
-    assert (again.parallel.strategy, again.train.accumulation, kept) == ("zero2", 8, [])
-    assert again.parallel.engine_keys == ""
+    assert (again.parallel.strategy, again.train.gradient_accumulation_steps, kept) == ("zero2", 8, [])
+    assert again.parallel.extra_config == ""
 
 
 ACCELERATE: dict[str, Any] = {
@@ -146,12 +159,16 @@ def test_an_accelerate_file_fills_the_form() -> None:
     spec, kept = importers.read(yaml.safe_dump(ACCELERATE), RunSpec())
     found = changes(spec)
     assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
-    assert (found.get("launch.nodes", spec.launch.nodes), spec.launch.processes) == (2, 8)
-    assert (found["launch.address"], found["launch.port"], found["launch.node_rank"]) == ("10.0.0.1", 29501, 1)
-    assert found["parallel.wrap_layers"] == ("LlamaDecoderLayer", "LlamaMLP")
+    assert (found.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
+    assert (found["launch.master_addr"], found["launch.master_port"], found["launch.node_rank"]) == (
+        "10.0.0.1",
+        29501,
+        1,
+    )
+    assert found["parallel.transformer_layer_cls_to_wrap"] == ("LlamaDecoderLayer", "LlamaMLP")
     assert found["parallel.cpu_offload"] and found["train.activation_checkpointing"]
     assert not spec.parallel.reshard_after_forward
-    assert (spec.parallel.state_dict, spec.precision.compute) == ("sharded", "bf16")
+    assert (spec.parallel.state_dict_type, spec.precision.compute) == ("sharded", "bf16")
     assert set(kept) == {"debug", "tpu_env"}
     assert yaml.safe_load(accelerate_config.text(spec, Machine()))["debug"] is True
 

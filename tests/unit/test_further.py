@@ -96,11 +96,11 @@ def zero(**given: Any) -> dict[str, Any]:
     ],
 )
 def test_keys_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
-    assert (code in codes("parallel.engine_keys", given, patch)) == raised
+    assert (code in codes("parallel.extra_config", given, patch)) == raised
 
 
 NODES = {
-    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.address": "10.0.0.1", "launch.processes": 2,
+    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1", "launch.nproc_per_node": 2,
 }  # fmt: skip
 DDP = {"parallel.strategy": "ddp"}
 
@@ -120,11 +120,11 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH013", {"gpu_ids": "0"}, DDP, True),
         ("LCH013", {"gpu_ids": "0,1"}, DDP, False),
         ("LCH013", {"gpu_ids": "0,1"}, {**DDP, "launch.devices": (1, 0)}, True),
-        ("LCH013", {"use_cpu": True}, {**DDP, "launch.processes": 1}, True),
+        ("LCH013", {"use_cpu": True}, {**DDP, "launch.nproc_per_node": 1}, True),
         ("LCH013", {"use_cpu": True}, DDP, False),
         ("LCH014", {"use_cpu": True}, DDP, True),
-        ("LCH013", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.processes": 1}, True),
-        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.processes": 1}, False),
+        ("LCH013", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.nproc_per_node": 1}, True),
+        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.nproc_per_node": 1}, False),
         ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, DDP, True),
         ("LCH013", {"use_cpu": True}, {**DDP, "launch.device": "cpu"}, False),
         ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),
@@ -145,7 +145,7 @@ DDP = {"parallel.strategy": "ddp"}
         (
             "LCH014",
             {"fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaMLP"}},
-            {**FSDP2, "parallel.wrap_layers": ["LlamaDecoderLayer"]},
+            {**FSDP2, "parallel.transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
             True,
         ),
         ("LCH013", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, FSDP2, True),
@@ -156,7 +156,7 @@ DDP = {"parallel.strategy": "ddp"}
     ],
 )
 def test_keys_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
-    found = codes("launch.accelerate_keys", given, {**patch, "launch.launcher": "accelerate"})
+    found = codes("launch.extra_accelerate_config", given, {**patch, "launch.launcher": "accelerate"})
     assert (code in found) == raised
 
 

@@ -216,13 +216,13 @@ def test_names_in_a_mixture_are_looked_up_in_its_code(tmp_path: Path) -> None:
         return {f.code for f in check(asked, Machine(), look(asked, tmp_path)) if f.code.startswith("MTH")}
 
     assert "Qwen3MoeDecoderLayer" in found.classes
-    assert "MTH008" in codes(method__kind="freeze", method__freeze_also=("nothing",))
-    assert not codes(method__kind="freeze", method__freeze_also=("mlp.gate", "layers.0", "lm_head"))
-    assert "MTH004" in codes(method__lora_modules_to_save=("norms",))
-    assert "MTH002" in codes(method__lora_targets="custom", method__lora_target_modules=("q_proj", "c_attn"))
-    assert not codes(method__lora_targets="custom", method__lora_target_modules=("q_proj", "0.self_attn.v_proj"))
+    assert "MTH008" in codes(method__kind="freeze", method__freeze_extra_modules=("nothing",))
+    assert not codes(method__kind="freeze", method__freeze_extra_modules=("mlp.gate", "layers.0", "lm_head"))
+    assert "MTH004" in codes(lora__modules_to_save=("norms",))
+    assert "MTH002" in codes(lora__targets="custom", lora__target_modules=("q_proj", "c_attn"))
+    assert not codes(lora__targets="custom", lora__target_modules=("q_proj", "0.self_attn.v_proj"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "auto_map": {}}')
-    assert not codes(method__kind="freeze", method__freeze_also=("nothing",))
+    assert not codes(method__kind="freeze", method__freeze_extra_modules=("nothing",))
 
 
 def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
@@ -239,14 +239,14 @@ def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
 
 def test_template_and_checkpoint(tmp_path: Path) -> None:
     def template(name: str) -> str:
-        return look(spec(data__template="file", data__template_file=name), tmp_path).template
+        return look(spec(data__chat_template="file", data__chat_template_file=name), tmp_path).template
 
     assert template("") and template("none.jinja")
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     assert template("t.jinja") == ""
 
     def checkpoint(name: str, kind: str = "lora") -> str:
-        return look(spec(checkpoint__start="path", checkpoint__path=name, method__kind=kind), tmp_path).checkpoint
+        return look(spec(save__resume_from="path", save__resume_path=name, method__kind=kind), tmp_path).checkpoint
 
     assert checkpoint("") and checkpoint("x")
     folder = tmp_path / "checkpoints" / "checkpoint-3"
@@ -271,14 +271,14 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
         (folder / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
 
     def said(strategy: str, processes: int = 2, **more: Any) -> str:
-        named = {"checkpoint__start": "path", "checkpoint__path": str(folder), **more}
-        return look(spec(**named, parallel__strategy=strategy, launch__processes=processes), tmp_path).checkpoint
+        named = {"save__resume_from": "path", "save__resume_path": str(folder), **more}
+        return look(spec(**named, parallel__strategy=strategy, launch__nproc_per_node=processes), tmp_path).checkpoint
 
     assert said("zero2") == ""
     assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
-    assert said("zero2", 4) == said("zero1", 1) == said("zero2", train__optimizer="sgd") == ""
-    assert "written by 2 processes: with another optimizer" in said("zero2", 4, train__optimizer="sgd")
-    assert "with sequence parallel" in said("zero2", 4, parallel__sequence=2)
+    assert said("zero2", 4) == said("zero1", 1) == said("zero2", train__optim="sgd") == ""
+    assert "written by 2 processes: with another optimizer" in said("zero2", 4, train__optim="sgd")
+    assert "with sequence parallel" in said("zero2", 4, parallel__sequence_parallel_size=2)
     assert "written by ZeRO-1 or ZeRO-2, which ZeRO-3 cannot read" in said("zero3")
     for rank in range(2):
         (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
@@ -294,7 +294,7 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
 
 
 def test_paths_are_settled(tmp_path: Path) -> None:
-    settled = settle(files("a/*.jsonl", "/abs/b.jsonl", data__template_file=""), tmp_path)
+    settled = settle(files("a/*.jsonl", "/abs/b.jsonl", data__chat_template_file=""), tmp_path)
     assert settled.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
     assert settle(RunSpec(), tmp_path) == RunSpec()
 
@@ -304,7 +304,7 @@ def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
         held.bind(("", 0))
         held.listen()
         port = held.getsockname()[1]
-        asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.port": port})
+        asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
         found = look(asked, tmp_path)
         assert found.taken == port and found.spare > port
         assert not look(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).taken, "it takes another by itself"
@@ -317,4 +317,4 @@ def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
 
 def test_deepspeeds_launcher_has_a_port_of_its_own() -> None:
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"})
-    assert (resolve.port(spec), resolve.port(edit(spec, {"launch.port": 7}))) == (29500, 7)
+    assert (resolve.port(spec), resolve.port(edit(spec, {"launch.master_port": 7}))) == (29500, 7)

@@ -75,12 +75,15 @@ def test_conversations_share_their_beginning() -> None:
 
 
 def test_system_prompt_tools_and_named_columns() -> None:
-    data = Data(system="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
+    data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
     assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]
     assert (found["chosen"], found["tools"]) == ([RIGHT], [{"name": "clock"}])
     row = {"question": "When?", "system": "Row's.", "chosen": "Nine.", "rejected": "Ten."}
-    assert convert(row, "pairs", Data(system="Be brief."))["prompt"] == [{"role": "system", "content": "Row's."}, ASKED]
+    assert convert(row, "pairs", Data(system_prompt="Be brief."))["prompt"] == [
+        {"role": "system", "content": "Row's."},
+        ASKED,
+    ]
     marked = Data(label_column="ok", completion_column="said")
     assert convert({"prompt": "When?", "said": "Nine.", "ok": "0"}, "labels", marked)["label"] is False
 
@@ -125,7 +128,7 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
 
 
 def device(**values: Any) -> dict[str, int]:
-    asked = spec(train__batch_size=1, evaluation__when="no", **values)
+    asked = spec(train__per_device_train_batch_size=1, eval__strategy="no", **values)
     return {row.name: row.bytes for row in estimate(asked, H100, LLAMA_8B).rows}
 
 
@@ -134,7 +137,7 @@ def test_memory_of_comparing() -> None:
     assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two answers a row"
     assert dpo["Reference adapter"] == dpo["Trained weights"]
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
-    assert "Reference model" not in device(train__stage="dpo", preference__precompute=True, **full)
+    assert "Reference model" not in device(train__stage="dpo", preference__precompute_ref_log_probs=True, **full)
     assert "Reference model" not in device(train__stage="orpo", **full)
     assert "Loss" not in dpo, "the backward pass takes more"
     assert device(train__stage="orpo")["Loss"] > 2**30, "whole logits"

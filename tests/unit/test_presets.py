@@ -17,7 +17,7 @@ from backend.rules import check
         ("train: 3\n", "is a section"),
         ("train:\n  epoch: 3\n", "train.epoch: is no option"),
         ("trian:\n  epochs: 3\n", "trian: is no option"),
-        ("train:\n  epochs: -1\n", "train.epochs: must be more than 0"),
+        ("train:\n  num_train_epochs: -1\n", "train.num_train_epochs: must be more than 0"),
     ],
 )
 def test_bad_yaml_is_a_sentence(tmp_path, text, says):

@@ -33,7 +33,7 @@ def test_each_format_is_recognised_and_converted(format: str) -> None:
 
 @pytest.mark.parametrize("format", [f for f in ROWS if f != "text"])
 def test_system_prompt_is_put_before_conversations_without_one(format: str) -> None:
-    said = Data(system="Be brief.")
+    said = Data(system_prompt="Be brief.")
     assert convert(ROWS[format], format, said)["messages"][0] == {"role": "system", "content": "Be brief."}
     own = {"messages": [{"role": "system", "content": "Own."}, USER, ANSWER]}
     assert [t["content"] for t in convert(own, "messages", said)["messages"]] == ["Own.", "When?", "At nine."]

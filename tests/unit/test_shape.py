@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import registry
 from backend.config import Method, RunSpec
+from backend.config.method import Lora
 from backend.modelspec import FAMILIES, Unknown, adapted, from_config, trainable
 from backend.train import adapters
 
@@ -79,8 +80,8 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
     shape = from_config(said)
     names = {"custom": shape.linear[:2], "every": shape.linear}.get(targets, ())
     asked = "custom" if names else targets
-    method = Method(lora_rank=4, lora_targets=asked, lora_target_modules=names, lora_dora=dora)
-    wanted = {leaf.path for leaf in adapted(method, shape)}
+    lora = Lora(r=4, targets=asked, target_modules=names, use_dora=dora)
+    wanted = {leaf.path for leaf in adapted(lora, shape)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
     if names:
         modules = list(names)
@@ -90,7 +91,7 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
             get_peft_model(model, config)
         return
     adapter = get_peft_model(model, config)
-    assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
+    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
 
 
 @CALM
@@ -100,17 +101,17 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
     shape = from_config(config)
     embedding = shape.outside[0].path.rpartition(".")[2]
     for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
-        method = Method(kind="freeze", freeze_layers=layers, freeze_also=also)
+        method = Method(kind="freeze", freeze_trainable_layers=layers, freeze_extra_modules=also)
         chosen = set(adapters._trained(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
         assert trainable(RunSpec(method=method), shape) == count(model, trainable=True)
-    method = Method(lora_rank=2, lora_modules_to_save=(embedding, "lm_head"))
+    lora = Lora(r=2, modules_to_save=(embedding, "lm_head"))
     adapter = get_peft_model(
         model,
         LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
     )
-    assert trainable(RunSpec(method=method), shape) == count(adapter, trainable=True)
+    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
 
 
 @pytest.mark.parametrize("name", registry.MODELS)

@@ -23,10 +23,10 @@ def labels(found: list[Fix]) -> list[str]:
     [
         ("full-8b-fsdp2", "8x80gb", {"parallel__strategy": "ddp"}),
         ("full-8b-fsdp2", "1x80gb", {"parallel__strategy": "single"}),
-        ("lora-80gb", "1x24gb", {"data__max_length": 8192, "train__batch_size": 8}),
+        ("lora-80gb", "1x24gb", {"data__max_length": 8192, "train__per_device_train_batch_size": 8}),
         ("dpo", "1x24gb", {"method__kind": "full"}),
         ("full-8b-fsdp2", "1x24gb", {"model__hub_id": BIG, "parallel__strategy": "single"}),
-        ("first-run", "laptop", {"train__batch_size": 512, "data__max_length": 8192}),
+        ("first-run", "laptop", {"train__per_device_train_batch_size": 512, "data__max_length": 8192}),
     ],
 )
 def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, object]) -> None:
@@ -45,9 +45,9 @@ def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, ob
 
 
 def test_a_change_alone_comes_before_two() -> None:
-    found = case("lora-80gb", "1x24gb", data__max_length=4096, train__batch_size=8)
+    found = case("lora-80gb", "1x24gb", data__max_length=4096, train__per_device_train_batch_size=8)
     assert labels(ways(found, 1.0))[0] == "Batch size 1, accumulated"
-    tight = case("lora-80gb", "1x24gb", data__max_length=8192, train__batch_size=8)
+    tight = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
     first = ways(tight, 1.0)[0]
     assert first.safe and " + " in first.label
 
@@ -56,7 +56,7 @@ def test_rows_of_a_step_stay_the_same_where_a_way_says_so() -> None:
     found = case("full-8b-fsdp2", "8x80gb", parallel__strategy="ddp")
     first = ways(found, 1.0)[0]
     assert first.safe and first.label == "ZeRO-1"
-    assert "train.accumulation" in first.patch
+    assert "train.gradient_accumulation_steps" in first.patch
 
 
 def test_another_model_is_the_last_resort() -> None:

@@ -33,7 +33,7 @@ def test_what_is_sent_follows_from_what_is_spread() -> None:
     assert found["One process"].sent_bytes == 0
     assert found["DDP"].sent_bytes == int(2 * ring * 4 * EIGHT_B)  # fp32 gradients, added up
     assert found["ZeRO-2"].sent_bytes == int(2 * ring * 2 * EIGHT_B)  # in bf16
-    batches = case("full-8b-fsdp2", "8x80gb").spec.train.accumulation
+    batches = case("full-8b-fsdp2", "8x80gb").spec.train.gradient_accumulation_steps
     assert found["ZeRO-3"].sent_bytes == pytest.approx(batches * 3 * ring * 2 * EIGHT_B, rel=1e-9)  # twice the weights
     assert found["ZeRO-3, offloaded"].hosted_bytes > found["ZeRO-2, offloaded"].hosted_bytes > 0
     assert [name for name, way in found.items() if way.now] == ["FSDP2"]
@@ -64,13 +64,13 @@ def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
 
 
 def test_where_nothing_fits_less_at_once_is_tried() -> None:
-    found = case("lora-80gb", "1x24gb", data__max_length=8192, train__batch_size=8)
+    found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
     assert not any(way.runs for way in variants(found) if way.name == "One process")
     best, why = suggestion(found) or (None, "")
     assert best is not None
     assert best.patch["train.activation_checkpointing"] is True
     assert "activation checkpointing" in why
-    assert suggestion(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optimizer="adamw")) is None
+    assert suggestion(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw")) is None
 
 
 def test_a_model_that_is_not_known_has_no_ways() -> None:

@@ -54,8 +54,8 @@ def _names(found: Judgement) -> dict[str, list[str]]:
     if shape is None:
         return {}
     rest = [name for name in shape.modules if name not in shape.linear]  # what carries no adapter, and is small
-    linear = {"method.lora_target_modules": list(shape.linear)}
-    return {**linear, "method.lora_modules_to_save": rest, "method.freeze_also": rest}
+    linear = {"lora.target_modules": list(shape.linear)}
+    return {**linear, "lora.modules_to_save": rest, "method.freeze_extra_modules": rest}
 
 
 def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from backend.rules.base import Case, Example, Fix, Hit, names, rule
 from backend.rules.examples import TWO_H100
 
 ZERO2, ZERO3 = {"parallel.strategy": "zero2"}, {"parallel.strategy": "zero3"}
-KEYS = "parallel.engine_keys"
+KEYS = "parallel.extra_config"
 FINE = Example({**ZERO2, KEYS: '{"wall_clock_breakdown": true}'}, TWO_H100)
 # deepspeed 0.19 runtime/config.py raises where it finds one of these.
 REMOVED = (
@@ -33,7 +33,7 @@ def _bad(given: Mapping[str, Any], **more: Any) -> Example:
 
 def given_keys(case: Case, engine: str = "deepspeed") -> dict[str, Any]:
     """The further keys of a run by this engine."""
-    return merge.parse(case.spec.parallel.engine_keys) if case.strategy.engine == engine else {}
+    return merge.parse(case.spec.parallel.extra_config) if case.strategy.engine == engine else {}
 
 
 def value_at(table: Mapping[str, Any], path: str) -> Any:
@@ -78,14 +78,14 @@ def two_numbers(case: Case) -> Hit | None:
     own must be the same, or the start is refused."""
     spec, train, given = case.spec, case.spec.train, given_keys(case)
     form = {
-        "train_micro_batch_size_per_gpu": train.batch_size,
-        "gradient_accumulation_steps": train.accumulation,
-        "train_batch_size": train.batch_size * train.accumulation * case.world,
+        "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "train_batch_size": train.per_device_train_batch_size * train.gradient_accumulation_steps * case.world,
         "gradient_clipping": train.max_grad_norm,
         "fp16.enabled": case.precision == "fp16",
         "optimizer.params.lr": train.learning_rate,
-        "optimizer.params.betas": [train.beta1, train.beta2],
-        "optimizer.params.eps": train.epsilon,
+        "optimizer.params.betas": [train.adam_beta1, train.adam_beta2],
+        "optimizer.params.eps": train.adam_epsilon,
         "optimizer.params.weight_decay": train.weight_decay,
         "scheduler.params.warmup_max_lr": train.learning_rate,
     }
@@ -102,14 +102,14 @@ def two_numbers(case: Case) -> Hit | None:
 @rule(
     "STR033",
     "error",
-    fields=(KEYS, "train.optimizer", "train.scheduler"),
+    fields=(KEYS, "train.optim", "train.lr_scheduler_type"),
     title="DeepSpeed would bring its own",
     source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: with them the trainer makes none",
     bad=_bad({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
     good=FINE,
 )
 def own_optimizer(case: Case) -> Hit | None:
-    """An optimizer or scheduler in DeepSpeed's file takes the place of the form's, without a word: train.optimizer,
+    """An optimizer or scheduler in DeepSpeed's file takes the place of the form's, without a word: train.optim,
     LoRA+, what is not decayed, warm-up and schedule have no effect, and its Adam is compiled on first use."""
     given = given_keys(case)
     found: list[str] = [name for name in ("optimizer", "scheduler") if name in given]
@@ -140,7 +140,7 @@ def removed_keys(case: Case) -> Hit | None:
 @rule(
     "STR035",
     "error",
-    fields=(KEYS, "checkpoint.save_model"),
+    fields=(KEYS, "save.final_model"),
     title="The trained model could not be put together",
     source="accelerate 1.15 accelerator.py get_state_dict: Cannot get 16bit model weights because ... is False",
     bad=_bad({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}),
@@ -150,15 +150,11 @@ def removed_keys(case: Case) -> Hit | None:
 def ungathered(case: Case) -> Hit | None:
     """Under ZeRO-3 each device has a part of each weight. Where gathering is switched off the run trains to its end,
     and fails when it saves."""
-    if (
-        case.strategy.stage != 3
-        or not case.spec.checkpoint.save_model
-        or value_at(given_keys(case), GATHER) is not False
-    ):
+    if case.strategy.stage != 3 or not case.spec.save.final_model or value_at(given_keys(case), GATHER) is not False:
         return None
     fixes = (
         Fix("Gather them", dropping(given_keys(case), [GATHER])),
-        Fix("Save checkpoints alone", {"checkpoint.save_model": False}, cost="to put together by hand"),
+        Fix("Save checkpoints alone", {"save.final_model": False}, cost="to put together by hand"),
     )
     return Hit("Gathering is switched off in the further keys.", fixes)
 
@@ -180,7 +176,7 @@ def other_strategy(case: Case) -> Hit | None:
     form: dict[str, Any] = {
         "zero_optimization.stage": row.stage,
         "zero_optimization.offload_optimizer.device": parallel.offload_optimizer if row.stage else "none",
-        "zero_optimization.offload_param.device": parallel.offload_parameters if row.stage == 3 else "none",
+        "zero_optimization.offload_param.device": parallel.offload_param if row.stage == 3 else "none",
     }
     if row.engine == "fsdp":
         said = {"version": row.version, "cpu_offload": parallel.cpu_offload}

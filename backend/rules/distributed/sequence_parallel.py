@@ -12,73 +12,73 @@ from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
 from backend.rules.examples import DEMO, GPT2, LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
 
-SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence": 2}
-WITHOUT = Fix("Whole rows", {"parallel.sequence": 1}, cost="long rows take more memory")
+SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
+WITHOUT = Fix("Whole rows", {"parallel.sequence_parallel_size": 1}, cost="long rows take more memory")
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 
 
 def _shared(case: Case) -> bool:
-    return case.strategy.engine == "deepspeed" and case.spec.parallel.sequence > 1
+    return case.strategy.engine == "deepspeed" and case.spec.parallel.sequence_parallel_size > 1
 
 
 @rule(
     "STR022",
     "error",
-    fields=("parallel.context", "launch.device"),
+    fields=("parallel.context_parallel_size", "launch.device"),
     title="Context parallel needs GPUs",
     source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
-    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}),
-    good=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}),
+    good=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
     proof="launch",
 )
 def context_on_cpu(case: Case) -> str | None:
     """The pieces of a row meet in the attention's kernel."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
+    asked = case.strategy.version == 2 and case.spec.parallel.context_parallel_size > 1
     return "The run would take the CPU." if asked and case.device == "cpu" else None
 
 
 @rule(
     "STR023",
     "warning",
-    fields=("parallel.context",),
+    fields=("parallel.context_parallel_size",),
     title="Context parallel is not proven here",
     source="Footplate's own tests run without GPUs",
-    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context": 2}, TWO_H100),
+    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
+    bad=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
     good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
 def context_unproven(case: Case) -> str | None:
     """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context > 1
+    asked = case.strategy.version == 2 and case.spec.parallel.context_parallel_size > 1
     return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
 
 
 @rule(
     "STR026",
     "error",
-    fields=("parallel.sequence", "launch.processes"),
+    fields=("parallel.sequence_parallel_size", "launch.nproc_per_node"),
     title="The processes cannot form groups that share a row",
     source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the group's size must divide the world's; "
     "torch 2.13 distributed/nn/functional.py: with gloo gradients are scattered from global ranks, of which such a "
     "group has some",
-    bad=Example({**SEQUENCE, "parallel.sequence": 4}, TWO_H100, EIGHT_B),
+    bad=Example({**SEQUENCE, "parallel.sequence_parallel_size": 4}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
 )
 def sequence_groups(case: Case) -> Hit | None:
     """Each row is worked on by one group of processes, all of the same size; on a CPU by all processes together."""
-    size, count = case.spec.parallel.sequence, case.world
+    size, count = case.spec.parallel.sequence_parallel_size, case.world
     whole = case.device == "cpu"
     if not _shared(case) or (count == size if whole else count % size == 0):
         return None
-    fixes = (Fix(f"{count} share a row", {"parallel.sequence": count}),) if count > 1 else ()
+    fixes = (Fix(f"{count} share a row", {"parallel.sequence_parallel_size": count}),) if count > 1 else ()
     return Hit(f"{counted(count, 'process')}, and {size} share a row.", (*fixes, WITHOUT))
 
 
 @rule(
     "STR027",
     "error",
-    fields=("parallel.sequence", "train.stage"),
+    fields=("parallel.sequence_parallel_size", "train.stage"),
     title="This stage looks at whole rows",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py wants position_ids, which pairs of answers lack; "
     "trl 1.16: sequence parallel is known to the SFT trainer alone",
@@ -96,7 +96,7 @@ def sequence_stage(case: Case) -> str | None:
 @rule(
     "STR028",
     "error",
-    fields=("parallel.sequence", "data.packing"),
+    fields=("parallel.sequence_parallel_size", "data.packing"),
     title="Packed rows are not cut evenly",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the boundaries of "
     "documents in a packed batch are no row of tokens",
@@ -113,23 +113,23 @@ def sequence_packing(case: Case) -> str | None:
 @rule(
     "STR029",
     "error",
-    fields=("parallel.sequence", "model.attention"),
+    fields=("parallel.sequence_parallel_size", "model.attn_implementation"),
     title="This attention cannot be shared",
     source="accelerate 1.15 utils/dataclasses.py, DeepSpeedSequenceParallelConfig refuses eager and flex_attention",
-    fixes=(Fix("SDPA", {"model.attention": "sdpa"}), WITHOUT),
-    bad=Example({**SEQUENCE, "model.attention": "eager"}, TWO_H100, EIGHT_B),
-    good=Example({**SEQUENCE, "model.attention": "sdpa"}, TWO_H100, EIGHT_B),
+    fixes=(Fix("SDPA", {"model.attn_implementation": "sdpa"}), WITHOUT),
+    bad=Example({**SEQUENCE, "model.attn_implementation": "eager"}, TWO_H100, EIGHT_B),
+    good=Example({**SEQUENCE, "model.attn_implementation": "sdpa"}, TWO_H100, EIGHT_B),
 )
 def sequence_attention(case: Case) -> str | None:
     """DeepSpeed exchanges tokens for heads around the attention, and knows SDPA and FlashAttention."""
-    asked = case.spec.model.attention
+    asked = case.spec.model.attn_implementation
     return f"{registry.ATTENTIONS[asked].label}." if _shared(case) and asked not in registry.SHAREABLE else None
 
 
 @rule(
     "STR047",
     "error",
-    fields=("parallel.sequence",),
+    fields=("parallel.sequence_parallel_size",),
     title="GPT-2's attention cannot be shared",
     source="seen with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: it puts heads together, "
     "and DeepSpeed has done so already",
@@ -147,7 +147,7 @@ def sequence_gpt2(case: Case) -> str | None:
 @rule(
     "STR030",
     "error",
-    fields=("parallel.sequence",),
+    fields=("parallel.sequence_parallel_size",),
     title="The attention's heads cannot be shared out",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: heads are divided by the group's size",
     fixes=(WITHOUT,),
@@ -157,7 +157,7 @@ def sequence_gpt2(case: Case) -> str | None:
 )
 def sequence_heads(case: Case) -> str | None:
     """Between the layers a device has some tokens of all heads, in the attention all tokens of some heads."""
-    shape, size = case.shape, case.spec.parallel.sequence
+    shape, size = case.shape, case.spec.parallel.sequence_parallel_size
     if not _shared(case) or shape is None:
         return None
     keys = shape.kv_heads
@@ -168,32 +168,32 @@ def sequence_heads(case: Case) -> str | None:
 @rule(
     "STR031",
     "warning",
-    fields=("parallel.sequence", "train.accumulation"),
+    fields=("parallel.sequence_parallel_size", "train.gradient_accumulation_steps"),
     title="Batches of a step count alike",
     source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: a mean of each batch; with "
     "accumulation 2 the losses differ from those of one process by 0.0003",
-    fixes=(Fix("No accumulation", {"train.accumulation": 1}, safe=False),),
-    bad=Example({**SEQUENCE, "train.accumulation": 4}, TWO_H100, EIGHT_B),
+    fixes=(Fix("No accumulation", {"train.gradient_accumulation_steps": 1}, safe=False),),
+    bad=Example({**SEQUENCE, "train.gradient_accumulation_steps": 4}, TWO_H100, EIGHT_B),
     good=Example(SEQUENCE, TWO_H100, EIGHT_B),
 )
 def sequence_accumulation(case: Case) -> str | None:
     """Elsewhere every token of a step counts alike. With sequence parallel every accumulated batch does, so that tokens
     of short rows weigh more."""
-    asked = case.spec.train.accumulation
+    asked = case.spec.train.gradient_accumulation_steps
     return f"{asked} batches a step." if _shared(case) and asked > 1 else None
 
 
-CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context": 2}
+CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}
 
 
 @rule(
     "STR037",
     "error",
-    fields=("parallel.context", "train.stage", "data.packing", "model.attention"),
+    fields=("parallel.context_parallel_size", "train.stage", "data.packing", "model.attn_implementation"),
     title="Context parallel cannot share these rows",
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
     "plain rows; accelerate 1.15 big_modeling.py: full attention alone; trl 1.16 sft_trainer.py: no packing",
-    fixes=(Fix("Whole rows", {"parallel.context": 1}, cost="long rows take more memory"),),
+    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
     bad=Example({**CONTEXT, "data.packing": True}, TWO_H100),
     good=Example(CONTEXT, TWO_H100),
 )
@@ -201,7 +201,7 @@ def context_limits(case: Case) -> Hit | None:
     """A row is cut into pieces for the devices, and the attention's kernel puts them together again. It knows one
     kernel, rows that stand alone and are seen whole, and a loss that adds up single tokens."""
     spec = case.spec
-    if case.strategy.version != 2 or spec.parallel.context == 1:
+    if case.strategy.version != 2 or spec.parallel.context_parallel_size == 1:
         return None
     wrong = [
         (
@@ -210,9 +210,9 @@ def context_limits(case: Case) -> Hit | None:
             Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"),
         ),
         (
-            registry.ATTENTIONS[spec.model.attention].label,
-            spec.model.attention not in ("auto", "sdpa"),
-            Fix("SDPA", {"model.attention": "sdpa"}),
+            registry.ATTENTIONS[spec.model.attn_implementation].label,
+            spec.model.attn_implementation not in ("auto", "sdpa"),
+            Fix("SDPA", {"model.attn_implementation": "sdpa"}),
         ),
         (registry.STAGES[spec.train.stage].label, spec.train.stage not in registry.PLAIN, None),
         ("a window of attention in the model", case.shape is not None and case.shape.sliding, None),

@@ -19,13 +19,13 @@ FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
 OFFLOADED = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"}
 SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
 ON_DISK = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
-SLICED = {**FULL, "parallel.strategy": "tensor", "checkpoint.when": "no"}
-FOUR = {"launch.processes": 4}
+SLICED = {**FULL, "parallel.strategy": "tensor", "save.strategy": "no"}
+FOUR = {"launch.nproc_per_node": 4}
 
 
 def _disk(case: Case) -> bool:
     parallel, stage = case.spec.parallel, case.strategy.stage
-    weights = stage == 3 and parallel.offload_parameters == "nvme"
+    weights = stage == 3 and parallel.offload_param == "nvme"
     return weights or (bool(stage) and parallel.offload_optimizer == "nvme")
 
 
@@ -68,14 +68,14 @@ def first_is_old(case: Case) -> str | None:
 @rule(
     "STR011",
     "error",
-    fields=("parallel.strategy", "launch.processes"),
+    fields=("parallel.strategy", "launch.nproc_per_node"),
     title="One process has nobody to share weights with",
     source="transformers 5.23 trainer.py: FSDP only works in distributed training",
     fixes=(
         Fix("One process", {"parallel.strategy": "single"}),
-        Fix("Two processes", {"launch.processes": 2}, cost="a second device"),
+        Fix("Two processes", {"launch.nproc_per_node": 2}, cost="a second device"),
     ),
-    bad=Example({"parallel.strategy": "fsdp2", "launch.processes": 1}, TWO_H100),
+    bad=Example({"parallel.strategy": "fsdp2", "launch.nproc_per_node": 1}, TWO_H100),
     good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
     proof="launch",
 )
@@ -87,20 +87,20 @@ def alone(case: Case) -> str | None:
 @rule(
     "STR012",
     "error",
-    fields=("parallel.offload_optimizer", "train.optimizer"),
+    fields=("parallel.offload_optimizer", "train.optim"),
     title="The CPU's step is AdamW's",
     source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
     fixes=(
         Fix("State on the device", {"parallel.offload_optimizer": "none"}, cost="more memory there"),
-        Fix("AdamW", {"train.optimizer": "adamw"}, safe=False),
+        Fix("AdamW", {"train.optim": "adamw"}, safe=False),
     ),
-    bad=Example({**OFFLOADED, "train.optimizer": "sgd"}, TWO_H100),
+    bad=Example({**OFFLOADED, "train.optim": "sgd"}, TWO_H100),
     good=Example(OFFLOADED, TWO_H100),
     proof="launch",
 )
 def offloaded_optimizer(case: Case) -> str | None:
     """With the optimizer's state away from the device DeepSpeed steps by its own CPU Adam, whatever was asked for."""
-    optimizer = registry.OPTIMIZERS[case.spec.train.optimizer]
+    optimizer = registry.OPTIMIZERS[case.spec.train.optim]
     if not case.strategy.stage or case.spec.parallel.offload_optimizer == "none":
         return None
     if optimizer.name in ("adamw_torch", "adamw_torch_fused"):
@@ -130,9 +130,7 @@ def disk_below_three(case: Case) -> str | None:
     fields=("parallel.nvme_path",),
     title="The NVMe folder cannot be used",
     source="deepspeed 0.19 runtime/swap_tensor: files are made in the folder that is named",
-    fixes=(
-        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
-    ),
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
     bad=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
     proof="launch",
@@ -145,12 +143,10 @@ def disk_missing(case: Case) -> str | None:
 @rule(
     "STR015",
     "error",
-    fields=("parallel.offload_optimizer", "parallel.offload_parameters"),
+    fields=("parallel.offload_optimizer", "parallel.offload_param"),
     title="libaio is missing",
     source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and tries whether it is there",
-    fixes=(
-        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
-    ),
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
     remedy="On Debian: apt-get install libaio-dev g++ python3-dev.",
     bad=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
@@ -166,9 +162,7 @@ def no_libaio(case: Case) -> str | None:
     fields=("parallel.nvme_path",),
     title="This folder is not on an NVMe disk",
     source="deepspeed.ai ZeRO-Infinity: made for several GB/s",
-    fixes=(
-        Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_parameters": "none"}, cost="RAM"),
-    ),
+    fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
     bad=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="", nvme_slow="/nvme lies on a turning disk.")),
     good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
@@ -180,69 +174,78 @@ def disk_slow(case: Case) -> str | None:
 @rule(
     "STR017",
     "error",
-    fields=("parallel.wrap_layers",),
+    fields=("parallel.transformer_layer_cls_to_wrap",),
     title="The model has no such layers",
     source="accelerate 1.15 utils/dataclasses.py and fsdp_utils.py: could not find the transformer layer class",
-    fixes=(Fix("The model's own", {"parallel.wrap_layers": ()}, cost="layers are found by themselves"),),
+    fixes=(
+        Fix("The model's own", {"parallel.transformer_layer_cls_to_wrap": ()}, cost="layers are found by themselves"),
+    ),
     bad=Example(
-        {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("GPT2Block",)},
+        {"parallel.strategy": "fsdp2", "parallel.transformer_layer_cls_to_wrap": ("GPT2Block",)},
         TWO_H100,
         replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
     ),
     good=Example(
-        {"parallel.strategy": "fsdp2", "parallel.wrap_layers": ("LlamaDecoderLayer",)},
+        {"parallel.strategy": "fsdp2", "parallel.transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",)},
         TWO_H100,
         replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
     ),
 )
 def unknown_layers(case: Case) -> Hit | None:
     """FSDP gathers a model layer by layer, and finds the layers by the names of their classes."""
-    known, asked = case.glance.classes, case.spec.parallel.wrap_layers
+    known, asked = case.glance.classes, case.spec.parallel.transformer_layer_cls_to_wrap
     missing = [name for name in asked if known and name not in known]
     if case.strategy.engine != "fsdp" or not missing:
         return None
     layers = [name for name in known if name.endswith(("Layer", "Block"))] or list(known)
-    fixes = (Fix(layers[0], {"parallel.wrap_layers": (layers[0],)}),) if layers else ()
+    fixes = (Fix(layers[0], {"parallel.transformer_layer_cls_to_wrap": (layers[0],)}),) if layers else ()
     return Hit(f"{names(missing)} is not among its classes, such as {names(layers[:4])}.", fixes)
 
 
 @rule(
     "STR018",
     "error",
-    fields=("parallel.replicas", "parallel.context", "parallel.tensor", "launch.processes"),
+    fields=(
+        "parallel.replicate_size",
+        "parallel.context_parallel_size",
+        "parallel.tensor_parallel_size",
+        "launch.nproc_per_node",
+    ),
     title="The processes do not fill the mesh",
     source="accelerate 1.15 parallelism_config.py, transformers 5.23 distributed: sizes multiply to the world's",
     fixes=(
         Fix(
-            "No further dimensions", {"parallel.replicas": 1, "parallel.context": 1}, cost="all devices share one copy"
+            "No further dimensions",
+            {"parallel.replicate_size": 1, "parallel.context_parallel_size": 1},
+            cost="all devices share one copy",
         ),
     ),
-    bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 3}, _cores(LAPTOP, 4)),
-    good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicas": 2}, _cores(LAPTOP, 4)),
+    bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 3}, _cores(LAPTOP, 4)),
+    good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 2}, _cores(LAPTOP, 4)),
     proof="launch",
 )
 def mesh_arithmetic(case: Case) -> Hit | str | None:
     """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
     parallel, row, count = case.spec.parallel, case.strategy, case.world
     if row.engine == "tensor":
-        if count % parallel.tensor == 0:
+        if count % parallel.tensor_parallel_size == 0:
             return None
-        wanted = max(1, count // parallel.tensor) * parallel.tensor
-        message = f"{counted(count, 'process')} cannot form groups of {parallel.tensor}."
+        wanted = max(1, count // parallel.tensor_parallel_size) * parallel.tensor_parallel_size
+        message = f"{counted(count, 'process')} cannot form groups of {parallel.tensor_parallel_size}."
         return Hit(message, _as_many(case, wanted))
-    whole = parallel.replicas * parallel.context
-    alone = parallel.replicas > 1 and count == whole  # no shard is left beside the replicas
+    whole = parallel.replicate_size * parallel.context_parallel_size
+    alone = parallel.replicate_size > 1 and count == whole  # no shard is left beside the replicas
     if row.version != 2 or whole == 1 or (count % whole == 0 and not alone):
         return None
     wanted = 2 * whole if count < 2 * whole else count // whole * whole
-    message = f"{counted(count, 'process')} for {parallel.replicas} replicas x {parallel.context} context."
+    message = f"{counted(count, 'process')} for {parallel.replicate_size} replicas x {parallel.context_parallel_size} context."
     return Hit(message, _as_many(case, wanted))
 
 
 def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     """So many processes on all nodes together, if they can be shared out."""
     each, rest = divmod(wanted, case.nodes)
-    return () if rest else (Fix(counted(wanted, "process"), {"launch.processes": each}, cost="as many devices"),)
+    return () if rest else (Fix(counted(wanted, "process"), {"launch.nproc_per_node": each}, cost="as many devices"),)
 
 
 @rule(
@@ -252,7 +255,7 @@ def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     title="Adapters do not fit slices of layers",
     source="seen with peft 0.21 and transformers 5.23: the adapter's shapes are those of the whole layer",
     fixes=(FSDP2, Fix("Full training", FULL, safe=False, cost="much more memory")),
-    bad=Example({"parallel.strategy": "tensor", "checkpoint.when": "no"}, TWO_H100, SMALL),
+    bad=Example({"parallel.strategy": "tensor", "save.strategy": "no"}, TWO_H100, SMALL),
     good=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
 )
@@ -264,40 +267,39 @@ def adapters_on_slices(case: Case) -> str | None:
 @rule(
     "STR020",
     "error",
-    fields=("parallel.strategy", "checkpoint.when", "checkpoint.weights_only"),
+    fields=("parallel.strategy", "save.strategy", "save.only_model"),
     title="A run of slices cannot be resumed",
     source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
     fixes=(
-        Fix("Weights only", {"checkpoint.weights_only": True}, cost="cannot be resumed"),
-        Fix("No checkpoints", {"checkpoint.when": "no"}, cost="nothing before the end"),
+        Fix("Weights only", {"save.only_model": True}, cost="cannot be resumed"),
+        Fix("No checkpoints", {"save.strategy": "no"}, cost="nothing before the end"),
         FSDP2,
     ),
-    bad=Example({**SLICED, "checkpoint.when": "epoch"}, TWO_H100, SMALL),
+    bad=Example({**SLICED, "save.strategy": "epoch"}, TWO_H100, SMALL),
     good=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
 )
 def slices_resume(case: Case) -> str | None:
     """The library keeps no optimizer state of a model that was loaded in slices."""
-    checkpoint = case.spec.checkpoint
-    whole = checkpoint.when != "no" and not checkpoint.weights_only
+    whole = case.spec.save.strategy != "no" and not case.spec.save.only_model
     return "Whole checkpoints are asked for." if case.strategy.engine == "tensor" and whole else None
 
 
 @rule(
     "STR021",
     "error",
-    fields=("parallel.tensor",),
+    fields=("parallel.tensor_parallel_size",),
     title="The heads cannot be shared out",
     source="transformers 5.23 distributed/tensor_parallel.py: a projection is cut evenly, and attention reads whole "
     "heads",
     fixes=(FSDP2,),
-    bad=Example({**SLICED, **FOUR, "parallel.tensor": 4}, _cores(LAPTOP, 4)),
-    good=Example({**SLICED, "parallel.tensor": 3, "launch.processes": 3}, _cores(LAPTOP, 3)),
+    bad=Example({**SLICED, **FOUR, "parallel.tensor_parallel_size": 4}, _cores(LAPTOP, 4)),
+    good=Example({**SLICED, "parallel.tensor_parallel_size": 3, "launch.nproc_per_node": 3}, _cores(LAPTOP, 3)),
     proof="launch",
 )
 def heads_in_slices(case: Case) -> str | None:
     """A layer is sliced between its attention heads."""
-    shape, size = case.shape, case.spec.parallel.tensor
+    shape, size = case.shape, case.spec.parallel.tensor_parallel_size
     if case.strategy.engine != "tensor" or shape is None or shape.kv_heads % size == 0:
         return None
     return f"{shape.kv_heads} key and value heads, {size} slices."
@@ -306,53 +308,53 @@ def heads_in_slices(case: Case) -> str | None:
 @rule(
     "STR024",
     "error",
-    fields=("checkpoint.weights_only", "parallel.state_dict"),
+    fields=("save.only_model", "parallel.state_dict_type"),
     title="Weights alone cannot be sharded",
     source="transformers 5.23 trainer.py: save_only_model is not compatible with SHARDED_STATE_DICT",
     fixes=(
-        Fix("One file", {"parallel.state_dict": "full"}, cost="gathered in RAM"),
-        Fix("Whole checkpoints", {"checkpoint.weights_only": False}, cost="larger on disk"),
+        Fix("One file", {"parallel.state_dict_type": "full"}, cost="gathered in RAM"),
+        Fix("Whole checkpoints", {"save.only_model": False}, cost="larger on disk"),
     ),
     bad=Example(
         {
             "parallel.strategy": "fsdp2",
-            "parallel.state_dict": "sharded",
-            "checkpoint.weights_only": True,
-            "checkpoint.when": "epoch",
+            "parallel.state_dict_type": "sharded",
+            "save.only_model": True,
+            "save.strategy": "epoch",
         },
         TWO_H100,
     ),
-    good=Example({"parallel.strategy": "fsdp2", "parallel.state_dict": "sharded"}, TWO_H100),
+    good=Example({"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"}, TWO_H100),
     proof="launch",
 )
 def sharded_weights(case: Case) -> str | None:
     """The library writes sharded checkpoints whole."""
-    checkpoint, sharded = case.spec.checkpoint, case.spec.parallel.state_dict == "sharded"
-    alone = checkpoint.when != "no" and checkpoint.weights_only
+    sharded = case.spec.parallel.state_dict_type == "sharded"
+    alone = case.spec.save.strategy != "no" and case.spec.save.only_model
     return "Weights only, sharded." if case.strategy.engine == "fsdp" and sharded and alone else None
 
 
 @rule(
     "STR025",
     "warning",
-    fields=("parallel.engine_keys",),
+    fields=("parallel.extra_config",),
     title="Further keys win over the form",
     source="Footplate lays them over the file that the form makes",
-    fixes=(Fix("Drop them", {"parallel.engine_keys": ""}),),
+    fixes=(Fix("Drop them", {"parallel.extra_config": ""}),),
     bad=Example(
-        {"parallel.strategy": "zero2", "parallel.engine_keys": '{"zero_optimization": {"overlap_comm": false}}'},
+        {"parallel.strategy": "zero2", "parallel.extra_config": '{"zero_optimization": {"overlap_comm": false}}'},
         TWO_H100,
     ),
-    good=Example({"parallel.strategy": "zero2", "parallel.engine_keys": '{"wall_clock_breakdown": true}'}, TWO_H100),
+    good=Example({"parallel.strategy": "zero2", "parallel.extra_config": '{"wall_clock_breakdown": true}'}, TWO_H100),
 )
 def keys_over_form(case: Case) -> str | None:
     """A value that stands in both is that of the further keys, and what is estimated and checked is the form's."""
     spec, engine = case.spec, case.strategy.engine
-    if engine not in ("deepspeed", "fsdp") or not spec.parallel.engine_keys:
+    if engine not in ("deepspeed", "fsdp") or not spec.parallel.extra_config:
         return None
-    form = case.with_patch({"parallel.engine_keys": ""})
+    form = case.with_patch({"parallel.extra_config": ""})
     made = deepspeed.configuration(form) if engine == "deepspeed" else fsdp.configuration(form)
-    over = merge.paths(merge.clashes(merge.parse(spec.parallel.engine_keys), made))
+    over = merge.paths(merge.clashes(merge.parse(spec.parallel.extra_config), made))
     return f"{names(over)} would be another." if over else None
 
 

@@ -50,7 +50,7 @@ def missing_engine(case: Case) -> str | None:
         ONE,
         Fix("On the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),
     ),
-    bad=Example({**ZERO, "launch.processes": 1}, APPLE),
+    bad=Example({**ZERO, "launch.nproc_per_node": 1}, APPLE),
     good=Example(ZERO),
 )
 def together_on_mps(case: Case) -> str | None:
@@ -63,21 +63,22 @@ def together_on_mps(case: Case) -> str | None:
 @rule(
     "STR003",
     "error",
-    fields=("checkpoint.best", "checkpoint.weights_only", "parallel.strategy"),
+    fields=("save.load_best_model_at_end", "save.only_model", "parallel.strategy"),
     title="The engine cannot go back to weights alone",
     source="transformers 5.23 trainer.py: save_only_model with an engine and load_best_model_at_end is refused",
     fixes=(
-        Fix("Whole checkpoints", {"checkpoint.weights_only": False}, cost="larger on disk"),
-        Fix("End with the last weights", {"checkpoint.best": False}, safe=False, cost="they may be worse"),
+        Fix("Whole checkpoints", {"save.only_model": False}, cost="larger on disk"),
+        Fix("End with the last weights", {"save.load_best_model_at_end": False}, safe=False, cost="they may be worse"),
     ),
-    bad=Example({**ZERO, "checkpoint.best": True, "checkpoint.weights_only": True}, TWO_H100),
-    good=Example({**ZERO, "checkpoint.best": True}, TWO_H100),
+    bad=Example({**ZERO, "save.load_best_model_at_end": True, "save.only_model": True}, TWO_H100),
+    good=Example({**ZERO, "save.load_best_model_at_end": True}, TWO_H100),
     proof="launch",
 )
 def best_without_state(case: Case) -> str | None:
     """To end with the best checkpoint the engine loads it whole, its optimizer's parts included."""
-    checkpoint = case.spec.checkpoint
-    if case.strategy.engine not in ("deepspeed", "fsdp") or not (checkpoint.best and checkpoint.weights_only):
+    if case.strategy.engine not in ("deepspeed", "fsdp") or not (
+        case.spec.save.load_best_model_at_end and case.spec.save.only_model
+    ):
         return None
     return "The best checkpoint is wanted at the end, and checkpoints hold weights alone."
 
@@ -85,44 +86,43 @@ def best_without_state(case: Case) -> str | None:
 @rule(
     "STR004",
     "error",
-    fields=("checkpoint.merge", "parallel.strategy"),
+    fields=("save.merge_adapter", "parallel.strategy"),
     title="Adapters cannot be merged into spread weights",
     source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part; launched without "
     "our check, ZeRO-3 saves the base as it was",
     fixes=(
-        Fix("Save the adapter alone", {"checkpoint.merge": False}, cost="to merge afterwards"),
+        Fix("Save the adapter alone", {"save.merge_adapter": False}, cost="to merge afterwards"),
         ZERO2,
     ),
-    bad=Example({"parallel.strategy": "zero3", "checkpoint.merge": True}, TWO_H100),
+    bad=Example({"parallel.strategy": "zero3", "save.merge_adapter": True}, TWO_H100),
     good=Example({"parallel.strategy": "zero3"}, TWO_H100),
 )
 def merge_spread(case: Case) -> str | None:
     """Where weights are spread, no rank has those that an adapter would be merged into. It can be merged afterwards,
     by peft's merge_and_unload."""
-    checkpoint = case.spec.checkpoint
-    merged = checkpoint.merge and checkpoint.save_model and case.spec.method.kind == "lora"
+    merged = case.spec.save.merge_adapter and case.spec.save.final_model and case.spec.method.kind == "lora"
     return "The trained model is asked for in one piece." if case.strategy.spread and merged else None
 
 
 @rule(
     "STR005",
     "error",
-    fields=("evaluation.samples", "parallel.strategy"),
+    fields=("eval.num_generations", "parallel.strategy"),
     title="No answers with FSDP1, nor where devices share a row",
     source="launched with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context "
     "parallel run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
     fixes=(
-        Fix("Without answers", {"evaluation.samples": 0}, cost="nothing to read"),
-        Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context": 1}),
+        Fix("Without answers", {"eval.num_generations": 0}, cost="nothing to read"),
+        Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}),
     ),
-    bad=Example({"parallel.strategy": "fsdp1", "evaluation.samples": 8}, TWO_H100),
-    good=Example({"parallel.strategy": "zero3", "evaluation.samples": 8}, TWO_H100),
+    bad=Example({"parallel.strategy": "fsdp1", "eval.num_generations": 8}, TWO_H100),
+    good=Example({"parallel.strategy": "zero3", "eval.num_generations": 8}, TWO_H100),
 )
 def answers_spread(case: Case) -> str | None:
     """Ranks whose answers end at different lengths would wait for one another where layers are gathered one by one. So
     ZeRO-3 and FSDP2 gather all of the weights before they answer, which FSDP1 has not been seen to do. And an attention
     that is shared by devices expects its piece of a row, not an answer that grows."""
-    asked = case.spec.evaluation.samples and registry.STAGES[case.spec.train.stage].answers
+    asked = case.spec.eval.num_generations and registry.STAGES[case.spec.train.stage].answers
     return "Answers are asked for." if asked and (case.spec.parallel.pieces > 1 or case.strategy.version == 1) else None
 
 
@@ -183,21 +183,21 @@ def stale_lock(case: Case) -> str | None:
 @rule(
     "STR045",
     "error",
-    fields=("parallel.find_unused_parameters", "parallel.strategy"),
+    fields=("parallel.ddp_find_unused_parameters", "parallel.strategy"),
     title="DDP would wait for layers that text does not reach",
     source="seen with torch 2.13 and a Gemma 3 on two processes: Expected to have finished reduction in the prior "
     "iteration, at the second step",
-    fixes=(Fix("Find them", {"parallel.find_unused_parameters": True}, cost="a search in every step"), FSDP2),
+    fixes=(Fix("Find them", {"parallel.ddp_find_unused_parameters": True}, cost="a search in every step"), FSDP2),
     bad=Example({"parallel.strategy": "ddp"}, TWO_H100, SEEING),
-    good=Example({"parallel.strategy": "ddp", "parallel.find_unused_parameters": True}, TWO_H100, SEEING),
+    good=Example({"parallel.strategy": "ddp", "parallel.ddp_find_unused_parameters": True}, TWO_H100, SEEING),
 )
 def unreached(case: Case) -> str | None:
     """The model has layers for pictures or sound. Rows of text leave them without a gradient, for which DDP waits
     unless it looks for such weights in every step."""
     method, parallel = case.spec.method, case.spec.parallel
     # Adapters by name, and single layers, may stay clear of them.
-    taught = method.kind == "full" or (method.kind == "lora" and method.lora_targets != "custom")
-    waits = case.strategy.engine == "ddp" and case.world > 1 and not parallel.find_unused_parameters
+    taught = method.kind == "full" or (method.kind == "lora" and case.spec.lora.targets != "custom")
+    waits = case.strategy.engine == "ddp" and case.world > 1 and not parallel.ddp_find_unused_parameters
     found = case.glance.towers and waits and taught
     return "Rows of text do not reach its layers for pictures or sound." if found else None
 
@@ -216,15 +216,15 @@ def _units(shape: ModelShape, names: list[str]) -> bool:
 @rule(
     "STR046",
     "error",
-    fields=("method.freeze_also", "parallel.strategy", "precision.compute"),
+    fields=("method.freeze_extra_modules", "parallel.strategy", "precision.compute"),
     title="FSDP1 wants one type in a layer",
     source="torch 2.13 distributed/fsdp/_flat_param.py: Must flatten tensors with uniform dtype",
     fixes=(
         FSDP2,
-        Fix("Whole layers alone", {"method.freeze_also": ()}, safe=False, cost="what is named stays as it is"),
+        Fix("Whole layers alone", {"method.freeze_extra_modules": ()}, safe=False, cost="what is named stays as it is"),
         Fix("Full precision", {"precision.compute": "fp32"}, safe=False, cost="twice the memory, slower"),
     ),
-    bad=Example({**FREEZE, "method.freeze_also": ("norm",)}, TWO_H100),
+    bad=Example({**FREEZE, "method.freeze_extra_modules": ("norm",)}, TWO_H100),
     good=Example(FREEZE, TWO_H100),
 )
 def mixed_units(case: Case) -> str | None:
@@ -234,6 +234,6 @@ def mixed_units(case: Case) -> str | None:
     held = case.precision != "fp32" and masters(case.spec)
     if case.strategy.version != 1 or method.kind != "freeze" or shape is None or not held:
         return None
-    if case.spec.parallel.wrap_layers or not _units(shape, unfrozen(method, shape)):
+    if case.spec.parallel.transformer_layer_cls_to_wrap or not _units(shape, unfrozen(method, shape)):
         return None
     return f"Some weights of a layer would be in {case.precision}, and others in fp32."

@@ -98,7 +98,7 @@ def test_what_stands_in_deepspeeds_file_is_refused(
 @cites("LCH013")
 def test_the_launchers_keys_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
-    one = {"launch.processes": 1}
+    one = {"launch.nproc_per_node": 1}
     assert [told(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == ["False", "True"]
     assert "ACCELERATE_USE_CPU" not in told(tmp_path, {"use_cpu": True}, DDP)[1]
     mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
@@ -161,7 +161,7 @@ def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], m
 def test_fsdp1_shards_as_the_form_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate's launcher says otherwise."""
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-    found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding": name}))
+    found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding_strategy": name}))
     assert (found.sharding_strategy or found.reshard_after_forward).name == name.upper()
 
 
@@ -174,7 +174,7 @@ def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: py
     for name in accelerate_launcher.UNREAD:
         assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
-    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.processes": 1})
+    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
     assert prepare_simple_launcher_cmd_env(alone)[0][:3] == ["mpirun", "-f", "hosts"]
 
 

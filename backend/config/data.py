@@ -1,7 +1,4 @@
-"""Model and data: what to start from, what to learn from.
-
-Floor 1. Imports: catalog, kinds.
-"""
+"""Data: the examples that the model is trained and evaluated on."""
 
 from __future__ import annotations
 
@@ -10,36 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from backend import registry
-from backend.config.fields import OWN_DATA, PLAIN, SFT, TALKS, Lines, Section, Ui, one_of
-
-
-class Model(Section):
-    """Which weights to start from."""
-
-    source: Annotated[Literal["builtin", "path", "hub"], Ui("Model from")] = "builtin"
-    """Built in needs no network; a folder holds config.json and weights; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(registry.MODELS), Ui("Model", when={"model.source": ("builtin",)})] = (
-        "smollm2-135m-instruct"
-    )
-    """Ready to train without an account."""
-    path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)})] = ""
-    """A folder with config.json, weights and tokenizer, as `save_pretrained` writes it."""
-    hub_id: Annotated[str, Ui("Hub id", when={"model.source": ("hub",)})] = ""
-    """As on the hub: organisation/name."""
-    revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
-    """Branch, tag or commit. A commit makes the run repeatable."""
-    trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
-    """Some models bring Python files. They run with your rights: only for sources that you trust."""
-
-    attention: Annotated[str, *one_of(registry.ATTENTIONS), Ui("Attention")] = "auto"
-    """How attention is computed. What is asked for is taken, or the run ends: nothing is replaced in silence."""
-
-    @property
-    def name(self) -> str:
-        """In a word: a built-in's name, the last part of a path or of a hub id."""
-        last = (self.path if self.source == "path" else self.hub_id).rstrip("/").rpartition("/")[2]
-        return self.builtin if self.source == "builtin" else last
-
+from backend.config.fields import (
+    OWN_DATA,
+    PLAIN,
+    SFT,
+    TALKS,
+    Lines,
+    Section,
+    Ui,
+    one_of,
+)
 
 PROMPTED = ("prompt_completion", "alpaca", "pairs", "labels")
 
@@ -79,13 +56,13 @@ class Data(Section):
     """Empty: label, or kto_tag. True marks a good answer."""
     text_column: Annotated[str, Ui("Text column", when={**OWN_DATA, "data.format": ("text",)})] = ""
     """Empty: text."""
-    system: Annotated[str, Ui("System prompt", when=TALKS, widget="text")] = ""
+    system_prompt: Annotated[str, Ui("System prompt", when=TALKS, widget="text")] = ""
     """Put before every conversation that brings none of its own."""
-    template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=TALKS)] = "model"
+    chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=TALKS)] = "model"
     """How a conversation becomes text. It is saved with the trained model."""
-    template_file: Annotated[str, Ui("Template file", when={**TALKS, "data.template": ("file",)})] = ""
+    chat_template_file: Annotated[str, Ui("Template file", when={**TALKS, "data.chat_template": ("file",)})] = ""
     """A Jinja file, as tokenizers store it."""
-    learn: Annotated[Literal["answers", "all"], Ui("Learn", when=SFT)] = "answers"
+    loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Learn", when=SFT)] = "completions"
     """Answers: the loss counts the assistant's turns (every one), or the completion. All: every token."""
     max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Cut-off length", unit="tokens")] = 512
     """Longer rows are cut here. Memory grows with it."""
@@ -105,5 +82,5 @@ class Data(Section):
         Lines, Ui("Validation files", when={**OWN_DATA, "data.validation": ("files",)}, widget="lines")
     ] = ()
     """One path a line, in the same format."""
-    workers: Annotated[int, Field(ge=1, le=256), Ui("Preparation processes")] = 1
+    dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Preparation processes")] = 1
     """Processes that tokenize. More than one pays from some ten thousand rows."""
