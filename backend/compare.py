@@ -13,7 +13,6 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.memory import Account
 from backend.memory.communication import hosted, sent
-from backend.resolve import device
 from backend.rules import Case
 from backend.rules.base import amount
 from backend.rules.memory_remedies import obstacles, smaller, strategies
@@ -57,14 +56,14 @@ def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
     """Every strategy, beside the change `ease`; [] where the model's shape is not known."""
     if case.shape is None:
         return []
-    eased = Case(case.with_patch(ease), case.machine, case.glance)
+    eased = Case(case.with_patch(ease), case.machine, case.facts)
     return [_variant(case, label, {**ease, **patch}) for _, label, patch in strategies(eased)]
 
 
 def suggestion(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
     """The lightest way that runs and uses every device, and why it is that; None if there is none. `known` are the
     variants, where somebody has them."""
-    many = len(case.machine.gpus) > 1 and device(case.spec, case.machine) == case.machine.device
+    many = len(case.machine.gpus) > 1 and case.run.device == case.machine.device
     for ease, words in _eases(case):
         ways = variants(case, ease) if ease or known is None else known
         found = [v for v in ways if not many or v.patch["parallel.strategy"] != "single"]
@@ -90,10 +89,10 @@ def _eases(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     spec = effective(case.with_patch(patch))
-    other = Case(spec, case.machine, case.glance)
-    found, shape = other.estimate, case.glance.shape
+    other = Case(spec, case.machine, case.facts)
+    found, shape = other.estimate, case.facts.shape
     assert shape is not None
-    account = Account(spec, case.machine, shape, case.glance.longest)
+    account = Account(spec, case.machine, shape, case.facts.longest)
     errors = [found.title for found in obstacles(other)]
     return Variant(
         name,
@@ -110,4 +109,4 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
 
 
 def _length(spec: RunSpec, case: Case) -> int:
-    return min(spec.data.max_length, case.glance.longest or spec.data.max_length)
+    return min(spec.data.max_length, case.facts.longest or spec.data.max_length)

@@ -13,24 +13,25 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.inspect import Glance, look, settle
+from backend.inspect import InputFacts, inspect_inputs, resolve_paths
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
 from backend.modelspec import trainable
-from backend.resolve import device, global_batch
+from backend.resolve import ResolvedRun
 from backend.rules import Case, Finding, examine
 from backend.rules.base import counted
 from backend.runs import Plan
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Report:
     """Findings, estimate and plan of one spec on one machine."""
 
     spec: RunSpec
     machine: Machine
-    glance: Glance
+    facts: InputFacts
+    run: ResolvedRun
     estimate: Estimate
     findings: tuple[Finding, ...]
     plan: Plan
@@ -69,33 +70,34 @@ class Judgement:
             return None
         whole = self.estimate.device_bytes
         unseen = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
-        on_cpu = device(self.spec, self.machine) == "cpu"  # where it measures all that the process holds
+        on_cpu = self.run.device == "cpu"  # where it measures all that the process holds
         return {**described(self.estimate), "measured_bytes": whole if on_cpu else whole - unseen}
 
     @property
     def summary(self) -> str:
         """What it amounts to: rows a step, steps where they are known, parameters trained."""
         spec, parts = self.spec, []
-        train, rows = spec.train, counted(global_batch(spec), "row")
+        train, rows = spec.train, counted(self.run.global_batch_size, "row")
         epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
         by_steps = f"{counted(train.max_steps, 'step')} of {rows}"
         parts.append(by_steps if train.duration == "steps" else f"{epochs}, {rows} a step")
-        if self.glance.shape:
-            count, whole = trainable(spec, self.glance.shape), self.glance.shape.parameters
+        if self.facts.shape:
+            count, whole = trainable(spec, self.facts.shape), self.facts.shape.parameters
             parts.append(f"{_short(count)} of {_short(whole)} trained")
         return "; ".join(parts)
 
 
-def judge(spec: RunSpec, machine: Machine, base: Path) -> Judgement:
+def preflight(spec: RunSpec, machine: Machine, base: Path) -> Report:
     """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
-    case = looked(spec, machine, base)
-    return Judgement(case.spec, machine, case.glance, case.estimate, examine(case), plan(case.spec, machine))
+    case = build_case(spec, machine, base)
+    made = plan(case.spec, machine, run=case.run)
+    return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), made)
 
 
-def looked(spec: RunSpec, machine: Machine, base: Path) -> Case:
+def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:
     """What rules judge: what has an effect in `spec`, and what its files show."""
-    spec = settle(effective(spec), base)
-    return Case(spec, machine, look(spec, base))
+    spec = resolve_paths(effective(spec), base)
+    return Case(spec, machine, inspect_inputs(spec, base))
 
 
 def described(found: Estimate) -> dict[str, Any]:

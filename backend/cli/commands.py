@@ -1,6 +1,7 @@
-"""The commands that need no run: check, plan, estimate, presets, rules, docs, ui.
+"""Commands that need no run: check, plan, estimate, presets, rules, docs, ui.
 
-Floor 5. Imports: below. `__main__.py` has the arguments, `watching.py` the commands on runs.
+Imports everything below the command line. `backend/__main__.py` declares the arguments, `runs.py` has the commands on
+runs.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+import textwrap
 import typing
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,15 +21,16 @@ from typing import Any
 from backend.cli import docs as documents
 from backend.config import Launch, RunSpec
 from backend.config import presets as files
-from backend.config.options import Problem, SpecError, edit
+from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, probe, read
-from backend.preflight import Judgement, described, judge
-from backend.rules import RULES, Finding
+from backend.preflight import Report, described, preflight
+from backend.rules import Finding, Fix
 
-MARKS = {"error": "error  ", "warning": "warning", "advice": "advice "}
+WIDTH, INDENT = 110, " " * 9
+UNSAFE = "changes the training result"
 
 
-def show(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print one JSON document."""
     print(json.dumps(value, indent=2, ensure_ascii=False, default=list))
 
@@ -35,69 +40,97 @@ def launchers() -> tuple[str, ...]:
     return typing.get_args(Launch.model_fields["launcher"].annotation)
 
 
-def asked(arguments: argparse.Namespace) -> RunSpec:
-    """The spec that the command line names, with every --set applied. Raises SpecError."""
+def read_spec(arguments: argparse.Namespace) -> RunSpec:
+    """The spec named on the command line, with every --set applied. Raises SpecError."""
     changes = {}
     for change in arguments.set:
         name, equals, value = change.partition("=")
         if not equals:
-            raise SpecError([Problem("", f"--set {change}: write section.field=value")])
+            raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
         changes[name.strip()] = value
     return edit(files.read(arguments.spec), changes)
 
 
-def target(arguments: argparse.Namespace) -> Machine:
+def target_machine(arguments: argparse.Namespace) -> Machine:
     """The machine described in --machine, or this one."""
     return read(arguments.machine) if arguments.machine else probe(Path.cwd())
 
 
-def judged(arguments: argparse.Namespace) -> Judgement:
-    """What SPEC on the machine comes to."""
-    return judge(asked(arguments), target(arguments), Path.cwd())
+def run_preflight(arguments: argparse.Namespace) -> Report:
+    """The preflight report of SPEC on the machine."""
+    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd())
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Print the findings; 1 if one is an error."""
-    found = judged(arguments)
+    """Print the findings; exit code 1 if one of them is an error."""
+    report = run_preflight(arguments)
     if arguments.json:
-        show({"can_run": found.can_run, "findings": [asdict(f) for f in found.findings]})
+        print_json(report_json(report))
     else:
-        print_findings(found)
-    return 0 if found.can_run else 1
+        print_findings(report)
+    return 0 if report.can_run else 1
 
 
-def print_findings(found: Judgement) -> None:
-    """The verdict, then each finding with its fixes."""
-    print(f"{found.verdict} ({describe(found.machine)})")
-    for finding in found.findings:
-        print(_lines(finding))
+def report_json(report: Report) -> dict[str, Any]:
+    """The verdict, the machine and every finding with its reason and fixes."""
+    findings = [asdict(finding) for finding in report.findings]
+    machine = describe(report.machine)
+    return {"can_run": report.can_run, "verdict": report.verdict, "machine": machine, "findings": findings}
 
 
-def _lines(finding: Finding) -> str:
-    lines = [f"\n{MARKS[finding.level]} {finding.code}  {finding.title}", f"        {finding.message}"]
+def print_findings(report: Report) -> None:
+    """Print the verdict, then each finding with its reason and fixes."""
+    print(f"{report.verdict} ({describe(report.machine)})")
+    for finding in report.findings:
+        print("", *_finding_lines(finding), sep="\n")
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    yield f"{finding.level:8} {finding.code}  {finding.title}"
+    yield from _wrapped(finding.message)
+    if finding.reason:
+        yield from _wrapped(f"Why: {finding.reason}")
     for fix in finding.fixes:
-        patch = " ".join(f"--set {name}={_word(value)}" for name, value in fix.patch.items())
-        lines.append(f"        fix: {fix.label}: {patch}{'' if fix.safe else '  (changes what is learned)'}")
-    return "\n".join(lines)
+        yield from _wrapped(f"Fix: {fix.label}{_notes(fix)}")
+        yield f"{INDENT}     {_set_arguments(fix)}"
 
 
-def _word(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _notes(fix: Fix) -> str:
+    """What a fix costs, and whether the training result stays the same."""
+    notes = [fix.cost, "safe" if fix.safe else UNSAFE]
+    return f" ({'; '.join(note for note in notes if note)})"
+
+
+def _set_arguments(fix: Fix) -> str:
+    """A fix as arguments of the command line."""
+    return " ".join(f"--set {name}={shlex.quote(_text(value))}" for name, value in fix.patch.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}={item}" for name, item in value.items())
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print what would run, to the letter."""
-    spec = asked(arguments)
+    """Print the exact command and files that would run."""
+    spec = read_spec(arguments)
     if arguments.launcher:
         spec = edit(spec, {"launch.launcher": arguments.launcher})
-    made = judge(spec, target(arguments), Path.cwd()).plan
+    made = preflight(spec, target_machine(arguments), Path.cwd()).plan
     if arguments.json:
         commands = {node: made.command(node) for node in made.others}
-        show({**asdict(made), "command": made.command(), "others": commands})
+        print_json({**asdict(made), "command": made.command(), "others": commands})
         return 0
     print(made.command())
     for node in made.others:
-        print(f"\n# {node}, on another node\n{made.command(node)}")
+        print(f"\n# {node}: run on another node\n{made.command(node)}")
     for name, text in made.files.items():
         print(f"\n# {name}\n{text.rstrip()}")
     for note in made.notes:
@@ -106,13 +139,13 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def estimate(arguments: argparse.Namespace) -> int:
-    """Print memory and disk, row by row."""
-    found = judged(arguments).estimate
+    """Print the memory and disk estimate, item by item."""
+    found = run_preflight(arguments).estimate
     if arguments.json:
-        show(described(found))
+        print_json(described(found))
         return 0
     if found.unknown:
-        print(f"unknown, because {found.unknown}")
+        print(f"The estimate is unknown: {found.unknown}")
     for row in found.rows:
         print(f"{row.bytes / 2**30:10.2f} GiB  {row.where:6}  {row.name:24}  {row.formula}")
     for where, total in (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes)):
@@ -125,24 +158,22 @@ def presets(arguments: argparse.Namespace) -> int:
     """Print the presets."""
     found = files.presets()
     if arguments.json:
-        show([{"name": p.name, "title": p.title, "about": p.about, "machine": p.machine.name} for p in found])
+        keys = ("name", "title", "about")
+        print_json([{**{key: getattr(p, key) for key in keys}, "machine": p.machine.name} for p in found])
         return 0
     for preset in found:
-        print(f"{preset.name:24}  {preset.title}: {preset.about} ({preset.machine.name})")
+        print(f"{preset.name:24}  {preset.title}: {preset.about} (for {preset.machine.name})")
     return 0
 
 
 def rules(arguments: argparse.Namespace) -> int:
-    """Print the catalogue of rules."""
-    rows = [
-        {"code": r.code, "level": r.level, "title": r.title, "fields": list(r.fields), "why": r.why, "source": r.source}
-        for r in RULES
-    ]
+    """Print every preflight rule."""
+    entries = documents.rule_entries()
     if arguments.json:
-        show(rows)
+        print_json(entries)
         return 0
-    for row in rows:
-        print(f"{row['code']}  {row['level']:8}  {row['title']}")
+    for entry in entries:
+        print(f"{entry['code']}  {entry['level']:8}  {entry['title']}")
     return 0
 
 
@@ -150,13 +181,14 @@ def docs(arguments: argparse.Namespace) -> int:
     """Write the generated documents."""
     written = documents.write()
     if arguments.json:
-        show(written)
+        print_json(written)
     else:
         print("\n".join(written))
     return 0
 
 
 def ui(arguments: argparse.Namespace) -> int:
-    """Become the page's server: the page stands above the shell, so it is started, not imported."""
+    """Replace this process with the page's server. The page imports the backend, never the other way round, so it is
+    started by its name instead of being imported."""
     words = ["--host", arguments.host, "--port", str(arguments.port), "--runs", arguments.runs]
     os.execv(sys.executable, [sys.executable, "-m", "webui", *words])

@@ -41,16 +41,16 @@ class RunSpec(Section):
     launch: Launch = Launch()
 
     @property
-    def remade(self) -> bool:
+    def modifies_loaded_weights(self) -> bool:
         """Whether the model is made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or
         by code of its own."""
-        moves = registry.LORA_INITS[self.lora.init].moves
+        moves = registry.LORA_INITS[self.lora.init].changes_base_weights
         packs = registry.QUANTIZATIONS[self.method.quantization].bits > 0
         remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
         return remade or self.model.trust_remote_code
 
     @property
-    def refers(self) -> bool:
+    def needs_reference_model(self) -> bool:
         """Whether a second model is read, to which a preference stage holds the first. An adapter is its own reference,
         once it is switched off; but FSDP spreads what is trained only when the training starts, so what is computed
         before is asked of another one, which is let go again."""
@@ -59,7 +59,7 @@ class RunSpec(Section):
         return registry.STAGES[self.train.stage].reference and held
 
     @property
-    def grouped(self) -> bool:
+    def has_param_groups(self) -> bool:
         """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
         decaying = {"lm_head", "embed_tokens"}.issuperset(self.lora.modules_to_save)
         return self.method.kind != "lora" or self.lora.loraplus_lr_ratio > 1 or not decaying

@@ -16,10 +16,12 @@ import yaml
 from backend import registry
 from backend.config import RunSpec, merge
 from backend.config.options import Problem, SpecError, edit
-from backend.engines import deepspeed, fsdp
+from backend.config.processes import world_size
+from backend.engines import engine_of
+from backend.engines.fsdp import STATE_DICTS
 from backend.launch import accelerate_config
 from backend.machine import Machine
-from backend.resolve import world
+from backend.resolve import resolve
 
 MIB = 1024**2
 Patch = dict[str, Any]
@@ -46,12 +48,12 @@ def read(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
     made = edit(spec, _deepspeed(theirs) if kind == "deepspeed" else _accelerate(theirs))
     if kind == "deepspeed":
         made = edit(made, _rows(theirs, made))
-        kept = merge.beyond(theirs, deepspeed.configuration(made))
+        kept = merge.beyond(theirs, engine_of(made.parallel.strategy).configuration(made))
         kept = {key: value for key, value in kept.items() if key not in _understood(theirs)}
         if _is_number(whole := theirs.get("train_batch_size")) and whole != _step(made):
             kept["train_batch_size"] = whole
         return edit(made, {"parallel.extra_config": _text(kept)}), merge.paths(kept)
-    kept = merge.beyond(theirs, accelerate_config.configuration(made, Machine()))
+    kept = merge.beyond(theirs, accelerate_config.configuration(made, resolve(made, Machine())))
     kept = _without(kept, SAID)
     return edit(made, {"launch.extra_accelerate_config": _text(kept)}), merge.paths(kept)
 
@@ -124,7 +126,7 @@ def _deepspeed(theirs: Mapping[str, Any]) -> Patch:
 
 def _step(spec: RunSpec) -> int:
     """Rows of a step, as DeepSpeed counts them."""
-    return spec.train.per_device_train_batch_size * spec.train.gradient_accumulation_steps * world(spec)
+    return spec.train.per_device_train_batch_size * spec.train.gradient_accumulation_steps * world_size(spec)
 
 
 def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
@@ -134,7 +136,7 @@ def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
         ("train.gradient_accumulation_steps", "gradient_accumulation_steps", made.train.per_device_train_batch_size),
         ("train.per_device_train_batch_size", "train_micro_batch_size_per_gpu", made.train.gradient_accumulation_steps),
     ):
-        each = other * world(made)
+        each = other * world_size(made)
         if _is_number(whole) and not _is_number(theirs.get(key)) and whole % each == 0:
             return {name: whole // each}
     return {}
@@ -273,7 +275,7 @@ def _accelerate_fsdp(table: Mapping[str, Any]) -> Patch:
         patch["parallel.reshard_after_forward"] = said["reshard_after_forward"]
     if isinstance(said.get("offload_params"), bool):
         patch["parallel.cpu_offload"] = said["offload_params"]
-    formats = {value: key for key, value in fsdp.STATE_DICTS.items()}
+    formats = {value: key for key, value in STATE_DICTS.items()}
     if said.get("state_dict_type") in formats:
         patch["parallel.state_dict_type"] = formats[said["state_dict_type"]]
     if version == 2 and said.get("cpu_ram_efficient_loading") is False:  # both files must say so

@@ -96,7 +96,7 @@ class Parallel(Section):
         row = registry.STRATEGIES[self.strategy]
         return (
             self.context_parallel_size
-            if row.version == 2
+            if row.fsdp_version == 2
             else self.sequence_parallel_size
             if row.engine == "deepspeed"
             else 1

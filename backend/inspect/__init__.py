@@ -15,18 +15,19 @@ from typing import Any
 from backend import registry
 from backend.config import Data, RunSpec
 from backend.config.options import edit
+from backend.config.processes import rendezvous_port, world_size
+from backend.engines import engine_of
 from backend.inspect.data_files import look_at_data
 from backend.inspect.disk import look_at_disk
-from backend.inspect.facts import Glance, Trouble
+from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import fetch
 from backend.inspect.model_folder import look_at_model
 from backend.inspect.ports import look_at_port
-from backend.resolve import port, unconvertible, world
 
-__all__ = ["Glance", "Trouble", "fetch", "look", "settle"]
+__all__ = ["DataIssue", "InputFacts", "fetch", "inspect_inputs", "resolve_paths"]
 
 
-def settle(spec: RunSpec, base: Path) -> RunSpec:
+def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
     """`spec` with every path made absolute, starting at `base`: a run works in its own folder."""
 
     def absolute(text: str) -> str:
@@ -49,15 +50,15 @@ def settle(spec: RunSpec, base: Path) -> RunSpec:
     return edit(spec, patch) if patch else spec
 
 
-def look(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> Glance:
+def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
     """Look at every file that `spec` names; relative paths start at `base`. Never raises."""
-    return Glance(
+    return InputFacts(
         **look_at_model(spec, base, environment),
         **look_at_data(spec, base),
         template=_template(spec.data, base),
         checkpoint=_checkpoint(spec, base),
         **look_at_disk(spec, base),
-        **look_at_port(port(spec)),
+        **look_at_port(rendezvous_port(spec)),
     )
 
 
@@ -131,7 +132,7 @@ def _engine(spec: RunSpec, folder: Path) -> str:
     writer = next((kind for kind, files in found.items() if files), "")
     if not writer:
         return f"{folder} holds weights only, so training cannot go on from it."
-    own = "sharded" if row.engine == "fsdp" and spec.parallel.state_dict_type == "sharded" else row.engine or "ddp"
+    own = engine_of(spec.parallel.strategy).checkpoint_format(spec)
     if own != writer:
         label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
         return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
@@ -142,9 +143,15 @@ def _parts(spec: RunSpec, folder: Path, parts: int) -> str:
     """What is wrong with the parts of a DeepSpeed checkpoint: each stage has its own kind of them. Of another number
     than there are processes, the trainer can convert what holds AdamW's moments."""
     row = registry.STRATEGIES[spec.parallel.strategy]
-    if (row.stage == 3) != any(folder.glob(SPREAD)):
-        other = "ZeRO-1 or ZeRO-2" if row.stage == 3 else "ZeRO-3"
+    if (row.zero_stage == 3) != any(folder.glob(SPREAD)):
+        other = "ZeRO-1 or ZeRO-2" if row.zero_stage == 3 else "ZeRO-3"
         return f"{folder} was written by {other}, which {row.label} cannot read."
     on_disk = any(folder.glob(SWAPPED))
-    wrong = "" if parts == world(spec) else "its state on a disk" if on_disk else unconvertible(spec)
+    wrong = (
+        ""
+        if parts == world_size(spec)
+        else "its state on a disk"
+        if on_disk
+        else engine_of(spec.parallel.strategy).resize_obstacle(spec)
+    )
     return wrong and f"{folder} was written by {parts} processes: with {wrong} DeepSpeed goes on with as many."

@@ -18,7 +18,7 @@ from typing import Any
 from backend import registry
 from backend.config import Data, RunSpec
 from backend.data import RowError, Unfit, convert, expand, read_rows, recognise
-from backend.inspect.facts import Trouble
+from backend.inspect.facts import DataIssue
 from backend.paths import ASSETS
 
 MOST_BYTES = 64 * 2**20
@@ -48,9 +48,9 @@ class _Seen:
     format: str
     columns: tuple[str, ...]
     lengths: tuple[int, ...]
-    opening: int
+    min_prompt_tokens: int
     labels: tuple[int, int]
-    troubles: tuple[tuple[str, str, bool], ...]  # where, sentence, row
+    issues: tuple[tuple[str, str, bool], ...]  # where, sentence, row
 
 
 COLUMNS = tuple(name for name in Data.model_fields if name.endswith("_column"))
@@ -75,40 +75,40 @@ def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
     each = 2 if spec.train.stage == "kto" and format == "pairs" else 1  # two labelled answers
     lengths = sorted(length for seen in train[0] for length in seen.lengths)
     return {
-        "troubles": (*train[1], *held[1]),
+        "issues": (*train[1], *held[1]),
         "format": format,
         "columns": first.columns if first else (),
         "rows": each * sum(seen.rows for seen in train[0]) if train[0] else None,
         "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
         "exact": all(seen.exact for seen in (*train[0], *held[0])),
         "lengths": tuple(lengths),
-        "opening": min((seen.opening for seen in train[0]), default=0),
+        "min_prompt_tokens": min((seen.min_prompt_tokens for seen in train[0]), default=0),
         "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
     }
 
 
 def _files(
     names: tuple[str, ...], field: str, data: Data, wanted: tuple[str, ...], base: Path, until: float
-) -> tuple[list[_Seen], list[Trouble]]:
+) -> tuple[list[_Seen], list[DataIssue]]:
     """What was seen of the files that paths and patterns name, and what is wrong with them."""
     seen: list[_Seen] = []
-    troubles: list[Trouble] = []
+    issues: list[DataIssue] = []
     asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS), data.system_prompt)
     for name in names:
         try:
             for path in expand([name], base):
                 stat = path.stat()
                 if path.is_dir():
-                    troubles.append(Trouble(field, name, "is a folder: name its files, such as folder/*.jsonl"))
+                    issues.append(DataIssue(field, name, "is a folder: name its files, such as folder/*.jsonl"))
                     continue
                 found = _file(path, stat.st_mtime_ns, stat.st_size, asked, until)
                 seen.append(found)
-                troubles += [Trouble(field, where, sentence, row) for where, sentence, row in found.troubles]
+                issues += [DataIssue(field, where, sentence, row) for where, sentence, row in found.issues]
         except RowError as error:
-            troubles.append(Trouble(field, name, error.sentence))
+            issues.append(DataIssue(field, name, error.sentence))
         except OSError as error:
-            troubles.append(Trouble(field, name, f"cannot be read: {error.strerror or error}"))
-    return seen, troubles
+            issues.append(DataIssue(field, name, f"cannot be read: {error.strerror or error}"))
+    return seen, issues
 
 
 _SEEN: dict[tuple[Any, ...], _Seen] = {}
@@ -139,12 +139,12 @@ def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
                 break
     except RowError as error:
         where = f"{path}, line {error.line}" if error.line else str(path)
-        look.troubles.append((where, error.sentence, bool(error.line)))
+        look.issues.append((where, error.sentence, bool(error.line)))
     count = look.count if exact else _count(path, size, look.count, look.characters)
-    if not count and not look.troubles:
-        look.troubles.append((str(path), "holds no rows", False))
-    labels, lengths = (look.good, look.bad), tuple(look.lengths)
-    return _Seen(count, exact, look.format, look.columns, lengths, look.opening, labels, tuple(look.troubles))
+    if not count and not look.issues:
+        look.issues.append((str(path), "holds no rows", False))
+    labels, lengths = (look.passes_on, look.fails_on), tuple(look.lengths)
+    return _Seen(count, exact, look.format, look.columns, lengths, look.min_prompt_tokens, labels, tuple(look.issues))
 
 
 @dataclass
@@ -158,11 +158,11 @@ class _Look:
     columns: tuple[str, ...] = ()
     count: int = 0
     characters: int = 0
-    good: int = 0
-    bad: int = 0
+    passes_on: int = 0
+    fails_on: int = 0
     lengths: list[int] = field(default_factory=list)
-    opening: int = 0  # the least
-    troubles: list[tuple[str, str, bool]] = field(default_factory=list)
+    min_prompt_tokens: int = 0  # the least
+    issues: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def at(self, line: int, row: Mapping[str, Any]) -> bool:
         """Take one row in; False if the others need not be read."""
@@ -171,20 +171,20 @@ class _Look:
         self.format = self.format or recognise(row, self.wanted) or ""
         if not self.format:
             said = f"no known format has the columns {', '.join(self.columns)}"
-            self.troubles.append((str(self.path), said, False))
+            self.issues.append((str(self.path), said, False))
             return False
         texts = _texts(row)
         self.characters += sum(map(len, texts))
         try:
             found = convert(row, self.format, self.data)
         except Unfit as error:
-            if len(self.troubles) < MOST_TROUBLES:
-                self.troubles.append((f"{self.path}, line {line}", str(error), True))
+            if len(self.issues) < MOST_TROUBLES:
+                self.issues.append((f"{self.path}, line {line}", str(error), True))
             return True
         if len(self.lengths) < MOST_LENGTHS:
-            length, opening = self._length(found, texts)
+            length, prompt_tokens = self._length(found, texts)
             self.lengths.append(length)
-            self.opening = min(opening, self.opening or opening)
+            self.min_prompt_tokens = min(prompt_tokens, self.min_prompt_tokens or prompt_tokens)
         return True
 
     def _length(self, found: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class _Look:
         if "text" in found:
             return _tokens(texts), 0
         if "label" in found:
-            self.good, self.bad = self.good + found["label"], self.bad + (not found["label"])
+            self.passes_on, self.fails_on = self.passes_on + found["label"], self.fails_on + (not found["label"])
         if "messages" in found:
             return _said(found["messages"]), _said(_before(found["messages"])) + MARKS
         answers = [found[name] for name in ("chosen", "rejected", "completion") if name in found]

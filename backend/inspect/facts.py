@@ -9,7 +9,7 @@ from backend.modelspec import ModelShape
 
 
 @dataclass(frozen=True)
-class Trouble:
+class DataIssue:
     """Something wrong with a file: the option that names it, the file and line, and a sentence about it."""
 
     field: str
@@ -22,7 +22,7 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Glance:
+class InputFacts:
     """Facts about the files. None or '' means that nobody can know before the run."""
 
     shape: ModelShape | None = None
@@ -30,10 +30,10 @@ class Glance:
     model: str = ""  # what is wrong with the model's folder
     packed: str = ""  # the format of weights that came packed, as config.json's quant_method
     stacked: tuple[str, ...] = ()  # of a mixture: layers that peft knows as stacked weights (catalog.STACKED)
-    towers: bool = False  # the model sees or hears by layers that text does not reach
+    is_multimodal: bool = False  # the model sees or hears by layers that text does not reach
     has_template: bool | None = None  # the tokenizer brings a chat template
-    fetched: bool = True  # nothing has to be downloaded
-    troubles: tuple[Trouble, ...] = ()  # of data files
+    is_downloaded: bool = True  # nothing has to be downloaded
+    issues: tuple[DataIssue, ...] = ()  # of data files
     format: str = ""  # of the rows: the one asked for, or recognised
     columns: tuple[str, ...] = ()
     rows: int | None = None  # in the data files, before a part is kept back
@@ -41,7 +41,7 @@ class Glance:
     exact: bool = True  # rows and held were counted to the end
     labels: tuple[int, int] | None = None  # good and bad answers that were seen, of labelled ones
     lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
-    opening: int = 0  # tokens before the first answer, about, in the row that has fewest
+    min_prompt_tokens: int = 0  # tokens before the first answer, about, in the row that has fewest
     template: str = ""  # what is wrong with the template file
     checkpoint: str = ""  # what is wrong with the checkpoint folder
     nvme: str = ""  # what is wrong with the NVMe folder

@@ -34,14 +34,14 @@ def _look(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str
     if model.source == "builtin":
         row = registry.MODELS[model.builtin]
         there = (model_folder(model.builtin, environment) / "config.json").is_file()
-        return {**_shape(row.config), "has_template": True, "fetched": there or not row.download_bytes}
+        return {**_shape(row.config), "has_template": True, "is_downloaded": there or not row.download_bytes}
     if model.source == "hub":
         folder = _cached(model.hub_id, model.revision, environment)
         if folder is None:
             known = registry.HUB.get(model.hub_id.lower())
-            return {**(_shape(known) if known else {"unknown": "the model was not downloaded yet"}), "fetched": False}
+            return {**(_shape(known) if known else {"unknown": "the model was not downloaded yet"}), "is_downloaded": False}
         found = _folder(folder)
-        return {**found, "model": "", "fetched": not found.get("model")}  # what is missing is downloaded by the run
+        return {**found, "model": "", "is_downloaded": not found.get("model")}  # what is missing is downloaded by the run
     if not model.path:
         return {"unknown": "no model folder is named", "model": "No model folder is named."}
     return _folder(base / Path(model.path).expanduser())
@@ -87,7 +87,7 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
         return {"unknown": "config.json cannot be read", "model": said}
     towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
     packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    found = {**_shape(config), "packed": packed, "towers": towers}
+    found = {**_shape(config), "packed": packed, "is_multimodal": towers}
     return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
 
 

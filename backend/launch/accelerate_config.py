@@ -1,7 +1,7 @@
-"""accelerate's configuration: the file `accelerate.yaml` of a plan.
+"""accelerate's configuration: the file accelerate.yaml of a plan.
 
-Floor 2. Imports catalog, derived, fsdp, machine, run, spec. Pure. What its launcher writes into the environment must
-agree with what the trainer is told: the same precision, the same DeepSpeed file, FSDP's same words.
+Imports registry, config, engines, resolve, runs. Pure. What the launcher writes into the environment must agree with
+what the trainer is told: the same precision, the same DeepSpeed file, the same FSDP settings.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from typing import Any
 
 import yaml
 
-from backend import registry
 from backend.config import RunSpec, merge
-from backend.engines import fsdp
-from backend.machine import Machine
-from backend.resolve import PORT, device, masters, nodes, precision, world
+from backend.resolve import DEFAULT_PORT, ResolvedRun
 from backend.runs import DEEPSPEED
 
 NAMES = {"cpu_offload": "offload_params"}
@@ -22,7 +19,7 @@ NAMES = {"cpu_offload": "offload_params"}
 TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}
 
 
-def configuration(spec: RunSpec, machine: Machine) -> dict[str, Any]:
+def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
     """The keys that `accelerate launch` reads; source: accelerate 1.15 commands/config/config_args.py."""
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -33,50 +30,50 @@ def configuration(spec: RunSpec, machine: Machine) -> dict[str, Any]:
         "gpu_ids": "all",  # of those that the environment leaves visible
         "machine_rank": spec.launch.node_rank,
         "main_training_function": "main",
-        "num_machines": nodes(spec),
-        "num_processes": world(spec),
+        "num_machines": run.nnodes,
+        "num_processes": run.world_size,
         "rdzv_backend": "static",
         "same_network": True,
-        "use_cpu": device(spec, machine) == "cpu",
-        **_meeting(spec),
-        **_engine(spec, machine),
+        "use_cpu": run.device == "cpu",
+        **_meeting(spec, run),
+        **_engine(spec, run),
     }
 
 
-def _meeting(spec: RunSpec) -> dict[str, Any]:
+def _meeting(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
     launch = spec.launch
-    if nodes(spec) == 1:
-        return {"main_process_port": launch.master_port}  # 0: it takes a free one
-    return {"main_process_ip": launch.master_addr, "main_process_port": launch.master_port or PORT}
+    if run.nnodes == 1:
+        return {"main_process_port": launch.master_port}  # 0: any free port
+    return {"main_process_ip": launch.master_addr, "main_process_port": launch.master_port or DEFAULT_PORT}
 
 
-def _engine(spec: RunSpec, machine: Machine) -> dict[str, Any]:
-    """The kind of run; with DeepSpeed, whose own file names the precision, that must not stand here again."""
-    if spec.parallel.strategy in registry.DEEPSPEED:
+def _engine(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
+    """The distributed type with its settings. DeepSpeed's own file sets the precision, which must not be set twice."""
+    kind = run.engine.accelerate_type
+    if kind == "DEEPSPEED":
         config = {"deepspeed_config_file": DEEPSPEED, "deepspeed_multinode_launcher": "standard"}
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
-    if spec.parallel.strategy in registry.FSDP:
-        return {"distributed_type": "FSDP", "fsdp_config": _fsdp(spec), "mixed_precision": _precision(spec, machine)}
-    many = {"distributed_type": TYPES.get(device(spec, machine), "MULTI_GPU")} if world(spec) > 1 else {}
-    return {**many, "mixed_precision": _precision(spec, machine)}
+        return {"distributed_type": kind, "deepspeed_config": config}
+    if kind == "FSDP":
+        return {"distributed_type": kind, "fsdp_config": _fsdp(spec, run), "mixed_precision": _precision(run)}
+    multi = {"distributed_type": TYPES.get(run.device, "MULTI_GPU")} if run.world_size > 1 else {}
+    return {**multi, "mixed_precision": _precision(run)}
 
 
-def _precision(spec: RunSpec, machine: Machine) -> str:
-    """Beside masters in fp32; the trainer would read it as that where there are none."""
-    compute = precision(spec, machine)
-    return "no" if compute == "fp32" or not masters(spec) else compute
+def _precision(run: ResolvedRun) -> str:
+    """With fp32 master weights; without them the Trainer would take the launcher's value for mixed precision."""
+    return "no" if run.compute_dtype == "fp32" or not run.fp32_master_weights else run.compute_dtype
 
 
-def _fsdp(spec: RunSpec) -> dict[str, Any]:
-    """What fsdp.json says, in the launcher's words. Its own defaults are another version, and one reader always."""
-    said = fsdp.configuration(spec)
-    found = {f"fsdp_{NAMES.get(key, key)}": value for key, value in said.items()}
-    if layers := said.get("transformer_layer_cls_to_wrap"):
+def _fsdp(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
+    """fsdp.json with the launcher's names. Its own defaults are FSDP1, and weights loaded on rank 0."""
+    config = run.engine.configuration(spec)
+    found = {f"fsdp_{NAMES.get(key, key)}": value for key, value in config.items()}
+    if layers := config.get("transformer_layer_cls_to_wrap"):
         found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(layers)
     return found
 
 
-def text(spec: RunSpec, machine: Machine) -> str:
-    """As a file."""
-    further = merge.parse(spec.launch.extra_accelerate_config)
-    return yaml.safe_dump(merge.over(configuration(spec, machine), further))
+def text(spec: RunSpec, run: ResolvedRun) -> str:
+    """`configuration` with the user's extra configuration merged over it, as the text of a file."""
+    extra = merge.parse(spec.launch.extra_accelerate_config)
+    return yaml.safe_dump(merge.over(configuration(spec, run), extra))

@@ -28,7 +28,7 @@ from backend import registry
 from backend.machine import packages
 from backend.machine.types import GIB, Gpu, Machine
 
-STALE = 900  # seconds
+OUTDATED = 900  # seconds
 
 
 def probe(folder: Path) -> Machine:
@@ -275,6 +275,6 @@ def _stale_lock(extensions: str | Path) -> str:
     """The lock of a build that nobody can be at any more; builds take a minute or two."""
     for lock in sorted(Path(extensions).glob("**/lock")):
         with suppress(OSError):
-            if time.time() - lock.stat().st_mtime > STALE:
+            if time.time() - lock.stat().st_mtime > OUTDATED:
                 return str(lock)
     return ""

@@ -12,7 +12,7 @@ from functools import cached_property
 from backend import registry
 from backend.memory.sharding import Row, Spread
 from backend.modelspec import Leaf, adapted
-from backend.resolve import device, masters, old
+from backend.resolve import before_ampere
 
 # TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
 # is no Triton a tile becomes about seven of fp32 on the way.
@@ -50,16 +50,16 @@ class Activations(Spread):
     @cached_property
     def tokens(self) -> int:
         """Tokens that a device works on at once: its piece of each row, where several devices share them."""
-        return -(-self.sequences * self.length // self.spec.parallel.pieces)
+        return -(-self.sequences * self.length // self.run.token_shards)
 
     def _plain_loss(self) -> bool:
         """Whether the loss is computed without Triton."""
-        return device(self.spec, self.machine) not in ("cuda", "xpu")
+        return self.run.device not in ("cuda", "xpu")
 
     @cached_property
     def autocast(self) -> bool:
         """Whether autocast casts for each operation. FSDP and DeepSpeed cast weights and inputs beforehand."""
-        return self.width == 2 and masters(self.spec) and self.strategy.engine not in ("fsdp", "deepspeed")
+        return self.width == 2 and self.run.fp32_master_weights and self.strategy.engine not in ("fsdp", "deepspeed")
 
     @cached_property
     def stream(self) -> int:
@@ -77,8 +77,8 @@ class Activations(Spread):
         """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
         share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
         shape, bare = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa") and not self.masked
-        nvidia = device(self.spec, self.machine) == "cuda"
-        late = self.width == 2 and not any(old(gpu.capability) for gpu in self.machine.gpus)
+        nvidia = self.run.device == "cuda"
+        late = self.width == 2 and not any(before_ampere(gpu.capability) for gpu in self.machine.gpus)
         return nvidia and bare and shape.kv_heads < shape.heads and not late
 
     @cached_property

@@ -8,17 +8,16 @@ plain data parallel sends two gradients, and one that spreads the weights three 
 from __future__ import annotations
 
 from backend.memory.sharding import Spread
-from backend.resolve import masters, world
 
 
 def sent(it: Spread, tokens: int) -> int:
     """Bytes over the network, of batches of `tokens` each."""
-    spec, row, devices = it.spec, it.strategy, world(it.spec)
+    spec, row, devices = it.spec, it.strategy, it.run.world_size
     batches, gradient = spec.train.gradient_accumulation_steps, it.trained * _gradient_width(it)
     if not row.engine or devices == 1:
         return 0
     if row.engine == "tensor":
-        slices = spec.parallel.slices
+        slices = it.run.tensor_parallel_size
         each = 4 * it.shape.layers * tokens * it.shape.hidden * it.width  # two sums forward, two backward
         apart = _spread(it, devices // slices, gradient, batches) // slices
         return batches * 2 * _ring(each, slices) + apart
@@ -30,7 +29,9 @@ def sent(it: Spread, tokens: int) -> int:
 
 def _spread(it: Spread, holders: int, gradient: int, batches: int) -> int:
     parallel, row = it.spec.parallel, it.strategy
-    stays = parallel.sharding_strategy == "shard_grad_op" if row.version == 1 else not parallel.reshard_after_forward
+    stays = (
+        parallel.sharding_strategy == "shard_grad_op" if row.fsdp_version == 1 else not parallel.reshard_after_forward
+    )
     times = 1 if row.engine == "fsdp" and stays else 2  # before the forward pass, and again before the backward pass
     weights = (it.plain + it.trained) * it.width + it.packed_bytes
     return batches * _ring(times * weights + gradient, holders)
@@ -45,7 +46,7 @@ def hosted(it: Spread) -> int:
 
 def _gradient_width(it: Spread) -> int:
     """Bytes of a gradient on its way."""
-    if it.zero or not masters(it.spec):
+    if it.zero or not it.run.fp32_master_weights:
         return it.width
     return it.width if it.strategy.engine == "fsdp" and it.spec.parallel.reduce_dtype == "compute" else 4
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from backend import registry
 from backend.config import RunSpec
 from backend.modelspec import Leaf, ModelShape, alike, tensors, trainable
-from backend.resolve import masters
 
 SMALL = 4096  # bitsandbytes and torchao keep smaller tensors' state whole
 
@@ -34,7 +33,7 @@ class State:
     @cached_property
     def width(self) -> int:
         """Bytes of a trained weight, and of a gradient."""
-        return 4 if masters(self.spec) else 2
+        return 4 if registry.PRECISIONS[self.spec.precision.compute].fp32_master_weights else 2
 
     @cached_property
     def weights(self) -> tuple[Leaf, ...]:

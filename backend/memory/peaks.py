@@ -42,7 +42,7 @@ class Passes(Activations):
     @cached_property
     def state(self) -> State:
         """What the optimizer keeps."""
-        return State(self.spec, self.shape, flat=self.strategy.stage > 0)
+        return State(self.spec, self.shape, flat=self.strategy.zero_stage > 0)
 
     def _forward(self) -> list[Row]:
         """The end of the forward pass, on a CPU."""
@@ -153,7 +153,7 @@ class Passes(Activations):
     def _gradients(self, count: int) -> tuple[int, str]:
         """(bytes, formula) of the gradients of `count` weights."""
         width = self.width if self.zero else self.state.width
-        away = self.optimizer_away and self.strategy.stage != 1
+        away = self.optimizer_away and self.strategy.zero_stage != 1
         words = f"{count:,} x {width} bytes{self.shared if self.spreads_gradients else ''}"
         size = count * width // (self.sharers if self.spreads_gradients else 1)
         return (0, words) if away else (size, words)

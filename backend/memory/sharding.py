@@ -13,7 +13,7 @@ from backend.config import RunSpec
 from backend.machine import Machine
 from backend.memory import quantized
 from backend.modelspec import Leaf, ModelShape, trainable
-from backend.resolve import device, masters, precision, world
+from backend.resolve import ResolvedRun, resolve
 
 BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MIB = 2**20
@@ -41,14 +41,19 @@ class Spread:
     longest: int = 0
 
     @cached_property
+    def run(self) -> ResolvedRun:
+        """What follows from the spec and the machine."""
+        return resolve(self.spec, self.machine)
+
+    @cached_property
     def cpu(self) -> bool:
         """Whether it runs on the processor."""
-        return device(self.spec, self.machine) == "cpu"
+        return self.run.device == "cpu"
 
     @cached_property
     def width(self) -> int:
         """Bytes of a number in the computing."""
-        return BYTES[precision(self.spec, self.machine)]
+        return BYTES[self.run.compute_dtype]
 
     @cached_property
     def trained(self) -> int:
@@ -94,19 +99,19 @@ class Spread:
     def holders(self) -> int:
         """Devices that the weights are spread over."""
         parallel, row = self.spec.parallel, self.strategy
-        if not row.spread or (row.version == 1 and parallel.sharding_strategy == "no_shard"):
+        if not row.shards_weights or (row.fsdp_version == 1 and parallel.sharding_strategy == "no_shard"):
             return 1
-        return max(1, world(self.spec) // (parallel.replicate_size if row.version == 2 else 1))
+        return max(1, self.run.world_size // (parallel.replicate_size if row.fsdp_version == 2 else 1))
 
     @cached_property
     def sharers(self) -> int:
         """Devices that the optimizer's state is spread over."""
-        return world(self.spec) if self.strategy.stage else self.holders
+        return self.run.world_size if self.strategy.zero_stage else self.holders
 
     @cached_property
     def spreads_gradients(self) -> bool:
         """Whether gradients are spread too."""
-        return self.strategy.stage >= 2 or self.strategy.engine in ("fsdp", "tensor")
+        return self.strategy.zero_stage >= 2 or self.strategy.engine in ("fsdp", "tensor")
 
     @cached_property
     def optimizer_away(self) -> str:
@@ -115,7 +120,7 @@ class Spread:
         On a CPU run its own memory is the device, so only a disk is elsewhere.
         """
         parallel, row = self.spec.parallel, self.strategy
-        place = parallel.offload_optimizer if row.stage else "none"
+        place = parallel.offload_optimizer if row.zero_stage else "none"
         if row.engine == "fsdp" and parallel.cpu_offload:
             place = "cpu"
         return "" if place == "none" or (place == "cpu" and self.cpu) else place
@@ -124,7 +129,7 @@ class Spread:
     def weights_away(self) -> str:
         """As `optimizer_away`, of the weights."""
         parallel, row = self.spec.parallel, self.strategy
-        place = parallel.offload_param if row.stage == 3 else "none"
+        place = parallel.offload_param if row.zero_stage == 3 else "none"
         if row.engine == "fsdp" and parallel.cpu_offload:
             place = "cpu"
         return "" if place == "none" or (place == "cpu" and self.cpu) else place
@@ -141,7 +146,7 @@ class Spread:
 
     def live(self) -> list[Row]:
         """Weights that DeepSpeed keeps gathered."""
-        if self.strategy.stage != 3:
+        if self.strategy.zero_stage != 3:
             return []
         count = min(self.plain + self.trained + self.packed_bytes // self.width, LIVE)
         words = f"{count:,} x {self.width} bytes: weights that DeepSpeed keeps gathered, at most a billion"
@@ -165,7 +170,7 @@ class Spread:
         layers more are there as they came, not yet put together, or not yet let go."""
         if not self.shards:
             return []
-        shape, parallel, first = self.shape, self.spec.parallel, self.strategy.version == 1
+        shape, parallel, first = self.shape, self.spec.parallel, self.strategy.fsdp_version == 1
         keeps = parallel.sharding_strategy == "shard_grad_op" if first else not parallel.reshard_after_forward
         keeps = keeps and not last  # when the backward pass has gone through them
         layers, embedded = (shape.layers, self.ends[0]) if keeps else (min(layers, shape.layers), 0)
@@ -181,7 +186,7 @@ class Spread:
         if self.zero:
             mb = self.spec.parallel.bucket_cap_mb
             return [Row("Gradient buckets", 3 * mb * MIB, f"3 x {mb} MiB: two to reduce, one to gather")]
-        if self.strategy.engine == "ddp" and world(self.spec) > 1:
-            width = 4 if masters(self.spec) else self.width
+        if self.strategy.engine == "ddp" and self.run.world_size > 1:
+            width = 4 if self.run.fp32_master_weights else self.width
             return [Row("Gradient buckets", self.trained * width, f"{self.trained:,} x {width} bytes: DDP's parcels")]
         return []

@@ -18,7 +18,7 @@ from backend.memory import quantized
 from backend.memory.activations import ORPO_COPIES, TILE_FORWARD, TILE_TOKENS, TILE_WORDS
 from backend.memory.peaks import Passes
 from backend.memory.sharding import MIB, Row
-from backend.resolve import processes, reads_once, steps, world
+from backend.resolve import total_steps
 
 STORED: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -44,16 +44,15 @@ class Account(Passes):
         return [row for row in (*steady, *peak) if row.bytes]
 
     def _steady(self) -> list[Row]:
-        spec = self.spec
         rows = [*self._weights(), *self._reference(), *self.live(), *self.parcels()]
-        base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if world(spec) > 1 else 0)
+        base = LIBRARIES if self.cpu else CONTEXT + (COLLECTIVES if self.run.world_size > 1 else 0)
         words = "Python and its libraries" if self.cpu else "context, kernels, workspaces of the device"
         return [*rows, Row(OVERHEAD, base, f"{words}, about")]
 
     @cached_property
     def _hosted(self) -> bool:
         """Whether the optimizer keeps its state beside the device by itself."""
-        return self.state.row.hosted and not self.cpu
+        return self.state.row.state_on_cpu and not self.cpu
 
     def _weights(self) -> list[Row]:
         """Weights and optimizer state, each where it lives. DeepSpeed computes with a copy in the computing precision;
@@ -80,7 +79,7 @@ class Account(Passes):
         """What the model is held to: a second one; of an adapter a copy, since without it the model is as it was."""
         if not self.stage_row.reference or self.weights_away:
             return []
-        if self.adapter and not self.spec.refers:
+        if self.adapter and not self.spec.needs_reference_model:
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
         if self.spec.preference.precompute_ref_log_probs:
             return []
@@ -144,7 +143,7 @@ class Account(Passes):
         rows = [
             Row("Keys and values", tokens * each * width, f"{tokens:,} tokens of answers x {each:,} x {width} bytes")
         ]
-        slices = spec.parallel.slices
+        slices = self.run.tensor_parallel_size
         if self.holders > slices:
             whole = ((self.plain + self.trained) * width + self.packed_bytes) // slices
             more = max(0, whole - sum(row.bytes for row in self.live()))
@@ -156,14 +155,18 @@ class Account(Passes):
         again when the optimizer makes its state, so the larger of the two counts."""
         if self.cpu:
             return []
-        count = processes(self.spec)
-        width = self.width if self.adapter and not registry.LORA_INITS[self.spec.lora.init].moves else self.state.width
+        count = self.run.nproc_per_node
+        width = (
+            self.width
+            if self.adapter and not registry.LORA_INITS[self.spec.lora.init].changes_base_weights
+            else self.state.width
+        )
         loaded = (self.plain if self.adapter else self.shape.parameters) * width + self.packed_bytes
-        if self.packed and self.strategy.stage != 3:  # each weight goes to its device as it is read
+        if self.packed and self.strategy.zero_stage != 3:  # each weight goes to its device as it is read
             loaded = min(loaded, FILE)
-        readers = 1 if reads_once(self.spec) and not self.packed else count
+        readers = 1 if self.run.loads_on_rank0 and not self.packed else count
         held = sum(row.bytes for row in self._reference())
-        if self.strategy.engine == "fsdp" and self.spec.refers:  # TRL spreads what each has read
+        if self.strategy.engine == "fsdp" and self.spec.needs_reference_model:  # TRL spreads what each has read
             held = (self.plain if self.adapter else self.shape.parameters) * self.width + self.packed_bytes
         words = f"{readers} x {loaded:,} bytes until the device{'s have' if readers < count else ' has'} them"
         words += f", {count} x {held:,} of the reference" if held else ""
@@ -178,10 +181,10 @@ class Account(Passes):
 
     def _away(self) -> list[Row]:
         """What is kept in RAM instead of on the devices, of a node's devices together."""
-        trained, rows, copies = self.trained, [], processes(self.spec) / self.sharers
+        trained, rows, copies = self.trained, [], self.run.nproc_per_node / self.sharers
         state = self.state.row.state_bytes
         if self._hosted:
-            count = processes(self.spec)
+            count = self.run.nproc_per_node
             rows.append(Row("Optimizer state", count * self.state.bytes, f"{count} x {self.state.words()}", "host"))
         if self.optimizer_away == "cpu":
             # fp32 weights and gradients lie beside the state: deepspeed 0.19 stage_1_and_2.py, torch CPUOffloadPolicy.
@@ -191,7 +194,7 @@ class Account(Passes):
         if self.weights_away == "cpu":
             width = self.width
             whole = self.plain + self.packed_bytes // width + (trained if self.zero else 0)
-            if self.spec.refers and not self.spec.preference.precompute_ref_log_probs:
+            if self.spec.needs_reference_model and not self.spec.preference.precompute_ref_log_probs:
                 whole += self.shape.parameters
             rows.append(Row("Weights", round(copies * whole * width), f"{whole:,} x {width} bytes", "host"))
         return rows
@@ -218,7 +221,7 @@ class Account(Passes):
 
     def _written(self, rows: int | None) -> int:
         """Checkpoints on the disk at once: the kept ones and the one that is being written."""
-        whole = steps(self.spec, rows)
+        whole = total_steps(self.spec, rows, self.run.data_parallel_size)
         made = None
         if self.spec.save.strategy == "steps" and whole is not None:
             made = math.ceil(whole / self.spec.save.steps)

@@ -33,9 +33,9 @@ def _followed(it: Spread) -> bool:
     plain = not (
         it.packed or spec.lora.use_dora or spec.lora.dropout or spec.train.use_liger_kernel or spec.train.use_unsloth
     )
-    engine = it.strategy.engine in ENGINES and it.strategy.version != 1 and it.strategy.stage == 0
+    engine = it.strategy.engine in ENGINES and it.strategy.fsdp_version != 1 and it.strategy.zero_stage == 0
     whole = not (
-        parallel.cpu_offload or parallel.pieces > 1 or spec.train.torch_compile or spec.precision.compute == "fp8"
+        parallel.cpu_offload or it.run.token_shards > 1 or spec.train.torch_compile or spec.precision.compute == "fp8"
     )
     attention = spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH)
     known = it.shape.model_type in FAMILIES and not (it.cpu and it.shape.experts)

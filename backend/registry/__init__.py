@@ -46,18 +46,18 @@ METHODS: Mapping[str, Choice] = {
 
 PRECISIONS: Mapping[str, Precision] = {
     "auto": Precision("Automatic", "bf16 where the device computes in it, otherwise fp32."),
-    "bf16": Precision("bf16", "Mixed precision: half the activations, fast on Ampere and later.", computes="bf16"),
-    "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs before Ampere.", computes="fp16"),
-    "fp32": Precision("fp32", "Full precision: the most memory, works everywhere.", computes="fp32"),
-    "tf32": Precision("tf32", "fp32 numbers, multiplied in the TF32 units of Ampere and later.", computes="fp32"),
+    "bf16": Precision("bf16", "Mixed precision: half the activations, fast on Ampere and later.", compute_dtype="bf16"),
+    "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs before Ampere.", compute_dtype="fp16"),
+    "fp32": Precision("fp32", "Full precision: the most memory, works everywhere.", compute_dtype="fp32"),
+    "tf32": Precision("tf32", "fp32 numbers, multiplied in the TF32 units of Ampere and later.", compute_dtype="fp32"),
     "fp8": Precision(
-        "fp8", "Mixed precision with linear layers in 8 bits, for Ada, Hopper and later.", computes="bf16"
+        "fp8", "Mixed precision with linear layers in 8 bits, for Ada, Hopper and later.", compute_dtype="bf16"
     ),
     "pure_bf16": Precision(
         "Pure bf16",
         "Weights, gradients and most optimizers' state in bf16: half the memory of bf16, small updates are lost.",
-        computes="bf16",
-        masters=False,
+        compute_dtype="bf16",
+        fp32_master_weights=False,
     ),
 }
 

@@ -25,15 +25,20 @@ LORA_INITS: Mapping[str, Init] = {
         "Orthogonal", "A and B at random in directions that cancel each other; an even rank.", name="orthogonal"
     ),
     "pissa": Init(
-        "PiSSA", "The strongest directions of each weight, taken out of it: learns faster.", name="pissa", moves=True
+        "PiSSA",
+        "The strongest directions of each weight, taken out of it: learns faster.",
+        name="pissa",
+        changes_base_weights=True,
     ),
     "pissa_fast": Init(
         "PiSSA, fast",
         "The same by 16 rounds of subspace iteration: seconds instead of minutes.",
         name="pissa_niter_16",
-        moves=True,
+        changes_base_weights=True,
     ),
-    "olora": Init("OLoRA", "An orthonormal basis of each weight, taken out of it.", name="olora", moves=True),
+    "olora": Init(
+        "OLoRA", "An orthonormal basis of each weight, taken out of it.", name="olora", changes_base_weights=True
+    ),
 }
 
 # Mixtures whose experts peft 0.21 adapts as stacked weights, and the linear layers that these once were, by which it is

@@ -296,7 +296,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         reads=PLAIN - CLIP - {"weight_decay"},
         inside=True,
         devices=("cuda",),
-        forgets=True,
+        loses_state_on_save=True,
     ),
     "schedule_free_adamw": Optimizer(
         "Schedule-free AdamW",
@@ -350,7 +350,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         name="grokadamw",
         states=3,
         reads=PLAIN,
-        hosted=True,
-        forgets=True,
+        state_on_cpu=True,
+        loses_state_on_save=True,
     ),
 }

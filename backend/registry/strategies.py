@@ -11,7 +11,9 @@ from backend.registry.types import Choice, Strategy
 
 
 def _zero(stage: int, help: str) -> Strategy:
-    return Strategy(f"ZeRO-{stage}", help, package="deepspeed", engine="deepspeed", stage=stage, spread=stage == 3)
+    return Strategy(
+        f"ZeRO-{stage}", help, package="deepspeed", engine="deepspeed", zero_stage=stage, shards_weights=stage == 3
+    )
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -25,21 +27,21 @@ STRATEGIES: Mapping[str, Strategy] = {
         "FSDP2",
         "PyTorch spreads weights, gradients and optimizer state, gathered layer by layer.",
         engine="fsdp",
-        version=2,
-        spread=True,
+        fsdp_version=2,
+        shards_weights=True,
     ),
     "fsdp1": Strategy(
         "FSDP1 (deprecated)",
         "The first FSDP, for old configurations. Take FSDP2 for new ones.",
         engine="fsdp",
-        version=1,
-        spread=True,
+        fsdp_version=1,
+        shards_weights=True,
     ),
     "tensor": Strategy(
         "Tensor parallel",
         "Every device holds a slice of every layer; all work on the same rows. For devices with fast links.",
         engine="tensor",
-        spread=True,
+        shards_weights=True,
     ),
 }
 

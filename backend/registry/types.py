@@ -66,8 +66,8 @@ class Optimizer(Choice):
     inside: bool = False  # steps within the backward pass: each gradient is used and freed at once
     paged: bool = False  # its state may leave for the host's RAM
     devices: tuple[str, ...] = ()  # the only families it runs on; () for all
-    hosted: bool = False  # its state lies in the host's RAM, and travels at each step
-    forgets: bool = False  # its checkpoints do not hold its state
+    state_on_cpu: bool = False  # its state lies in the host's RAM, and travels at each step
+    loses_state_on_save: bool = False  # its checkpoints do not hold its state
     rounding: str = ""  # how it keeps small updates of bf16 weights
     compiled: bool = False  # torch.compile builds its kernels at the first step
     early: bool = False  # its state is made with it, before an engine changes the weights
@@ -85,7 +85,7 @@ class Optimizer(Choice):
         return self.factored or packed or self.package in ("bitsandbytes", "apollo-torch")
 
     @property
-    def switched(self) -> bool:
+    def swaps_weights_for_eval(self) -> bool:
         """Whether it holds other weights while it trains than those that are evaluated and saved."""
         return self.package == "schedulefree"
 
@@ -100,8 +100,8 @@ class Precision(Choice):
     """In what numbers a run computes: bf16, fp16 or fp32 ('' for the device's best), and whether trained weights are
     held in fp32 all the same."""
 
-    computes: str = ""
-    masters: bool = True
+    compute_dtype: str = ""
+    fp32_master_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Init(Choice):
     """How adapters begin: peft's `init_lora_weights`, and whether it takes a part out of the base weights."""
 
     name: str | bool = True
-    moves: bool = False
+    changes_base_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,6 @@ class Strategy(Choice):
     """
 
     engine: Literal["", "ddp", "deepspeed", "fsdp", "tensor"] = ""
-    stage: int = 0
-    version: int = 0  # of FSDP
-    spread: bool = False
+    zero_stage: int = 0
+    fsdp_version: int = 0
+    shards_weights: bool = False

@@ -12,8 +12,7 @@ from typing import Any
 from backend import registry
 from backend.config import merge
 from backend.launch import accelerate_config
-from backend.resolve import ids
-from backend.rules.base import Case, Example, Fix, Hit, names, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
 from backend.rules.distributed.extra_config import dropping
 from backend.rules.examples import TWO_H100
 
@@ -64,22 +63,22 @@ def _table(given: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, A
 
 def _alone(case: Case) -> bool:
     """Whether the launcher starts one plain process: with several it tells them of no device."""
-    return bool(accelerate_config.configuration(case.spec, case.machine)["distributed_type"] == "NO")
+    return bool(accelerate_config.configuration(case.spec, case.run)["distributed_type"] == "NO")
 
 
 def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
     """Keys at the top that ask for another run than the form, and why."""
-    ours = accelerate_config.configuration(case.spec, case.machine)
-    asked = (*WORLD, *MEETING) if case.nodes > 1 else WORLD
+    ours = accelerate_config.configuration(case.spec, case.run)
+    asked = (*WORLD, *MEETING) if case.run.nnodes > 1 else WORLD
     found = {
         name: f"{given[name]} there, {ours[name]} in the form"
         for name in asked
         if given.get(name) is not None and name in ours and given[name] != ours[name]
     }
-    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, ids(case.spec, case.machine))):
+    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, case.run.device_ids)):
         found.pop("gpu_ids", None)
-    if given.get("use_cpu") is True and _alone(case) and case.device != "cpu":
-        found["use_cpu"] = f"the form takes {registry.DEVICES[case.device].label}"
+    if given.get("use_cpu") is True and _alone(case) and case.run.device != "cpu":
+        found["use_cpu"] = f"the form takes {registry.DEVICES[case.run.device].label}"
     if given.get("mpirun_config") and _alone(case):
         found["mpirun_config"] = "mpirun would start it"
     if given.get("parallelism_config"):
@@ -98,7 +97,7 @@ def _inside(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
     if case.strategy.engine == "deepspeed":
         zero = _table(given, "deepspeed_config")
         found |= {f"deepspeed_config.{name}": "it stands in DeepSpeed's file" for name in zero if name in TWICE}
-        if case.nodes > 1 and zero.get("deepspeed_multinode_launcher", "standard") != "standard":
+        if case.run.nnodes > 1 and zero.get("deepspeed_multinode_launcher", "standard") != "standard":
             found["deepspeed_config.deepspeed_multinode_launcher"] = "each node starts its own part"
     if case.strategy.engine == "fsdp":
         shards = _table(given, "fsdp_config", "fsdp_")
@@ -114,7 +113,7 @@ def _inside(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
 
 def _shards(case: Case) -> dict[str, Any]:
     """What the form says of FSDP, in the launcher's words."""
-    return _table(accelerate_config.configuration(case.spec, case.machine), "fsdp_config", "fsdp_")
+    return _table(accelerate_config.configuration(case.spec, case.run), "fsdp_config", "fsdp_")
 
 
 def _paths(given: Mapping[str, Any], found: Mapping[str, str]) -> list[str]:
@@ -129,10 +128,10 @@ def _paths(given: Mapping[str, Any], found: Mapping[str, str]) -> list[str]:
     title="The launcher would refuse this, or start another run",
     source="accelerate 1.15 commands/config/config_args.py from_yaml_file, utils/launch.py prepare_multi_gpu_env and "
     "utils/dataclasses.py _deepspeed_config_checks: ValueError; mixed_precision replaces fp32 without a word",
-    bad=_bad({"ipex_config": {}}),
-    good=_bad({"downcast_bf16": "no"}),
+    fails_on=_bad({"ipex_config": {}}),
+    passes_on=_bad({"downcast_bf16": "no"}),
 )
-def other_launch(case: Case) -> Hit | None:
+def other_launch(case: Case) -> Violation | None:
     """The launcher refuses names that its version does not know, and values that stand twice. Others win over the form:
     another number of processes, another device, another precision."""
     given = _given(case)
@@ -143,7 +142,7 @@ def other_launch(case: Case) -> Hit | None:
     if not found:
         return None
     fix = Fix("As the form says", dropping(given, _paths(given, found), KEYS), safe=False)
-    return Hit(reasons(found.items()), (fix,))
+    return Violation(reasons(found.items()), (fix,))
 
 
 @rule(
@@ -153,10 +152,10 @@ def other_launch(case: Case) -> Hit | None:
     title="Keys of accelerate's without effect",
     source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, and not the launcher's words; "
     "accelerate 1.15 utils/launch.py hands other tables on for their own kind of run alone",
-    bad=_bad({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2),
-    good=_bad({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2),
+    fails_on=_bad({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2),
+    passes_on=_bad({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2),
 )
-def unheard(case: Case) -> Hit | None:
+def unheard(case: Case) -> Violation | None:
     """What FSDP is told stands in fsdp.json: parallel.extra_config lays keys over that. Tables of other engines are
     passed over."""
     given = _given(case)
@@ -166,14 +165,14 @@ def unheard(case: Case) -> Hit | None:
     inner = shards if isinstance(shards, Mapping) and case.strategy.engine == "fsdp" else {}
     refused = _inside(case, given) if inner else {}
     found = [name for name in given if name in UNREAD and given[name] and name not in _otherwise(case, given)]
-    if given.get("use_cpu") is True and not _alone(case) and case.device != "cpu":
+    if given.get("use_cpu") is True and not _alone(case) and case.run.device != "cpu":
         found.append("use_cpu")
     ours = _shards(case) if inner else {}
     for name in inner:
         bare = name.removeprefix("fsdp_")
         if (bare not in HEARD or (bare in FIELDS and ours.get(bare))) and f"fsdp_config.fsdp_{bare}" not in refused:
             found.append(f"fsdp_config.{name}")
-    return Hit(f"{names(found)}.", (Fix("Without", dropping(given, found, KEYS)),)) if found else None
+    return Violation(f"{names(found)}.", (Fix("Without", dropping(given, found, KEYS)),)) if found else None
 
 
 @rule(
@@ -183,10 +182,10 @@ def unheard(case: Case) -> Hit | None:
     title="The launcher would compile the model",
     source="accelerate 1.15 utils/launch.py prepare_multi_gpu_env: ACCELERATE_DYNAMO_BACKEND, which prepare_model "
     "follows",
-    bad=_bad({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
-    good=_bad({"dynamo_config": {"dynamo_backend": "NO"}}),
+    fails_on=_bad({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
+    passes_on=_bad({"dynamo_config": {"dynamo_backend": "NO"}}),
 )
-def compiled_by_launcher(case: Case) -> Hit | None:
+def compiled_by_launcher(case: Case) -> Violation | None:
     """Checks and estimate know of train.torch_compile alone, and a run looks whether that was done."""
     given = _given(case)
     backend = str(_table(given, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
@@ -195,4 +194,4 @@ def compiled_by_launcher(case: Case) -> Hit | None:
     patch: dict[str, Any] = dropping(given, ["dynamo_config"], KEYS)
     if case.strategy.engine in ("", "ddp"):
         patch["train.torch_compile"] = True
-    return Hit(f"dynamo_config asks for {backend}.", (Fix("By the form", patch),))
+    return Violation(f"dynamo_config asks for {backend}.", (Fix("By the form", patch),))

@@ -16,7 +16,7 @@ MOST = 40  # fixes; every one leads to a spec that was not there before, and few
 
 
 @dataclass(frozen=True)
-class Mended:
+class AutofixResult:
     """Where safe fixes led: the spec, the labels of those that were applied, and the errors that are left."""
 
     spec: RunSpec
@@ -24,10 +24,10 @@ class Mended:
     left: tuple[Finding, ...]
 
 
-def mend(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> Mended:
+def autofix(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> AutofixResult:
     """Apply safe fixes until no error is left, or none leads to a spec with fewer errors. `case_of` looks at a spec:
     files may be others after a fix. Never revisits a spec, so it ends; never ends with more errors than it began."""
-    now = best = Mended(spec, (), _errors(case_of(spec)))
+    now = best = AutofixResult(spec, (), _errors(case_of(spec)))
     seen = [spec]
     while now.left and len(now.applied) < MOST:
         step = _step(now, seen, case_of)
@@ -39,7 +39,7 @@ def mend(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> Mended:
     return best
 
 
-def _step(now: Mended, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) -> Mended | None:
+def _step(now: AutofixResult, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) -> AutofixResult | None:
     """The first fix of the first error that leaves fewer errors; without one the first that leads anywhere new."""
     first = None
     for fix in (fix for finding in now.left for fix in finding.fixes if fix.safe):
@@ -47,7 +47,7 @@ def _step(now: Mended, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) 
         if spec in seen:
             continue
         seen.append(spec)
-        found = Mended(spec, (*now.applied, fix.label), _errors(case_of(spec)))
+        found = AutofixResult(spec, (*now.applied, fix.label), _errors(case_of(spec)))
         if len(found.left) < len(now.left):
             return found
         first = first or found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.inspect import Glance, Trouble
+from backend.inspect import DataIssue, InputFacts
 from backend.machine import GIB, Gpu, Machine
 from backend.modelspec import ModelShape, from_config
 
@@ -78,7 +78,7 @@ GPT2: ModelShape = from_config(
 MIXTURE: ModelShape = from_config(registry.HUB["allenai/olmoe-1b-7b-0924"])
 
 # The demo: 400 rows to learn from and 60 to validate on, about 60 to 180 tokens long.
-DEMO = Glance(
+DEMO = InputFacts(
     shape=SMOL,
     unknown="",
     has_template=True,
@@ -94,7 +94,7 @@ FILES = replace(DEMO, held=None)
 PATH = {"model.source": "path", "model.path": "model"}
 
 
-def trouble(field: str, sentence: str, line: int = 0, name: str = "rows.jsonl") -> Glance:
+def trouble(field: str, sentence: str, line: int = 0, name: str = "rows.jsonl") -> InputFacts:
     """The demo's rows in files, with something wrong."""
     where = f"{name}, line {line}" if line else name
-    return replace(FILES, troubles=(Trouble(field, where, sentence, bool(line)),))
+    return replace(FILES, issues=(DataIssue(field, where, sentence, bool(line)),))

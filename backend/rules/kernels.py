@@ -38,16 +38,16 @@ def _flash(case: Case) -> registry.Attention | None:
     source="transformers 5.23 modeling_utils.py: FlashAttention on a CPU is refused; seen with torch 2.13: "
     "FlexAttention has no backward pass on a CPU",
     fixes=(AUTO,),
-    bad=Example({"model.attn_implementation": "flex_attention"}),
-    good=Example({"model.attn_implementation": "eager"}),
+    fails_on=Example({"model.attn_implementation": "flex_attention"}),
+    passes_on=Example({"model.attn_implementation": "eager"}),
     proof="launch",
 )
 def attention_without_gpu(case: Case) -> str | None:
     """FlashAttention and FlexAttention are kernels for GPUs."""
     asked = case.spec.model.attn_implementation
-    if asked not in (*registry.FLASH, "flex_attention") or case.device not in ("cpu", "mps"):
+    if asked not in (*registry.FLASH, "flex_attention") or case.run.device not in ("cpu", "mps"):
         return None
-    return f"{registry.ATTENTIONS[asked].label} was asked for, and the run is for a {case.device.upper()}."
+    return f"{registry.ATTENTIONS[asked].label} was asked for, and the run is for a {case.run.device.upper()}."
 
 
 @rule(
@@ -57,14 +57,14 @@ def attention_without_gpu(case: Case) -> str | None:
     title="The attention's package is missing",
     source="transformers 5.23 modeling_flash_attention_utils.py: FLASH_ATTENTION_COMPATIBILITY_MATRIX",
     fixes=(AUTO,),
-    bad=Example(FLASH, H100),
-    good=Example(FLASH, _with(H100)),
+    fails_on=Example(FLASH, H100),
+    passes_on=Example(FLASH, _with(H100)),
 )
 def missing_attention(case: Case) -> str | None:
     """FlashAttention is a package of its own, built for one torch and one CUDA: flash-attn for version 2, flash-attn-3
     (from the folder hopper of its sources) for version 3."""
     row = _flash(case)
-    if row is None or case.device != "cuda" or not case.machine.versions or row.package in case.machine.versions:
+    if row is None or case.run.device != "cuda" or not case.machine.versions or row.package in case.machine.versions:
         return None
     return f"{row.label} needs {row.package.replace('_', '-')}: pip install it with --no-build-isolation."
 
@@ -76,13 +76,13 @@ def missing_attention(case: Case) -> str | None:
     title="This attention is not for this GPU",
     source="flash-attention csrc/flash_attn/flash_api.cpp: Ampere or newer; its README: version 3 is for Hopper",
     fixes=(AUTO,),
-    bad=Example({**THREE, **HALF}, _with(B200)),
-    good=Example(THREE, _with(H100)),
+    fails_on=Example({**THREE, **HALF}, _with(B200)),
+    passes_on=Example(THREE, _with(H100)),
 )
 def attention_capability(case: Case) -> str | None:
     """Each version is written for the units of certain GPUs."""
     row = _flash(case)
-    if row is None or case.device != "cuda":
+    if row is None or case.run.device != "cuda":
         return None
     newest = row.newest if row.newest > (0, 0) else (99, 0)
     wrong = [gpu for gpu in case.machine.gpus if gpu.capability > (0, 0) and not row.oldest <= gpu.capability <= newest]
@@ -100,12 +100,12 @@ def attention_capability(case: Case) -> str | None:
     source="transformers 5.23 modeling_utils.py, _flash_attn_can_dispatch, warns: only fp16 and bf16; flash-attention "
     "csrc/flash_attn/flash_api.cpp refuses",
     fixes=(AUTO, BF16),
-    bad=Example({**FLASH, "precision.compute": "fp32"}, _with(H100)),
-    good=Example(FLASH, _with(H100)),
+    fails_on=Example({**FLASH, "precision.compute": "fp32"}, _with(H100)),
+    passes_on=Example(FLASH, _with(H100)),
 )
 def full_precision_flash(case: Case) -> str | None:
     """Its kernels multiply numbers of 16 bits."""
-    plain = _flash(case) is not None and case.device == "cuda" and case.precision == "fp32"
+    plain = _flash(case) is not None and case.run.device == "cuda" and case.run.compute_dtype == "fp32"
     return "The run computes in fp32." if plain else None
 
 
@@ -116,12 +116,12 @@ def full_precision_flash(case: Case) -> str | None:
     title="The model's heads do not fit FlashAttention",
     source="flash-attention csrc/flash_attn/flash_api.cpp: head dimension at most 256, a multiple of 8",
     fixes=(AUTO,),
-    bad=Example(FLASH, _with(H100), replace(DEMO, shape=replace(SMOL, head_dim=36))),
-    good=Example(FLASH, _with(H100)),
+    fails_on=Example(FLASH, _with(H100), replace(DEMO, shape=replace(SMOL, head_dim=36))),
+    passes_on=Example(FLASH, _with(H100)),
 )
 def odd_heads(case: Case) -> str | None:
     """Its kernels are made for heads of certain widths."""
-    if _flash(case) is None or case.device != "cuda" or case.shape is None:
+    if _flash(case) is None or case.run.device != "cuda" or case.shape is None:
         return None
     width = case.shape.head_dim
     return f"A head is {width} wide." if width > 256 or width % 8 else None
@@ -141,15 +141,15 @@ STRANGERS = ("gpt2", "gpt_neox", "phi")
     title="Liger's kernels need a GPU",
     source="liger-kernel 0.8: Triton kernels",
     fixes=(PLAIN,),
-    bad=Example(LIGER),
-    good=Example(LIGER, WITH_LIGER),
+    fails_on=Example(LIGER),
+    passes_on=Example(LIGER, WITH_LIGER),
     proof="launch",
 )
 def liger_without_gpu(case: Case) -> str | None:
     """They are written in Triton, for NVIDIA, AMD and Intel GPUs."""
     return (
         "The run is for another device."
-        if case.spec.train.use_liger_kernel and case.device not in ("cuda", "xpu")
+        if case.spec.train.use_liger_kernel and case.run.device not in ("cuda", "xpu")
         else None
     )
 
@@ -161,12 +161,12 @@ def liger_without_gpu(case: Case) -> str | None:
     title="Liger is not installed",
     source="transformers 5.23 integrations/liger.py: apply_liger_kernel asks for the package",
     fixes=(PLAIN,),
-    bad=Example(LIGER, H100),
-    good=Example(LIGER, WITH_LIGER),
+    fails_on=Example(LIGER, H100),
+    passes_on=Example(LIGER, WITH_LIGER),
 )
 def missing_liger(case: Case) -> str | None:
     """Its kernels are a package of their own."""
-    asked = case.spec.train.use_liger_kernel and case.device in ("cuda", "xpu") and case.machine.versions
+    asked = case.spec.train.use_liger_kernel and case.run.device in ("cuda", "xpu") and case.machine.versions
     return "pip install liger-kernel." if asked and "liger-kernel" not in case.machine.versions else None
 
 
@@ -177,8 +177,8 @@ def missing_liger(case: Case) -> str | None:
     title="Liger has no kernels for this model",
     source="liger-kernel 0.8.5 monkey_patch.py: MODEL_TYPE_TO_APPLY_LIGER_FN; another type is passed over in silence",
     fixes=(PLAIN,),
-    bad=Example(LIGER, WITH_LIGER, replace(DEMO, shape=GPT2)),
-    good=Example(LIGER, WITH_LIGER),
+    fails_on=Example(LIGER, WITH_LIGER, replace(DEMO, shape=GPT2)),
+    passes_on=Example(LIGER, WITH_LIGER),
 )
 def liger_stranger(case: Case) -> str | None:
     """It replaces layers of the architectures that it knows."""
@@ -197,13 +197,13 @@ def liger_stranger(case: Case) -> str | None:
     title="torch.compile needs a C++ compiler on a CPU",
     source="torch 2.13 _inductor/cpp_builder.py: its code for a CPU is C++",
     fixes=(Fix("Without compiling", {"train.torch_compile": False}),),
-    remedy="On Debian: apt-get install g++ python3-dev.",
-    bad=Example({"train.torch_compile": True}, replace(LAPTOP, compiler=False)),
-    good=Example({"train.torch_compile": True}),
+    manual_fix="On Debian: apt-get install g++ python3-dev.",
+    fails_on=Example({"train.torch_compile": True}, replace(LAPTOP, compiler=False)),
+    passes_on=Example({"train.torch_compile": True}),
 )
 def no_compiler_for_compile(case: Case) -> str | None:
     """What it compiles for a CPU is C++."""
-    asked = case.spec.train.torch_compile and case.device == "cpu" and not case.machine.compiler
+    asked = case.spec.train.torch_compile and case.run.device == "cpu" and not case.machine.compiler
     return "There is no c++ on the path, or Python has no headers." if asked else None
 
 
@@ -215,12 +215,12 @@ def no_compiler_for_compile(case: Case) -> str | None:
     source="torch 2.13 _inductor: C++ is written and compiled at the first step; two minutes for a model of four "
     "small layers on two busy cores",
     fixes=(Fix("Without compiling", {"train.torch_compile": False}),),
-    bad=Example({"train.torch_compile": True}),
-    good=Example({"train.torch_compile": True}, H100),
+    fails_on=Example({"train.torch_compile": True}),
+    passes_on=Example({"train.torch_compile": True}, H100),
 )
 def compiled_for_cpu(case: Case) -> str | None:
     """Every new length of a row may be compiled again."""
-    return "The run is for the CPU." if case.spec.train.torch_compile and case.device == "cpu" else None
+    return "The run is for the CPU." if case.spec.train.torch_compile and case.run.device == "cpu" else None
 
 
 # Stages whose loss is a Triton kernel on GPUs.
@@ -235,15 +235,15 @@ FUSED = ("pretraining", "sft", "dpo", "kto")
     source="triton 3.9 runtime/build.py _find_compiler: Failed to find C compiler; trl 1.16 kernels/chunked_logprob.py "
     "_use_triton: the loss of SFT, DPO and KTO is a Triton kernel on cuda and xpu",
     fixes=(Fix("On the CPU", {"launch.device": "cpu"}, safe=False),),
-    remedy="On Debian: apt-get install gcc python3-dev.",
-    bad=Example(machine=replace(H100, triton=False)),
-    good=Example(machine=H100),
+    manual_fix="On Debian: apt-get install gcc python3-dev.",
+    fails_on=Example(machine=replace(H100, triton=False)),
+    passes_on=Example(machine=H100),
 )
 def no_compiler_for_triton(case: Case) -> str | None:
     """Triton launches its kernels by a piece of C that it compiles on first use. Images made for running, and not for
     building, have no compiler; the loss of most stages is such a kernel, and so is what torch.compile makes."""
     spec, wanted = case.spec, []
-    if case.device not in ("cuda", "xpu") or case.machine.triton:
+    if case.run.device not in ("cuda", "xpu") or case.machine.triton:
         return None
     if spec.train.stage in FUSED:
         wanted.append(f"the loss of {registry.STAGES[spec.train.stage].label}")
@@ -265,8 +265,8 @@ LACKS = {("gemma2", "sdpa"), ("gpt2", "flex_attention"), ("olmoe", "flex_attenti
     source="transformers 5.23 models/gemma2/modeling_gemma2.py: _supports_sdpa is false; models/gpt2/modeling_gpt2.py "
     "and models/olmoe/modeling_olmoe.py: no _supports_flex_attn",
     fixes=(AUTO, Fix("Whole rows", {"parallel.sequence_parallel_size": 1})),
-    bad=Example({"model.attn_implementation": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
-    good=Example({"model.attn_implementation": "flex_attention"}, H100),
+    fails_on=Example({"model.attn_implementation": "flex_attention"}, H100, replace(DEMO, shape=GPT2)),
+    passes_on=Example({"model.attn_implementation": "flex_attention"}, H100),
 )
 def unknown_attention(case: Case) -> str | None:
     """Most models take any attention; Gemma 2 bends its scores in a way that SDPA does not, and GPT-2 was not
@@ -293,12 +293,12 @@ EXACT = {"train.torch_compile": True, "precision.compute": "fp32"}
         Fix("Say so: TF32", {"precision.compute": "tf32"}),
         Fix("Without compiling", {"train.torch_compile": False}, cost="slower steps"),
     ),
-    bad=Example(EXACT, H100),
-    good=Example({**EXACT, "precision.compute": "tf32"}, H100),
+    fails_on=Example(EXACT, H100),
+    passes_on=Example({**EXACT, "precision.compute": "tf32"}, H100),
     proof="gpu",
 )
 def compiled_to_tf32(case: Case) -> str | None:
     """On NVIDIA's GPUs since Ampere the libraries multiply with ten bits of mantissa then, whatever was asked for."""
-    asked = case.spec.train.torch_compile and case.spec.precision.compute == "fp32" and case.device == "cuda"
+    asked = case.spec.train.torch_compile and case.spec.precision.compute == "fp32" and case.run.device == "cuda"
     newer = any(gpu.capability >= (8, 0) for gpu in case.machine.gpus)
     return "fp32 was asked for, and compiling." if asked and newer else None

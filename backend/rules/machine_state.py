@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.machine import GIB, Gpu
-from backend.resolve import used
-from backend.rules.base import Case, Example, Fix, Hit, amount, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, names, rule
 from backend.rules.examples import DEMO, LAPTOP, TINY, TWO_H100
 
 LEAST_SHARED = GIB
@@ -19,9 +18,9 @@ SMALL = replace(DEMO, shape=TINY)  # its two heads can be shared by two
 BUSY = tuple(replace(gpu, users=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus)
 
 
-def _used(case: Case) -> list[Gpu]:
+def _used(case: Case) -> tuple[Gpu, ...]:
     """The machine's devices that the run computes on."""
-    return used(case.spec, case.machine) if case.gpu and case.device == case.machine.device else []
+    return case.gpus if case.run.on_gpu and case.run.device == case.machine.device else ()
 
 
 @rule(
@@ -30,18 +29,18 @@ def _used(case: Case) -> list[Gpu]:
     fields=("launch.devices",),
     title="Another process computes on this device",
     source="NVML: nvmlDeviceGetComputeRunningProcesses",
-    bad=Example({}, replace(TWO_H100, gpus=BUSY)),
-    good=Example({"launch.devices": (1,)}, replace(TWO_H100, gpus=BUSY)),
+    fails_on=Example({}, replace(TWO_H100, gpus=BUSY)),
+    passes_on=Example({"launch.devices": (1,)}, replace(TWO_H100, gpus=BUSY)),
 )
-def busy(case: Case) -> Hit | None:
+def busy(case: Case) -> Violation | None:
     """Two processes on one device take turns, and share its memory: both are slow, and either may run out of it."""
     taken = [gpu for gpu in _used(case) if gpu.users]
     if not taken:
         return None
-    free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.users)[: case.processes]
+    free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.users)[: case.run.nproc_per_node]
     fix = Fix(f"Device{'s' if len(free) > 1 else ''} {names(free)}", {"launch.devices": free})
     said = "; ".join(f"{gpu.name} {gpu.id} is used by {names(gpu.users)}" for gpu in taken)
-    return Hit(f"{said}.", (fix,) if len(free) == case.processes else ())
+    return Violation(f"{said}.", (fix,) if len(free) == case.run.nproc_per_node else ())
 
 
 @rule(
@@ -51,16 +50,16 @@ def busy(case: Case) -> Hit | None:
     title="Little memory for processes to share",
     source="torch 2.13 storage.py share_memory_, by which loaders hand rows over; NCCL's user guide, troubleshooting, "
     "shared memory",
-    remedy="Start the container with --ipc=host, or --shm-size=8g.",
+    manual_fix="Start the container with --ipc=host, or --shm-size=8g.",
     fixes=(Fix("Load rows in the training process", {"train.dataloader_num_workers": 0}),),
-    bad=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
-    good=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
+    fails_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
+    passes_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
 )
 def little_shared(case: Case) -> str | None:
     """Processes that load rows hand them over through /dev/shm, and NCCL talks through it. A container has 64 MiB
     unless it is told otherwise: then a bus error ends the run, at any step."""
     room = case.machine.shm_bytes
-    shares = case.spec.train.dataloader_num_workers or (case.device == "cuda" and case.processes > 1)
+    shares = case.spec.train.dataloader_num_workers or (case.run.device == "cuda" and case.run.nproc_per_node > 1)
     if room is None or room >= LEAST_SHARED or not shares:
         return None
     return f"/dev/shm has {amount(room)} free."
@@ -73,12 +72,12 @@ def little_shared(case: Case) -> str | None:
     title="Layers are cut over devices without NVLink",
     source="Narayanan et al. 2021, Megatron-LM: tensor parallel within NVLink, since each layer waits for its sums",
     fixes=(Fix("FSDP2", {"parallel.strategy": "fsdp2"}),),
-    bad=Example(
+    fails_on=Example(
         SLICED,
         replace(TWO_H100, gpus=tuple(replace(gpu, links=()) for gpu in TWO_H100.gpus)),
         SMALL,
     ),
-    good=Example(SLICED, TWO_H100, SMALL),
+    passes_on=Example(SLICED, TWO_H100, SMALL),
 )
 def slow_links(case: Case) -> str | None:
     """With tensor parallel every layer waits four times a step for sums over the devices. Over PCIe that takes longer

@@ -10,7 +10,7 @@ from dataclasses import replace
 from backend.config import RunSpec
 from backend.machine import GIB
 from backend.memory import Estimate, estimate
-from backend.rules.base import Case, Example, Fix, Hit, amount, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
 from backend.rules.memory_remedies import CLEARLY, ways
@@ -32,16 +32,16 @@ SOURCE = "the estimate: closed formulas, checked against measured peaks"
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="It does not fit into memory",
     source=SOURCE,
-    bad=Example(WHOLE, H100, EIGHT_B),
-    good=Example({}, H100, EIGHT_B),
+    fails_on=Example(WHOLE, H100, EIGHT_B),
+    passes_on=Example({}, H100, EIGHT_B),
 )
-def does_not_fit(case: Case) -> Hit | None:
+def does_not_fit(case: Case) -> Violation | None:
     """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
     found = case.estimate
     if found.fits is None or not _beyond(found):
         return None
     fixes = ways(case, 1.0) or ways(case, PERHAPS)
-    return Hit(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
+    return Violation(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
 
 
 @rule(
@@ -50,16 +50,16 @@ def does_not_fit(case: Case) -> Hit | None:
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
     title="It may not fit into memory",
     source=SOURCE,
-    bad=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
-    good=Example(),
+    fails_on=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
+    passes_on=Example(),
 )
-def nearly_full(case: Case) -> Hit | None:
+def nearly_full(case: Case) -> Violation | None:
     """The most that the estimate allows for is more than what is free, so this may or may not fit."""
     found = case.estimate
     if found.fits is None or found.high_bytes <= found.capacity_bytes or _beyond(found):
         return None
     most = f"It may come to {amount(found.high_bytes)}" if found.fits else "Most likely it does not"
-    return Hit(f"{most}: {_message(case)}", tuple(ways(case, 1.0)), _fields(case))
+    return Violation(f"{most}: {_message(case)}", tuple(ways(case, 1.0)), _fields(case))
 
 
 @rule(
@@ -68,11 +68,11 @@ def nearly_full(case: Case) -> Hit | None:
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="It does not fit into the host's RAM",
     source=SOURCE,
-    remedy="Fewer processes on a machine hold fewer copies; a machine with more RAM holds them all.",
-    bad=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, POOR, EIGHT_B),
-    good=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, TWO_H100, EIGHT_B),
+    manual_fix="Fewer processes on a machine hold fewer copies; a machine with more RAM holds them all.",
+    fails_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, POOR, EIGHT_B),
+    passes_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, TWO_H100, EIGHT_B),
 )
-def host_full(case: Case) -> Hit | None:
+def host_full(case: Case) -> Violation | None:
     """Each process reads the weights into RAM before its device has them, and what is offloaded stays there. Where it
     ends, the system kills processes without a word."""
     found, room = case.estimate, case.machine.ram_free_bytes
@@ -91,7 +91,7 @@ def host_full(case: Case) -> Hit | None:
         Fix("Nothing offloaded", {"parallel.cpu_offload": False}, cost=THERE),
     )
     good = [way for way in ways if case.takes(way.patch) and _frees(case, way, room)]
-    return Hit(f"{said}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}.", tuple(good[:2]))
+    return Violation(f"{said}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}.", tuple(good[:2]))
 
 
 def _frees(case: Case, fix: Fix, room: int) -> bool:
@@ -106,7 +106,7 @@ def _beyond(found: Estimate) -> bool:
 
 def _message(case: Case) -> str:
     found = case.estimate
-    place = "each process" if case.device == "cpu" else "each device"
+    place = "each process" if case.run.device == "cpu" else "each device"
     largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
     parts = f"{amount(found.device_bytes)} on {place}, and {amount(found.capacity_bytes)} free"
     return f"{parts}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}."

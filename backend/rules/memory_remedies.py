@@ -16,7 +16,6 @@ from backend.config.options import effective
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.resolve import global_batch, learners
 from backend.rules.base import RULES, Case, Finding, Fix, counted
 from backend.rules.common_fixes import ATTENTION
 
@@ -61,13 +60,13 @@ def ways(case: Case, share: float) -> list[Fix]:
 
 def after(case: Case, patch: Mapping[str, Any]) -> Case:
     """The case with a patch applied, and what is known of another model that it names."""
-    spec, glance = effective(case.with_patch(patch)), case.glance
+    spec, facts = effective(case.with_patch(patch)), case.facts
     if spec.model != case.spec.model:
         config = registry.HUB.get(spec.model.hub_id.lower()) if spec.model.source == "hub" else None
         shape = from_config(config or registry.MODELS[spec.model.builtin].config)
         scores = registry.STAGES[spec.train.stage].scores
-        glance = replace(glance, shape=shape.scoring if scores else shape, packed="", model="")
-    return Case(spec, case.machine, glance)
+        facts = replace(facts, shape=shape.scoring if scores else shape, packed="", model="")
+    return Case(spec, case.machine, facts)
 
 
 def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
@@ -193,7 +192,7 @@ def _changes(case: Case, kind: str = "") -> list[Change]:
 def _strategies(case: Case) -> Iterator[Change]:
     for name, label, patch in strategies(case):
         away = any(patch[option] != kept for option, kept in ON_DEVICE.items())
-        if case.device == "cpu":
+        if case.run.device == "cpu":
             helps = name == "single"  # every process has a share of the same RAM
         else:
             helps = away or (len(case.machine.gpus) > 1 and name not in ("single", "ddp"))
@@ -203,7 +202,7 @@ def _strategies(case: Case) -> Iterator[Change]:
 
 def _strategy(case: Case, name: str, label: str, patch: Mapping[str, Any], away: bool) -> Change:
     other = case.with_patch(patch)
-    same = global_batch(other) == global_batch(case.spec)
+    same = case.resolved(other).global_batch_size == case.run.global_batch_size
     slow = SLOW_AWAY[name] if away else SLOW.get(name, 0)
     cost = "much slower: waits for the host" if away else "slower: more is sent" if slow >= 25 else ""
     return Change("strategy", Fix(label, patch, same, cost), loss=0 if same else 8, slow=slow)
@@ -231,7 +230,7 @@ def _ranks(case: Case) -> Iterator[Change]:
 
 
 def _targets(case: Case) -> Iterator[Change]:
-    if case.spec.adapts_experts(case.glance.stacked):
+    if case.spec.adapts_experts(case.facts.stacked):
         yield Change("targets", ATTENTION, loss=7)
 
 
@@ -306,7 +305,7 @@ def strategies(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
         if name in LEFT_OUT:
             continue
         yield name, row.label, _to_strategy(case, name, ON_DEVICE)
-        if name in AWAY and case.device != "cpu":
+        if name in AWAY and case.run.device != "cpu":
             yield name, f"{row.label}, offloaded", _to_strategy(case, name, {**ON_DEVICE, **AWAY[name]})
 
 
@@ -315,10 +314,11 @@ def _to_strategy(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str
     spec = case.spec
     patch = {"parallel.strategy": strategy, **more}
     if strategy in registry.MANY:
-        there = len(case.machine.gpus) if case.gpu else 0
+        there = len(case.machine.gpus) if case.run.on_gpu else 0
         asked = spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else there or 2
         patch["launch.nproc_per_node"] = min(asked, there or asked)
-    rows, each = global_batch(spec), spec.train.per_device_train_batch_size * learners(case.with_patch(patch))
+    rows = case.run.global_batch_size
+    each = spec.train.per_device_train_batch_size * case.resolved(case.with_patch(patch)).data_parallel_size
     dealt = {**patch, "train.gradient_accumulation_steps": rows // each}
     if rows % each == 0 and case.takes(dealt):
         return dealt

@@ -9,7 +9,7 @@ import re
 
 from backend import registry
 from backend.memory.optimizer_state import State
-from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, counted, rule
 from backend.rules.common_fixes import ADAMW, DDP
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 
@@ -23,7 +23,7 @@ def _row(case: Case) -> registry.Optimizer:
 
 def _sharers(case: Case) -> int:
     """Devices that FSDP2 spreads a matrix over."""
-    return case.world // max(1, case.spec.parallel.replicate_size)
+    return case.run.world_size // max(1, case.spec.parallel.replicate_size)
 
 
 def _with(name: str, **more: object) -> dict[str, object]:
@@ -36,16 +36,16 @@ def _with(name: str, **more: object) -> dict[str, object]:
     fields=("train.projection_rank",),
     title="The projection is as wide as the matrices",
     source="arithmetic: galore-torch 1.0 galore_projector.py takes no more directions than there are",
-    bad=Example(_with("galore", train__projection_rank=1024), EQUIPPED),
-    good=Example(_with("galore", train__projection_rank=128), EQUIPPED),
+    fails_on=Example(_with("galore", train__projection_rank=1024), EQUIPPED),
+    passes_on=Example(_with("galore", train__projection_rank=128), EQUIPPED),
 )
-def wide_projection(case: Case) -> Hit | None:
+def wide_projection(case: Case) -> Violation | None:
     """A projection that keeps every direction saves nothing, and costs its own memory and time."""
     rank, shape = case.spec.train.projection_rank, case.shape
     if _row(case).layout != "low_rank" or shape is None or rank < shape.hidden:
         return None
     quarter = max(1, shape.hidden // 4)
-    return Hit(
+    return Violation(
         f"Rank {rank:,}, and the model is {shape.hidden:,} wide.",
         (Fix(f"Rank {quarter:,}", {"train.projection_rank": quarter}, safe=False),),
     )
@@ -58,11 +58,11 @@ def wide_projection(case: Case) -> Hit | None:
     title="GaLore cannot project back",
     source="galore-torch 1.0 galore_projector.py project_back: it tells sides apart by what is left of a matrix, and "
     "takes a wide one for a tall one",
-    bad=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
-    good=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
+    fails_on=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
+    passes_on=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
     proof="launch",
 )
-def cannot_project_back(case: Case) -> Hit | None:
+def cannot_project_back(case: Case) -> Violation | None:
     """On its longer side, a matrix that is wider than high keeps its height. With a rank of that height or more the
     first step fails."""
     train, shape = case.spec.train, case.shape
@@ -77,7 +77,7 @@ def cannot_project_back(case: Case) -> Hit | None:
     if least > 1:  # a reward's head is one row
         low = max(1, least // 4)
         fixes.append(Fix(f"Rank {low:,}", {"train.projection_rank": low}, safe=False))
-    return Hit(f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.", tuple(fixes))
+    return Violation(f"Rank {train.projection_rank:,}, and projected matrices are {least:,} high.", tuple(fixes))
 
 
 @rule(
@@ -88,14 +88,14 @@ def cannot_project_back(case: Case) -> Hit | None:
     source="seen with torch 2.13 on two and four processes under FSDP2: Muon's and GaLore's steps on matrices of fewer "
     "rows",
     fixes=(DDP, ADAMW),
-    bad=Example({"train.optim": "muon", "lora.r": 3, **SPREAD}, EQUIPPED),
-    good=Example({"train.optim": "muon", "lora.r": 4, **SPREAD}, EQUIPPED),
+    fails_on=Example({"train.optim": "muon", "lora.r": 3, **SPREAD}, EQUIPPED),
+    passes_on=Example({"train.optim": "muon", "lora.r": 4, **SPREAD}, EQUIPPED),
     proof="launch",
 )
 def fewer_rows_than_devices(case: Case) -> str | None:
     """FSDP2 spreads matrices by rows. A device without one cannot take part in a step that works on whole matrices, as
     Muon's and a projection do. An adapter has as many rows as its rank, the head of a reward model one."""
-    if _row(case).layout not in ("matrices", "low_rank") or case.strategy.version != 2 or case.shape is None:
+    if _row(case).layout not in ("matrices", "low_rank") or case.strategy.fsdp_version != 2 or case.shape is None:
         return None
     devices, state = _sharers(case), State(case.spec, case.shape)
     least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)
@@ -109,14 +109,14 @@ def fewer_rows_than_devices(case: Case) -> str | None:
     title="The attention's heads cannot be shared out to this optimizer",
     source="seen with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
     fixes=(DDP, ADAMW),
-    bad=Example({**_with("adam_mini"), **SPREAD}, EQUIPPED),
-    good=Example({**_with("adam_mini"), **SPREAD, "launch.nproc_per_node": 3}, EQUIPPED),
+    fails_on=Example({**_with("adam_mini"), **SPREAD}, EQUIPPED),
+    passes_on=Example({**_with("adam_mini"), **SPREAD, "launch.nproc_per_node": 3}, EQUIPPED),
     proof="launch",
 )
 def heads_over_devices(case: Case) -> str | None:
     """Adam-mini takes the weights of queries and keys head by head, and FSDP2 has spread them by rows: each device must
     have as many heads."""
-    if _row(case).layout != "heads" or case.strategy.version != 2 or case.shape is None:
+    if _row(case).layout != "heads" or case.strategy.fsdp_version != 2 or case.shape is None:
         return None
     devices = _sharers(case)
     uneven = case.shape.heads % devices or case.shape.kv_heads % devices
@@ -129,16 +129,16 @@ def heads_over_devices(case: Case) -> str | None:
     fields=("train.learning_rate", "train.optim"),
     title="A high learning rate for Lion",
     source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
-    bad=Example({"train.optim": "lion"}, EQUIPPED),
-    good=Example({"train.optim": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
+    fails_on=Example({"train.optim": "lion"}, EQUIPPED),
+    passes_on=Example({"train.optim": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
 )
-def fast_lion(case: Case) -> Hit | None:
+def fast_lion(case: Case) -> Violation | None:
     """Lion moves every weight by the full rate at each step, whatever its gradient: what suits AdamW overshoots."""
     usual = 1e-4 if case.spec.method.kind == "lora" else 1e-5
     rate = case.spec.train.learning_rate
     if not case.spec.train.optim.startswith("lion") or rate <= usual:
         return None
-    return Hit(f"The rate is {rate:g}.", (Fix(f"{usual / 2:g}", {"train.learning_rate": usual / 2}, safe=False),))
+    return Violation(f"The rate is {rate:g}.", (Fix(f"{usual / 2:g}", {"train.learning_rate": usual / 2}, safe=False),))
 
 
 @rule(
@@ -147,10 +147,10 @@ def fast_lion(case: Case) -> Hit | None:
     fields=("train.learning_rate", "train.optim"),
     title="A low learning rate for SGD",
     source="steps are not divided by the gradient's size; lomo-optim 0.1.1 lomo.py: 1e-3 unless told otherwise",
-    bad=Example({"train.optim": "sgd"}, EQUIPPED),
-    good=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
+    fails_on=Example({"train.optim": "sgd"}, EQUIPPED),
+    passes_on=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
 )
-def slow_sgd(case: Case) -> Hit | None:
+def slow_sgd(case: Case) -> Violation | None:
     """Adam divides each gradient by its size, and SGD does not: at Adam's rates it hardly moves."""
     train, row = case.spec.train, _row(case)
     plain = (
@@ -158,7 +158,7 @@ def slow_sgd(case: Case) -> Hit | None:
     )
     if not plain or train.learning_rate >= 1e-3:
         return None
-    return Hit(f"The rate is {train.learning_rate:g}.", (Fix("0.05", {"train.learning_rate": 0.05}, safe=False),))
+    return Violation(f"The rate is {train.learning_rate:g}.", (Fix("0.05", {"train.learning_rate": 0.05}, safe=False),))
 
 
 @rule(
@@ -168,8 +168,8 @@ def slow_sgd(case: Case) -> Hit | None:
     title="Adafactor clips by itself",
     source="transformers 5.23 optimization.py, Adafactor: an update is scaled to a size of at most 1",
     fixes=(Fix("Leave it to Adafactor", {"train.max_grad_norm": 0.0}, safe=False),),
-    bad=Example({"train.optim": "adafactor"}),
-    good=Example({"train.optim": "adafactor", "train.max_grad_norm": 0.0}),
+    fails_on=Example({"train.optim": "adafactor"}),
+    passes_on=Example({"train.optim": "adafactor", "train.max_grad_norm": 0.0}),
 )
 def clipped_twice(case: Case) -> str | None:
     """It scales each update to a size of at most one; cutting the gradients before distorts what it measures."""
@@ -185,8 +185,8 @@ def clipped_twice(case: Case) -> str | None:
     title="ZeRO undoes Adafactor's saving",
     source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 hands it flat parts",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
-    good=Example(_with("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(_with("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(_with("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def unfactored(case: Case) -> str | None:
     """Rows and columns of a matrix are what it keeps instead of the matrix; ZeRO hands it flat parts, and a whole
@@ -203,14 +203,14 @@ def unfactored(case: Case) -> str | None:
     title="BAdam keeps fp32 copies of its own",
     source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
     fixes=(Fix("Pure bf16", {"precision.compute": "pure_bf16"}, safe=False),),
-    bad=Example(_with("badam"), EQUIPPED_H100),
-    good=Example(_with("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
+    fails_on=Example(_with("badam"), EQUIPPED_H100),
+    passes_on=Example(_with("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
 )
 def two_masters(case: Case) -> str | None:
     """The layer whose turn it is gets a copy in fp32, so that the weights themselves may lie in bf16 without losing
     small updates: half the memory of the model."""
     pure = case.spec.precision.compute == "pure_bf16"
-    better = _row(case).layout == "block" and not pure and case.precision == "bf16"
+    better = _row(case).layout == "block" and not pure and case.run.compute_dtype == "bf16"
     return "All weights are held in fp32 as well." if better else None
 
 
@@ -220,12 +220,12 @@ def two_masters(case: Case) -> str | None:
     fields=("train.badam_switch_block_every",),
     title="Not every layer gets its turn",
     source="arithmetic: layers x steps a layer against the steps of the run",
-    bad=Example(_with("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
-    good=Example(_with("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
+    fails_on=Example(_with("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
+    passes_on=Example(_with("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )
-def short_turns(case: Case) -> Hit | None:
+def short_turns(case: Case) -> Violation | None:
     """The run ends before each layer was trained once; the others stay as they were."""
-    steps, shape, each = case.steps, case.shape, case.spec.train.badam_switch_block_every
+    steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
     if _row(case).layout != "block" or steps is None or shape is None or steps >= shape.layers * each:
         return None
     fewer = steps // shape.layers
@@ -234,7 +234,7 @@ def short_turns(case: Case) -> Hit | None:
         if fewer
         else ()
     )
-    return Hit(f"{shape.layers} layers x {counted(each, 'step')}, and {counted(steps, 'step')} in all.", fixes)
+    return Violation(f"{shape.layers} layers x {counted(each, 'step')}, and {counted(steps, 'step')} in all.", fixes)
 
 
 def _projected(case: Case) -> list[str]:
@@ -266,11 +266,11 @@ def _fits(pattern: str, path: str) -> bool:
     title="No layer to project",
     source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
     fixes=(ADAMW,),
-    bad=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
-    good=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
+    fails_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
+    passes_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
-def unprojected(case: Case) -> Hit | None:
+def unprojected(case: Case) -> Violation | None:
     """A projection is for linear layers whose names contain what is asked for, or fit it as a pattern. GPT-2 has
     none: its layers are of another kind."""
     train, shape = case.spec.train, case.shape
@@ -281,4 +281,4 @@ def unprojected(case: Case) -> Hit | None:
         return None
     every = {"train.optim_targets": "all-linear"}
     fixes = () if shape.model_type == "gpt2" else (Fix("All linear layers", every, safe=False),)
-    return Hit(f"{shape.architecture} has no such linear layer.", fixes)
+    return Violation(f"{shape.architecture} has no such linear layer.", fixes)

@@ -28,7 +28,7 @@ OLD = replace(LAPTOP, versions={**INSTALLED, "bitsandbytes": "0.43.0"})
 
 def _wanted(case: Case) -> dict[str, str]:
     """Packages that the run uses, and the least version of each."""
-    spec, packed = case.spec, case.glance.packed
+    spec, packed = case.spec, case.facts.packed
     lora = spec.method.kind == "lora"
     used = [
         registry.OPTIMIZERS[spec.train.optim].package,
@@ -56,9 +56,9 @@ def _parts(version: str) -> list[int]:
     title="A package is too old",
     source="transformers 5.23 utils/import_utils.py, trainer_optimizer.py and quantizers/quantizer_awq.py: an older "
     "one counts as none",
-    remedy="Install a newer one: pip install -U, and its name.",
-    bad=Example({"method.quantization": "nf4"}, OLD),
-    good=Example({"method.quantization": "nf4"}, EQUIPPED),
+    manual_fix="Install a newer one: pip install -U, and its name.",
+    fails_on=Example({"method.quantization": "nf4"}, OLD),
+    passes_on=Example({"method.quantization": "nf4"}, EQUIPPED),
 )
 def too_old(case: Case) -> str | None:
     """A library that finds an older package says that it is not installed, after the model was loaded."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Hit, amount, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, counted, rule
 from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TWO_H100
 
 PAIRS = {"data.builtin": "train-pairs"}
@@ -36,11 +36,11 @@ def _wanted(stage: registry.Stage) -> str:
     fields=("data.builtin", "train.stage"),
     title="The stage cannot learn from this dataset",
     source="the dataset's own rows",
-    bad=Example({"train.stage": "dpo"}),
-    good=Example(DPO),
+    fails_on=Example({"train.stage": "dpo"}),
+    passes_on=Example(DPO),
     proof="launch",
 )
-def other_dataset(case: Case) -> Hit | None:
+def other_dataset(case: Case) -> Violation | None:
     """Stages that compare answers need two of them, or a label; the others need one answer or a text."""
     data, stage = case.spec.data, _stage(case)
     if data.source != "builtin" or registry.DATASETS[data.builtin].format in stage.formats:
@@ -48,7 +48,7 @@ def other_dataset(case: Case) -> Hit | None:
     fitting = [name for name, row in registry.DATASETS.items() if row.format in stage.formats]
     fixes = tuple(Fix(registry.DATASETS[name].label, {"data.builtin": name}, False) for name in fitting)
     has = registry.FORMATS[registry.DATASETS[data.builtin].format].label.lower()
-    return Hit(f"{stage.label} learns from {_wanted(stage)}; its rows have {has}.", fixes)
+    return Violation(f"{stage.label} learns from {_wanted(stage)}; its rows have {has}.", fixes)
 
 
 @rule(
@@ -57,14 +57,14 @@ def other_dataset(case: Case) -> Hit | None:
     fields=("data.format", "train.stage"),
     title="The stage cannot learn from such rows",
     source="the rows: their columns",
-    bad=Example({**OWN, "train.stage": "dpo"}, glance=FILES),
-    good=Example({**OWN, "train.stage": "dpo"}, glance=PAIRED),
+    fails_on=Example({**OWN, "train.stage": "dpo"}, facts=FILES),
+    passes_on=Example({**OWN, "train.stage": "dpo"}, facts=PAIRED),
     proof="launch",
 )
-def other_rows(case: Case) -> Hit | None:
+def other_rows(case: Case) -> Violation | None:
     """Stages that compare answers need two of them, or a label; the others need one answer or a text."""
     data, stage = case.spec.data, _stage(case)
-    format = data.format if data.format != "auto" else case.glance.format
+    format = data.format if data.format != "auto" else case.facts.format
     if data.source == "builtin" or not format or format in stage.formats:
         return None
     fitting = next(name for name, row in registry.STAGES.items() if format in row.formats)
@@ -72,7 +72,7 @@ def other_rows(case: Case) -> Hit | None:
     if data.format != "auto":
         fixes.insert(0, Fix("Recognise the format", {"data.format": "auto"}, False))
     has = registry.FORMATS[format].label.lower()
-    return Hit(f"{stage.label} learns from {_wanted(stage)}; these rows have {has}.", tuple(fixes))
+    return Violation(f"{stage.label} learns from {_wanted(stage)}; these rows have {has}.", tuple(fixes))
 
 
 @rule(
@@ -89,11 +89,11 @@ def other_rows(case: Case) -> Hit | None:
             cost="another loss",
         ),
     ),
-    bad=Example({**KTO, "train.per_device_train_batch_size": 1}),
-    good=Example({**KTO, "train.per_device_train_batch_size": 2}),
+    fails_on=Example({**KTO, "train.per_device_train_batch_size": 1}),
+    passes_on=Example({**KTO, "train.per_device_train_batch_size": 2}),
     proof="launch",
 )
-def lonely_row(case: Case) -> Hit | None:
+def lonely_row(case: Case) -> Violation | None:
     """What the model would say anyway is estimated from each question with its neighbour's answer; a single row has no
     neighbour."""
     train = case.spec.train
@@ -103,7 +103,7 @@ def lonely_row(case: Case) -> Hit | None:
         "train.per_device_train_batch_size": 2,
         "train.gradient_accumulation_steps": max(1, train.gradient_accumulation_steps // 2),
     }
-    return Hit(
+    return Violation(
         "A device works on 1 row at once.", (Fix("2 rows at once", patch, train.gradient_accumulation_steps % 2 == 0),)
     )
 
@@ -118,8 +118,8 @@ def lonely_row(case: Case) -> Hit | None:
         Fix("0.001", {"preference.label_smoothing": 1e-3}),
         Fix("The usual loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="another loss than EXO"),
     ),
-    bad=Example({**DPO, "preference.dpo_loss_type": "exo_pair"}),
-    good=Example({**DPO, "preference.dpo_loss_type": "exo_pair", "preference.label_smoothing": 0.01}),
+    fails_on=Example({**DPO, "preference.dpo_loss_type": "exo_pair"}),
+    passes_on=Example({**DPO, "preference.dpo_loss_type": "exo_pair", "preference.label_smoothing": 0.01}),
     proof="launch",
 )
 def certain_exo(case: Case) -> str | None:
@@ -136,8 +136,8 @@ def certain_exo(case: Case) -> str | None:
     title="The reference cannot be computed beforehand on sliced layers",
     source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
     fixes=(Fix("Beside the training", {"preference.precompute_ref_log_probs": False}, cost="more memory"),),
-    bad=Example({**SLICED, "preference.precompute_ref_log_probs": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
-    good=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    fails_on=Example({**SLICED, "preference.precompute_ref_log_probs": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    passes_on=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     proof="launch",
 )
 def sliced_reference(case: Case) -> str | None:
@@ -156,8 +156,8 @@ def sliced_reference(case: Case) -> str | None:
     fixes=(
         Fix("Computed beforehand", {"preference.precompute_ref_log_probs": True}, cost="one pass over the rows before"),
     ),
-    bad=Example({**DPO, "method.kind": "full", "train.learning_rate": 1e-6}),
-    good=Example(DPO),
+    fails_on=Example({**DPO, "method.kind": "full", "train.learning_rate": 1e-6}),
+    passes_on=Example(DPO),
 )
 def second_model(case: Case) -> str | None:
     """Where whole weights are trained, the untouched model stays beside them, to be asked at every step. It can be
@@ -182,21 +182,23 @@ def second_model(case: Case) -> str | None:
     fields=("preference.desirable_weight", "preference.undesirable_weight"),
     title="Good and bad answers do not balance",
     source="Ethayarajh et al. 2024, KTO, equation 8: weight x number of the good ones 1 to 4/3 of that of the bad ones",
-    bad=Example({**OWN, "train.stage": "kto"}, glance=replace(MARKED, labels=(300, 100))),
-    good=Example(
-        {**OWN, "train.stage": "kto", "preference.undesirable_weight": 2.5}, glance=replace(MARKED, labels=(300, 100))
+    fails_on=Example({**OWN, "train.stage": "kto"}, facts=replace(MARKED, labels=(300, 100))),
+    passes_on=Example(
+        {**OWN, "train.stage": "kto", "preference.undesirable_weight": 2.5}, facts=replace(MARKED, labels=(300, 100))
     ),
 )
-def unbalanced(case: Case) -> Hit | None:
+def unbalanced(case: Case) -> Violation | None:
     """The kind of which there are more drowns the other, unless the rarer one weighs more."""
-    asked, labels = case.spec.preference, case.glance.labels
-    if case.spec.train.stage != "kto" or case.glance.format != "labels" or labels is None:
+    asked, labels = case.spec.preference, case.facts.labels
+    if case.spec.train.stage != "kto" or case.facts.format != "labels" or labels is None:
         return None
     good, bad = labels
     if not good + bad:
         return None
     if not good or not bad:
-        return Hit(f"All answers that were seen are {'good' if good else 'bad'} ones; add some of the other kind.")
+        return Violation(
+            f"All answers that were seen are {'good' if good else 'bad'} ones; add some of the other kind."
+        )
     share = asked.desirable_weight * good / (asked.undesirable_weight * bad) if asked.undesirable_weight else 0
     if 0.99 <= share <= 1.34:
         return None
@@ -204,7 +206,7 @@ def unbalanced(case: Case) -> Hit | None:
     other = "desirable" if name == "undesirable" else "undesirable"
     patch = {f"preference.{name}_weight": round(weight, 2), f"preference.{other}_weight": 1.0}
     said = f"{counted(good, 'good answer')} and {counted(bad, 'bad one')}"
-    return Hit(f"{said}, weighed {asked.desirable_weight:g} to {asked.undesirable_weight:g}.",
+    return Violation(f"{said}, weighed {asked.desirable_weight:g} to {asked.undesirable_weight:g}.",
                (Fix(f"{name.capitalize()} weight {weight:.2g}", patch, False),))  # fmt: skip
 
 
@@ -218,10 +220,10 @@ RATES = {"lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9
     fields=("train.learning_rate", "train.stage"),
     title="An unusual learning rate for preferences",
     source="Rafailov et al. 2023, Ethayarajh et al. 2024, Hong et al. 2024; trl's and LLaMA-Factory's examples",
-    bad=Example({**DPO, "train.learning_rate": 1e-3}, H100, replace(DEMO, shape=LLAMA_8B)),
-    good=Example({**DPO, "train.learning_rate": 5e-6}, H100, replace(DEMO, shape=LLAMA_8B)),
+    fails_on=Example({**DPO, "train.learning_rate": 1e-3}, H100, replace(DEMO, shape=LLAMA_8B)),
+    passes_on=Example({**DPO, "train.learning_rate": 5e-6}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
-def unusual_rate(case: Case) -> Hit | None:
+def unusual_rate(case: Case) -> Violation | None:
     """Preferences are learned slowly: at the rate of fine-tuning both answers soon become unlikely, and the model
     forgets how to speak."""
     train, shape = case.spec.train, case.shape
@@ -231,4 +233,4 @@ def unusual_rate(case: Case) -> Hit | None:
         return None
     word = "high" if train.learning_rate > high else "low"
     fix = Fix(f"{usual:g}", {"train.learning_rate": usual}, False)
-    return Hit(f"{train.learning_rate:g} is {word}; {low:g} to {high:g} is usual.", (fix,))
+    return Violation(f"{train.learning_rate:g} is {word}; {low:g} to {high:g} is usual.", (fix,))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SPEC = "spec.yaml"  # what was asked                       written once, by create
+RESOLVED = "resolved.json"  # what follows from spec and machine    written once, by create
 PLAN = "plan.json"  # what is started                      written once, by create
 DEEPSPEED = "deepspeed.json"  # its configuration, if the strategy is one of its    written once, by create
 FSDP = "fsdp.json"  # the same for FSDP                     written once, by create
@@ -41,7 +42,7 @@ MODEL = "model"
 SUPERVISOR, SHELL = "supervisor", "shell"  # who keeps a run; the lock's change time is when it was last started
 SEPARATOR = "---- started "  # begins the line in the log that parts one start from the next
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment: where torch puts the root cause's traceback
-COOKIE = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
+RUN_MARKER = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
 
 
 # The same setting under other names: who has set one of them has set it (c10/cuda/CUDAAllocatorConfig.h of torch 2.13).
@@ -89,14 +90,14 @@ class Plan:
         only when, the command has ended. Its output is seen in the terminal and on the run's page.
         """
         return RUNNER.format(
-            LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, COOKIE=COOKIE, SEPARATOR=SEPARATOR, ERROR=ERROR,
+            LOCK=LOCK, SHELL=SHELL, STOP=STOP, LOG=LOG, RUN_MARKER=RUN_MARKER, SEPARATOR=SEPARATOR, ERROR=ERROR,
             ERROR_FILE=ERROR_FILE, command=self._executed(),
         )  # fmt: skip
 
     def joiner(self, node: str) -> str:
         """The text of a script that joins the run from another node, in the same folder. It takes no lock: the node
         that the run was started on holds it."""
-        return JOINER.format(COOKIE=COOKIE, node=node, command=self._executed(node))
+        return JOINER.format(RUN_MARKER=RUN_MARKER, node=node, command=self._executed(node))
 
     def _executed(self, node: str = "") -> str:
         return ("env " if self._additions() else "") + self.command(node)
@@ -120,14 +121,14 @@ def _default(name: str, value: str) -> str:
 
 RUNNER = """\
 #!/usr/bin/env bash
-# Continues from the last complete checkpoint; `./run.sh --anew` begins at step 0.
+# Continues from the last complete checkpoint; `./run.sh --from-scratch` starts at step 0.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 exec 9>>{LOCK}
 flock --timeout 1 9 || {{ echo "This run is going already." >&2; exit 75; }}
 echo {SHELL} > {LOCK}
 rm -f {STOP}
-export {COOKIE}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
+export {RUN_MARKER}="$PWD" {ERROR_FILE}="$PWD/{ERROR}"
 exec > >(exec tee -ai {LOG} 9>&-) 2>&1
 if [ -s {LOG} ]; then echo; fi
 echo "{SEPARATOR}$(date '+%F %T') by run.sh ----"
@@ -140,7 +141,7 @@ JOINER = """\
 # Joins the run from another node, which must see this folder under the same path.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
-export {COOKIE}="$PWD"
+export {RUN_MARKER}="$PWD"
 exec > >(exec tee -ai "{node}.$(uname -n).txt") 2>&1
 exec {command} "$@"
 """

@@ -93,10 +93,11 @@ class Run:
 
     # -- acts ------------------------------------------------------------------------------------------------------
 
-    def start(self, anew: bool = False, patience: Patience | None = None) -> None:
-        """Start, or go on from the last complete checkpoint; `anew` begins at step 0. Returns once the lock is held."""
+    def start(self, from_scratch: bool = False, patience: Patience | None = None) -> None:
+        """Start, or resume from the last complete checkpoint; `from_scratch` starts at step 0. Returns once the lock is
+        held."""
         command = [sys.executable, "-m", "backend.runs.supervisor", str(self.path)]
-        command += ["--patience", (patience or Patience()).text(), *(["--anew"] if anew else [])]
+        command += ["--patience", (patience or Patience()).text(), *(["--from-scratch"] if from_scratch else [])]
         try:
             done = subprocess.run(
                 command, cwd=PACKAGES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
@@ -107,14 +108,14 @@ class Run:
         if done.returncode:
             raise RunError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "It did not start.")
 
-    def resume(self, anew: bool = False, patience: Patience | None = None) -> None:
-        """Start again a run that ended. Raises RunError where it is alive, or done and not to begin anew."""
+    def resume(self, from_scratch: bool = False, patience: Patience | None = None) -> None:
+        """Start again a run that ended. Raises RunError where it is alive, or done and from_scratch is not set."""
         state = self.state
         if state in ALIVE:
             raise RunError("This run is going. Stop it first, then resume it.")
-        if state == "done" and not anew:
-            raise RunError("This run has finished. Clone it to train further, or begin it anew.")
-        self.start(anew, patience)
+        if state == "done" and not from_scratch:
+            raise RunError("This run has finished. Clone it to train further, or start it from scratch.")
+        self.start(from_scratch, patience)
 
     def stop(self, save: bool = True) -> None:
         """Ask for the end. Asked again with `save=False`, a stop that waits for its checkpoint is cut short."""

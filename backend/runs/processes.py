@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.runs import COOKIE, LOCK
+from backend.runs import LOCK, RUN_MARKER
 
 PROC = Path("/proc")
 TICK = 0.05  # seconds between looks
@@ -62,7 +62,7 @@ def held(folder: Path) -> bool:
 
 def carriers(folder: Path, tree: int = 0) -> set[Process]:
     """Living processes with the run's cookie, or below the process `tree`; never the one that asks."""
-    wanted = f"{COOKIE}={folder}".encode()
+    wanted = f"{RUN_MARKER}={folder}".encode()
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if not entry.name.isdigit() or (status := _status(int(entry.name))) is None:

@@ -1,7 +1,7 @@
 """The one detached process of a run: starts the launcher, waits for it, stops it, and leaves nobody behind.
 
-Floor 0. Standard library only; imports backend.runs. `python -m backend.runs.supervisor FOLDER [--anew]` returns as
-soon as the run's lock is held (exit 0), or says why not (exit 1, or 75 where the run is going already); what stays
+Floor 0. Standard library only; imports backend.runs. `python -m backend.runs.supervisor FOLDER [--from-scratch]` returns
+as soon as the run's lock is held (exit 0), or says why not (exit 1, or 75 where the run is going already); what stays
 belongs to no terminal and to no page. It alone writes state.json.
 
 Stopping is a ladder: the stop file -> grace, in which the trainer ends its step on all ranks, saves and leaves ->
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import (
-    COOKIE,
     ERROR,
     ERROR_FILE,
     LOCK,
@@ -33,6 +32,7 @@ from backend.runs import (
     PLAN,
     PROGRESS,
     RESULT,
+    RUN_MARKER,
     SEPARATOR,
     STATE,
     STOP,
@@ -65,13 +65,13 @@ class Patience:
 class Supervisor:
     """Made by the process that holds the lock."""
 
-    def __init__(self, folder: Path, anew: bool, patience: Patience) -> None:
+    def __init__(self, folder: Path, from_scratch: bool, patience: Patience) -> None:
         self.folder, self.patience = folder, patience
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        self.argv = [*plan["argv"], *(["--anew"] if anew else [])]
+        self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         inherited = {**os.environ, ERROR_FILE: str(folder / ERROR)}
-        self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), COOKIE: str(folder)}
-        self.state: dict[str, Any] = {"started": time.time(), "anew": anew}
+        self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
+        self.state: dict[str, Any] = {"started": time.time(), "from_scratch": from_scratch}
         self.unsaved = self.told_to_end = False
         self.oom_kills = _oom_kills()
 
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str]) -> int:
     """Take the lock, announce the run, and stay behind. Returns in the starter's child; the other half never does."""
     parser = argparse.ArgumentParser(prog="supervisor")
     parser.add_argument("folder", type=lambda text: Path(text).resolve())
-    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--from-scratch", action="store_true")
     parser.add_argument("--patience", type=lambda text: Patience(*map(float, text.split(","))), default=Patience())
     given = parser.parse_args(arguments)
     try:
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
             return BUSY
         os.ftruncate(lock, 0)
         os.write(lock, f"{SUPERVISOR}\n".encode())
-        supervisor = Supervisor(given.folder, given.anew, given.patience)
+        supervisor = Supervisor(given.folder, given.from_scratch, given.patience)
         supervisor.announce()
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"The run's folder cannot be used: {error}.")

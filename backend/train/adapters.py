@@ -30,7 +30,7 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-    masters = torch.float32 if registry.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
+    masters = torch.float32 if registry.PRECISIONS[spec.precision.compute].fp32_master_weights else DTYPES[precision]
     _hold(model, masters, DTYPES[precision])
     return model
 

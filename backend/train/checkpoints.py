@@ -30,10 +30,10 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def sweep(run: Path, anew: bool = False) -> None:
-    """Delete what a kill left half-written; `anew`: also those of earlier starts. A torchrun that starts its ranks
-    again is still the same start, which goes on from what it has saved."""
-    kept = [folder for folder in complete(run) if not anew or _of_this_start(run, folder)]
+def sweep(run: Path, from_scratch: bool = False) -> None:
+    """Delete incomplete checkpoints, and with `from_scratch` also those of earlier starts. Ranks that torchrun restarts
+    belong to the same start, so they resume from what it has saved."""
+    kept = [folder for folder in complete(run) if not from_scratch or _of_this_start(run, folder)]
     for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
         if folder not in kept:
             _delete(folder)

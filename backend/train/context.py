@@ -11,18 +11,18 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.train import device
-from backend.train.run_log import Journal, Stopped, TrainError
+from backend.train.run_log import RunLog, Stopped, TrainError
 
 
 @dataclass
-class Work:
+class TrainContext:
     """One start of a run."""
 
     spec: RunSpec
     folder: Path
-    anew: bool
-    team: device.Team
-    journal: Journal
+    from_scratch: bool
+    team: device.ProcessGroup
+    journal: RunLog
     family: str = "cpu"
     precision: str = "fp32"
     loaded: int = 0

@@ -80,7 +80,7 @@ def backend(family: str) -> str:
 
 def precision(spec: RunSpec, family: str) -> str:
     """bf16, fp16 or fp32: what the choice computes in, or bf16 where the device does."""
-    if asked := registry.PRECISIONS[spec.precision.compute].computes:
+    if asked := registry.PRECISIONS[spec.precision.compute].compute_dtype:
         return asked
     if family == "cuda":
         # Earlier GPUs pass torch's own check by emulating bf16, slowly.
@@ -103,7 +103,9 @@ def check_precision(spec: RunSpec, family: str) -> None:
             raise TrainError(f"precision.fp8_backend: the package {package} is not installed: pip install {package}")
         if (family != "cpu" or spec.precision.fp8_backend == "te") and capability < (8, 9):
             raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU of capability 8.9 or later: take bf16.")
-    if spec.parallel.strategy in registry.DEEPSPEED and (asked == "fp8" or not registry.PRECISIONS[asked].masters):
+    if spec.parallel.strategy in registry.DEEPSPEED and (
+        asked == "fp8" or not registry.PRECISIONS[asked].fp32_master_weights
+    ):
         raise TrainError(f"precision.compute: DeepSpeed keeps fp32 masters of its own: take bf16 instead of {label}.")
 
 
@@ -144,7 +146,7 @@ def start_deepspeed(family: str) -> None:
     deepspeed.init_distributed(dist_backend=backend(family), auto_mpi_discovery=False)
 
 
-class Team:
+class ProcessGroup:
     """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
 
     def __init__(self) -> None:

@@ -39,12 +39,12 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 def check(spec: RunSpec) -> None:
     """Raise TrainError for what the strategy cannot do, and would end in words of the library's own."""
     row = registry.STRATEGIES[spec.parallel.strategy]
-    if row.spread and spec.save.merge_adapter:
+    if row.shards_weights and spec.save.merge_adapter:
         raise TrainError(f"save.merge_adapter: {row.label} spreads the weights, so adapters cannot be merged.")
     shared = spec.parallel.pieces > 1
     if row.engine == "deepspeed" and shared:
         _check_sequence(spec)
-    if (row.version == 1 or shared) and spec.eval.num_generations and registry.STAGES[spec.train.stage].answers:
+    if (row.fsdp_version == 1 or shared) and spec.eval.num_generations and registry.STAGES[spec.train.stage].answers:
         raise TrainError(f"eval.num_generations: {row.label} as chosen cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
@@ -58,7 +58,7 @@ def check(spec: RunSpec) -> None:
     ):
         raise TrainError("save.only_model: weights alone cannot be sharded: set parallel.state_dict_type to full.")
     stepped = registry.OPTIMIZERS[spec.train.optim].name
-    if row.stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
+    if row.zero_stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
         raise TrainError("train.optim: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
 
 
@@ -81,9 +81,9 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, An
     found: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
     if row.engine in ("fsdp", "tensor") and world == 1:
         raise TrainError(f"launch.nproc_per_node: {row.label} spreads a model over processes, and there is one.")
-    if row.version == 1 and family == "cpu":
+    if row.fsdp_version == 1 and family == "cpu":
         raise TrainError("parallel.strategy: FSDP1 does not run on a CPU: take FSDP2.")
-    if row.version == 2 and parallel.context_parallel_size > 1 and family == "cpu":
+    if row.fsdp_version == 2 and parallel.context_parallel_size > 1 and family == "cpu":
         raise TrainError("parallel.context_parallel_size: context parallel needs GPUs: set it to 1.")
     if row.engine == "deepspeed":
         found |= {"deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.ddp_timeout}
@@ -186,7 +186,7 @@ def _plugin(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     """What accelerate's FSDP plugin is told beyond fsdp.json: gradients are added up as asked (by itself it would add
     them in half), and memory is pinned only where there is a device to pin it for."""
     parallel, dtype = spec.parallel, DTYPES[precision]
-    second = registry.STRATEGIES[parallel.strategy].version == 2
+    second = registry.STRATEGIES[parallel.strategy].fsdp_version == 2
     reduce = torch.float32 if parallel.reduce_dtype == "fp32" else dtype
     policy: Any = MixedPrecisionPolicy if second else MixedPrecision
     config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce)
@@ -228,7 +228,7 @@ def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
 def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
     """The weights gathered from all ranks, on rank 0; None where each rank holds them whole. All ranks must call it."""
     row = registry.STRATEGIES[spec.parallel.strategy]
-    if not row.spread or not dist.is_initialized():
+    if not row.shards_weights or not dist.is_initialized():
         return None
     if row.engine == "deepspeed":
         return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped) or {})
@@ -258,7 +258,7 @@ def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
 def disk(spec: RunSpec) -> Iterator[None]:
     """Hold the run's NVMe folder while it lives, and delete what DeepSpeed leaves in it, gigabytes. Its files have
     fixed names, so two runs in one folder would overwrite each other's state. Raises TrainError."""
-    parallel, stage = spec.parallel, registry.STRATEGIES[spec.parallel.strategy].stage
+    parallel, stage = spec.parallel, registry.STRATEGIES[spec.parallel.strategy].zero_stage
     used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_param)
     if not used or os.environ.get("LOCAL_RANK", "0") != "0":
         yield

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from backend.config import RunSpec
 from backend.train.data import Item
-from backend.train.device import Team
+from backend.train.device import ProcessGroup
 from backend.train.run_log import TrainError, write_json
 from backend.train.templates import Unlearnable, Writer
 
@@ -54,14 +54,14 @@ class Answering:
     model in `slices`, and answer together."""
 
     tokenizer: Any
-    team: Team
+    team: ProcessGroup
     batch: int
     longest: int
     dtype: torch.dtype
     slices: int = 1
 
     @classmethod
-    def of(cls, spec: RunSpec, tokenizer: Any, team: Team, dtype: torch.dtype) -> Answering:
+    def of(cls, spec: RunSpec, tokenizer: Any, team: ProcessGroup, dtype: torch.dtype) -> Answering:
         """As `spec` asks for it."""
         slices = spec.parallel.slices
         return cls(tokenizer, team, spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens, dtype, slices)

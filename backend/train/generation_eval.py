@@ -11,17 +11,17 @@ from typing import Any
 from transformers import TrainerCallback
 
 from backend.train import generation, text_metrics
-from backend.train.context import Work
+from backend.train.context import TrainContext
 from backend.train.generation import Answering, Question
 from backend.train.unsharded import gathered
 
 
-class Exam(TrainerCallback):
+class GenerationEvalCallback(TrainerCallback):
     """Tells what the training did to the answers. Without questions it does nothing."""
 
     trainer: Any  # comes after its callbacks
 
-    def __init__(self, work: Work, how: Answering, asked: Sequence[Question]) -> None:
+    def __init__(self, work: TrainContext, how: Answering, asked: Sequence[Question]) -> None:
         self.work, self.how, self.asked = work, how, asked
         self.before: list[str] = []
 

@@ -40,7 +40,7 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     _check(spec, model, config)
     if spec.lora.use_dora:
         quantized.keep_weights()
-    if not registry.LORA_INITS[spec.lora.init].moves:
+    if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
         return unsloth.attach(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -80,8 +80,8 @@ def load(
 
     Raises TrainError.
     """
-    lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].masters
-    plain = frozen or (not registry.LORA_INITS[spec.lora.init].moves if lora else pure)
+    lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    plain = frozen or (not registry.LORA_INITS[spec.lora.init].changes_base_weights if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
     scores = registry.STAGES[spec.train.stage].scores
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
@@ -126,7 +126,7 @@ def _stop_at(model: Any, token: int) -> None:
 def saved_dtype(spec: RunSpec, source: Source) -> torch.dtype:
     """The type that the source's own weights are stored in: what is saved has the same size as what was loaded. Pure
     bf16 has nothing finer to save."""
-    if not registry.PRECISIONS[spec.precision.compute].masters:
+    if not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
         return torch.bfloat16
     config = Path(source.name) / "config.json"
     if not config.is_file():

@@ -28,8 +28,8 @@ def check(spec: RunSpec, family: str) -> None:
     """Raise TrainError for what a library would refuse in words of its own, or do wrong without a word."""
     train, row = spec.train, registry.OPTIMIZERS[spec.train.optim]
     name, strategy = row.label, registry.STRATEGIES[spec.parallel.strategy]
-    masters = registry.PRECISIONS[spec.precision.compute].masters
-    engine, first = strategy.engine, strategy.version == 1
+    masters = registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    engine, first = strategy.engine, strategy.fsdp_version == 1
     alone = not engine or (engine == "ddp" and spec.launch.nproc_per_node == 1)
     refused = {
         f"train.optim: {name} needs the package {row.package}: pip install {row.package}": row.package
@@ -39,9 +39,9 @@ def check(spec: RunSpec, family: str) -> None:
         f"train.optim: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
         and (engine == "deepspeed" or first),
         f"train.optim: DeepSpeed makes {name} anew with one group of weights; here are several.": row.early
-        and strategy.stage > 0
-        and spec.grouped,
-        f"train.optim: {name} averages weights, and DeepSpeed does not tell it when.": row.switched
+        and strategy.zero_stage > 0
+        and spec.has_param_groups,
+        f"train.optim: {name} averages weights, and DeepSpeed does not tell it when.": row.swaps_weights_for_eval
         and engine == "deepspeed",
         f"train.optim: {name} does not take the weights that this strategy spreads.": row.plain(masters)
         and engine in ("fsdp", "tensor")
@@ -81,7 +81,7 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
         told |= {"scale": str(train.apollo_scale), "proj": train.apollo_proj, "scale_type": train.apollo_scale_type}
     if "rank" in told:
         _let_projectors_load()
-    if row.compiled and not registry.PRECISIONS[spec.precision.compute].masters:
+    if row.compiled and not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
         told["bf16_stochastic_round"] = "True"
     # What an optimizer does not read is hidden on the page, and holds its default here.
     return {

@@ -47,9 +47,9 @@ def check(spec: RunSpec) -> None:
         raise TrainError(f"lora.init: {spec.lora.init} needs weights that are not packed: set it to zero.")
     if spec.save.merge_adapter:
         raise TrainError("save.merge_adapter: an adapter cannot be merged into packed weights: switch it off.")
-    if strategy.spread and row.bits == 8:
+    if strategy.shards_weights and row.bits == 8:
         raise TrainError("method.quantization: 8-bit weights cannot be spread over devices: take nf4.")
-    if strategy.version == 1:
+    if strategy.fsdp_version == 1:
         raise TrainError("parallel.strategy: FSDP1 cannot spread packed weights: take fsdp2.")
 
 
@@ -64,7 +64,7 @@ def loading(spec: RunSpec, source: str, options: Mapping[str, Any], dtype: torch
     if not found:
         return {}
     if (
-        registry.STRATEGIES[spec.parallel.strategy].stage != 3
+        registry.STRATEGIES[spec.parallel.strategy].zero_stage != 3
     ):  # which finds the place by itself, and refuses to be told
         found["device_map"] = {"": PartialState().device}
     return found
@@ -126,7 +126,7 @@ def configuration(spec: RunSpec, dtype: torch.dtype) -> BitsAndBytesConfig:
         bnb_4bit_use_double_quant=method.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=dtype,
         # Only floating-point tensors are spread over devices; with the usual uint8 each would keep the whole base.
-        bnb_4bit_quant_storage=dtype if registry.STRATEGIES[spec.parallel.strategy].spread else torch.uint8,
+        bnb_4bit_quant_storage=dtype if registry.STRATEGIES[spec.parallel.strategy].shards_weights else torch.uint8,
     )
 
 

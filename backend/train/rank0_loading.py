@@ -19,10 +19,10 @@ from transformers import AutoConfig, GenerationConfig
 
 from backend.config import RunSpec
 from backend.train import engine, model, quantized
-from backend.train.context import Work
+from backend.train.context import TrainContext
 
 
-def load(work: Work, config: Any, source: model.Source, tokens: Any, sliced: Mapping[str, Any]) -> Any:
+def load(work: TrainContext, config: Any, source: model.Source, tokens: Any, sliced: Mapping[str, Any]) -> Any:
     """The untouched model, hollow on all ranks but the first; whole on each where it cannot be sent, which `config` is
     told. All ranks must call it. Raises TrainError, Stopped."""
     spec, team = work.spec, work.team
@@ -49,7 +49,7 @@ def load(work: Work, config: Any, source: model.Source, tokens: Any, sliced: Map
 def _sendable(spec: RunSpec, source: model.Source) -> bool:
     """Whether a model without numbers can be made into what is trained; further keys may ask where it cannot. What
     stands beside packed numbers, and what code of the model's own computes, is not known before it was read."""
-    return not (spec.remade or quantized.came_as(source.name, source.options))
+    return not (spec.modifies_loaded_weights or quantized.came_as(source.name, source.options))
 
 
 def _hollow(spec: RunSpec, source: model.Source, precision: str, tokens: Any) -> Any:
@@ -86,7 +86,7 @@ def _outline(made: nn.Module) -> list[tuple[str, str, str]]:
     return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in both]
 
 
-def _share_buffers(work: Work, made: nn.Module) -> None:
+def _share_buffers(work: TrainContext, made: nn.Module) -> None:
     """Rank 0's buffers on all ranks: they are not sent with the weights."""
     buffers = dict(made.named_buffers())
     for name, tensor in work.team.share(buffers).items():

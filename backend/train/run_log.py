@@ -26,7 +26,7 @@ class Stopped(Exception):
     """The run was asked to stop before its first step, or after its last: nothing is to be saved."""
 
 
-class Journal:
+class RunLog:
     """Rank 0's pen over the files of the run in `folder`; on other ranks everything but `stop_asked` does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:

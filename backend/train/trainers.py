@@ -41,7 +41,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     asked = dict(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
-        bf16=precision == "bf16" and kind.masters and not fp8,
+        bf16=precision == "bf16" and kind.fp32_master_weights and not fp8,
         fp16=precision == "fp16",
         tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,

@@ -30,21 +30,22 @@ from backend.train import (
     trainers,
     universal_checkpoint,
 )
-from backend.train.callbacks import Keeper, Reporter, compared
-from backend.train.context import Work
-from backend.train.generation_eval import Exam
-from backend.train.run_log import Journal, Stopped, TrainError, write_json
+from backend.train.callbacks import CheckpointCallback, ProgressCallback, compared
+from backend.train.context import TrainContext
+from backend.train.generation_eval import GenerationEvalCallback
+from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import Writer
 
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
 
 
-def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
-    """Train what `spec` says, in the run's `folder`; `anew` begins at step 0. Raises TrainError."""
+def train(spec: RunSpec, folder: Path, from_scratch: bool, team: device.ProcessGroup) -> None:
+    """Train what `spec` says, in the run's `folder`; `from_scratch` starts at step 0. Raises TrainError."""
     deepspeed = spec.parallel.strategy in registry.DEEPSPEED
     device.settle(deepspeed)
     logging_setup.calm(spec.logging.level, team.rank, deepspeed)
-    work = Work(spec, folder, anew or spec.save.resume_from == "scratch", team, Journal(folder, team.rank))
+    from_scratch = from_scratch or spec.save.resume_from == "scratch"
+    work = TrainContext(spec, folder, from_scratch, team, RunLog(folder, team.rank))
     with engine.disk(spec):
         try:
             run(work)
@@ -53,7 +54,7 @@ def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
     team.leave()
 
 
-def run(work: Work) -> None:
+def run(work: TrainContext) -> None:
     """The whole way, phase by phase. Raises TrainError, Stopped."""
     spec, journal, team = work.spec, work.journal, work.team
     journal.phase("preparing model", "")
@@ -67,8 +68,10 @@ def run(work: Work) -> None:
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
     asked = generation.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    exam = Exam(work, generation.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked)
-    reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
+    exam = GenerationEvalCallback(
+        work, generation.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked
+    )
+    reporter, keeper = ProgressCallback(journal), CheckpointCallback(spec, work.folder, team, journal)
     exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
     start = _start(work)
     lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
@@ -89,7 +92,7 @@ def run(work: Work) -> None:
     _finish(work, trainer, result | exam.after())
 
 
-def _source(work: Work) -> model.Source:
+def _source(work: TrainContext) -> model.Source:
     def find() -> model.Source:
         return model.find(work.spec, work.telling("preparing model"))
 
@@ -97,7 +100,7 @@ def _source(work: Work) -> model.Source:
     return find()
 
 
-def _prepared(work: Work, tokens: Any) -> data.Prepared:
+def _prepared(work: TrainContext, tokens: Any) -> data.Prepared:
     spec, team, folder = work.spec, work.team, work.folder / PREPARED
     work.journal.begin("preparing data", "Preparing data.")
 
@@ -114,7 +117,7 @@ def _prepared(work: Work, tokens: Any) -> data.Prepared:
 
 
 def _trainer(
-    work: Work, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
+    work: TrainContext, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
 ) -> Any:
     """The weights, what they are held to if the stage wants that, and the trainer of both."""
     spec, precision = work.spec, work.precision
@@ -127,7 +130,7 @@ def _trainer(
     work.loaded = engine.loaded(weights)
     rank0_loading.stand_in(weights)
     work.check_stop()
-    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.refers else None
+    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
     trainer.work = work
     trained, count = model.counts(trainer.model)
@@ -138,11 +141,11 @@ def _trainer(
     return trainer
 
 
-def _start(work: Work) -> Path | None:
+def _start(work: TrainContext) -> Path | None:
     """The checkpoint to go on from; None for step 0. Tells readers of the curves."""
 
     def choose() -> Path | None:
-        checkpoints.sweep(work.folder, work.anew)
+        checkpoints.sweep(work.folder, work.from_scratch)
         start = checkpoints.last(work.folder)
         if start is None and work.spec.save.resume_from == "path":
             start = checkpoints.named(work.spec.save.resume_path)
@@ -177,7 +180,7 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
     }
 
 
-def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
+def _finish(work: TrainContext, trainer: Any, result: dict[str, Any]) -> None:
     """Write down what came out, with what each rank held."""
     state = trainer.state
     result["model"] = MODEL if work.spec.save.final_model else None
@@ -190,7 +193,7 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     work.journal.begin("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
-def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
+def _save(work: TrainContext, trainer: Any, tokens: Any, source: model.Source) -> None:
     if not work.spec.save.final_model:
         return
     work.journal.begin("saving", "Saving the trained model.")

@@ -15,7 +15,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.train import device, lora, optimizers, universal_checkpoint
-from backend.train.context import Work
+from backend.train.context import TrainContext
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Own(optimizers.Optimizing):
     """What is the same in all: LoRA+, and no model card beside every checkpoint."""
 
     lora_plus = 1.0
-    work: Work
+    work: TrainContext
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with faster B matrices where they are asked for."""

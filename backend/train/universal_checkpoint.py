@@ -23,7 +23,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import optimizer_utils
 from backend.train.checkpoints import CONVERTED
-from backend.train.context import Work
+from backend.train.context import TrainContext
 from backend.train.run_log import TrainError
 
 STATE, MODEL = "global_step*/*zero_pp_rank_*_optim_states.pt", "global_step*/*mp_rank_*_model_states.pt"
@@ -35,7 +35,7 @@ class _StopAsked(Exception):
     pass
 
 
-def fit(work: Work, trainer: Any, checkpoint: Path | None) -> Path | None:
+def fit(work: TrainContext, trainer: Any, checkpoint: Path | None) -> Path | None:
     """What to go on from: the checkpoint itself, or its universal form, which the trainer is told to load once. All
     ranks must call it. Raises TrainError, Stopped."""
     made = None if checkpoint is None else _fitted(work, checkpoint)
@@ -48,7 +48,7 @@ def fit(work: Work, trainer: Any, checkpoint: Path | None) -> Path | None:
 
 
 @contextmanager
-def best(work: Work, trainer: Any) -> Iterator[None]:
+def best(work: TrainContext, trainer: Any) -> Iterator[None]:
     """For loading the best checkpoint at the end, which may be older than the number of ranks."""
     state = trainer.state
     own = state.best_model_checkpoint
@@ -63,12 +63,12 @@ def best(work: Work, trainer: Any) -> Iterator[None]:
 
 
 class _Loaded(TrainerCallback):
-    def __init__(self, work: Work, trainer: Any, made: Path) -> None:
+    def __init__(self, work: TrainContext, trainer: Any, made: Path) -> None:
         self.work, self.trainer, self.made = work, trainer, made
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All is loaded: put right what DeepSpeed mixes up, and let checkpoints be ordinary ones again."""
-        if registry.STRATEGIES[self.work.spec.parallel.strategy].stage == 3:
+        if registry.STRATEGIES[self.work.spec.parallel.strategy].zero_stage == 3:
             _mend(self.trainer.optimizer, self.made)
         self.trainer.model_wrapped._config.load_universal_checkpoint = False
         _leave(self.work, self.made)
@@ -87,19 +87,19 @@ def _mend(optimizer: Any, made: Path) -> None:
             state["step"] = state["step"].clone()
 
 
-def _leave(work: Work, made: Path) -> None:
+def _leave(work: TrainContext, made: Path) -> None:
     work.team.agree()
     if work.team.rank == 0:
         shutil.rmtree(made.parent, ignore_errors=True)
 
 
-def _fitted(work: Work, checkpoint: Path) -> Path | None:
+def _fitted(work: TrainContext, checkpoint: Path) -> Path | None:
     """The universal form of a checkpoint that has another number of parts than there are ranks."""
     row, parts = registry.STRATEGIES[work.spec.parallel.strategy], sorted(checkpoint.glob(STATE))
-    if not row.stage or not parts:
+    if not row.zero_stage or not parts:
         return None
     spread = any("zero_pp_rank" in path.name for path in checkpoint.glob(MODEL))
-    if spread != (row.stage == 3):
+    if spread != (row.zero_stage == 3):
         other = "ZeRO-3" if spread else "ZeRO-1 or ZeRO-2"
         raise TrainError(f"parallel.strategy: {checkpoint} was written by {other}, and {row.label} cannot read it.")
     if len(parts) == work.team.world:
@@ -116,7 +116,7 @@ def _fitted(work: Work, checkpoint: Path) -> Path | None:
     return made
 
 
-def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
+def _check(work: TrainContext, checkpoint: Path, parts: list[Path]) -> None:
     """Raise TrainError for what cannot be converted."""
     written = f"launch.nproc_per_node: {checkpoint} was written by {len(parts)} processes"
     if "nvme" in _offloaded(work.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
@@ -144,11 +144,11 @@ def _check(work: Work, checkpoint: Path, parts: list[Path]) -> None:
 
 
 def _offloaded(spec: RunSpec) -> tuple[str, ...]:
-    stage = registry.STRATEGIES[spec.parallel.strategy].stage
+    stage = registry.STRATEGIES[spec.parallel.strategy].zero_stage
     return (spec.parallel.offload_optimizer, spec.parallel.offload_param) if stage == 3 else ()
 
 
-def _convert(work: Work, checkpoint: Path) -> Path:
+def _convert(work: TrainContext, checkpoint: Path) -> Path:
     """By DeepSpeed's own tool, in this process: what is forked from one with threads may hang."""
     target = work.folder / CONVERTED / checkpoint.name
     shutil.rmtree(target.parent, ignore_errors=True)
@@ -184,7 +184,7 @@ def _convert(work: Work, checkpoint: Path) -> Path:
     return target
 
 
-def _watched(work: Work, items: Iterable[Any]) -> Iterator[Any]:
+def _watched(work: TrainContext, items: Iterable[Any]) -> Iterator[Any]:
     listed, tick = list(items), work.tick(PHASE, "Converting the checkpoint.")
     for number, item in enumerate(listed):
         if not tick(number, len(listed)):
@@ -204,7 +204,7 @@ def _slim(path: Path) -> None:
         slim.replace(path)
 
 
-def _tell_rows(work: Work, checkpoint: Path) -> None:
+def _tell_rows(work: TrainContext, checkpoint: Path) -> None:
     """Say what changes where steps learn from other rows than before."""
     before = _read(min(checkpoint.glob(MODEL)))["ds_config"]
     train = work.spec.train

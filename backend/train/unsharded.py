@@ -32,7 +32,7 @@ def _uncompared(coordinator: Any) -> Iterator[None]:
 def gathered(spec: RunSpec, trainer: Any) -> Iterator[Any]:
     """The model, ready to be called by each rank as it likes; the ranks of tensor parallel still call it together.
     All ranks must enter and leave it. The engine must have started."""
-    if registry.STRATEGIES[spec.parallel.strategy].stage == 3:
+    if registry.STRATEGIES[spec.parallel.strategy].zero_stage == 3:
         again, engine = trainer.args.gradient_checkpointing_kwargs, trainer.model_wrapped
         with (
             unwrap_model_for_generation(engine, trainer.accelerator, gradient_checkpointing_kwargs=again) as model,

@@ -7,7 +7,7 @@ from pathlib import Path
 from backend.config import RunSpec
 from backend.config.presets import presets
 from backend.machine import machines, probe
-from backend.preflight import judge
+from backend.preflight import preflight
 
 TIMES = 20
 
@@ -24,5 +24,5 @@ def measure(folder: Path) -> Iterator[tuple[str, list[float], str]]:
 
 def _one(spec: RunSpec, machine: object, folder: Path) -> float:
     begin = time.perf_counter()
-    judge(spec, machine, folder)
+    preflight(spec, machine, folder)
     return 1000 * (time.perf_counter() - begin)

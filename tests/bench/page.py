@@ -11,7 +11,7 @@ from playwright.sync_api import sync_playwright
 
 from backend.config import presets
 from backend.machine import probe
-from backend.preflight import judge
+from backend.preflight import preflight
 from backend.runs import LOG, METRICS, Plan
 from backend.runs.folder import Run
 from tests.browser.served import CHROMIUM, FLAGS, Server
@@ -66,7 +66,7 @@ def judging() -> Iterator[Figure]:
     machine, spec, times = probe(Path.cwd()), presets.read("first-run"), []
     for _ in range(300):
         begin = time.perf_counter()
-        judge(spec, machine, Path.cwd())
+        preflight(spec, machine, Path.cwd())
         times.append(1000 * (time.perf_counter() - begin))
     yield "rules, estimate and plan", times, "ms"
 

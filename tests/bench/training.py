@@ -12,7 +12,7 @@ from pathlib import Path
 from backend.config import RunSpec, presets
 from backend.config.options import edit
 from backend.machine import probe
-from backend.preflight import judge
+from backend.preflight import preflight
 from backend.runs import METRICS
 from backend.runs.folder import ALIVE, Run
 
@@ -40,7 +40,7 @@ def case(processes: int) -> RunSpec:
 
 def ours(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
     """Run `spec`: seconds from Start to the first point, seconds in all, and the points."""
-    found = judge(spec, probe(folder), Path.cwd())
+    found = preflight(spec, probe(folder), Path.cwd())
     begin, first = time.time(), 0.0
     run = Run.create(folder / "runs", "bench", found.plan, datetime.now())
     run.start()

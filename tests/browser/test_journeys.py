@@ -324,7 +324,7 @@ def test_clean_shell_gives_the_same_losses(server, page):
     assert losses_of(Path(place)) == losses_of(run.path)
     assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
     first = losses_of(run.path)
-    subprocess.run([*clean, run.path / "run.sh", "--anew"], check=True, capture_output=True, timeout=180)
+    subprocess.run([*clean, run.path / "run.sh", "--from-scratch"], check=True, capture_output=True, timeout=180)
     assert losses_of(run.path)[-6:] == first
     assert [r.id for r in runs(server.runs)] == [run.id]
 

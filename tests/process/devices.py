@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.machine import Machine, probe
 from backend.paths import ASSETS, HOME
-from backend.preflight import Judgement, judge
+from backend.preflight import Report, preflight
 from backend.runs import processes, start_env
 from backend.runs.folder import ALIVE, Run
 from backend.train import builtin_models
@@ -197,7 +197,7 @@ class Trained:
     host: Host | None
     model: Path
     rows: Path
-    made: dict[str, tuple[Path, Judgement] | str] = field(default_factory=dict)
+    made: dict[str, tuple[Path, Report] | str] = field(default_factory=dict)
 
     def missing(self, name: str) -> str:
         """Why a case cannot be tried here; '' if it can."""
@@ -219,15 +219,15 @@ class Trained:
             return f"{found.estimate.device_bytes / GIB:.1f} GiB do not fit what is free"
         return ""
 
-    def judged(self, name: str, **more: Any) -> Judgement:
+    def judged(self, name: str, **more: Any) -> Report:
         case = CASES[name]
         data = {"model.source": "path", "model.path": str(self.model), "data.files": str(self.rows)}
         size = {"train.per_device_train_batch_size": 4 if case.engine == "tensor" else 4 // case.ranks}
         count = {"launch.nproc_per_node": case.ranks}
         spec = a_spec({**self.place.base, **data, **size, **count, **case.changes, **more})
-        return judge(spec, self.machine, self.root)
+        return preflight(spec, self.machine, self.root)
 
-    def run(self, name: str) -> tuple[Path, Judgement]:
+    def run(self, name: str) -> tuple[Path, Report]:
         """The case's folder, and what was said of it before; skips what cannot be tried here."""
         if why := self.missing(name):
             pytest.skip(f"{name}: {why}")
@@ -241,7 +241,7 @@ class Trained:
         assert not isinstance(made, str), made
         return made
 
-    def start(self, name: str, found: Judgement) -> Path:
+    def start(self, name: str, found: Report) -> Path:
         # The rehearsal starts one for real as well.
         if self.host is None or name == "plain":
             return launched(self.root / "runs", name, found)
@@ -283,7 +283,7 @@ class Trained:
             assert self.host.run(folder, env=found.plan.env, script=script) == 0, text(folder)
         return list(json.loads((folder / "seen.json").read_text()))
 
-    def alone(self, folder: Path, found: Judgement, script: str, *arguments: str) -> None:
+    def alone(self, folder: Path, found: Report, script: str, *arguments: str) -> None:
         """Run a script of this folder in `folder`, with what the plan sets."""
         command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
         with (folder / "log.txt").open("wb") as log:
@@ -292,7 +292,7 @@ class Trained:
         assert code.returncode == 0, text(folder)
 
 
-def launched(root: Path, name: str, found: Judgement, seconds: float = 1800) -> Path:
+def launched(root: Path, name: str, found: Report, seconds: float = 1800) -> Path:
     """The folder of a run that was started as the page starts it, and ended well."""
     run = Run.create(root, name, found.plan, datetime.now())
     run.start()

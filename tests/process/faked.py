@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import registry
 from backend.config import RunSpec
-from backend.resolve import masters, world
+from backend.config.processes import world_size
 from backend.train import adapters
 from backend.train.model import DTYPES
 
@@ -166,12 +166,12 @@ class Step:
 
     def __post_init__(self) -> None:
         self.strategy = registry.STRATEGIES[self.spec.parallel.strategy]
-        self.masters = masters(self.spec)
-        self.precision = registry.PRECISIONS[self.spec.precision.compute].computes
+        self.fp32_master_weights = registry.PRECISIONS[self.spec.precision.compute].fp32_master_weights
+        self.precision = registry.PRECISIONS[self.spec.precision.compute].compute_dtype
 
     def peaks(self) -> dict[str, int]:
         """The most bytes on rank 0 in each part of the step."""
-        count, mesh = world(self.spec), None
+        count, mesh = world_size(self.spec), None
         try:
             if count > 1:
                 dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
@@ -216,7 +216,7 @@ class Step:
     def model(self) -> nn.Module:
         """As backend.train makes it; on the meta device first, where weights can be given another type."""
         lora = self.spec.method.kind == "lora"
-        dtype = DTYPES[self.precision] if lora or not self.masters else torch.float32
+        dtype = DTYPES[self.precision] if lora or not self.fp32_master_weights else torch.float32
         with torch.device("meta"):
             config = AutoConfig.for_model(**self.config)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -255,7 +255,7 @@ class Step:
         )
         accelerator = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
-            mixed_precision=self.precision if self.masters and self.precision != "fp32" else "no",
+            mixed_precision=self.precision if self.fp32_master_weights and self.precision != "fp32" else "no",
             is_main_process=False,
             device=torch.device("cpu"),
             torch_device_mesh=mesh,
@@ -277,7 +277,7 @@ class Step:
         ids = torch.zeros(train.per_device_train_batch_size, self.spec.data.max_length, dtype=torch.int64)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
         balanced = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
-        casts = self.precision != "fp32" and self.masters and self.strategy.engine != "fsdp"
+        casts = self.precision != "fp32" and self.fp32_master_weights and self.strategy.engine != "fsdp"
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             out = model(**given, **balanced, fused_lm_head=True)
         self.tracker.begin("loss")

@@ -36,9 +36,9 @@ from backend.train import (
     trainers,
     unsloth,
 )
-from backend.train.callbacks import Keeper
-from backend.train.run_log import Journal, TrainError
-from backend.train.training import Work, _start
+from backend.train.callbacks import CheckpointCallback
+from backend.train.run_log import RunLog, TrainError
+from backend.train.training import TrainContext, _start
 
 # peft asks transformers under an old name; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -298,7 +298,7 @@ def computed(spec: RunSpec) -> Any:
 
 
 def longest(spec: RunSpec) -> Any:
-    return generation.Answering.of(spec, None, device.Team(), torch.float32).longest
+    return generation.Answering.of(spec, None, device.ProcessGroup(), torch.float32).longest
 
 
 def begun(spec: RunSpec) -> Any:
@@ -306,15 +306,15 @@ def begun(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / f"begun-{spec.save.resume_from}"
     shutil.rmtree(folder, ignore_errors=True)
     a_checkpoint(folder, 4)
-    team = device.Team()
-    work = Work(spec, folder, spec.save.resume_from == "scratch", team, Journal(folder))
+    team = device.ProcessGroup()
+    work = TrainContext(spec, folder, spec.save.resume_from == "scratch", team, RunLog(folder))
     start = _start(work)
     return start.name if start else None
 
 
 def begun_elsewhere(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / "empty"
-    work = Work(spec, folder, False, device.Team(), Journal(folder))
+    work = TrainContext(spec, folder, False, device.ProcessGroup(), RunLog(folder))
     return _start(work)
 
 
@@ -511,7 +511,7 @@ CASES: dict[str, Case] = {
     "eval.max_new_tokens": Case(9, longest),
     "save.strategy": Case("epoch", argument("save_strategy")),
     "save.steps": Case(3, argument("save_steps"), SAVED),
-    "save.total_limit": Case(1, lambda spec: Keeper(spec, Path("."), device.Team(), Journal(Path("."))).keep, SAVED),
+    "save.total_limit": Case(1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path("."))).keep, SAVED),
     "save.only_model": Case(True, argument("save_only_model"), SAVED),
     "save.load_best_model_at_end": Case(
         True,

@@ -17,7 +17,7 @@ from trainings import a_spec, losses, text
 from backend import registry
 from backend.machine import Machine, probe
 from backend.paths import HOME
-from backend.preflight import judge
+from backend.preflight import preflight
 from backend.rules.examples import EQUIPPED_TWO
 
 pytestmark = pytest.mark.soak
@@ -62,9 +62,9 @@ What is blank in the summary was not launched yet.
 def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
     """`RUNS`, `GPU`, the codes of the rules that refuse it everywhere, or what went wrong."""
     spec = a_spec({**SHORT, **changes})
-    found = judge(spec, machine, folder.parent)
+    found = preflight(spec, machine, folder.parent)
     if any(f.level == "error" for f in found.findings):
-        elsewhere = judge(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
+        elsewhere = preflight(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
         return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
     write(folder, found.spec)
     code = host.run(folder, ranks(spec), env=found.plan.env)

@@ -23,7 +23,7 @@ from trainings import a_folder, a_spec, environment, last_step, losses, points, 
 from backend.launch import hostfile
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.runs import COOKIE, processes
+from backend.runs import RUN_MARKER, processes
 from backend.runs.folder import ALIVE, Run
 from backend.train import checkpoints
 
@@ -61,7 +61,7 @@ class Nodes:
         made = plan(a_spec({**FULL, **SPREAD, **changes}), Machine(cores=2, python=sys.executable))
         self.run = Run.create(root / "runs", name, made, datetime.now())
         env = environment(self.run.path, cache)
-        del env[COOKIE]
+        del env[RUN_MARKER]
         start = [sys.executable, "-m", "backend.runs.supervisor", str(self.run.path)]
         assert hosts[0].start(start, env).wait(30) == 0
         self.second, self.env = hosts[1], env
@@ -160,18 +160,18 @@ def test_one_node_learns_what_one_process_learns(
     assert not processes.carriers(run.path)
 
 
-def test_begin_anew_counts_once(tmp_path: Path) -> None:
-    """Ranks that torchrun starts again are given --anew again; what this start has saved stays."""
+def test_begin_from_scratch_counts_once(tmp_path: Path) -> None:
+    """Ranks that torchrun starts again are given --from-scratch again; what this start has saved stays."""
     for step, when in ((4, -60), (8, 60)):
         folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "complete").touch()
         os.utime(folder / "complete", (time.time() + when,) * 2)
     (tmp_path / "lock").touch()
-    checkpoints.sweep(tmp_path, anew=True)
+    checkpoints.sweep(tmp_path, from_scratch=True)
     assert [checkpoints.step_of(folder) for folder in checkpoints.complete(tmp_path)] == [8]
     (tmp_path / "lock").unlink()  # started without run.sh: nobody knows when
-    checkpoints.sweep(tmp_path, anew=True)
+    checkpoints.sweep(tmp_path, from_scratch=True)
     assert not checkpoints.complete(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(lines: tuple[str, ...], incl
         wanted = None
     try:
         found = {name: list(slots) for name, slots in hostfile.chosen(lines, include).items()}
-    except hostfile.HostError as error:
+    except hostfile.HostfileError as error:
         found = None
         assert str(error).endswith(".")
     assert found == (None if wanted is None else dict(wanted))

@@ -91,7 +91,7 @@ def test_it_goes_on(name: str, made: Callable[[str], Path], host: Host) -> None:
     host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
-    assert (losses(folder) == before) is not row.forgets
+    assert (losses(folder) == before) is not row.loses_state_on_save
 
 
 def moved(folder: Path) -> None:

@@ -20,7 +20,7 @@ from backend import registry
 from backend.machine import Machine
 from backend.memory import Account
 from backend.modelspec import from_config
-from backend.preflight import judge
+from backend.preflight import preflight
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TINY = from_config(registry.MODELS["tiny-llama"].config)
@@ -108,7 +108,7 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
     two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
     assert losses(two) == pytest.approx(losses(one), abs=1e-4)
     held = [rank["parameters"] for rank in result(two)["held"]]
-    if registry.STRATEGIES[strategy].spread:
+    if registry.STRATEGIES[strategy].shards_weights:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
         packed = sum(leaf.inputs * leaf.outputs for leaf in TINY.leaves() if leaf.inputs and leaf.path != TINY.head)
         rest = TINY.parameters - packed + result(two)["trainable_parameters"]
@@ -238,6 +238,6 @@ def test_what_a_model_that_came_packed_cannot_have(root: Path, host: Host, came:
     more = {"model.source": "path", "model.path": str(came), "save.final_model": True, field: value}
     folder = root / f"came-{field}"
     write(folder, a_spec(more))
-    assert any(f.level == "error" and field in f.fields for f in judge(a_spec(more), Machine(), root).findings)
+    assert any(f.level == "error" and field in f.fields for f in preflight(a_spec(more), Machine(), root).findings)
     assert host.run(folder) == 1
     assert text(folder).strip().splitlines()[-1].startswith(field)

@@ -19,7 +19,7 @@ from backend.data import problem, read_rows
 from backend.paths import ASSETS, HOME
 from backend.rules.kernels import LACKS
 from backend.train import adapters, builtin_models, checkpoints, model, trainers
-from backend.train.run_log import Journal, TrainError
+from backend.train.run_log import RunLog, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
@@ -138,8 +138,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_points_are_strict_json(tmp_path: Path) -> None:
-    Journal(tmp_path).point({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
-    Journal(tmp_path, rank=1).point({"step": 2})
+    RunLog(tmp_path).point({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    RunLog(tmp_path, rank=1).point({"step": 2})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "note": "loss is nan, grad_norm is inf"}
 

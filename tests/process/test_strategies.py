@@ -30,7 +30,7 @@ from transformers import (
 from backend.config.options import edit
 from backend.machine import Machine
 from backend.paths import HOME
-from backend.preflight import judge
+from backend.preflight import preflight
 from backend.train import engine
 from backend.train.run_log import TrainError
 
@@ -485,7 +485,7 @@ def seeing(root: Path, tiny: Path) -> Path:
 def test_ddp_does_not_reach_a_tower_by_text(root: Path, host: Host, seeing: Path, kind: str) -> None:
     """As the rule says; its first fix helps."""
     spec = a_spec({"parallel.strategy": "ddp", "model.source": "path", "model.path": str(seeing), "method.kind": kind})
-    found = next(f for f in judge(spec, Machine(), root).findings if f.code == "STR045")
+    found = next(f for f in preflight(spec, Machine(), root).findings if f.code == "STR045")
     for name, asked, code in (("as-it-is", spec, 1), ("mended", edit(spec, found.fixes[0].patch), 0)):
         write(root / f"{name}-{kind}", asked)
         assert host.run(root / f"{name}-{kind}", 2) == code, text(root / f"{name}-{kind}")

@@ -96,9 +96,9 @@ def alone(root: Path, cache: Path) -> dict[str, Path]:
     specs["frugal"] = {**EQUAL, **ALONE, **METHODS["full"], **FRUGAL}
     specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
-    specs["anew"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
+    specs["from_scratch"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
     folders = {name: a_folder(root, name, spec) for name, spec in specs.items()}
-    log = together(cache, *folders.values(), f"{folders['anew']}|--anew")
+    log = together(cache, *folders.values(), f"{folders['from_scratch']}|--from-scratch")
     (root / "log.txt").write_text(log)
     return folders
 
@@ -179,8 +179,8 @@ def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted:
     assert not (killed / "checkpoints/checkpoint-9").exists()
 
 
-def test_anew_begins_at_step_0(alone: dict[str, Path]) -> None:
-    found = points(alone["anew"])
+def test_from_scratch_begins_at_step_0(alone: dict[str, Path]) -> None:
+    found = points(alone["from_scratch"])
     again = [n for n, p in enumerate(found) if p.get("event") == "resumed"]
     assert [found[n]["step"] for n in again] == [0]
     first, second = found[: again[0]], found[again[0] + 1 :]

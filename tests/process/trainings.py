@@ -18,7 +18,7 @@ from backend.config.options import edit
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.paths import HOME
-from backend.runs import COOKIE, METRICS, RESULT, STOP, Plan, processes
+from backend.runs import METRICS, RESULT, RUN_MARKER, STOP, Plan, processes
 
 SMALL = {
     "model.builtin": "tiny-llama",
@@ -67,7 +67,7 @@ def lay(made: Plan, folder: Path) -> Path:
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
     own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
+    own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", RUN_MARKER: str(folder)}
     # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
     # leaves a lock on which all later ones wait for ever.
     own |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(HOME / ".cache/torch_extensions")}

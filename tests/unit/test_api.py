@@ -14,7 +14,7 @@ from small import client
 
 from backend.config.options import by_name, options
 from backend.machine import Machine
-from backend.rules import RULES, STALE
+from backend.rules import OUTDATED, RULES
 from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
 from webui.api import requests
@@ -207,7 +207,7 @@ def test_a_run_is_planned_for_another_machine(one):
 def test_rules_page(one):
     page = one.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text.count("<article") == len(RULES) + len(STALE) and "footplate/page.css" in page.text
+    assert page.text.count("<article") == len(RULES) + len(OUTDATED) and "footplate/page.css" in page.text
     assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
     assert not [name for name in ("cards", "count", "families", "levels", "stale") if f"{{{name}}}" in page.text]
 

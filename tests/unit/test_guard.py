@@ -146,7 +146,7 @@ def test_host_name(host, name):
     assert host_name(host) == name
 
 
-class Clock:
+class StepTimer:
     now = 1_000_000.0
 
     def __call__(self):
@@ -158,7 +158,7 @@ PASSWORD = "correct horse"
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return StepTimer()
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_deepspeed_has_its_file(stage):
 
 
 def test_other_strategies_have_no_engine_file():
-    assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml"}
+    assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml", "resolved.json"}
 
 
 @pytest.mark.parametrize(

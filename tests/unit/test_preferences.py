@@ -12,7 +12,7 @@ from specs import spec
 from backend import registry
 from backend.config import Data
 from backend.data import convert, problem, recognise, unpaired
-from backend.inspect import look
+from backend.inspect import inspect_inputs
 from backend.memory import estimate
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
@@ -116,14 +116,14 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
 
     long = {"prompt": "When?", "chosen": "word " * 50, "rejected": "no"}
     pairs = write("pairs.jsonl", [PAIRS["texts"], long, {"prompt": "x", "chosen": "y", "rejected": 3}])
-    found = look(spec(train__stage="dpo", **pairs), tmp_path)
+    found = inspect_inputs(spec(train__stage="dpo", **pairs), tmp_path)
     assert (found.format, found.rows) == ("pairs", 3)
     assert 50 < found.longest < 70, "the longer answer counts, not both"
-    assert "line 3" in str(found.troubles[0])
-    assert look(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
+    assert "line 3" in str(found.issues[0])
+    assert inspect_inputs(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
-    assert look(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
-    wrong = check(spec(train__stage="dpo", **labels), LAPTOP, look(spec(train__stage="dpo", **labels), tmp_path))
+    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
+    wrong = check(spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path))
     assert [f.code for f in wrong if f.level == "error"] == ["STG002"]
 
 

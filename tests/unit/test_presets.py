@@ -4,7 +4,7 @@ import pytest
 
 from backend.config import presets
 from backend.config.options import SpecError, changes
-from backend.inspect import look
+from backend.inspect import inspect_inputs
 from backend.memory import estimate
 from backend.rules import check
 
@@ -40,10 +40,10 @@ def test_missing_and_binary_files(tmp_path):
 
 @pytest.mark.parametrize("preset", presets.presets(), ids=lambda preset: preset.name)
 def test_a_preset_runs_on_its_machine(preset, tmp_path):
-    glance = look(preset.spec, tmp_path)
-    found = check(preset.spec, preset.machine, glance)
+    facts = inspect_inputs(preset.spec, tmp_path)
+    found = check(preset.spec, preset.machine, facts)
     assert [f.code for f in found if f.level != "advice"] == []
-    fits = estimate(preset.spec, preset.machine, glance.shape).fits
+    fits = estimate(preset.spec, preset.machine, facts.shape).fits
     assert fits is True
     assert preset.machine.name and len(preset.about) < 160
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from backend.cli.docs import rules_markdown
 from backend.config import RunSpec
 from backend.config.options import Option, SpecError, by_name, edit, effective, options
 from backend.config.presets import presets
-from backend.inspect import Glance, look
+from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.memory import estimate
 from backend.paths import HOME
-from backend.rules import FAMILIES, RULES, STALE, Case, Example, Finding, Rule, check, rules_markdown
-from backend.rules.autofix import MOST, Mended, mend
+from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check
+from backend.rules.autofix import MOST, AutofixResult, autofix
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -43,7 +44,7 @@ COUNT = 226
 
 def judged(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
     spec = edit(RunSpec(), {**example.patch, **(patch or {})})
-    return check(spec, example.machine or LAPTOP, example.glance or DEMO)
+    return check(spec, example.machine or LAPTOP, example.facts or DEMO)
 
 
 def codes(findings: tuple[Finding, ...], level: str = "") -> set[str]:
@@ -61,39 +62,39 @@ def test_catalogue() -> None:
 
 
 def test_what_is_no_longer_so_is_proven_where_it_says_so() -> None:
-    assert 8 <= len(STALE) <= 14 and len({old.pair for old in STALE}) == len(STALE)
+    assert 8 <= len(OUTDATED) <= 14 and len({old.pair for old in OUTDATED}) == len(OUTDATED)
     text = rules_markdown()
-    for old in STALE:
+    for old in OUTDATED:
         assert old.belief.endswith(".") and old.now.endswith(".") and old.seen and f"### {old.pair}" in text
         if old.test:
             file, _, name = old.test.partition("::")
             assert f"def {name}(" in (HOME / "tests/process" / file).read_text(), old.test
-    assert sum(bool(old.test) for old in STALE) >= 8
+    assert sum(bool(old.test) for old in OUTDATED) >= 8
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
 def test_rule(rule: Rule) -> None:
-    assert rule.why and rule.why[0].isupper() and rule.why.endswith(".")
+    assert rule.reason and rule.reason[0].isupper() and rule.reason.endswith(".")
     assert rule.source and rule.title and not rule.title.endswith(".")
     assert rule.fields and all(name in by_name() for name in rule.fields)
-    found = judged(rule.bad)
+    found = judged(rule.fails_on)
     assert rule.code in codes(found), f"bad raises {codes(found)}"
     assert codes(found, "error") <= {rule.code}, "the bad example is wrong in another way too"
-    good = judged(rule.good)
+    good = judged(rule.passes_on)
     assert rule.code not in codes(good)
     assert not codes(good, "error")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
 def test_fixes(rule: Rule) -> None:
-    found = next(f for f in judged(rule.bad) if f.code == rule.code)
+    found = next(f for f in judged(rule.fails_on) if f.code == rule.code)
     assert all(name in by_name() for name in found.fields)
     assert found.message.endswith((".", "!")) and found.message[0] not in " ,"
     if rule.level == "error":
-        assert found.fixes or rule.remedy, "an error needs a way out"
-    before = codes(judged(rule.bad), "error")
+        assert found.fixes or rule.manual_fix, "an error needs a way out"
+    before = codes(judged(rule.fails_on), "error")
     for fix in found.fixes:
-        after = judged(rule.bad, dict(fix.patch))
+        after = judged(rule.fails_on, dict(fix.patch))
         assert fix.label
         # Files do not change by a click: what they showed stays in a made-up glance.
         stays = rule.code in codes(after) and rule.code in {"DAT002", "DAT003"}
@@ -103,7 +104,7 @@ def test_fixes(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.code)
 def test_of_several_fixes_the_best_stands_first_and_others_say_what_they_cost(rule: Rule) -> None:
-    found = next(f for f in judged(rule.bad) if f.code == rule.code)
+    found = next(f for f in judged(rule.fails_on) if f.code == rule.code)
     safe = [fix.safe for fix in found.fixes if fix.cost != "does not fit"]
     assert safe == sorted(safe, reverse=True), "what is learned stays the same, if it can"
     assert len(found.fixes) < 2 or sum(not fix.cost for fix in found.fixes) <= 1, found.fixes
@@ -129,7 +130,7 @@ def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
     first = next(p.spec for p in presets() if p.name == "first-run")
     for machine in (LAPTOP, H100, T4, TWO_H100):
         for spec in (RunSpec(), first):
-            assert codes(check(spec, machine, look(spec, tmp_path)), "error") == set()
+            assert codes(check(spec, machine, inspect_inputs(spec, tmp_path)), "error") == set()
 
 
 @pytest.mark.parametrize(
@@ -192,10 +193,10 @@ MACHINES = (
 )
 GLANCES = (
     DEMO,
-    replace(DEMO, opening=900, lengths=(1000,)),
-    Glance(),
-    Glance(shape=GPT2, unknown="", rows=0, held=0, lengths=(0,)),
-    Glance(shape=LLAMA_8B, unknown="", rows=1, columns=("x",), exact=False, lengths=(9000,)),
+    replace(DEMO, min_prompt_tokens=900, lengths=(1000,)),
+    InputFacts(),
+    InputFacts(shape=GPT2, unknown="", rows=0, held=0, lengths=(0,)),
+    InputFacts(shape=LLAMA_8B, unknown="", rows=1, columns=("x",), exact=False, lengths=(9000,)),
     replace(FILES, format="labels", labels=(300, 100)),
     replace(FILES, format="pairs"),
     trouble("data.files", "no such file"),
@@ -264,7 +265,7 @@ def drawn(dice: random.Random) -> RunSpec:
                 patch.pop(problem.field)
 
 
-def cases(count: int) -> Iterator[tuple[RunSpec, Machine, Glance]]:
+def cases(count: int) -> Iterator[tuple[RunSpec, Machine, InputFacts]]:
     dice = random.Random(2026)
     for _ in range(count):
         yield drawn(dice), dice.choice(MACHINES), dice.choice(GLANCES)
@@ -272,33 +273,33 @@ def cases(count: int) -> Iterator[tuple[RunSpec, Machine, Glance]]:
 
 def test_no_spec_makes_check_fail() -> None:
     seen = set()
-    for spec, machine, glance in cases(1400):
-        found = check(spec, machine, glance)
+    for spec, machine, facts in cases(1400):
+        found = check(spec, machine, facts)
         seen |= codes(found)
         assert not [f for f in found if f.code == "MEM001" and not f.fixes and NO_WAY not in f.message]
     assert len(seen) > 0.7 * COUNT, {r.code for r in RULES} - seen
 
 
-def cased(machine: Machine, glance: Glance) -> Callable[[RunSpec], Case]:
-    return lambda spec: Case(effective(spec), machine, glance)
+def cased(machine: Machine, facts: InputFacts) -> Callable[[RunSpec], Case]:
+    return lambda spec: Case(effective(spec), machine, facts)
 
 
 def test_applying_fixes_comes_to_an_end() -> None:
     """At one where safe fixes lead: each new, never with more errors than before; and what is left has no such fix
     that leads on."""
     mended = 0
-    for spec, machine, glance in cases(80):
-        before = [f for f in check(spec, machine, glance) if f.level == "error"]
-        after = mend(spec, cased(machine, glance))
+    for spec, machine, facts in cases(80):
+        before = [f for f in check(spec, machine, facts) if f.level == "error"]
+        after = autofix(spec, cased(machine, facts))
         assert len(after.applied) < MOST
-        assert list(after.left) == [f for f in check(after.spec, machine, glance) if f.level == "error"]
+        assert list(after.left) == [f for f in check(after.spec, machine, facts) if f.level == "error"]
         assert len(after.left) < len(before) if after.applied else after.spec == spec
         mended += bool(before) and not after.left
     assert mended >= 5
 
 
 def test_a_spec_that_runs_is_left_alone() -> None:
-    assert mend(RunSpec(), cased(LAPTOP, DEMO)) == Mended(RunSpec(), (), ())
+    assert autofix(RunSpec(), cased(LAPTOP, DEMO)) == AutofixResult(RunSpec(), (), ())
 
 
 def test_offloading_beside_gpus_needs_a_compiler_too() -> None:

@@ -13,7 +13,7 @@ from backend import registry
 from backend.config import merge
 from backend.engines import fsdp
 from backend.modelspec import ModelShape
-from backend.rules.base import Case, Example, Fix, Hit, names, reasons, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
 from backend.rules.distributed.extra_config import FINE, KEYS, dropping, given_keys, value_at
 from backend.rules.distributed.sharding import SMALL
 from backend.rules.examples import EQUIPPED_TWO, TWO_H100
@@ -39,25 +39,25 @@ Refuses = Callable[[Case, Callable[[str], Any]], bool]
 
 
 def _offloads(case: Case) -> bool:
-    return bool(case.strategy.stage) and case.spec.parallel.offload_optimizer != "none"
+    return bool(case.strategy.zero_stage) and case.spec.parallel.offload_optimizer != "none"
 
 
 def _master(case: Case, at: Callable[[str], Any]) -> bool:
     """Half masters are for whole state in RAM, or for a state on the device that is as short."""
     short = at(f"{BF16}optimizer_states") is True
-    return not case.strategy.stage or short == _offloads(case)
+    return not case.strategy.zero_stage or short == _offloads(case)
 
 
 def _longer(case: Case, at: Callable[[str], Any]) -> bool:
     """Whether ZeRO-1 adds the gradients of bf16 up in fp32, which is another optimizer of DeepSpeed's."""
     asked = NUMBERS.get(str(at("data_types.grad_accum_dtype")))
-    return case.strategy.stage == 1 and case.precision == "bf16" and asked == "fp32"
+    return case.strategy.zero_stage == 1 and case.run.compute_dtype == "bf16" and asked == "fp32"
 
 
 def _reduces(case: Case, at: Callable[[str], Any]) -> bool:
     """Whether gradients are scattered as they are averaged, of which each device would keep its part alone."""
     mean = str(at("gradient_allreduce_op")).lower() != "sum"
-    return mean and case.strategy.stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
+    return mean and case.strategy.zero_stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
 
 
 NUMBERS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -67,12 +67,12 @@ NUMBERS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "f
 REFUSED: tuple[tuple[str, Refuses, str], ...] = (
     (
         f"{ZERO}.offload_optimizer.ratio",
-        lambda case, at: _number(at(f"{ZERO}.offload_optimizer.ratio")) < 1 and case.strategy.stage != 3,
+        lambda case, at: _number(at(f"{ZERO}.offload_optimizer.ratio")) < 1 and case.strategy.zero_stage != 3,
         "only ZeRO-3 keeps a part of the state on the device",
     ),
     (
         "gradient_allreduce_op",
-        lambda case, at: str(at("gradient_allreduce_op")).lower() == "sum" and case.strategy.stage == 3,
+        lambda case, at: str(at("gradient_allreduce_op")).lower() == "sum" and case.strategy.zero_stage == 3,
         "ZeRO-3 knows the mean alone",
     ),
     (
@@ -80,7 +80,7 @@ REFUSED: tuple[tuple[str, Refuses, str], ...] = (
         lambda case, at: (
             at(f"{ZERO}.compute_grad_norm") is False
             and (
-                case.strategy.stage not in (1, 2)
+                case.strategy.zero_stage not in (1, 2)
                 or bool(case.spec.train.max_grad_norm)
                 or _offloads(case)
                 or _longer(case, at)
@@ -105,14 +105,16 @@ REFUSED: tuple[tuple[str, Refuses, str], ...] = (
     ),
     (
         "data_types.param_dtype",
-        lambda case, at: NUMBERS.get(str(at("data_types.param_dtype")), case.precision) != case.precision,
+        lambda case, at: (
+            NUMBERS.get(str(at("data_types.param_dtype")), case.run.compute_dtype) != case.run.compute_dtype
+        ),
         "the run computes in other numbers",
     ),
     (
         "data_types.grad_accum_dtype",
         lambda case, at: (
-            not case.strategy.stage
-            and NUMBERS.get(str(at("data_types.grad_accum_dtype")), case.precision) != case.precision
+            not case.strategy.zero_stage
+            and NUMBERS.get(str(at("data_types.grad_accum_dtype")), case.run.compute_dtype) != case.run.compute_dtype
         ),
         "without a stage gradients are added up as they are computed",
     ),
@@ -148,11 +150,11 @@ def _number(value: Any) -> float:
     title="DeepSpeed refuses such keys together",
     source="deepspeed 0.19 runtime/zero/config.py, runtime/config.py, runtime/engine.py, runtime/base_optimizer.py, "
     "runtime/zero/stage_1_and_2.py: assertions and ValueError, on two processes",
-    bad=_deepspeed({"prescale_gradients": True}),
-    good=_deepspeed({"prescale_gradients": True, ZERO: {"reduce_scatter": False}}),
+    fails_on=_deepspeed({"prescale_gradients": True}),
+    passes_on=_deepspeed({"prescale_gradients": True, ZERO: {"reduce_scatter": False}}),
     proof="launch",
 )
-def refused_together(case: Case) -> Hit | None:
+def refused_together(case: Case) -> Violation | None:
     """Some keys are for one stage, or go with others alone. DeepSpeed looks when it starts, after the model was
     loaded."""
     given = given_keys(case)
@@ -164,7 +166,7 @@ def refused_together(case: Case) -> Hit | None:
     found += [(name, "a table belongs there") for name in TABLES if not isinstance(given.get(name, {}), Mapping)]
     if not found:
         return None
-    return Hit(reasons(found), (Fix("Without", dropping(given, [path for path, _ in found]), safe=False),))
+    return Violation(reasons(found), (Fix("Without", dropping(given, [path for path, _ in found]), safe=False),))
 
 
 @rule(
@@ -174,10 +176,10 @@ def refused_together(case: Case) -> Hit | None:
     title="Slices that only DeepSpeed knows of",
     source="deepspeed 0.19 module_inject/auto_tp.py, on two processes: the trained model that is saved is the first "
     "rank's half",
-    bad=_deepspeed({"tensor_parallel": {"autotp_size": 2}}),
-    good=FINE,
+    fails_on=_deepspeed({"tensor_parallel": {"autotp_size": 2}}),
+    passes_on=FINE,
 )
-def hidden_slices(case: Case) -> Hit | None:
+def hidden_slices(case: Case) -> Violation | None:
     """DeepSpeed slices every layer when it starts. Rows of a step, memory, and what is saved are then taken for those
     of whole layers: a part of the model would be kept, and the rest thrown away."""
     given = given_keys(case)
@@ -185,7 +187,9 @@ def hidden_slices(case: Case) -> Hit | None:
     size = value_at(given, path)
     if size == merge.AUTO or _number(size) <= 1:
         return None
-    return Hit(f"autotp_size is {size}.", (Fix("Whole layers", dropping(given, ["tensor_parallel"]), safe=False),))
+    return Violation(
+        f"autotp_size is {size}.", (Fix("Whole layers", dropping(given, ["tensor_parallel"]), safe=False),)
+    )
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _containers(said: Mapping[str, Any], shape: ModelShape | None) -> bool:
 
 def _impossible(case: Case, said: Mapping[str, Any]) -> dict[str, str]:
     """Keys with values that end the run, and why."""
-    second, known = case.strategy.version == 2, case.glance.classes
+    second, known = case.strategy.fsdp_version == 2, case.facts.classes
     found: dict[str, str] = {}
     states = (*fsdp.STATE_DICTS.values(), *(() if second else ("LOCAL_STATE_DICT",)))
     if str(said.get("state_dict_type", states[0])).upper() not in states:
@@ -249,17 +253,17 @@ def _impossible(case: Case, said: Mapping[str, Any]) -> dict[str, str]:
     title="FSDP does not take these values",
     source="transformers 5.23 training_args.py _process_fsdp_args, accelerate 1.15 utils/dataclasses.py "
     "FullyShardedDataParallelPlugin, torch 2.13 distributed/fsdp fully_shard: ValueError",
-    bad=_fsdp({"state_dict_type": "LOCAL_STATE_DICT"}),
-    good=_fsdp({"state_dict_type": "SHARDED_STATE_DICT"}),
+    fails_on=_fsdp({"state_dict_type": "LOCAL_STATE_DICT"}),
+    passes_on=_fsdp({"state_dict_type": "SHARDED_STATE_DICT"}),
     proof="launch",
 )
-def impossible_values(case: Case) -> Hit | None:
+def impossible_values(case: Case) -> Violation | None:
     """Files for the first FSDP, and for other programs, have values that the second one, or the trainer, refuses."""
     given = given_keys(case, "fsdp")
     found = _impossible(case, _plain(given)) if given else {}
     if not found:
         return None
-    return Hit(reasons(found.items()), (Fix("Without", dropping(given, _as_given(given, list(found)))),))
+    return Violation(reasons(found.items()), (Fix("Without", dropping(given, _as_given(given, list(found)))),))
 
 
 # What transformers 5.23 training_args.py, _process_fsdp_args, looks at.
@@ -277,16 +281,18 @@ READ_ONCE = {*FIRST_SWITCHES, "backward_prefetch"}
     fields=(KEYS,),
     title="Keys that nobody reads",
     source="transformers 5.23 training_args.py _process_fsdp_args hands on what it knows, and passes over the rest",
-    bad=_fsdp({"ignored_modules": "lm_head"}),
-    good=_fsdp({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
+    fails_on=_fsdp({"ignored_modules": "lm_head"}),
+    passes_on=_fsdp({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
 )
-def unread(case: Case) -> Hit | None:
+def unread(case: Case) -> Violation | None:
     """The trainer passes over keys of FSDP's that it does not know, without a word: some are for the first FSDP, some
     for accelerate's own file, some are typing errors."""
     given = given_keys(case, "fsdp")
-    known = READ if case.strategy.version == 2 else READ | READ_ONCE
+    known = READ if case.strategy.fsdp_version == 2 else READ | READ_ONCE
     found = [name for name in given if name.removeprefix("fsdp_") not in known]
-    return Hit(f"{names(found)} would have no effect.", (Fix("Without", dropping(given, found)),)) if found else None
+    return (
+        Violation(f"{names(found)} would have no effect.", (Fix("Without", dropping(given, found)),)) if found else None
+    )
 
 
 @rule(
@@ -296,10 +302,10 @@ def unread(case: Case) -> Hit | None:
     title="FSDP would gather the whole model at once",
     source="accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_auto_wrap_policy; utils/dataclasses.py "
     "set_auto_wrap_policy: a size of zero is ignored in silence",
-    bad=_fsdp({"auto_wrap_policy": "NO_WRAP"}),
-    good=_fsdp({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
+    fails_on=_fsdp({"auto_wrap_policy": "NO_WRAP"}),
+    passes_on=_fsdp({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
 )
-def one_unit(case: Case) -> Hit | None:
+def one_unit(case: Case) -> Violation | None:
     """Weights are gathered unit by unit. Where the model is one unit, each device has to hold all of it in a step, and
     the estimate is about layers."""
     given = given_keys(case, "fsdp")
@@ -309,4 +315,4 @@ def one_unit(case: Case) -> Hit | None:
     if policy != POLICIES[2] and not sized:
         return None
     fix = Fix("Layer by layer", dropping(given, _as_given(given, ["auto_wrap_policy", "min_num_params"])))
-    return Hit(f"auto_wrap_policy is {policy}{' without a size' if sized else ''}.", (fix,))
+    return Violation(f"auto_wrap_policy is {policy}{' without a size' if sized else ''}.", (fix,))

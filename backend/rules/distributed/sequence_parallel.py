@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.examples import DEMO, GPT2, LLAMA_8B, TWO_H100
 from backend.rules.stages import DPO
 
@@ -28,14 +28,14 @@ def _shared(case: Case) -> bool:
     title="Context parallel needs GPUs",
     source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
     fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}),
-    good=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}),
+    passes_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
     proof="launch",
 )
 def context_on_cpu(case: Case) -> str | None:
     """The pieces of a row meet in the attention's kernel."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context_parallel_size > 1
-    return "The run would take the CPU." if asked and case.device == "cpu" else None
+    asked = case.strategy.fsdp_version == 2 and case.spec.parallel.context_parallel_size > 1
+    return "The run would take the CPU." if asked and case.run.device == "cpu" else None
 
 
 @rule(
@@ -45,13 +45,13 @@ def context_on_cpu(case: Case) -> str | None:
     title="Context parallel is not proven here",
     source="Footplate's own tests run without GPUs",
     fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
-    bad=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
-    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
 def context_unproven(case: Case) -> str | None:
     """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
-    asked = case.strategy.version == 2 and case.spec.parallel.context_parallel_size > 1
-    return "Compare the first losses with a run without it." if asked and case.device != "cpu" else None
+    asked = case.strategy.fsdp_version == 2 and case.spec.parallel.context_parallel_size > 1
+    return "Compare the first losses with a run without it." if asked and case.run.device != "cpu" else None
 
 
 @rule(
@@ -62,17 +62,17 @@ def context_unproven(case: Case) -> str | None:
     source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the group's size must divide the world's; "
     "torch 2.13 distributed/nn/functional.py: with gloo gradients are scattered from global ranks, of which such a "
     "group has some",
-    bad=Example({**SEQUENCE, "parallel.sequence_parallel_size": 4}, TWO_H100, EIGHT_B),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example({**SEQUENCE, "parallel.sequence_parallel_size": 4}, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
 )
-def sequence_groups(case: Case) -> Hit | None:
+def sequence_groups(case: Case) -> Violation | None:
     """Each row is worked on by one group of processes, all of the same size; on a CPU by all processes together."""
-    size, count = case.spec.parallel.sequence_parallel_size, case.world
-    whole = case.device == "cpu"
+    size, count = case.spec.parallel.sequence_parallel_size, case.run.world_size
+    whole = case.run.device == "cpu"
     if not _shared(case) or (count == size if whole else count % size == 0):
         return None
     fixes = (Fix(f"{count} share a row", {"parallel.sequence_parallel_size": count}),) if count > 1 else ()
-    return Hit(f"{counted(count, 'process')}, and {size} share a row.", (*fixes, WITHOUT))
+    return Violation(f"{counted(count, 'process')}, and {size} share a row.", (*fixes, WITHOUT))
 
 
 @rule(
@@ -83,8 +83,8 @@ def sequence_groups(case: Case) -> Hit | None:
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py wants position_ids, which pairs of answers lack; "
     "trl 1.16: sequence parallel is known to the SFT trainer alone",
     fixes=(WITHOUT,),
-    bad=Example({**SEQUENCE, **DPO}, TWO_H100, EIGHT_B),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example({**SEQUENCE, **DPO}, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
     proof="launch",
 )
 def sequence_stage(case: Case) -> str | None:
@@ -101,8 +101,8 @@ def sequence_stage(case: Case) -> str | None:
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the boundaries of "
     "documents in a packed batch are no row of tokens",
     fixes=(Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"), WITHOUT),
-    bad=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
     proof="launch",
 )
 def sequence_packing(case: Case) -> str | None:
@@ -117,8 +117,8 @@ def sequence_packing(case: Case) -> str | None:
     title="This attention cannot be shared",
     source="accelerate 1.15 utils/dataclasses.py, DeepSpeedSequenceParallelConfig refuses eager and flex_attention",
     fixes=(Fix("SDPA", {"model.attn_implementation": "sdpa"}), WITHOUT),
-    bad=Example({**SEQUENCE, "model.attn_implementation": "eager"}, TWO_H100, EIGHT_B),
-    good=Example({**SEQUENCE, "model.attn_implementation": "sdpa"}, TWO_H100, EIGHT_B),
+    fails_on=Example({**SEQUENCE, "model.attn_implementation": "eager"}, TWO_H100, EIGHT_B),
+    passes_on=Example({**SEQUENCE, "model.attn_implementation": "sdpa"}, TWO_H100, EIGHT_B),
 )
 def sequence_attention(case: Case) -> str | None:
     """DeepSpeed exchanges tokens for heads around the attention, and knows SDPA and FlashAttention."""
@@ -134,8 +134,8 @@ def sequence_attention(case: Case) -> str | None:
     source="seen with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: it puts heads together, "
     "and DeepSpeed has done so already",
     fixes=(WITHOUT,),
-    bad=Example(SEQUENCE, TWO_H100, replace(DEMO, shape=GPT2)),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example(SEQUENCE, TWO_H100, replace(DEMO, shape=GPT2)),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
     proof="launch",
 )
 def sequence_gpt2(case: Case) -> str | None:
@@ -151,8 +151,8 @@ def sequence_gpt2(case: Case) -> str | None:
     title="The attention's heads cannot be shared out",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: heads are divided by the group's size",
     fixes=(WITHOUT,),
-    bad=Example(SEQUENCE, TWO_H100),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example(SEQUENCE, TWO_H100),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
     proof="launch",
 )
 def sequence_heads(case: Case) -> str | None:
@@ -173,8 +173,8 @@ def sequence_heads(case: Case) -> str | None:
     source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: a mean of each batch; with "
     "accumulation 2 the losses differ from those of one process by 0.0003",
     fixes=(Fix("No accumulation", {"train.gradient_accumulation_steps": 1}, safe=False),),
-    bad=Example({**SEQUENCE, "train.gradient_accumulation_steps": 4}, TWO_H100, EIGHT_B),
-    good=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    fails_on=Example({**SEQUENCE, "train.gradient_accumulation_steps": 4}, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
 )
 def sequence_accumulation(case: Case) -> str | None:
     """Elsewhere every token of a step counts alike. With sequence parallel every accumulated batch does, so that tokens
@@ -194,14 +194,14 @@ CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}
     source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
     "plain rows; accelerate 1.15 big_modeling.py: full attention alone; trl 1.16 sft_trainer.py: no packing",
     fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
-    bad=Example({**CONTEXT, "data.packing": True}, TWO_H100),
-    good=Example(CONTEXT, TWO_H100),
+    fails_on=Example({**CONTEXT, "data.packing": True}, TWO_H100),
+    passes_on=Example(CONTEXT, TWO_H100),
 )
-def context_limits(case: Case) -> Hit | None:
+def context_limits(case: Case) -> Violation | None:
     """A row is cut into pieces for the devices, and the attention's kernel puts them together again. It knows one
     kernel, rows that stand alone and are seen whole, and a loss that adds up single tokens."""
     spec = case.spec
-    if case.strategy.version != 2 or spec.parallel.context_parallel_size == 1:
+    if case.strategy.fsdp_version != 2 or spec.parallel.context_parallel_size == 1:
         return None
     wrong = [
         (
@@ -218,4 +218,4 @@ def context_limits(case: Case) -> Hit | None:
         ("a window of attention in the model", case.shape is not None and case.shape.sliding, None),
     ]
     found = [(name, fix) for name, holds, fix in wrong if holds]
-    return Hit(f"Asked for: {names([n for n, _ in found])}.", tuple(f for _, f in found if f)) if found else None
+    return Violation(f"Asked for: {names([n for n, _ in found])}.", tuple(f for _, f in found if f)) if found else None

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from backend import registry
 from backend.config import merge
-from backend.engines import deepspeed, fsdp
 from backend.machine import Machine
-from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import DDP, FSDP2, ZERO3
 from backend.rules.examples import DEMO, GPT2, LAPTOP, TINY, TWO_H100
 
@@ -24,7 +23,7 @@ FOUR = {"launch.nproc_per_node": 4}
 
 
 def _disk(case: Case) -> bool:
-    parallel, stage = case.spec.parallel, case.strategy.stage
+    parallel, stage = case.spec.parallel, case.strategy.zero_stage
     weights = stage == 3 and parallel.offload_param == "nvme"
     return weights or (bool(stage) and parallel.offload_optimizer == "nvme")
 
@@ -40,13 +39,13 @@ def _cores(machine: Machine, cores: int) -> Machine:
     title="FSDP1 does not run on a CPU",
     source="accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin wants an accelerator for version 1",
     fixes=(FSDP2, DDP),
-    bad=Example({"parallel.strategy": "fsdp1"}),
-    good=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp1"}),
+    passes_on=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
     proof="launch",
 )
 def first_on_cpu(case: Case) -> str | None:
     """The library starts the first FSDP on accelerators alone. FSDP2 runs on both."""
-    return "The run would take the CPU." if case.strategy.version == 1 and case.device == "cpu" else None
+    return "The run would take the CPU." if case.strategy.fsdp_version == 1 and case.run.device == "cpu" else None
 
 
 @rule(
@@ -56,13 +55,13 @@ def first_on_cpu(case: Case) -> str | None:
     title="FSDP1 is deprecated",
     source="transformers 5.23 training_args.py: deprecated, to be removed",
     fixes=(FSDP2,),
-    bad=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
-    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp1"}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
 def first_is_old(case: Case) -> str | None:
     """FSDP2 shards each weight by itself: less memory, exact mixed precision, and checkpoints that fit other numbers of
     devices."""
-    return "It is kept for old configurations." if case.strategy.version == 1 else None
+    return "It is kept for old configurations." if case.strategy.fsdp_version == 1 else None
 
 
 @rule(
@@ -75,13 +74,13 @@ def first_is_old(case: Case) -> str | None:
         Fix("One process", {"parallel.strategy": "single"}),
         Fix("Two processes", {"launch.nproc_per_node": 2}, cost="a second device"),
     ),
-    bad=Example({"parallel.strategy": "fsdp2", "launch.nproc_per_node": 1}, TWO_H100),
-    good=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp2", "launch.nproc_per_node": 1}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
     proof="launch",
 )
 def alone(case: Case) -> str | None:
     """FSDP and tensor parallel spread a model over processes."""
-    return "There is one process." if case.strategy.engine in ("fsdp", "tensor") and case.world == 1 else None
+    return "There is one process." if case.strategy.engine in ("fsdp", "tensor") and case.run.world_size == 1 else None
 
 
 @rule(
@@ -94,14 +93,14 @@ def alone(case: Case) -> str | None:
         Fix("State on the device", {"parallel.offload_optimizer": "none"}, cost="more memory there"),
         Fix("AdamW", {"train.optim": "adamw"}, safe=False),
     ),
-    bad=Example({**OFFLOADED, "train.optim": "sgd"}, TWO_H100),
-    good=Example(OFFLOADED, TWO_H100),
+    fails_on=Example({**OFFLOADED, "train.optim": "sgd"}, TWO_H100),
+    passes_on=Example(OFFLOADED, TWO_H100),
     proof="launch",
 )
 def offloaded_optimizer(case: Case) -> str | None:
     """With the optimizer's state away from the device DeepSpeed steps by its own CPU Adam, whatever was asked for."""
     optimizer = registry.OPTIMIZERS[case.spec.train.optim]
-    if not case.strategy.stage or case.spec.parallel.offload_optimizer == "none":
+    if not case.strategy.zero_stage or case.spec.parallel.offload_optimizer == "none":
         return None
     if optimizer.name in ("adamw_torch", "adamw_torch_fused"):
         return None
@@ -116,12 +115,12 @@ def offloaded_optimizer(case: Case) -> str | None:
     source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU alone, and nothing "
     "comes to the disk",
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu"}, cost="RAM"), ZERO3),
-    bad=Example({**ON_DISK, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, nvme="")),
-    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+    fails_on=Example({**ON_DISK, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, nvme="")),
+    passes_on=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
 def disk_below_three(case: Case) -> str | None:
     """ZeRO-1 and 2 offload to RAM."""
-    return f"{case.strategy.label} was chosen." if _disk(case) and case.strategy.stage < 3 else None
+    return f"{case.strategy.label} was chosen." if _disk(case) and case.strategy.zero_stage < 3 else None
 
 
 @rule(
@@ -131,13 +130,13 @@ def disk_below_three(case: Case) -> str | None:
     title="The NVMe folder cannot be used",
     source="deepspeed 0.19 runtime/swap_tensor: files are made in the folder that is named",
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
-    bad=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
-    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+    fails_on=Example({**ON_DISK, "parallel.nvme_path": ""}, TWO_H100, replace(DEMO, nvme="No folder is named.")),
+    passes_on=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
     proof="launch",
 )
 def disk_missing(case: Case) -> str | None:
     """State and weights travel to files in that folder all the time."""
-    return case.glance.nvme or None if _disk(case) else None
+    return case.facts.nvme or None if _disk(case) else None
 
 
 @rule(
@@ -147,9 +146,9 @@ def disk_missing(case: Case) -> str | None:
     title="libaio is missing",
     source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and tries whether it is there",
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
-    remedy="On Debian: apt-get install libaio-dev g++ python3-dev.",
-    bad=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
-    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+    manual_fix="On Debian: apt-get install libaio-dev g++ python3-dev.",
+    fails_on=Example(ON_DISK, replace(TWO_H100, libaio=False), replace(DEMO, nvme="")),
+    passes_on=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
 def no_libaio(case: Case) -> str | None:
     """DeepSpeed reads and writes the disk through libaio."""
@@ -163,12 +162,12 @@ def no_libaio(case: Case) -> str | None:
     title="This folder is not on an NVMe disk",
     source="deepspeed.ai ZeRO-Infinity: made for several GB/s",
     fixes=(Fix("CPU memory", {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"}, cost="RAM"),),
-    bad=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="", nvme_slow="/nvme lies on a turning disk.")),
-    good=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
+    fails_on=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="", nvme_slow="/nvme lies on a turning disk.")),
+    passes_on=Example(ON_DISK, TWO_H100, replace(DEMO, nvme="")),
 )
 def disk_slow(case: Case) -> str | None:
     """Every step reads and writes twelve bytes a trained weight."""
-    return case.glance.nvme_slow or None if _disk(case) else None
+    return case.facts.nvme_slow or None if _disk(case) else None
 
 
 @rule(
@@ -180,26 +179,26 @@ def disk_slow(case: Case) -> str | None:
     fixes=(
         Fix("The model's own", {"parallel.transformer_layer_cls_to_wrap": ()}, cost="layers are found by themselves"),
     ),
-    bad=Example(
+    fails_on=Example(
         {"parallel.strategy": "fsdp2", "parallel.transformer_layer_cls_to_wrap": ("GPT2Block",)},
         TWO_H100,
         replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
     ),
-    good=Example(
+    passes_on=Example(
         {"parallel.strategy": "fsdp2", "parallel.transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",)},
         TWO_H100,
         replace(DEMO, classes=("LlamaDecoderLayer", "LlamaMLP")),
     ),
 )
-def unknown_layers(case: Case) -> Hit | None:
+def unknown_layers(case: Case) -> Violation | None:
     """FSDP gathers a model layer by layer, and finds the layers by the names of their classes."""
-    known, asked = case.glance.classes, case.spec.parallel.transformer_layer_cls_to_wrap
+    known, asked = case.facts.classes, case.spec.parallel.transformer_layer_cls_to_wrap
     missing = [name for name in asked if known and name not in known]
     if case.strategy.engine != "fsdp" or not missing:
         return None
     layers = [name for name in known if name.endswith(("Layer", "Block"))] or list(known)
     fixes = (Fix(layers[0], {"parallel.transformer_layer_cls_to_wrap": (layers[0],)}),) if layers else ()
-    return Hit(f"{names(missing)} is not among its classes, such as {names(layers[:4])}.", fixes)
+    return Violation(f"{names(missing)} is not among its classes, such as {names(layers[:4])}.", fixes)
 
 
 @rule(
@@ -220,31 +219,31 @@ def unknown_layers(case: Case) -> Hit | None:
             cost="all devices share one copy",
         ),
     ),
-    bad=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 3}, _cores(LAPTOP, 4)),
-    good=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 2}, _cores(LAPTOP, 4)),
+    fails_on=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 3}, _cores(LAPTOP, 4)),
+    passes_on=Example({**FULL, **FOUR, "parallel.strategy": "fsdp2", "parallel.replicate_size": 2}, _cores(LAPTOP, 4)),
     proof="launch",
 )
-def mesh_arithmetic(case: Case) -> Hit | str | None:
+def mesh_arithmetic(case: Case) -> Violation | str | None:
     """Replicas, context and slices divide the processes; what remains are shards, at least two under FSDP."""
-    parallel, row, count = case.spec.parallel, case.strategy, case.world
+    parallel, row, count = case.spec.parallel, case.strategy, case.run.world_size
     if row.engine == "tensor":
         if count % parallel.tensor_parallel_size == 0:
             return None
         wanted = max(1, count // parallel.tensor_parallel_size) * parallel.tensor_parallel_size
         message = f"{counted(count, 'process')} cannot form groups of {parallel.tensor_parallel_size}."
-        return Hit(message, _as_many(case, wanted))
+        return Violation(message, _as_many(case, wanted))
     whole = parallel.replicate_size * parallel.context_parallel_size
     alone = parallel.replicate_size > 1 and count == whole  # no shard is left beside the replicas
-    if row.version != 2 or whole == 1 or (count % whole == 0 and not alone):
+    if row.fsdp_version != 2 or whole == 1 or (count % whole == 0 and not alone):
         return None
     wanted = 2 * whole if count < 2 * whole else count // whole * whole
     message = f"{counted(count, 'process')} for {parallel.replicate_size} replicas x {parallel.context_parallel_size} context."
-    return Hit(message, _as_many(case, wanted))
+    return Violation(message, _as_many(case, wanted))
 
 
 def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     """So many processes on all nodes together, if they can be shared out."""
-    each, rest = divmod(wanted, case.nodes)
+    each, rest = divmod(wanted, case.run.nnodes)
     return () if rest else (Fix(counted(wanted, "process"), {"launch.nproc_per_node": each}, cost="as many devices"),)
 
 
@@ -255,8 +254,8 @@ def _as_many(case: Case, wanted: int) -> tuple[Fix, ...]:
     title="Adapters do not fit slices of layers",
     source="seen with peft 0.21 and transformers 5.23: the adapter's shapes are those of the whole layer",
     fixes=(FSDP2, Fix("Full training", FULL, safe=False, cost="much more memory")),
-    bad=Example({"parallel.strategy": "tensor", "save.strategy": "no"}, TWO_H100, SMALL),
-    good=Example(SLICED, TWO_H100, SMALL),
+    fails_on=Example({"parallel.strategy": "tensor", "save.strategy": "no"}, TWO_H100, SMALL),
+    passes_on=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
 )
 def adapters_on_slices(case: Case) -> str | None:
@@ -275,8 +274,8 @@ def adapters_on_slices(case: Case) -> str | None:
         Fix("No checkpoints", {"save.strategy": "no"}, cost="nothing before the end"),
         FSDP2,
     ),
-    bad=Example({**SLICED, "save.strategy": "epoch"}, TWO_H100, SMALL),
-    good=Example(SLICED, TWO_H100, SMALL),
+    fails_on=Example({**SLICED, "save.strategy": "epoch"}, TWO_H100, SMALL),
+    passes_on=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
 )
 def slices_resume(case: Case) -> str | None:
@@ -293,8 +292,8 @@ def slices_resume(case: Case) -> str | None:
     source="transformers 5.23 distributed/tensor_parallel.py: a projection is cut evenly, and attention reads whole "
     "heads",
     fixes=(FSDP2,),
-    bad=Example({**SLICED, **FOUR, "parallel.tensor_parallel_size": 4}, _cores(LAPTOP, 4)),
-    good=Example({**SLICED, "parallel.tensor_parallel_size": 3, "launch.nproc_per_node": 3}, _cores(LAPTOP, 3)),
+    fails_on=Example({**SLICED, **FOUR, "parallel.tensor_parallel_size": 4}, _cores(LAPTOP, 4)),
+    passes_on=Example({**SLICED, "parallel.tensor_parallel_size": 3, "launch.nproc_per_node": 3}, _cores(LAPTOP, 3)),
     proof="launch",
 )
 def heads_in_slices(case: Case) -> str | None:
@@ -315,7 +314,7 @@ def heads_in_slices(case: Case) -> str | None:
         Fix("One file", {"parallel.state_dict_type": "full"}, cost="gathered in RAM"),
         Fix("Whole checkpoints", {"save.only_model": False}, cost="larger on disk"),
     ),
-    bad=Example(
+    fails_on=Example(
         {
             "parallel.strategy": "fsdp2",
             "parallel.state_dict_type": "sharded",
@@ -324,7 +323,7 @@ def heads_in_slices(case: Case) -> str | None:
         },
         TWO_H100,
     ),
-    good=Example({"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2", "parallel.state_dict_type": "sharded"}, TWO_H100),
     proof="launch",
 )
 def sharded_weights(case: Case) -> str | None:
@@ -341,11 +340,13 @@ def sharded_weights(case: Case) -> str | None:
     title="Further keys win over the form",
     source="Footplate lays them over the file that the form makes",
     fixes=(Fix("Drop them", {"parallel.extra_config": ""}),),
-    bad=Example(
+    fails_on=Example(
         {"parallel.strategy": "zero2", "parallel.extra_config": '{"zero_optimization": {"overlap_comm": false}}'},
         TWO_H100,
     ),
-    good=Example({"parallel.strategy": "zero2", "parallel.extra_config": '{"wall_clock_breakdown": true}'}, TWO_H100),
+    passes_on=Example(
+        {"parallel.strategy": "zero2", "parallel.extra_config": '{"wall_clock_breakdown": true}'}, TWO_H100
+    ),
 )
 def keys_over_form(case: Case) -> str | None:
     """A value that stands in both is that of the further keys, and what is estimated and checked is the form's."""
@@ -353,7 +354,7 @@ def keys_over_form(case: Case) -> str | None:
     if engine not in ("deepspeed", "fsdp") or not spec.parallel.extra_config:
         return None
     form = case.with_patch({"parallel.extra_config": ""})
-    made = deepspeed.configuration(form) if engine == "deepspeed" else fsdp.configuration(form)
+    made = case.run.engine.configuration(form)
     over = merge.paths(merge.clashes(merge.parse(spec.parallel.extra_config), made))
     return f"{names(over)} would be another." if over else None
 
@@ -365,8 +366,8 @@ def keys_over_form(case: Case) -> str | None:
     title="Nobody has planned how to slice this model",
     source="transformers 5.23 distributed/mixin.py: a model without tp_plan is refused; GPT-2 has none",
     fixes=(FSDP2, DDP),
-    bad=Example(SLICED, TWO_H100, replace(DEMO, shape=GPT2)),
-    good=Example(SLICED, TWO_H100, SMALL),
+    fails_on=Example(SLICED, TWO_H100, replace(DEMO, shape=GPT2)),
+    passes_on=Example(SLICED, TWO_H100, SMALL),
     proof="launch",
 )
 def unsliced(case: Case) -> str | None:

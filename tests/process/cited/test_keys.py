@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from backend import registry
 from backend.config import RunSpec, merge
 from backend.config.options import edit
-from backend.engines import fsdp
+from backend.engines import engine_of
 from backend.launch import accelerate_config
+from backend.resolve import resolve
 from backend.rules import accelerate_launcher
 from backend.rules.distributed import extra_config_conflicts
 from backend.rules.examples import TWO_H100
@@ -46,7 +47,7 @@ def llama() -> LlamaForCausalLM:
 def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
     spec = edit(RunSpec(), {**CLEAN, **patch})
-    said = merge.over(accelerate_config.configuration(spec, TWO_H100), given)
+    said = merge.over(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
     found, defaults, precise = _validate_launch_command(parsed)
@@ -122,7 +123,7 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
     """accelerate's FSDP as the trainer, and what we tell it, make it; of FSDP1 what asks for a GPU is left out."""
     once = {"sync_module_states": False} if spec.parallel.strategy == "fsdp1" else {}
     given = SimpleNamespace(
-        fsdp=True, fsdp_config={**fsdp.configuration(spec), **once, **more}, activation_checkpointing=False
+        fsdp=True, fsdp_config={**engine_of(spec.parallel.strategy).configuration(spec), **once, **more}, activation_checkpointing=False
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
     engine._plugin(spec, given, "cuda", "bf16")

@@ -10,9 +10,10 @@ import yaml
 
 from backend.config import RunSpec, importers, merge
 from backend.config.options import SpecError, changes
-from backend.engines import deepspeed, fsdp
+from backend.engines import engine_of
 from backend.launch import accelerate_config
 from backend.machine import Machine
+from backend.resolve import resolve
 
 OFFLOADED = {
     "train_batch_size": "auto",
@@ -59,7 +60,7 @@ def test_a_deepspeed_file_comes_back_as_it_was() -> None:
         "zero_optimization.stage3_param_persistence_threshold",
         "wall_clock_breakdown",
     }
-    assert merge.beyond(importers._plain(OFFLOADED), deepspeed.configuration(spec)) == {}
+    assert merge.beyond(importers._plain(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec)) == {}
 
 
 OWN = {
@@ -170,7 +171,7 @@ def test_an_accelerate_file_fills_the_form() -> None:
     assert not spec.parallel.reshard_after_forward
     assert (spec.parallel.state_dict_type, spec.precision.compute) == ("sharded", "bf16")
     assert set(kept) == {"debug", "tpu_env"}
-    assert yaml.safe_load(accelerate_config.text(spec, Machine()))["debug"] is True
+    assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
 
 
 def test_a_file_that_lets_every_rank_read_is_heard() -> None:
@@ -178,8 +179,8 @@ def test_a_file_that_lets_every_rank_read_is_heard() -> None:
     theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
     spec, kept = importers.read(yaml.safe_dump(theirs), RunSpec())
     assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
-    assert json.loads(fsdp.text(spec))["cpu_ram_efficient_loading"] is False
-    said = yaml.safe_load(accelerate_config.text(spec, Machine()))["fsdp_config"]
+    assert json.loads(engine_of(spec.parallel.strategy).config_text(spec))["cpu_ram_efficient_loading"] is False
+    said = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
     assert said["fsdp_cpu_ram_efficient_loading"] is False
 
 

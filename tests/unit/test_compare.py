@@ -9,9 +9,9 @@ import pytest
 from backend.compare import Variant, suggestion, variants
 from backend.config import presets
 from backend.config.options import edit, effective
-from backend.inspect import look
+from backend.inspect import inspect_inputs
 from backend.machine import machines
-from backend.resolve import global_batch
+from backend.resolve import resolve
 from backend.rules import Case, examine
 
 EIGHT_B = 8_030_261_248
@@ -20,7 +20,7 @@ EIGHT_B = 8_030_261_248
 def case(name: str, machine: str, **changes: object) -> Case:
     spec = next(p.spec for p in presets.presets() if p.name == name)
     spec = effective(edit(spec, {key.replace("__", "."): value for key, value in changes.items()}))
-    return Case(spec, machines()[machine], look(spec, Path.cwd(), {"HF_HOME": "/nowhere"}))
+    return Case(spec, machines()[machine], inspect_inputs(spec, Path.cwd(), {"HF_HOME": "/nowhere"}))
 
 
 def ways(found: Case) -> dict[str, Variant]:
@@ -42,7 +42,7 @@ def test_what_is_sent_follows_from_what_is_spread() -> None:
 def test_each_way_learns_from_the_same_rows() -> None:
     found = case("full-8b-fsdp2", "8x80gb")
     for way in variants(found):
-        assert global_batch(effective(edit(found.spec, dict(way.patch)))) == global_batch(found.spec), way.name
+        assert resolve(effective(edit(found.spec, dict(way.patch))), found.machine).global_batch_size == found.run.global_batch_size, way.name
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
     assert best.name == name
     assert " of " in why
     spec = effective(edit(found.spec, dict(best.patch)))
-    assert not [f for f in examine(Case(spec, found.machine, found.glance)) if f.level == "error"]
+    assert not [f for f in examine(Case(spec, found.machine, found.facts)) if f.level == "error"]
 
 
 def test_where_nothing_fits_less_at_once_is_tried() -> None:
