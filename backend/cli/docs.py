@@ -95,7 +95,7 @@ def rule_entries() -> list[dict[str, Any]]:
             "family": FAMILIES[family(rule)][1],
             "title": rule.title,
             "reason": rule.reason,
-            "example": example_findings()[rule.code].message,
+            "example": _example_message(rule),
             "fixes": [_fix_entry(fix) for fix in example_findings()[rule.code].fixes],
             "manual_fix": rule.manual_fix,
             "options": list(rule.fields),
@@ -104,6 +104,11 @@ def rule_entries() -> list[dict[str, Any]]:
         }
         for rule in RULES
     ]
+
+
+def _example_message(rule: Rule) -> str:
+    """The message of the failing example, without the manual fix that ends it."""
+    return example_findings()[rule.code].message.removesuffix(f" {rule.manual_fix}")
 
 
 def _fix_entry(fix: Fix) -> dict[str, Any]:
@@ -140,7 +145,7 @@ def _rule_section(rule: Rule) -> Iterator[str]:
     yield ""
     yield f"**{rule.level.capitalize()}** (`{rule.slug}`). {rule.reason}"
     yield ""
-    yield f"- Example: {example.message}"
+    yield f"- Example: {_example_message(rule)}"
     if example.fixes:
         yield f"- Fixes: {'; '.join(map(_fix_words, example.fixes))}"
     if rule.manual_fix:
@@ -160,7 +165,7 @@ def _outdated_section(outdated: Outdated) -> Iterator[str]:
     launched = f"a test launches it, `tests/process/{outdated.test}`"
     yield f"### {outdated.pair}"
     yield ""
-    yield f"~~{outdated.belief}~~ {outdated.now}"
+    yield f"Before: {outdated.belief} Now: {outdated.now}"
     yield ""
     yield f"- Verified with: {outdated.seen}"
     yield f"- Proof: {launched if outdated.test else 'read in the source, not launched'}"

@@ -1,7 +1,7 @@
-"""RunSpec <-> YAML: the files under presets/, a run's spec.yaml, and what people import and export.
+"""RunSpec <-> YAML: the presets, a run's spec.yaml, and the files that users import and export.
 
-Floor 2. Imports: machine, options, spec, paths. A YAML file holds sections with only what differs from the defaults,
-and may open with `title`, `about` and `machine` (the name of the one it is meant for, in presets/machines).
+Imports machine, options, config, paths. A YAML file has sections with only the options that differ from their defaults.
+It may start with `title`, `about` and `machine` (a name in presets/machines: the machine that the preset is for).
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from backend.config.options import Problem, SpecError, build, changes, nest
 from backend.machine import Machine, machines
 from backend.paths import PRESETS
 
-HEAD = ("title", "about", "machine")
+HEADER = ("title", "about", "machine")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A named starting point, and the machine that it is meant for: there it raises no error."""
+    """A complete spec to start from, and the machine that it is for: there the checks report no error."""
 
     name: str
     title: str
     about: str
-    place: str
+    machine_name: str
     machine: Machine
     spec: RunSpec
 
 
 def dump(spec: RunSpec) -> str:
-    """`spec` as YAML: what is shown and differs from the defaults, by section. Hidden values are left out."""
+    """`spec` as YAML: the active options that differ from their defaults, by section."""
     plain = {name: _plain(value) for name, value in changes(spec).items()}
     return yaml.safe_dump(nest(plain), sort_keys=False, allow_unicode=True) if plain else "{}\n"
 
 
 def load(text: str) -> RunSpec:
-    """RunSpec from YAML. Raises SpecError naming the line, or each field, that is wrong."""
-    return build({k: v for k, v in _mapping(text).items() if k not in HEAD})
+    """RunSpec from YAML text. Raises SpecError with the line, or with each invalid field."""
+    return build({k: v for k, v in _mapping(text).items() if k not in HEADER})
 
 
 def read(source: str | Path) -> RunSpec:
-    """RunSpec from a YAML file, or from the preset of that name. Raises SpecError naming the file."""
+    """RunSpec from a YAML file, or from the preset of that name. Raises SpecError with the file."""
     path = Path(source)
     if not path.is_file() and path.suffix not in (".yaml", ".yml") and (PRESETS / f"{source}.yaml").is_file():
         path = PRESETS / f"{source}.yaml"
@@ -53,22 +53,22 @@ def read(source: str | Path) -> RunSpec:
         return load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = ", ".join(p.name for p in presets())
-        raise SpecError([Problem("", f"{source}: no such file, and no such preset ({names})")]) from None
+        raise SpecError([Problem("", f"{source}: no such file and no such preset (presets: {names})")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([Problem("", f"{path}: cannot be read: {error}")]) from None
+        raise SpecError([Problem("", f"cannot read {path}: {error}")]) from None
     except SpecError as error:
         raise SpecError([Problem(p.field, f"{p.message} ({path})") for p in error.problems]) from None
 
 
 def presets(folder: Path = PRESETS) -> list[Preset]:
-    """Every preset, those for the smallest machine first."""
-    found, places = [], machines()
-    order = list(places)
+    """Every preset, the smallest machine first."""
+    found, known = [], machines()
+    order = list(known)
     for path in folder.glob("*.yaml"):
         head = _mapping(path.read_text(encoding="utf-8"))
-        title, about, place = (str(head.get(key, "")) for key in HEAD)
-        found.append(Preset(path.stem, title, about, place, places[place], read(path)))
-    return sorted(found, key=lambda preset: (order.index(preset.place), preset.name))
+        title, about, machine_name = (str(head.get(key, "")) for key in HEADER)
+        found.append(Preset(path.stem, title, about, machine_name, known[machine_name], read(path)))
+    return sorted(found, key=lambda preset: (order.index(preset.machine_name), preset.name))
 
 
 def _mapping(text: str) -> Mapping[str, Any]:
@@ -78,13 +78,13 @@ def _mapping(text: str) -> Mapping[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         reason = getattr(error, "problem", None) or str(error)
-        raise SpecError([Problem("", f"is no YAML: {where}{reason}")]) from None
+        raise SpecError([Problem("", f"invalid YAML: {where}{reason}")]) from None
     value = {} if value is None else value
     if not isinstance(value, dict):
-        raise SpecError([Problem("", "is no run: a run is sections (model, data, ...) with their options")])
+        raise SpecError([Problem("", "expected sections (model, data, ...) with options below them")])
     for key, part in value.items():
-        if key not in HEAD and key in RunSpec.model_fields and not isinstance(part, dict):
-            raise SpecError([Problem(str(key), "is a section: write its options below it, one a line")])
+        if key not in HEADER and key in RunSpec.model_fields and not isinstance(part, dict):
+            raise SpecError([Problem(str(key), "is a section: put its options below it, one per line")])
     return {str(key): part for key, part in value.items()}
 
 
