@@ -15,7 +15,7 @@ from backend.spec import Method, RunSpec
 @lru_cache(maxsize=64)  # an estimate asks for it a dozen times
 def adapted(method: Method, shape: ModelShape) -> list[Leaf]:
     """The modules that get a LoRA adapter."""
-    found = [leaf for leaf in shape.leaves() if leaf.inputs and leaf.path != shape.head]
+    found = [leaf for leaf in shape.leaves() if leaf.adapts and leaf.path != shape.head]
     if method.lora_targets == "all-linear":
         return found
     if method.lora_targets == "attention":

@@ -23,6 +23,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,6 +51,7 @@ def cache_key(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@lru_cache(maxsize=1)
 def _versions() -> list[str]:
     found = []
     for name in PACKAGES:

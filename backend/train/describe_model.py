@@ -51,7 +51,7 @@ FACTS = (
     "sliding_window", "layer_types", "hidden_act", "activation_function", "hidden_activation", "tie_word_embeddings",
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok",
     "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "n_shared_experts",
-    "multi_query", "new_decoder_architecture", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank",
+    "multi_query", "new_decoder_architecture", "num_kv_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank",
     "use_sliding_window", "is_encoder_decoder", "is_decoder",
 )  # fmt: skip
 # config.json keys that do not change the modules but can make building fail.
