@@ -16,6 +16,7 @@ from typing import Any
 
 from backend import docs as documents
 from backend import presets as files
+from backend.glance import wait_for_architecture
 from backend.judge import Judgement, described, judge
 from backend.machine import Machine, describe, probe, read
 from backend.options import Problem, SpecError, edit
@@ -53,7 +54,9 @@ def target(arguments: argparse.Namespace) -> Machine:
 
 def judged(arguments: argparse.Namespace) -> Judgement:
     """What SPEC on the machine comes to."""
-    return judge(asked(arguments), target(arguments), Path.cwd())
+    spec = asked(arguments)
+    wait_for_architecture(spec, Path.cwd())
+    return judge(spec, target(arguments), Path.cwd())
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from backend.glance import wait_for_architecture
 from backend.judge import judge
 from backend.machine import probe
 from backend.run import LOG, METRICS, SPEC
@@ -28,7 +29,9 @@ PAUSE = 0.25  # seconds between looks at a log
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow stay until its end."""
-    found = judge(asked(arguments), probe(Path.cwd()), Path.cwd())
+    spec = asked(arguments)
+    wait_for_architecture(spec, Path.cwd())
+    found = judge(spec, probe(Path.cwd()), Path.cwd())
     if not found.can_run and not arguments.skip_checks:
         if arguments.json:
             show_json({"error": found.verdict, "findings": [f.code for f in found.findings if f.level == "error"]})

@@ -18,12 +18,12 @@ from backend.glance.data import look_at_data
 from backend.glance.disk import look_at_disk
 from backend.glance.facts import Glance, Trouble
 from backend.glance.hub import fetch
-from backend.glance.model import look_at_model
+from backend.glance.model import look_at_model, wait_for_architecture
 from backend.glance.ports import look_at_port
 from backend.options import edit
 from backend.spec import Data, RunSpec
 
-__all__ = ["Glance", "Trouble", "fetch", "look", "settle"]
+__all__ = ["Glance", "Trouble", "fetch", "look", "settle", "wait_for_architecture"]
 
 
 def settle(spec: RunSpec, base: Path) -> RunSpec:

@@ -8,6 +8,7 @@ attention and an MLP (or experts); for others `ModelShape.activations_unknown` s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,8 @@ ACTIVE = (
 SHARE = 0.75  # of the layers must be alike for one of them to stand for all in the memory of activations
 # Layer types with an attention whose activations are modelled; others are state-space, linear attention, convolutions.
 ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+
+SECOND = re.compile(r"\.\d+\.|cross_att|encoder_att")  # in paths of layers with more than one attention block
 
 
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
@@ -77,6 +80,7 @@ class Reading:
             model_type=str(text.get("model_type") or self.table["model_type"]),
             activation=str(next((self.facts[n] for n in ACTIVATIONS if self.facts.get(n)), "")),
             **_came_packed(text.get("quantization_config") or self.config.get("quantization_config") or {}),
+            sdpa=bool(self.table["sdpa"]),
             sliding=self._slides(),
             experts=self.experts,
             active=self.active,
@@ -223,10 +227,19 @@ class Reading:
         return max((leaf.stacked for leaf in self._stacked), default=0)
 
     @cached_property
+    def _expert(self) -> int:
+        """Elements of the matrices of one expert, biases left out."""
+        return sum(leaf.inputs * leaf.outputs for leaf in self._stacked if leaf.stacked == self.experts)
+
+    @cached_property
     def experts_inner(self) -> int:
-        """Inner width of one expert."""
+        """Inner width of one expert: the config's, if two or three matrices of that width have so many elements."""
+        for name in ("moe_intermediate_size", "intermediate_size"):
+            inner = self._number(name)
+            if self._expert and self._expert in (2 * inner * self.hidden, 3 * inner * self.hidden):
+                return inner
         wide = [size for leaf in self._stacked for size in (leaf.inputs, leaf.outputs) if size != self.hidden]
-        return min(wide, default=self._number("moe_intermediate_size", "intermediate_size"))
+        return min(wide, default=self.hidden)
 
     @cached_property
     def active(self) -> int:
@@ -239,8 +252,7 @@ class Reading:
     def gated(self) -> bool:
         """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
         if self.experts:
-            wide = [size for leaf in self._stacked for size in (leaf.inputs, leaf.outputs) if size != self.hidden]
-            return max(wide, default=0) == 2 * self.experts_inner or len(wide) > 2
+            return self._expert >= 3 * self.experts_inner * self.hidden
         up = sum(leaf.outputs for leaf in self._mlp if leaf.inputs == self.hidden and leaf.outputs != self.hidden)
         return up >= 2 * self.dense_inner > 0
 
@@ -266,6 +278,8 @@ class Reading:
                 return f"{what}: its layers have a {entry['class']}"
         if any(leaf.stacked > 1 for leaf in self._attention):
             return f"{what}: its attention has experts"
+        if any(SECOND.search(leaf.path) for leaf in self._attention):
+            return f"{what}: its layers have several attention blocks"
         if self.experts and not self.active:
             return f"{what}: config.json does not say how many experts work on a token"
         wide = {leaf.inputs for leaf in self._attention if leaf.outputs == self.hidden}
@@ -283,5 +297,5 @@ def _simple(entry: Entry) -> bool:
     if entry["type"] in ("linear", "conv1d", "experts"):
         return True
     name = entry["class"].lower()
-    flat = all(len(shape) < 2 for shape in entry["parameters"].values())
+    flat = all(sum(size > 1 for size in shape) < 2 for shape in entry["parameters"].values())
     return (flat and "conv" not in name) or "router" in name or "gate" in name

@@ -65,6 +65,7 @@ class ModelShape:
     activation: str = "silu"
     bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
     group: int = 0  # so many of them share a scale and a zero point
+    sdpa: bool = True  # False: transformers computes its attention eagerly unless another kernel is requested
     sliding: bool = False  # a token of some layers sees its neighbours alone
     experts: int = 0  # of a layer; `intermediate` is then the width of one
     active: int = 0  # of these, so many work on a token

@@ -199,12 +199,14 @@ class ModuleTables:
         """Where the tables are kept."""
         return self.cache_folder / "modeltables"
 
-    def get(self, config: Config) -> Table | str | None:
-        """The table, or the reason why there is none, or None while it is being built. Returns at once."""
+    def get(self, config: Config, start: bool = True) -> Table | str | None:
+        """The table, or the reason why there is none, or None while it is being built. Returns at once. Without `start`
+        only what is known already."""
         key = cache_key(config)
         if (found := self._look_up(key)) is not None:
             return found
-        self._request(key, config)
+        if start:
+            self._request(key, config)
         return None
 
     def wait(self, config: Config, timeout: float = 30.0) -> Table | str:

@@ -51,8 +51,8 @@ FACTS = (
     "sliding_window", "layer_types", "hidden_act", "activation_function", "hidden_activation", "tie_word_embeddings",
     "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok",
     "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts", "n_shared_experts",
-    "multi_query", "new_decoder_architecture", "num_kv_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank",
-    "use_sliding_window", "is_encoder_decoder", "is_decoder",
+    "multi_query", "new_decoder_architecture", "num_kv_heads", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "kv_lora_rank", "use_sliding_window", "is_encoder_decoder", "is_decoder",
 )  # fmt: skip
 # config.json keys that do not change the modules but can make building fail.
 IGNORED = (
@@ -102,11 +102,11 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
             more = "; its own code (auto_map) is not run" if own else ""
             raise Refused(f"transformers {transformers.__version__} has no architecture {kind}{more}")
         made = CONFIG_MAPPING[kind].from_dict({k: v for k, v in config.items() if k not in IGNORED})
+        layers = _fact(made.get_text_config(decoder=True), "num_hidden_layers")
     except Refused:
         raise
     except Exception as error:  # config classes validate their arguments with errors of many kinds
         raise Refused(f"config.json of this {kind} is invalid: {_first_line(error)}") from error
-    layers = _fact(made.get_text_config(), "num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise Refused(f"num_hidden_layers is {layers:,}; at most {MAX_LAYERS:,} are read")
     return made
@@ -120,11 +120,13 @@ def _first_line(error: Exception) -> str:
 def _kind(made: Any) -> str:
     """Whether the architecture is a decoder, an encoder, an encoder-decoder, or something else (vision, audio, ...)."""
     auto, kind = modeling_auto, type(made)
-    if getattr(made, "is_encoder_decoder", False) or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    if getattr(made, "is_encoder_decoder", False):
         return "encoder-decoder"
     if kind in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(made, "is_decoder", False):
         return "encoder"
-    return "decoder" if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map") else "other"
+    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map"):
+        return "decoder"
+    return "encoder-decoder" if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else "other"
 
 
 def _class_names(found: Any) -> list[str]:
@@ -175,7 +177,9 @@ def _described(model: Any) -> dict[str, Any]:
         "embeddings": names.get(id(inputs), ""),
         "tied": _tied(model),
         "class_names": _classes(model, stack),
-        "attributes": sorted({part for name in names.values() for part in name.split(".") if not part.isdigit()} - {""}),
+        "attributes": sorted(
+            {part for name in names.values() for part in name.split(".") if not part.isdigit() and part}
+        ),
         "no_split_modules": sorted(model._no_split_modules or ()),
         "tensor_parallel_plan": bool(model.supports_tp_plan),
         "sdpa": bool(model._supports_sdpa),
@@ -210,7 +214,8 @@ def _modules(model: nn.Module) -> Iterator[dict[str, Any]]:
             else "other"
         )  # fmt: skip
         found = {"path": name, "class": type(module).__name__, "type": kind}
-        yield {**found, "parameters": {key: list(value.shape) for key, value in own}, **({"tied": tied} if tied else {})}
+        shapes = {key: list(value.shape) for key, value in own}
+        yield {**found, "parameters": shapes, **({"tied": tied} if tied else {})}
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -247,7 +252,8 @@ def _layers(
         number, _, path = entry["path"][len(stack) + 1 :].partition(".")
         each[int(number)].append({**entry, "path": path})
     kinds: dict[str, int] = {}
-    listed, order = [], []
+    listed: list[dict[str, Any]] = []
+    order: list[int] = []
     for number, entries in enumerate(each):
         cls = type(model.get_submodule(f"{stack}.{number}")).__name__
         key = json.dumps([cls, entries])

@@ -9,12 +9,14 @@ import hashlib
 import importlib
 import re
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import orjson
 from starlette.responses import FileResponse, Response
 
 from backend import presets
+from backend.glance import wait_for_architecture
 from backend.options import SpecError, changes
 from backend.run import LOG, METRICS, SCRIPT, SPEC
 from backend.run.folder import ALIVE, Run, RunError, find
@@ -67,6 +69,7 @@ def _before(desk: Desk, key: str) -> Run | None:
 
 def _made(desk: Desk, values: Any, key: str) -> Run:
     spec, problems = understood(values)
+    wait_for_architecture(spec, Path.cwd(), seconds=15)
     found = judged(desk, spec)
     findings = findings_of(found, spec)
     if problems:
