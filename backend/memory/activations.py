@@ -76,7 +76,8 @@ class Activations(Spread):
     def eager(self) -> bool:
         """Whether transformers computes attention step by step: requested, or the model has no SDPA."""
         asked = self.spec.model.attention
-        return asked == "eager" or (asked in ("auto", "sdpa") and not self.shape.sdpa)
+        lacks = not self.shape.sdpa and self.shape.model_type != "gemma2"  # whose scores `_square` counts
+        return asked == "eager" or (asked in ("auto", "sdpa") and lacks)
 
     @cached_property
     def written_out(self) -> bool:

@@ -33,6 +33,7 @@ Config = Mapping[str, Any]
 FORMAT = 1  # as in backend.train.describe_model
 COMMAND = (sys.executable, "-m", "backend.train.describe_model", "--serve")
 HOME = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 KEPT = 128  # tables and reasons in memory
 TOO_LARGE = 3  # exit status of a worker that took too much memory
 PACKAGES = ("transformers", "peft", "torch")  # a table is valid for these versions
@@ -93,7 +94,7 @@ class Worker:
         self.end()
         self.unread, self.errors = b"", tempfile.TemporaryFile()  # noqa: SIM115  (closed in `end`)
         paths = [str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ENVIRONMENT}
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

@@ -27,8 +27,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
-
 import psutil
 import torch
 import transformers
@@ -379,6 +377,7 @@ def main() -> int:
     parser.add_argument("--idle", type=float, default=600, help="with --serve: end after so many seconds (600)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's folder")
     given = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA starts, which takes memory of a device
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     if given.serve:
