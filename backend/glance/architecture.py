@@ -38,16 +38,21 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
         if own and trusted:
             return {"unknown": str(error)}
         return {"stacked": stacked, **_read_table(config, environment, str(error), own)}
-    table = _tables(cache_folder(environment)).get(config, start=False)
-    classes = tuple(table["class_names"]) if isinstance(table, Mapping) and _built(table) else _classes(kind)
-    return {"shape": shape, "unknown": "", "classes": classes, "stacked": stacked}
+    table = _tables(cache_folder(environment)).get(config, start=_composite(config) and _may_start(environment))
+    if not isinstance(table, Mapping) or not _built(table):
+        return {"shape": shape, "unknown": "", "classes": _classes(kind), "stacked": stacked}
+    if _composite(config):
+        with suppress(Unknown):
+            shape = _shape(table, config)
+    return {"shape": shape, "unknown": "", "classes": tuple(table["class_names"]), "stacked": stacked}
 
 
 def await_architecture(config: Config, environment: Mapping[str, str], seconds: float) -> None:
     """Wait until `read_architecture` knows this config, at most so many seconds."""
     with suppress(Unknown):
         from_config(config)
-        return
+        if not _composite(config):
+            return
     if _may_start(environment):
         _tables(cache_folder(environment)).wait(config, seconds)
 
@@ -72,6 +77,11 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, own
         return {"shape": _shape(table, config), "unknown": "", **known}
     except Unknown as error:
         return {"unknown": str(error), **known}
+
+
+def _composite(config: Config) -> bool:
+    """Whether the closed formulas count a part of the model alone: its language model, and no vision tower."""
+    return "text_config" in config
 
 
 def _built(table: Table) -> bool:
