@@ -411,6 +411,25 @@ def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_pa
     assert look(folder(tmp_path / "model", config), tmp_path).shape is not None, "transformers' own class is used"
 
 
+def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {name: value for name, value in SMALL.items() if "expert" not in name}
+    text = {"model_type": "gemma3_text", **small}
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    spec = folder(tmp_path / "model", {"model_type": "gemma3", "text_config": text, "vision_config": tower})
+    table: dict[str, Any] = {}
+
+    class Tables:
+        def get(self, config: dict[str, Any], start: bool = True) -> Any:
+            return table or None
+
+    monkeypatch.setattr(reading, "_tables", lambda folder: Tables())
+    alone = look(spec, tmp_path).shape
+    table |= describe(json.loads((tmp_path / "model/config.json").read_text()))
+    whole = look(spec, tmp_path).shape
+    assert alone and whole and alone.parameters == from_config(text).parameters < whole.parameters
+    assert whole.parameters == table["parameters"] and whole.stack == "model.language_model.layers"
+
+
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
     assert os.environ[reading.SWITCH] == "off"  # tests/conftest.py
     found = look(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
