@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import Plan, processes
-from backend.run.folder import Run
+from backend.runs import Plan, processes
+from backend.runs.folder import Run
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]

@@ -9,7 +9,7 @@ downloaded. Code of a model's folder (`auto_map`) runs only with --trust-remote-
 
 A request is {"id": ..., "config": {...}}, an answer {"id": ..., "table": {...}} or {"id": ..., "error": "reason"}.
 The server ends when stdin closes, when its parent process ends, or after --idle seconds without a request.
-`backend.shape.worker` is its client; `backend.shape.from_table` turns a table into a ModelShape.
+`backend.modelspec.worker` is its client; `backend.modelspec.from_table` turns a table into a ModelShape.
 """
 
 from __future__ import annotations

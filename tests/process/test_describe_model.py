@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from backend.options import edit
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.modelspec import Unknown, trainable
+from backend.modelspec.from_table import shape_from_table
+from backend.modelspec.worker import ModuleTables
 from backend.paths import HOME
-from backend.shape import Unknown, trainable
-from backend.shape.from_table import shape_from_table
-from backend.shape.worker import ModuleTables
-from backend.spec import Method, RunSpec
 from backend.train import adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -137,7 +137,7 @@ def freezes(shape: Any, model: Any) -> None:
     if depth != shape.layers:
         return  # training refuses to count its layers
     for layers in (1, -2):
-        spec = RunSpec(method=Method(kind="freeze", freeze_layers=layers))
+        spec = edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": layers})
         chosen = tuple(f"{name}." for name in adapters._trained(spec, model))
         assert trainable(spec, shape) == sum(p.numel() for n, p in model.named_parameters() if n.startswith(chosen))
 
@@ -149,7 +149,7 @@ def adapts(shape: Any, model: Any, kind: str) -> None:
             get_peft_model(model, config, low_cpu_mem_usage=True)
         return
     made = get_peft_model(model, config, low_cpu_mem_usage=True)
-    assert trainable(RunSpec(method=Method(lora_rank=4)), shape) == count(made, trained=True)
+    assert trainable(edit(RunSpec(), {"lora.r": 4}), shape) == count(made, trained=True)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_attention_and_named_adapters_are_those_of_peft(tables: ModuleTables, ki
     shape = shape_from_table(table, config)
     plain = [name for name in shape.linear if name not in table["expert_targets"]]
     for changes in (
-        {"method.lora_targets": "attention"},
-        {"method.lora_targets": "custom", "method.lora_target_modules": tuple(plain[:2])},
+        {"lora.targets": "attention"},
+        {"lora.targets": "custom", "lora.target_modules": tuple(plain[:2])},
     ):
-        spec, model = edit(RunSpec(), {**changes, "method.lora_rank": 4}), model_of(config)
+        spec, model = edit(RunSpec(), {**changes, "lora.r": 4}), model_of(config)
         names = adapters._targets(spec, model)
         made = get_peft_model(
             model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=names), low_cpu_mem_usage=True
@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_meanwhile_is_replaced(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from backend.shape.worker import ModuleTables
+from backend.modelspec.worker import ModuleTables
 tables = ModuleTables(Path(sys.argv[1]))
 tables.get({"model_type": "llama"})
 if sys.argv[2] == "ready":

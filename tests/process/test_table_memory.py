@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from faked import peaks
 
+from backend.config.options import parse
 from backend.memory import OVERHEAD, estimate
-from backend.options import parse
+from backend.modelspec.from_table import shape_from_table
 from backend.rules.examples import gpus
-from backend.shape.from_table import shape_from_table
 from backend.train.describe_model import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,10 +44,10 @@ def test_the_tracker_sees_what_is_estimated(kind: str, method: str, batch: int, 
         {
             "method.kind": method,
             "precision.compute": "bf16",
-            "train.batch_size": batch,
+            "train.per_device_train_batch_size": batch,
             "data.max_length": 2048,
             "train.activation_checkpointing": checkpoints,
-            "evaluation.when": "no",
+            "eval.strategy": "no",
         }
     )
     shape = shape_from_table(describe(config), config)

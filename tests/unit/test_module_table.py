@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_shape import CASES, SMALL, built
+from test_modelspec import CASES, SMALL, built
 
-from backend.glance import architecture as reading
-from backend.glance import look, wait_for_architecture
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import architecture as reading
+from backend.inspect import inspect_inputs, wait_for_architecture
 from backend.machine import Machine
 from backend.memory import estimate
-from backend.options import edit
+from backend.modelspec import Leaf, ModelShape, Unknown, from_config, tensors, trainable
+from backend.modelspec.from_table import shape_from_table
+from backend.modelspec.worker import FORMAT, ModuleTables, cache_key
 from backend.rules import check
 from backend.rules.examples import gpus
-from backend.shape import Leaf, ModelShape, Unknown, from_config, tensors, trainable
-from backend.shape.from_table import shape_from_table
-from backend.shape.worker import FORMAT, ModuleTables, cache_key
-from backend.spec import Method, RunSpec
 from backend.train import describe_model
 from backend.train.describe_model import describe
 
@@ -85,16 +85,27 @@ def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[s
     closed, read = both(kind, more)
     embedding = closed.outside[0].path.rpartition(".")[2]
     methods = [
-        Method(kind="full"),
-        *(Method(kind="freeze", freeze_layers=layers) for layers in (-3, -1, 0, 2)),
-        Method(kind="freeze", freeze_layers=1, freeze_also=(embedding, "lm_head")),
-        *(Method(lora_targets=targets, lora_dora=dora) for targets in ("all-linear", "attention") for dora in (0, 1)),
-        *(Method(lora_targets="custom", lora_target_modules=names) for names in (closed.linear[:2], closed.linear)),
-        Method(lora_modules_to_save=(embedding, "lm_head")),
+        {"method.kind": "full"},
+        *({"method.kind": "freeze", "method.freeze_trainable_layers": layers} for layers in (-3, -1, 0, 2)),
+        {
+            "method.kind": "freeze",
+            "method.freeze_trainable_layers": 1,
+            "method.freeze_extra_modules": (embedding, "lm_head"),
+        },
+        *(
+            {"lora.targets": targets, "lora.use_dora": dora}
+            for targets in ("all-linear", "attention")
+            for dora in (False, True)
+        ),
+        *({"lora.targets": "custom", "lora.target_modules": names} for names in (closed.linear[:2], closed.linear)),
+        {"lora.modules_to_save": (embedding, "lm_head")},
     ]
-    for method in methods:
-        assert trainable(RunSpec(method=method), read) == trainable(RunSpec(method=method), closed), method
-        assert Counter(tensors(method, read)) == Counter(tensors(method, closed)), method
+    for changes in methods:
+        spec = edit(RunSpec(), changes)
+        assert trainable(spec, read) == trainable(spec, closed), changes
+        assert Counter(tensors(spec.method, spec.lora, read)) == Counter(tensors(spec.method, spec.lora, closed)), (
+            changes
+        )
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
@@ -167,13 +178,17 @@ def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -
     assert found.fits is None and found.unknown == shape.activations_unknown
     assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).adapts  # peft refuses it
     assert trainable(RunSpec(), shape) > 0
-    assert 0 < trainable(RunSpec(method=Method(kind="freeze", freeze_layers=1)), shape) < shape.parameters
+    assert (
+        0
+        < trainable(edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": 1}), shape)
+        < shape.parameters
+    )
 
 
 def test_attention_without_sdpa_keeps_its_scores() -> None:
     machine, spec = gpus(1, "H100", 80, (9, 0)), edit(RunSpec(), {"data.max_length": 2048})
     shape = recorded("gptj")
-    asked = edit(spec, {"model.attention": "eager"})
+    asked = edit(spec, {"model.attn_implementation": "eager"})
     assert not shape.sdpa
     assert estimate(spec, machine, shape).device_bytes == estimate(asked, machine, shape).device_bytes
 
@@ -373,42 +388,44 @@ def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
 
 def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables, tmp_path: Path) -> None:
     spec = folder(tmp_path / "model", RECORDED["starcoder2"]["config"])
-    first = look(spec, tmp_path)
+    first = inspect_inputs(spec, tmp_path)
     assert first.shape is None and "starcoder2 is being read" in first.unknown
     wait_for_architecture(spec, tmp_path)
-    found = look(spec, tmp_path)
+    found = inspect_inputs(spec, tmp_path)
     assert found.shape is not None and found.shape.parameters == RECORDED["starcoder2"]["table"]["parameters"]
-    assert found.shape is look(spec, tmp_path).shape
+    assert found.shape is inspect_inputs(spec, tmp_path).shape
     assert found.classes[0] == "Starcoder2DecoderLayer" and {"c_fc", "layers", "score"} <= found.attributes
-    wrong = edit(spec, {"method.lora_targets": "custom", "method.lora_target_modules": ("q_proj", "gate_proj")})
-    assert "MTH002" in {f.code for f in check(wrong, Machine(), look(wrong, tmp_path))}
+    wrong = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
+    assert "MTH002" in {f.code for f in check(wrong, Machine(), inspect_inputs(wrong, tmp_path))}
 
 
 def test_names_of_a_mixtures_experts_come_from_peft(answering: ModuleTables, tmp_path: Path) -> None:
     spec = folder(tmp_path / "model", RECORDED["deepseek_v3"]["config"])
     wait_for_architecture(spec, tmp_path)
-    assert look(spec, tmp_path).stacked == ("gate_proj", "up_proj", "down_proj", "gate")
+    assert inspect_inputs(spec, tmp_path).stacked == ("gate_proj", "up_proj", "down_proj", "gate")
 
 
 def test_an_encoder_is_told_apart(answering: ModuleTables, tmp_path: Path) -> None:
     spec = folder(tmp_path / "model", RECORDED["bert"]["config"])
     wait_for_architecture(spec, tmp_path)
-    assert look(spec, tmp_path).unknown == "bert is an encoder, not a causal language model"
+    assert inspect_inputs(spec, tmp_path).unknown == "bert is an encoder, not a causal language model"
 
 
 def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path) -> None:
     small = {name: value for name, value in SMALL.items() if "expert" not in name}
     spec = folder(tmp_path / "model", {"model_type": "llama", **small})
     wait_for_architecture(spec, tmp_path)
-    assert look(spec, tmp_path).shape is not None and answering.pid is None
+    assert inspect_inputs(spec, tmp_path).shape is not None and answering.pid is None
 
 
 def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
     config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
-    assert "does not know" in look(trusted, tmp_path).unknown and answering.pid is None
+    assert "does not know" in inspect_inputs(trusted, tmp_path).unknown and answering.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
-    assert look(folder(tmp_path / "model", config), tmp_path).shape is not None, "transformers' own class is used"
+    assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
+        "transformers' own class is used"
+    )
 
 
 def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,16 +440,16 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
             return table or None
 
     monkeypatch.setattr(reading, "_tables", lambda folder: Tables())
-    alone = look(spec, tmp_path).shape
+    alone = inspect_inputs(spec, tmp_path).shape
     table |= describe(json.loads((tmp_path / "model/config.json").read_text()))
-    whole = look(spec, tmp_path).shape
+    whole = inspect_inputs(spec, tmp_path).shape
     assert alone and whole and alone.parameters == from_config(text).parameters < whole.parameters
     assert whole.parameters == table["parameters"] and whole.stack == "model.language_model.layers"
 
 
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
     assert os.environ[reading.SWITCH] == "off"  # tests/conftest.py
-    found = look(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
+    found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
     assert found.shape is None and found.unknown == "Footplate does not know how a starcoder2 is built"
     assert "Starcoder2DecoderLayer" in found.classes
 
