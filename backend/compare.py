@@ -54,7 +54,7 @@ class Variant:
 
 def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
     """Every strategy, beside the change `ease`; [] where the model's shape is not known."""
-    if case.shape is None:
+    if case.shape is None or case.shape.activations_unknown:
         return []
     eased = Case(case.with_patch(ease), case.machine, case.facts)
     return [_variant(case, label, {**ease, **patch}) for _, label, patch in strategies(eased)]

@@ -13,7 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.inspect import InputFacts, inspect_inputs, resolve_paths
+from backend.inspect import InputFacts, inspect_inputs, resolve_paths, wait_for_architecture
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
@@ -87,8 +87,11 @@ class Report:
         return "; ".join(parts)
 
 
-def preflight(spec: RunSpec, machine: Machine, base: Path) -> Report:
-    """Look, check, estimate and plan. Relative paths in `spec` start at `base`. Never raises for what a spec says."""
+def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0) -> Report:
+    """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
+    of a spec. An architecture that is not known yet is read for up to `wait_seconds`."""
+    if wait_seconds:
+        wait_for_architecture(spec, base, seconds=wait_seconds)
     case = build_case(spec, machine, base)
     made = plan(case.spec, machine, run=case.run)
     return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), made)

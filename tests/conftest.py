@@ -17,6 +17,7 @@ NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
+os.environ.setdefault("FOOTPLATE_MODEL_TABLES", "off")  # no worker process unless a test is about it
 SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]
 
 

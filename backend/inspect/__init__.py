@@ -21,10 +21,10 @@ from backend.inspect.data_files import look_at_data
 from backend.inspect.disk import look_at_disk
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import fetch
-from backend.inspect.model_folder import look_at_model
+from backend.inspect.model_folder import look_at_model, wait_for_architecture
 from backend.inspect.ports import look_at_port
 
-__all__ = ["DataIssue", "InputFacts", "fetch", "inspect_inputs", "resolve_paths"]
+__all__ = ["DataIssue", "InputFacts", "fetch", "inspect_inputs", "resolve_paths", "wait_for_architecture"]
 
 
 def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:

@@ -1,11 +1,10 @@
-"""A look at a model's folder: its config.json, weights and chat template. Floor 2. Imports paths, shape, spec."""
+"""A look at a model's folder: its config.json, weights and chat template. Floor 2. Imports paths, spec and
+architecture."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -14,7 +13,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.modelspec import SCORE, Unknown, from_config
+from backend.inspect.architecture import await_architecture, read_architecture
 from backend.paths import model_folder
 
 # Of these AutoModelForCausalLM makes the whole; transformers 5.23 models/auto/modeling_auto.py.
@@ -30,18 +29,39 @@ def look_at_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> 
 
 
 def _look(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    found = dict(_files(spec, base, environment))
+    config = found.pop("config", None)
+    return {**read_architecture(config, environment, spec.model.trust_remote_code), **found} if config else found
+
+
+def wait_for_architecture(
+    spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
+) -> None:
+    """Wait until the architecture of the model of `spec` has been read, so that `look` knows it; for callers that may
+    take the time."""
+    if config := _files(spec, base, environment).get("config"):
+        await_architecture(config, environment, seconds)
+
+
+def _files(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:
+    """What the model's files show: fields of a Glance, and under `config` its config.json, if there is one."""
     model = spec.model
     if model.source == "builtin":
         row = registry.MODELS[model.builtin]
         there = (model_folder(model.builtin, environment) / "config.json").is_file()
-        return {**_shape(row.config), "has_template": True, "is_downloaded": there or not row.download_bytes}
+        return {"config": row.config, "has_template": True, "is_downloaded": there or not row.download_bytes}
     if model.source == "hub":
         folder = _cached(model.hub_id, model.revision, environment)
         if folder is None:
             known = registry.HUB.get(model.hub_id.lower())
-            return {**(_shape(known) if known else {"unknown": "the model was not downloaded yet"}), "is_downloaded": False}
+            told = {"config": known} if known else {"unknown": "the model was not downloaded yet"}
+            return {**told, "is_downloaded": False}
         found = _folder(folder)
-        return {**found, "model": "", "is_downloaded": not found.get("model")}  # what is missing is downloaded by the run
+        return {
+            **found,
+            "model": "",
+            "is_downloaded": not found.get("model"),
+        }  # what is missing is downloaded by the run
     if not model.path:
         return {"unknown": "no model folder is named", "model": "No model folder is named."}
     return _folder(base / Path(model.path).expanduser())
@@ -87,48 +107,8 @@ def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
         return {"unknown": "config.json cannot be read", "model": said}
     towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
     packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    found = {**_shape(config), "packed": packed, "is_multimodal": towers}
+    found = {"config": config, "packed": packed, "is_multimodal": towers}
     return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
-
-
-def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(config.get("model_type"))
-    stacked = registry.STACKED.get(kind, ())
-    try:
-        return {"shape": from_config(config), "unknown": "", "classes": _classes(kind), "stacked": stacked}
-    except Unknown as error:
-        if "auto_map" in config:  # code of the model's own, which nobody knows
-            return {"unknown": str(error)}
-        read = {"classes": _classes(kind), "attributes": _attributes(kind)}
-        return {"unknown": str(error), "stacked": stacked, **read}
-
-
-def _code(kind: str) -> str:
-    """The code of this model type: read in the installed library, not loaded. '' if it is not there."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None or not kind.isidentifier():
-        return ""
-    with suppress(OSError):
-        return (Path(found.origin).parent / "models" / kind / f"modeling_{kind}.py").read_text(encoding="utf-8")
-    return ""
-
-
-@lru_cache(maxsize=64)
-def _classes(kind: str) -> tuple[str, ...]:
-    """Classes of the modules of this model type, its layers first."""
-    code = _code(kind)
-    layers = re.findall(r"(?m)^class (\w+)\(GradientCheckpointingLayer\)", code)
-    return (*layers, *re.findall(r"(?m)^class (\w+)\(nn\.Module\)", code))
-
-
-@lru_cache(maxsize=64)
-def _attributes(kind: str) -> frozenset[str]:
-    """What the classes of this model type call their parts; nothing where parts are another model's."""
-    code = _code(kind)
-    if re.search(r"(?m)^from \.\.\w+\.modeling_", code):
-        return frozenset()
-    found = re.findall(r"(?m)^ +self\.(\w+)(?:: [^=\n]+)? = ", code)
-    return frozenset({*found, SCORE}) if found else frozenset()
 
 
 def _missing(folder: Path) -> str:

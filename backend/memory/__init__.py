@@ -88,7 +88,7 @@ def estimate(
     `why` says why there is no shape, as the end of a sentence.
     """
     room = capacity(spec, machine)
-    if shape is None:
-        return Estimate((), room, why)
+    if shape is None or shape.activations_unknown:
+        return Estimate((), room, shape.activations_unknown if shape else why)
     account = Account(spec, machine, shape, longest)
     return Estimate((*account.device(), *account.host(), *account.disk(rows)), room, shares=shares(account))

@@ -12,7 +12,7 @@ from functools import cached_property
 from backend import registry
 from backend.memory.sharding import Row, Spread
 from backend.modelspec import Leaf, adapted
-from backend.resolve import before_ampere
+from backend.resolve import before_ampere, selected_gpus
 
 # TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
 # is no Triton a tile becomes about seven of fp32 on the way.
@@ -73,12 +73,21 @@ class Activations(Spread):
         return (self.spec.data.packing or self.sequences > 1) and not fused
 
     @cached_property
+    def eager(self) -> bool:
+        """Whether transformers computes attention step by step: requested, or the model has no SDPA."""
+        asked = self.spec.model.attn_implementation
+        lacks = not self.shape.sdpa and self.shape.model_type != "gemma2"  # whose scores `_square` counts
+        return asked == "eager" or (asked in ("auto", "sdpa") and lacks)
+
+    @cached_property
     def written_out(self) -> bool:
         """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
         share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
-        shape, bare = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa") and not self.masked
+        shape, fused = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa")
+        bare = fused and not self.masked and not self.eager
         nvidia = self.run.device == "cuda"
-        late = self.width == 2 and not any(before_ampere(gpu.capability) for gpu in self.machine.gpus)
+        gpus = selected_gpus(self.run, self.machine) or self.machine.gpus
+        late = self.width == 2 and not any(before_ampere(gpu.capability) for gpu in gpus)
         return nvidia and bare and shape.kv_heads < shape.heads and not late
 
     @cached_property
@@ -194,10 +203,10 @@ class Activations(Spread):
 
     def _square(self) -> int:
         """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
-        spec, shape = self.spec, self.shape
+        shape = self.shape
         masked = self.width if self.masked else 0
         scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
-        if spec.model.attn_implementation == "eager":
+        if self.eager:
             scores, masked = 4 + (self.width if self.width == 2 else 0), 0
         if self.written_out:
             scores = 4
@@ -212,7 +221,7 @@ class Activations(Spread):
         """What the backward pass of a layer makes and drops: of its MLP, or where attention is written out twice the
         gradients of its scores, when what the MLP kept is gone."""
         shape, scores = self.shape, 0
-        if self.written_out or self.spec.model.attn_implementation == "eager":
+        if self.written_out or self.eager:
             kept = self._chosen() if shape.experts else 4 * shape.intermediate * self.width
             scores = 2 * self._pairs() * shape.heads * 4 - self.tokens * kept
         row = self._choice_at_work() if shape.experts else self._mlp_at_work()

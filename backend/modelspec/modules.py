@@ -17,6 +17,7 @@ class Leaf:
 
     `stacked`: so many matrices lie in one weight, which is no linear layer: a mixture's experts, or 1, their router.
     `names`: of the linear layers that they once were, by which adapters are told of them.
+    `adaptable`: peft can put an adapter on it.
     """
 
     path: str
@@ -25,6 +26,12 @@ class Leaf:
     outputs: int = 0
     stacked: int = 0
     names: tuple[str, ...] = ()
+    adaptable: bool = True
+
+    @property
+    def adapts(self) -> bool:
+        """Whether peft's all-linear puts an adapter on it."""
+        return self.inputs > 0 and self.adaptable and (not self.stacked or bool(self.names))
 
     @property
     def linear(self) -> bool:
@@ -35,7 +42,7 @@ class Leaf:
         """Whether an adapter for `name` lies on it; numbers of layers may be part of it."""
         if self.stacked:
             return name in self.names
-        return self.inputs > 0 and f".{self.path}".endswith(f".{name}")
+        return self.adapts and f".{self.path}".endswith(f".{name}")
 
 
 @dataclass(frozen=True)
@@ -58,33 +65,49 @@ class ModelShape:
     activation: str = "silu"
     bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
     group: int = 0  # so many of them share a scale and a zero point
+    sdpa: bool = True  # False: transformers computes its attention eagerly unless another kernel is requested
     sliding: bool = False  # a token of some layers sees its neighbours alone
     experts: int = 0  # of a layer; `intermediate` is then the width of one
     active: int = 0  # of these, so many work on a token
     stack: str = "model.layers"
     layer: tuple[Leaf, ...] = field(default=(), repr=False)
     outside: tuple[Leaf, ...] = field(default=(), repr=False)
+    # Where layers differ: the modules of each kind of layer, and the kind of each layer. `layer` is the most frequent.
+    kinds: tuple[tuple[Leaf, ...], ...] = field(default=(), repr=False)
+    order: tuple[int, ...] = field(default=(), repr=False)
+    activations_unknown: str = ""  # why the memory of activations cannot be estimated, as the end of a sentence
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
-        return sum(leaf.parameters for leaf in self.layer)
+        """Parameters of one layer; of the largest, where layers differ."""
+        return max(sum(leaf.parameters for leaf in layer) for layer in self.kinds or (self.layer,))
 
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
-        return self.layers * self.layer_parameters + sum(leaf.parameters for leaf in self.outside)
+        layers = sum(leaf.parameters for layer in self.each for leaf in layer)
+        return layers + sum(leaf.parameters for leaf in self.outside)
+
+    @property
+    def each(self) -> tuple[tuple[Leaf, ...], ...]:
+        """The modules of every layer."""
+        return tuple(self.kinds[kind] for kind in self.order) if self.kinds else (self.layer,) * self.layers
+
+    @property
+    def every(self) -> tuple[Leaf, ...]:
+        """The modules of a layer of each kind."""
+        return tuple(leaf for layer in self.kinds or (self.layer,) for leaf in layer)
 
     @property
     def linear(self) -> tuple[str, ...]:
         """Names by which adapters are put on modules: q_proj, k_proj, ..."""
-        found = (leaf.names or (_end(leaf.path),) for leaf in self.layer if leaf.inputs)
+        found = (leaf.names or (_end(leaf.path),) for leaf in self.every if leaf.adapts)
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Name ends of every module with weights."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer, *self.outside)))
+        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.every, *self.outside)))
 
     @property
     def head(self) -> str:
@@ -103,9 +126,9 @@ class ModelShape:
     @cached_property
     def _leaves(self) -> tuple[Leaf, ...]:
         layers = [
-            replace(leaf, path=f"{self.stack}.{number}.{leaf.path}")
-            for number in range(self.layers)
-            for leaf in self.layer
+            replace(leaf, path=f"{self.stack}.{number}.{leaf.path}".rstrip("."))
+            for number, layer in enumerate(self.each)
+            for leaf in layer
         ]
         return (*layers, *self.outside)
 

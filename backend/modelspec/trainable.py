@@ -15,7 +15,7 @@ from backend.modelspec.modules import SCORE, Leaf, ModelShape, matches
 @lru_cache(maxsize=64)  # an estimate asks for it a dozen times
 def adapted(lora: Lora, shape: ModelShape) -> list[Leaf]:
     """The modules that get a LoRA adapter."""
-    found = [leaf for leaf in shape.leaves() if leaf.inputs and leaf.path != shape.head]
+    found = [leaf for leaf in shape.leaves() if leaf.adapts and leaf.path != shape.head]
     if lora.targets == "all-linear":
         return found
     if lora.targets == "attention":

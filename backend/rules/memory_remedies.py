@@ -50,7 +50,7 @@ class Change:
 def ways(case: Case, share: float) -> list[Fix]:
     """The best changes, at most six, after which the most that it may come to is within `share` of what is free, with
     no new error. Another model is the last resort."""
-    if case.shape is None:
+    if case.shape is None or case.shape.activations_unknown:
         return []
     case = replace(case, spec=effective(case.spec))
     known = {found.code for found in obstacles(case)}

@@ -24,7 +24,9 @@ def main() -> None:
     """Train what spec.yaml says."""
     parser = argparse.ArgumentParser(prog="python -m backend.train", description=__doc__)
     parser.add_argument("folder", type=Path, help="the run's folder, with spec.yaml")
-    parser.add_argument("--from-scratch", action="store_true", help="start at step 0 instead of resuming from the last checkpoint")
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="start at step 0 instead of resuming from the last checkpoint"
+    )
     given = parser.parse_args()
     sys.excepthook = exit.last_words
     team, folder = device.ProcessGroup(), given.folder.resolve()

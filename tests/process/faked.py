@@ -91,7 +91,8 @@ def attend(
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    if query.dtype != torch.float32 and attn_mask is None:
+    alike = query.shape[-1] == value.shape[-1]  # FlashAttention takes no values of another width (multi-head latent)
+    if query.dtype != torch.float32 and attn_mask is None and alike:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if key.shape[1] == query.shape[1]:
         bias = None

@@ -511,7 +511,9 @@ CASES: dict[str, Case] = {
     "eval.max_new_tokens": Case(9, longest),
     "save.strategy": Case("epoch", argument("save_strategy")),
     "save.steps": Case(3, argument("save_steps"), SAVED),
-    "save.total_limit": Case(1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path("."))).keep, SAVED),
+    "save.total_limit": Case(
+        1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path("."))).keep, SAVED
+    ),
     "save.only_model": Case(True, argument("save_only_model"), SAVED),
     "save.load_best_model_at_end": Case(
         True,

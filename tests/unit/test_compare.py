@@ -42,7 +42,10 @@ def test_what_is_sent_follows_from_what_is_spread() -> None:
 def test_each_way_learns_from_the_same_rows() -> None:
     found = case("full-8b-fsdp2", "8x80gb")
     for way in variants(found):
-        assert resolve(effective(edit(found.spec, dict(way.patch))), found.machine).global_batch_size == found.run.global_batch_size, way.name
+        assert (
+            resolve(effective(edit(found.spec, dict(way.patch))), found.machine).global_batch_size
+            == found.run.global_batch_size
+        ), way.name
 
 
 @pytest.mark.parametrize(

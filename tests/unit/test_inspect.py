@@ -114,7 +114,10 @@ def test_rows_are_read_and_counted(tmp_path: Path) -> None:
     assert found.lengths == (10, 60, 90)
     assert found.validation_rows(asked.data) == 1
     assert found.training_rows(asked.data) == 2
-    assert inspect_inputs(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data) == 1
+    assert (
+        inspect_inputs(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data)
+        == 1
+    )
 
 
 def test_bad_rows_are_named_by_line(tmp_path: Path) -> None:
@@ -247,7 +250,9 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
     assert template("t.jinja") == ""
 
     def checkpoint(name: str, kind: str = "lora") -> str:
-        return inspect_inputs(spec(save__resume_from="path", save__resume_path=name, method__kind=kind), tmp_path).checkpoint
+        return inspect_inputs(
+            spec(save__resume_from="path", save__resume_path=name, method__kind=kind), tmp_path
+        ).checkpoint
 
     assert checkpoint("") and checkpoint("x")
     folder = tmp_path / "checkpoints" / "checkpoint-3"
@@ -273,7 +278,9 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
 
     def said(strategy: str, processes: int = 2, **more: Any) -> str:
         named = {"save__resume_from": "path", "save__resume_path": str(folder), **more}
-        return inspect_inputs(spec(**named, parallel__strategy=strategy, launch__nproc_per_node=processes), tmp_path).checkpoint
+        return inspect_inputs(
+            spec(**named, parallel__strategy=strategy, launch__nproc_per_node=processes), tmp_path
+        ).checkpoint
 
     assert said("zero2") == ""
     assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
@@ -285,7 +292,9 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
         (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
     assert said("zero3") == said("zero3", 4) == ""
     assert "written by ZeRO-3, which ZeRO-2 cannot read" in said("zero2")
-    assert "written by 2 processes: with state offloaded to NVMe" in said("zero3", 4, parallel__offload_optimizer="nvme")
+    assert "written by 2 processes: with state offloaded to NVMe" in said(
+        "zero3", 4, parallel__offload_optimizer="nvme"
+    )
     (folder / "global_step3/offloaded_tensors").mkdir()
     assert "written by 2 processes: with state offloaded to NVMe" in said("zero3", 4)
     shutil.rmtree(folder / "global_step3")
@@ -308,7 +317,9 @@ def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
         asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
         found = inspect_inputs(asked, tmp_path)
         assert found.taken == port and found.spare > port
-        assert not inspect_inputs(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).taken, "it takes another by itself"
+        assert not inspect_inputs(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).taken, (
+            "it takes another by itself"
+        )
         far = {"launch.rendezvous": "static", "launch.node_rank": 1}
         assert not inspect_inputs(edit(asked, far), tmp_path).taken, "it is node 0 that listens"
         assert inspect_inputs(edit(asked, {**far, "launch.node_rank": 0}), tmp_path).taken

@@ -123,7 +123,9 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
     assert inspect_inputs(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
     assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
-    wrong = check(spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path))
+    wrong = check(
+        spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path)
+    )
     assert [f.code for f in wrong if f.level == "error"] == ["STG002"]
 
 

@@ -123,7 +123,9 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
     """accelerate's FSDP as the trainer, and what we tell it, make it; of FSDP1 what asks for a GPU is left out."""
     once = {"sync_module_states": False} if spec.parallel.strategy == "fsdp1" else {}
     given = SimpleNamespace(
-        fsdp=True, fsdp_config={**engine_of(spec.parallel.strategy).configuration(spec), **once, **more}, activation_checkpointing=False
+        fsdp=True,
+        fsdp_config={**engine_of(spec.parallel.strategy).configuration(spec), **once, **more},
+        activation_checkpointing=False,
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
     engine._plugin(spec, given, "cuda", "bf16")
