@@ -58,7 +58,7 @@ def target_machine(arguments: argparse.Namespace) -> Machine:
 
 def run_preflight(arguments: argparse.Namespace) -> Report:
     """The preflight report of SPEC on the machine."""
-    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd())
+    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=30)
 
 
 def check(arguments: argparse.Namespace) -> int:

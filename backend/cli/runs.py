@@ -27,7 +27,7 @@ POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow wait until it ends."""
-    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd())
+    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd(), wait_seconds=30)
     if not report.can_run and not arguments.skip_checks:
         if arguments.json:
             print_json({"error": report.verdict, **report_json(report)})
