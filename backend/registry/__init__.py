@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED
-from backend.registry.attention import ATTENTIONS, FLASH, SHAREABLE
-from backend.registry.builtin_models import MODELS
-from backend.registry.hub_models import HUB
+from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
+from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
+from backend.registry.builtin_models import BUILTIN_MODELS
+from backend.registry.hub_models import HUB_CONFIGS
 from backend.registry.optimizers import OPTIMIZERS
-from backend.registry.quantization import FOUR_BIT, PACKED, QUANTIZATIONS
-from backend.registry.stages import ANSWERED, COMPARING, DATASETS, DPO_LOSSES, KTO_LOSSES, PLAIN, STAGES
-from backend.registry.strategies import DEEPSPEED, FSDP, MANY, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
+from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
+from backend.registry.stages import NEXT_TOKEN_FORMATS, PREFERENCE_STAGES, DATASETS, DPO_LOSSES, KTO_LOSSES, NEXT_TOKEN_STAGES, STAGES
+from backend.registry.strategies import DEEPSPEED, FSDP, MULTI_PROCESS, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 from backend.registry.types import (
     Attention,
     BuiltinModel,
@@ -23,7 +23,7 @@ from backend.registry.types import (
     Device,
     Init,
     Optimizer,
-    Packed,
+    PrequantizedFormat,
     Precision,
     Quantization,
     Stage,
@@ -31,10 +31,10 @@ from backend.registry.types import (
 )
 
 __all__ = [
-    "ANSWERED", "ATTENTIONS", "ATTENTION_MODULES", "COMPARING", "DATASETS", "DEEPSPEED", "DPO_LOSSES",
-    "FLASH", "FOUR_BIT", "FSDP", "HUB", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MANY", "MODELS", "OFFLOADS",
-    "OPTIMIZERS", "PACKED", "PLAIN", "QUANTIZATIONS", "SHARDINGS", "SHAREABLE", "STACKED", "STAGES", "STATE_DICTS",
-    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "Packed",
+    "NEXT_TOKEN_FORMATS", "ATTENTIONS", "ATTENTION_MODULES", "PREFERENCE_STAGES", "DATASETS", "DEEPSPEED", "DPO_LOSSES",
+    "FLASH_ATTENTIONS", "FOUR_BIT", "FSDP", "HUB_CONFIGS", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MULTI_PROCESS", "BUILTIN_MODELS", "OFFLOADS",
+    "OPTIMIZERS", "PREQUANTIZED", "NEXT_TOKEN_STAGES", "QUANTIZATIONS", "SHARDINGS", "SEQUENCE_PARALLEL_ATTENTIONS", "STACKED_EXPERTS", "STAGES", "STATE_DICTS",
+    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "PrequantizedFormat",
     "Precision", "Quantization", "Stage", "Strategy",
 ]  # fmt: skip
 
@@ -49,7 +49,13 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16": Precision("bf16", "Mixed precision: half the activations, fast on Ampere and later.", compute_dtype="bf16"),
     "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs before Ampere.", compute_dtype="fp16"),
     "fp32": Precision("fp32", "Full precision: the most memory, works everywhere.", compute_dtype="fp32"),
-    "tf32": Precision("tf32", "fp32 numbers, multiplied in the TF32 units of Ampere and later.", compute_dtype="fp32"),
+    "tf32": Precision(
+        "tf32",
+        "fp32 numbers, multiplied in the TF32 units of Ampere and later.",
+        compute_dtype="fp32",
+        devices=("cuda",),
+        min_capability=(8, 0),
+    ),
     "fp8": Precision(
         "fp8", "Mixed precision with linear layers in 8 bits, for Ada, Hopper and later.", compute_dtype="bf16"
     ),
@@ -62,11 +68,25 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 FP8_BACKENDS: Mapping[str, Choice] = {
-    "torchao": Choice("torchao", "Float8 training of PyTorch's own.", package="torchao"),
-    "te": Choice("Transformer Engine", "NVIDIA's kernels.", package="transformer-engine"),
+    "torchao": Choice(
+        "torchao",
+        "Float8 training of PyTorch's own.",
+        package="torchao",
+        devices=("cuda", "cpu"),
+        min_capability=(8, 9),
+    ),
+    "te": Choice(
+        "Transformer Engine",
+        "NVIDIA's kernels.",
+        package="transformer-engine",
+        devices=("cuda",),
+        min_capability=(8, 9),
+    ),
 }
 
-PROJECTED: Mapping[str, Choice] = {
+LIGER = Choice("Liger kernels", package="liger-kernel", package_min_version="0.3.0", devices=("cuda", "xpu"))
+
+PROJECTION_TARGETS: Mapping[str, Choice] = {
     "all-linear": Choice("All linear layers", "The output layer too: least state."),
     "attention": Choice("Attention", "q, k, v and o."),
     "custom": Choice("By name", "The module names that you give."),
@@ -99,9 +119,9 @@ TEMPLATES: Mapping[str, Choice] = {
 }
 
 DEVICES: Mapping[str, Device] = {
-    "cuda": Device("CUDA (or ROCm) GPU", visible="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
-    "npu": Device("Ascend NPU", visible="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)),
-    "xpu": Device("Intel XPU", visible="ZE_AFFINITY_MASK", backends=("xccl", "ccl")),
+    "cuda": Device("CUDA (or ROCm) GPU", visible_devices_env="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
+    "npu": Device("Ascend NPU", package="torch_npu", visible_devices_env="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)),
+    "xpu": Device("Intel XPU", visible_devices_env="ZE_AFFINITY_MASK", backends=("xccl", "ccl")),
     "mps": Device("Apple GPU", bf16=True, fp16=False),
     "cpu": Device("CPU", fp16=False),
 }

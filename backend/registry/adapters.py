@@ -45,7 +45,7 @@ LORA_INITS: Mapping[str, Init] = {
 # told: two that became one and are named together, a third, and the router.
 _WEIGHTS = ("w1", "w3", "w2", "gate")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate")
-STACKED: Mapping[str, tuple[str, str, str, str]] = {
+STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _WEIGHTS),
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "olmoe", "flex_olmo"), _PROJECTIONS),
     **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe"), _PROJECTIONS),

@@ -17,12 +17,25 @@ ATTENTIONS: Mapping[str, Attention] = {
         "FlashAttention 2",
         "Long and packed rows without masks; Ampere and later, bf16 or fp16.",
         package="flash_attn",
-        oldest=(8, 0),
+        package_min_version="2.3.3",
+        devices=("cuda", "npu", "xpu"),
+        min_capability=(8, 0),
+        max_head_dim=256,
+        head_dim_multiple=8,
     ),
     "flash_attention_3": Attention(
-        "FlashAttention 3", "For Hopper; bf16 or fp16.", package="flash_attn_3", oldest=(9, 0), newest=(9, 0)
+        "FlashAttention 3",
+        "For Hopper; bf16 or fp16.",
+        package="flash_attn_3",
+        devices=("cuda", "npu", "xpu"),
+        min_capability=(9, 0),
+        max_capability=(9, 0),
+        max_head_dim=256,
+        head_dim_multiple=8,
     ),
-    "flex_attention": Attention("FlexAttention", "PyTorch's compiled attention with masks of blocks; GPUs."),
+    "flex_attention": Attention(
+        "FlexAttention", "PyTorch's compiled attention with masks of blocks; GPUs.", devices=("cuda", "npu", "xpu")
+    ),
 }
-FLASH = tuple(name for name, row in ATTENTIONS.items() if row.package)
-SHAREABLE = ("auto", "sdpa", *FLASH)  # whose heads DeepSpeed's sequence parallel can share out
+FLASH_ATTENTIONS = tuple(name for name, row in ATTENTIONS.items() if row.package)
+SEQUENCE_PARALLEL_ATTENTIONS = ("auto", "sdpa", *FLASH_ATTENTIONS)  # whose heads DeepSpeed's sequence parallel can share out

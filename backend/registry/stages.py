@@ -9,47 +9,47 @@ from collections.abc import Mapping
 
 from backend.registry.types import Choice, Dataset, Stage
 
-ANSWERED = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
+NEXT_TOKEN_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 STAGES: Mapping[str, Stage] = {
     "sft": Stage(
         "Supervised fine-tuning",
         "Learn to answer: conversations, or prompts with completions.",
-        formats=ANSWERED,
-        answers=True,
+        formats=NEXT_TOKEN_FORMATS,
+        generates=True,
     ),
-    "pretraining": Stage("Pre-training", "Learn every token of plain text.", formats=ANSWERED),
+    "pretraining": Stage("Pre-training", "Learn every token of plain text.", formats=NEXT_TOKEN_FORMATS),
     "dpo": Stage(
         "DPO",
         "Learn from pairs to prefer the chosen answer to the rejected one, held to the model as it was.",
         formats=("pairs",),
-        answers=True,
-        sequences=2,
-        reference=True,
+        generates=True,
+        sequences_per_example=2,
+        uses_reference_model=True,
     ),
     "kto": Stage(
         "KTO",
         "Learn from single answers that are marked good or bad, held to the model as it was.",
         formats=("labels", "pairs"),
-        answers=True,
-        reference=True,
+        generates=True,
+        uses_reference_model=True,
     ),
     "orpo": Stage(
         "ORPO",
         "Learn the chosen answer and to prefer it in one go; no reference model. Experimental in TRL.",
         formats=("pairs",),
-        answers=True,
-        sequences=2,
+        generates=True,
+        sequences_per_example=2,
     ),
     "reward": Stage(
         "Reward model",
         "Learn to score answers: the chosen one above the rejected one. One number instead of words.",
         formats=("pairs",),
-        sequences=2,
-        scores=True,
+        sequences_per_example=2,
+        is_reward_model=True,
     ),
 }
-PLAIN = tuple(name for name, row in STAGES.items() if row.formats is ANSWERED)  # every row is one answer or text
-COMPARING = tuple(name for name in STAGES if name not in PLAIN)
+NEXT_TOKEN_STAGES = tuple(name for name, row in STAGES.items() if row.formats is NEXT_TOKEN_FORMATS)  # every row is one answer or text
+PREFERENCE_STAGES = tuple(name for name in STAGES if name not in NEXT_TOKEN_STAGES)
 
 DPO_LOSSES: Mapping[str, Choice] = {
     "sigmoid": Choice("Sigmoid (DPO)", "The usual one."),

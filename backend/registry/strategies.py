@@ -50,7 +50,7 @@ def _of(engine: str) -> tuple[str, ...]:
     return tuple(name for name, row in STRATEGIES.items() if row.engine == engine)
 
 
-MANY = tuple(name for name, row in STRATEGIES.items() if row.engine)  # those of several processes
+MULTI_PROCESS = tuple(name for name, row in STRATEGIES.items() if row.engine)  # those of several processes
 DEEPSPEED, FSDP = _of("deepspeed"), _of("fsdp")
 
 SHARDINGS: Mapping[str, Choice] = {

@@ -17,6 +17,10 @@ class Choice:
     label: str
     help: str = ""
     package: str = ""
+    package_min_version: str = field(default="", kw_only=True)  # older ones are refused by the library that imports it
+    devices: tuple[str, ...] = field(default=(), kw_only=True)  # the only device types it runs on; () for all
+    min_capability: tuple[int, int] = field(default=(0, 0), kw_only=True)  # CUDA compute capability; (0, 0): any
+    max_capability: tuple[int, int] = field(default=(0, 0), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,6 @@ class Optimizer(Choice):
     arguments: Mapping[str, str] = field(default_factory=dict)  # the Trainer's optim_args
     inside: bool = False  # steps within the backward pass: each gradient is used and freed at once
     paged: bool = False  # its state may leave for the host's RAM
-    devices: tuple[str, ...] = ()  # the only families it runs on; () for all
     state_on_cpu: bool = False  # its state lies in the host's RAM, and travels at each step
     loses_state_on_save: bool = False  # its checkpoints do not hold its state
     rounding: str = ""  # how it keeps small updates of bf16 weights
@@ -124,10 +127,10 @@ class Init(Choice):
 
 @dataclass(frozen=True)
 class Attention(Choice):
-    """How attention is computed; a kernel runs from the `oldest` to the `newest` compute capability, (0, 0): any."""
+    """An attention implementation, and the head dimensions that its kernels take (0: any, up to any size)."""
 
-    oldest: tuple[int, int] = (0, 0)
-    newest: tuple[int, int] = (0, 0)
+    max_head_dim: int = 0
+    head_dim_multiple: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,14 +141,13 @@ class Quantization(Choice):
 
 
 @dataclass(frozen=True)
-class Packed(Choice):
+class PrequantizedFormat(Choice):
     """A format that a model may come in: whether adapters are trained on it, whether it is unpacked while loading so
     that anything can be trained, and the packages that it needs."""
 
     adapters: bool = False
     unpacked: bool = False
-    packages: tuple[str, ...] = ()
-    gpu: bool = False  # needs one
+    packages: Mapping[str, str] = field(default_factory=dict)  # package -> minimum version, '' for any
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def _with(machine: Machine) -> Machine:
 
 def _flash(case: Case) -> registry.Attention | None:
     asked = case.spec.model.attn_implementation
-    return registry.ATTENTIONS[asked] if asked in registry.FLASH else None
+    return registry.ATTENTIONS[asked] if asked in registry.FLASH_ATTENTIONS else None
 
 
 @rule(
@@ -45,7 +45,7 @@ def _flash(case: Case) -> registry.Attention | None:
 def attention_without_gpu(case: Case) -> str | None:
     """FlashAttention and FlexAttention are kernels for GPUs."""
     asked = case.spec.model.attn_implementation
-    if asked not in (*registry.FLASH, "flex_attention") or case.run.device not in ("cpu", "mps"):
+    if asked not in (*registry.FLASH_ATTENTIONS, "flex_attention") or case.run.device not in ("cpu", "mps"):
         return None
     return f"{registry.ATTENTIONS[asked].label} was asked for, and the run is for a {case.run.device.upper()}."
 
@@ -84,8 +84,8 @@ def attention_capability(case: Case) -> str | None:
     row = _flash(case)
     if row is None or case.run.device != "cuda":
         return None
-    newest = row.newest if row.newest > (0, 0) else (99, 0)
-    wrong = [gpu for gpu in case.machine.gpus if gpu.capability > (0, 0) and not row.oldest <= gpu.capability <= newest]
+    newest = row.max_capability if row.max_capability > (0, 0) else (99, 0)
+    wrong = [gpu for gpu in case.machine.gpus if gpu.capability > (0, 0) and not row.min_capability <= gpu.capability <= newest]
     if not wrong:
         return None
     major, minor = wrong[0].capability

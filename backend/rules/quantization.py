@@ -12,7 +12,7 @@ from backend.memory import quantized
 from backend.modelspec import matches
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP, FSDP2, ZERO2
-from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, MIXTURE, PATH, T4, TWO_H100
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, MOE, LOCAL_MODEL, T4, TWO_H100
 
 PLAIN = Fix(
     "A base that is not packed", {"method.quantization": "none"}, safe=False, cost="two to four times the memory"
@@ -29,10 +29,10 @@ def _row(case: Case) -> registry.Quantization:
     return registry.QUANTIZATIONS[kind]
 
 
-def _came(case: Case) -> registry.Packed:
+def _came(case: Case) -> registry.PrequantizedFormat:
     """The format that a model came in and stays in."""
-    row = registry.PACKED.get(case.facts.packed)
-    return row if row and row.adapters else registry.Packed("")
+    row = registry.PREQUANTIZED.get(case.facts.packed)
+    return row if row and row.adapters else registry.PrequantizedFormat("")
 
 
 def packed_base(case: Case) -> str:
@@ -184,12 +184,12 @@ FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
     title="A model that came packed carries adapters only",
     source="transformers 5.23 trainer_utils.py: validate_quantization_for_training",
     fixes=(ADAPTERS,),
-    fails_on=Example({**PATH, **FULL}, READY, GPTQ),
-    passes_on=Example(PATH, READY, GPTQ),
+    fails_on=Example({**LOCAL_MODEL, **FULL}, READY, GPTQ),
+    passes_on=Example(LOCAL_MODEL, READY, GPTQ),
 )
 def train_packed(case: Case) -> str | None:
     """Weights of a few bits take no small steps."""
-    row = registry.PACKED.get(case.facts.packed)
+    row = registry.PREQUANTIZED.get(case.facts.packed)
     if row is None or not row.adapters or case.spec.method.kind == "lora":
         return None
     return f"Its weights are packed as {row.label}."
@@ -203,14 +203,14 @@ def train_packed(case: Case) -> str | None:
     source="transformers 5.23 quantizers: is_trainable; of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, MXFP8, Quanto, "
     "SINQ and torchao it is true, and none was seen to train here",
     manual_fix="Take the model as it was before it was packed; it can be packed while loading (quantized base).",
-    fails_on=Example(PATH, facts=replace(DEMO, packed="quark")),
-    passes_on=Example(PATH, READY, GPTQ),
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, packed="quark")),
+    passes_on=Example(LOCAL_MODEL, READY, GPTQ),
 )
 def untrainable_packing(case: Case) -> str | None:
     """Some formats have kernels for answering only, without a backward pass. Others have one that was never seen to
     work here."""
     kind = case.facts.packed
-    return f"Its weights are packed as {kind}." if kind and kind not in registry.PACKED else None
+    return f"Its weights are packed as {kind}." if kind and kind not in registry.PREQUANTIZED else None
 
 
 @rule(
@@ -220,12 +220,12 @@ def untrainable_packing(case: Case) -> str | None:
     title="A package for this packed model is missing",
     source="transformers 5.23 quantizers: validate_environment",
     manual_fix="Install it, or take the model as it was before it was packed.",
-    fails_on=Example(PATH, H100, GPTQ),
-    passes_on=Example(PATH, READY, GPTQ),
+    fails_on=Example(LOCAL_MODEL, H100, GPTQ),
+    passes_on=Example(LOCAL_MODEL, READY, GPTQ),
 )
 def missing_unpacker(case: Case) -> str | None:
     """Each format is read by a package of its own."""
-    row = registry.PACKED.get(case.facts.packed)
+    row = registry.PREQUANTIZED.get(case.facts.packed)
     missing = [name for name in row.packages if name not in case.machine.versions] if row else []
     if row is None or not case.machine.versions or not missing:
         return None
@@ -239,8 +239,8 @@ def missing_unpacker(case: Case) -> str | None:
     title="The model comes packed already",
     source="transformers 5.23 quantizers/auto.py: two different configurations are refused",
     fixes=(PLAIN,),
-    fails_on=Example({**PATH, **FOUR}, READY, GPTQ),
-    passes_on=Example(PATH, READY, GPTQ),
+    fails_on=Example({**LOCAL_MODEL, **FOUR}, READY, GPTQ),
+    passes_on=Example(LOCAL_MODEL, READY, GPTQ),
 )
 def packed_twice(case: Case) -> str | None:
     """Weights are packed once: by whoever made the model, or while loading."""
@@ -254,13 +254,13 @@ def packed_twice(case: Case) -> str | None:
     title="This packed model needs a GPU",
     source="transformers 5.23 quantizer_hqq.py: a device map with the CPU is refused",
     manual_fix="Run it on a GPU, or take the model as it was before it was packed.",
-    fails_on=Example(PATH, replace(LAPTOP, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
-    passes_on=Example(PATH, replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
+    fails_on=Example(LOCAL_MODEL, replace(LAPTOP, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
+    passes_on=Example(LOCAL_MODEL, replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
 )
 def packed_for_gpu(case: Case) -> str | None:
     """HQQ's layers are made where they will work, and that cannot be a CPU."""
-    row = registry.PACKED.get(case.facts.packed)
-    return f"{row.label} was found." if row and row.gpu and case.run.device == "cpu" else None
+    row = registry.PREQUANTIZED.get(case.facts.packed)
+    return f"{row.label} was found." if row and row.devices and case.run.device == "cpu" else None
 
 
 @rule(
@@ -270,14 +270,14 @@ def packed_for_gpu(case: Case) -> str | None:
     title="This model is unpacked while it is loaded",
     source="transformers 5.23 quantizer_mxfp4.py, quantizer_finegrained_fp8.py: dequantize=True",
     manual_fix="To train on packed weights take one that is not packed, and pack it while loading.",
-    fails_on=Example(PATH, facts=FP8),
-    passes_on=Example(PATH),
+    fails_on=Example(LOCAL_MODEL, facts=FP8),
+    passes_on=Example(LOCAL_MODEL),
 )
 def unpacked_base(case: Case) -> str | None:
     """Its format has no backward pass everywhere, so its weights become ordinary ones: as large as those, and
     everything can be trained."""
-    row = registry.PACKED.get(case.facts.packed)
-    return f"{row.label} weights become ordinary ones." if row and row.unpacked else None
+    row = registry.PREQUANTIZED.get(case.facts.packed)
+    return f"{row.label} weights become ordinary ones." if row and row.dequantized_on_load else None
 
 
 @rule(
@@ -289,8 +289,8 @@ def unpacked_base(case: Case) -> str | None:
     "them; ZeRO-3 does not partition buffers",
     fixes=(ZERO2, DDP),
     manual_fix="Or take the model as it was before, and pack it while loading: NF4 is spread.",
-    fails_on=Example({**PATH, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
-    passes_on=Example({**PATH, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
+    fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
+    passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
 )
 def spread_as_it_came(case: Case) -> str | None:
     """Its integers would lie whole on every device, whatever the strategy spreads."""
@@ -306,9 +306,9 @@ def spread_as_it_came(case: Case) -> str | None:
     source="peft 0.21 tuners/lora/gptq.py GPTQLoraLinear, tuners/lora/awq.py AwqLoraLinear: does not support DoRA yet",
     fixes=(WITHOUT_DORA,),
     manual_fix="Or take the model as it was before, and pack it while loading: NF4 takes DoRA.",
-    fails_on=Example({**PATH, "lora.use_dora": True}, READY, GPTQ),
+    fails_on=Example({**LOCAL_MODEL, "lora.use_dora": True}, READY, GPTQ),
     passes_on=Example(
-        {**PATH, "lora.use_dora": True},
+        {**LOCAL_MODEL, "lora.use_dora": True},
         replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}),
         replace(DEMO, packed="hqq"),
     ),
@@ -327,8 +327,8 @@ def dora_as_it_came(case: Case) -> str | None:
     title="AWQ's weights become fp16",
     source="transformers 5.23 quantizers/quantizer_awq.py update_dtype: bfloat16 is cast to float16 on cuda and xpu",
     fixes=(Fix("fp16", {"precision.compute": "fp16"}, safe=False),),
-    fails_on=Example({**PATH, "precision.compute": "bf16"}, READY, replace(DEMO, packed="awq")),
-    passes_on=Example({**PATH, "precision.compute": "fp16"}, READY, replace(DEMO, packed="awq")),
+    fails_on=Example({**LOCAL_MODEL, "precision.compute": "bf16"}, READY, replace(DEMO, packed="awq")),
+    passes_on=Example({**LOCAL_MODEL, "precision.compute": "fp16"}, READY, replace(DEMO, packed="awq")),
 )
 def halves_of_awq(case: Case) -> str | None:
     """Its kernels know fp16 alone, so what is not packed is held in it, whatever the run computes in."""
@@ -343,8 +343,8 @@ def halves_of_awq(case: Case) -> str | None:
     title="Experts are not packed",
     source="transformers 5.23 integrations/bitsandbytes.py replace_with_bnb_linear: nn.Linear alone, and experts of "
     "a layer are one stacked weight",
-    fails_on=Example(FOUR, H100, replace(DEMO, shape=MIXTURE)),
-    passes_on=Example({}, H100, replace(DEMO, shape=MIXTURE)),
+    fails_on=Example(FOUR, H100, replace(DEMO, shape=MOE)),
+    passes_on=Example({}, H100, replace(DEMO, shape=MOE)),
 )
 def experts_stay(case: Case) -> str | None:
     """Linear layers are packed, and the experts of a mixture are none: they lie in one weight each layer, and stay as
