@@ -1,4 +1,4 @@
-"""Who may talk to the page: names, origins, fetch metadata, websockets, bodies, and the login."""
+"""Access control: host names, origins, fetch metadata, WebSockets, bodies, and the login."""
 
 import stat
 
@@ -9,19 +9,19 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from webui.auth import Guard, Login, host_name, key_in, known_hosts
+from webui.auth import AccessControl, Login, host_name, known_hosts, load_or_create_key
 
 HOME = "http://127.0.0.1:7860"
 
 
 async def page(request):
     body = await request.body()
-    return PlainTextResponse(f"in {len(body)}", headers={"access-control-allow-origin": "http://evil.example"})
+    return PlainTextResponse(f"{len(body)} bytes", headers={"access-control-allow-origin": "http://evil.example"})
 
 
 async def socket(websocket):
     await websocket.accept()
-    await websocket.send_text("in")
+    await websocket.send_text("connected")
     await websocket.close()
 
 
@@ -31,8 +31,8 @@ APP = Starlette(
 
 
 def client(hosts=(), bound="127.0.0.1", login=None, **more):
-    guard = Guard(APP, known_hosts(bound, hosts), login)
-    return TestClient(guard, base_url=HOME, follow_redirects=False, **more)
+    app = AccessControl(APP, known_hosts(bound, hosts), login)
+    return TestClient(app, base_url=HOME, follow_redirects=False, **more)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def client(hosts=(), bound="127.0.0.1", login=None, **more):
         ("127.0.0.1:7860", 200),
         ("127.0.0.1", 200),
         ("localhost:7860", 200),
-        ("LocalHost:9000", 200),  # ssh -L: the browser's port is another
+        ("LocalHost:9000", 200),  # ssh -L: the browser uses another port
         ("[::1]:7860", 200),
         ("box.lan:7860", 200),
         ("evil.example", 421),
@@ -55,17 +55,17 @@ def client(hosts=(), bound="127.0.0.1", login=None, **more):
     ],
 )
 def test_host(host, status):
-    answer = client(hosts=["box.lan:7860"]).get("/", headers={"host": host})
-    assert answer.status_code == status
+    response = client(hosts=["box.lan:7860"]).get("/", headers={"host": host})
+    assert response.status_code == status
     if status == 421:
-        assert "FOOTPLATE_HOSTS" in answer.json()["error"]
+        assert "FOOTPLATE_HOSTS" in response.json()["error"]
 
 
-def test_two_hosts_are_none():
+def test_two_host_headers_are_rejected():
     assert client().get("/", headers=[("host", "127.0.0.1"), ("host", "evil.example")]).status_code == 421
 
 
-def test_bound_to_every_address_answers_to_addresses_but_not_to_names():
+def test_bound_to_all_addresses_accepts_addresses_but_not_names():
     everywhere = client(bound="0.0.0.0")
     assert everywhere.get("/", headers={"host": "192.168.1.7:7860"}).status_code == 200
     assert everywhere.get("/", headers={"host": "[fe80::1]:7860"}).status_code == 200
@@ -78,7 +78,7 @@ SAME = {"origin": HOME}
 @pytest.mark.parametrize(
     ("method", "headers", "status"),
     [
-        ("POST", {}, 200),  # a program of the user
+        ("POST", {}, 200),  # a program of the user, not a browser
         ("POST", SAME, 200),
         ("DELETE", SAME, 200),
         ("POST", {"origin": HOME, "sec-fetch-site": "same-origin"}, 200),
@@ -101,18 +101,18 @@ SAME = {"origin": HOME}
     ],
 )
 def test_origin(method, headers, status):
-    answer = client().request(method, "/", headers=headers)
-    assert answer.status_code == status
-    assert status == 200 or answer.json()["error"]
+    response = client().request(method, "/", headers=headers)
+    assert response.status_code == status
+    assert status == 200 or response.json()["error"]
 
 
-def socket_says(one, headers):
+def receive_text(one, headers):
     with one.websocket_connect(f"ws://{headers.get('host', '127.0.0.1:7860')}/ws", headers=headers) as websocket:
         return websocket.receive_text()
 
 
 def test_websocket():
-    assert socket_says(client(), {"origin": HOME}) == "in"
+    assert receive_text(client(), {"origin": HOME}) == "connected"
     for headers in (
         {"origin": "http://evil.example"},
         {"origin": "null"},
@@ -120,22 +120,22 @@ def test_websocket():
         {"sec-fetch-site": "cross-site"},
     ):
         with pytest.raises(WebSocketDisconnect):
-            socket_says(client(), headers)
+            receive_text(client(), headers)
 
 
-def test_bodies_have_a_length_and_a_limit():
-    assert client().post("/", content=b"x" * 1000).text == "in 1000"
+def test_bodies_need_a_length_below_the_limit():
+    assert client().post("/", content=b"x" * 1000).text == "1000 bytes"
     assert client().post("/", content=b"x" * (4 * 1024**2 + 1)).status_code == 413
     assert client().post("/", content=iter([b"x", b"y"])).status_code == 411
     assert client().post("/", headers={"content-length": "-1"}).status_code == 411
 
 
-def test_headers_on_every_answer():
-    for answer in (client().get("/"), client().get("/", headers={"host": "evil.example"})):
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "same-origin"
-        assert "frame-ancestors 'self'" in answer.headers["content-security-policy"]
-        assert "access-control-allow-origin" not in answer.headers
+def test_headers_on_every_response():
+    for response in (client().get("/"), client().get("/", headers={"host": "evil.example"})):
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "same-origin"
+        assert "frame-ancestors 'self'" in response.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_host_name(host, name):
     assert host_name(host) == name
 
 
-class StepTimer:
+class FakeClock:
     now = 1_000_000.0
 
     def __call__(self):
@@ -158,7 +158,7 @@ PASSWORD = "correct horse"
 
 @pytest.fixture
 def clock():
-    return StepTimer()
+    return FakeClock()
 
 
 @pytest.fixture
@@ -166,38 +166,38 @@ def login(clock):
     return Login(PASSWORD, b"k" * 32, clock)
 
 
-def enter(one, password=PASSWORD, following="", **more):
+def log_in(one, password=PASSWORD, following="", **more):
     return one.post(f"/login?next={following}", data={"password": password}, **more)
 
 
-def test_strangers_see_nothing(login):
-    stranger = client(login=login)
+def test_nothing_is_visible_without_login(login):
+    anonymous = client(login=login)
     html = {"accept": "text/html,*/*"}
     for path, back in (("/", ""), ("/rules", "rules"), ("/api/runs/x?off=1", "api%2Fruns%2Fx%3Foff%3D1")):
-        answer = stranger.get(path, headers=html)
-        assert (answer.status_code, answer.text) == (303, "")
-        assert answer.headers["location"].lstrip("./") == f"login?next={back}"
+        response = anonymous.get(path, headers=html)
+        assert (response.status_code, response.text) == (303, "")
+        assert response.headers["location"].lstrip("./") == f"login?next={back}"
     for method in ("GET", "POST", "DELETE", "OPTIONS"):
-        answer = stranger.request(method, "/gradio_api/anything", headers=SAME)
-        assert answer.status_code == 401
-        assert "Log in" in answer.json()["error"]
+        response = anonymous.request(method, "/gradio_api/anything", headers=SAME)
+        assert response.status_code == 401
+        assert "Not logged in" in response.json()["error"]
     with pytest.raises(WebSocketDisconnect):
-        socket_says(stranger, SAME)
+        receive_text(anonymous, SAME)
 
 
-def test_login_and_the_way_back(login):
+def test_login_returns_to_the_requested_page(login):
     one = client(login=login)
     shown = one.get("/login?next=%3Frun%3Dx")
     assert shown.status_code == 200 and "<form" in shown.text and 'data-back="./?run=x"' in shown.text
     assert one.head("/login").status_code == 200
-    assert enter(one, "wrong").status_code == 401
+    assert log_in(one, "wrong").status_code == 401
     assert one.get("/").status_code == 401
-    answer = enter(one, following="%3Frun%3Dx", headers=SAME)
-    assert (answer.status_code, answer.headers["location"]) == (303, "./?run=x")
-    cookie = answer.headers["set-cookie"]
+    response = log_in(one, following="%3Frun%3Dx", headers=SAME)
+    assert (response.status_code, response.headers["location"]) == (303, "./?run=x")
+    cookie = response.headers["set-cookie"]
     assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower() and "Max-Age" in cookie
-    assert one.get("/").text == "in 0"
-    assert socket_says(one, SAME | {"cookie": cookie.partition(";")[0]}) == "in"
+    assert one.get("/").text == "0 bytes"
+    assert receive_text(one, SAME | {"cookie": cookie.partition(";")[0]}) == "connected"
     assert one.head("/login").status_code == 204
     assert one.get("/login?next=rules").headers["location"] == "./rules"
 
@@ -205,81 +205,81 @@ def test_login_and_the_way_back(login):
 @pytest.mark.parametrize(
     "place", ["//evil.example", "https:%2F%2Fevil.example", "%5C%5Cevil.example", "%0d%0aset-cookie:a"]
 )
-def test_the_way_back_stays_here(login, place):
+def test_login_redirects_only_to_this_site(login, place):
     one = client(login=login)
-    location = enter(one, following=place).headers["location"]
+    location = log_in(one, following=place).headers["location"]
     assert location.startswith("./") and "\n" not in location
     assert str(one.build_request("GET", f"{HOME}/login").url.join(location)).startswith(HOME + "/")
 
 
-def test_what_is_shown_is_escaped(login):
+def test_login_page_escapes_its_parameters(login):
     text = client(login=login).get('/login?next="><script>x').text
     assert "<script>x" not in text
 
 
 def test_cookie_is_checked(login, clock):
     one = client(login=login)
-    good = login.ticket()
-    until, _, signature = good.partition(".")
+    good = login.create_session()
+    expires, _, signature = good.partition(".")
     bad = [
         "",
         ".",
         good[:-1],
-        f"{int(until) + 1}.{signature}",
-        f"{until}.",
+        f"{int(expires) + 1}.{signature}",
+        f"{expires}.",
         f"x.{signature}",
         signature,
         "\u00e9.\u00e9",
     ]
-    for ticket in bad:
-        assert not login.valid(ticket), ticket
-    for ticket in bad[:-1]:
-        assert one.get("/", headers={"cookie": f"{login.cookie}={ticket}"}).status_code == 401
+    for session in bad:
+        assert not login.is_valid(session), session
+    for session in bad[:-1]:
+        assert one.get("/", headers={"cookie": f"{login.cookie}={session}"}).status_code == 401
     assert one.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 200
     assert one.get("/", headers={"cookie": f"a b=c; \x01; {login.cookie}"}).status_code == 401
     clock.now += 31 * 24 * 3600
     assert one.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 401
 
 
-def test_cookie_outlives_the_process_but_not_the_password(tmp_path):
-    ticket = Login(PASSWORD, key_in(tmp_path)).ticket()
-    assert Login(PASSWORD, key_in(tmp_path)).valid(ticket)
-    assert not Login("another one", key_in(tmp_path)).valid(ticket)
+def test_session_survives_a_restart_but_not_a_new_password(tmp_path):
+    session = Login(PASSWORD, load_or_create_key(tmp_path)).create_session()
+    assert Login(PASSWORD, load_or_create_key(tmp_path)).is_valid(session)
+    assert not Login("another one", load_or_create_key(tmp_path)).is_valid(session)
     assert stat.S_IMODE((tmp_path / ".key").stat().st_mode) == 0o600
-    (tmp_path / ".key").write_bytes(b"")  # cut off while it was made
-    assert len(key_in(tmp_path)) == 32
-    assert not Login(PASSWORD, key_in(tmp_path)).valid(ticket)
+    (tmp_path / ".key").write_bytes(b"")  # killed while it was created
+    assert len(load_or_create_key(tmp_path)) == 32
+    assert not Login(PASSWORD, load_or_create_key(tmp_path)).is_valid(session)
 
 
-def test_wrong_passwords_wait(login, clock):
+def test_wrong_passwords_are_throttled(login, clock):
     one = client(login=login)
-    assert [enter(one, "wrong").status_code for _ in range(5)] == [401] * 5
-    answer = enter(one)
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    assert [log_in(one, "wrong").status_code for _ in range(5)] == [401] * 5
+    response = log_in(one)
+    assert response.status_code == 429 and response.headers["retry-after"] == "1"
     clock.now += 1
-    assert enter(one, "wrong").status_code == 401
-    assert enter(one).headers["retry-after"] == "2"
+    assert log_in(one, "wrong").status_code == 401
+    assert log_in(one).headers["retry-after"] == "2"
     other = client(login=login, client=("10.0.0.2", 1))
-    assert enter(other).status_code == 303
+    assert log_in(other).status_code == 303
     clock.now += 2
-    assert enter(one).status_code == 303
-    assert enter(client(login=login), "wrong").status_code == 401  # forgotten after the right one
+    assert log_in(one).status_code == 303
+    assert log_in(client(login=login), "wrong").status_code == 401  # the count restarts after a correct password
 
 
-def test_waiting_is_bounded(login, clock):
+def test_throttling_is_bounded(login, clock):
     for _ in range(100):
-        login.enter("10.0.0.1", "wrong")
+        login.check_password("10.0.0.1", "wrong")
     assert login.wait_seconds("10.0.0.1") == 300
     for i in range(2000):
-        login.enter(f"10.1.{i // 256}.{i % 256}", "wrong")
-    assert len(login._failed) <= 1000
+        login.check_password(f"10.1.{i // 256}.{i % 256}", "wrong")
+    assert len(login._failures) <= 1000
 
 
-def test_login_is_guarded_too(login):
+def test_login_rejects_cross_site_requests(login):
     one = client(login=login)
-    assert enter(one, headers={"origin": "http://evil.example"}).status_code == 403
-    assert enter(one, headers={"host": "evil.example"}).status_code == 421
+    assert log_in(one, headers={"origin": "http://evil.example"}).status_code == 403
+    assert log_in(one, headers={"host": "evil.example"}).status_code == 421
 
 
 def test_without_a_password_there_is_no_login():
-    assert client().get("/login").text == "in 0"
+    assert client().get("/login").text == "0 bytes"
