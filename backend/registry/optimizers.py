@@ -372,7 +372,12 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         reads=COMMON,
     ),
     "adagrad": Optimizer(
-        "Adagrad", "Sums all squares: steps only get smaller.", name="adagrad", states=1, reads=COMMON, allocates_state_at_init=True
+        "Adagrad",
+        "Sums all squares: steps only get smaller.",
+        name="adagrad",
+        states=1,
+        reads=COMMON,
+        allocates_state_at_init=True,
     ),
     "grokadamw": Optimizer(
         "GrokAdamW",
