@@ -26,12 +26,14 @@ check: setup  ## linter, types and the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	tests/js/check.sh
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
 test: setup tools  ## everything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	tests/js/check.sh
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu"
 	$(BIN)/pytest -m "alone and not soak and not gpu"
 

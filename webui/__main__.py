@@ -175,7 +175,7 @@ def _serve(app: Any, listener: socket.socket, address: str, runs: Path) -> int:
             timeout_graceful_shutdown=2,
         )
     )
-    server.greeting = f"Footplate: {address}\nRuns are stored in {runs}. Ctrl+C stops the page, not the runs.\n"
+    server.greeting = f"Footplate is at {address}\nRuns are stored in {runs}. Ctrl+C stops the page, not the runs.\n"
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

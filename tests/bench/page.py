@@ -18,16 +18,16 @@ from tests.browser.served import CHROMIUM, FLAGS, Server
 
 Figure = tuple[str, list[float], str]
 
-# Times each edit in the page itself, from the key to the drawn verdict.
+# Times each edit in the page itself, from the key to the drawn report.
 WATCH = """() => {
   window.edits = [];
   let pressed = 0;
   document.addEventListener('input', () => { pressed = performance.now(); }, true);
-  const draw = FP.verdict.draw;
-  FP.verdict.draw = (answer) => {
-    draw(answer);
-    if (pressed) requestAnimationFrame(() => { window.edits.push(performance.now() - pressed); pressed = 0; });
-  };
+  const status = document.querySelector('#fp-status');
+  new MutationObserver(() => {
+    if (!pressed || status.dataset.fresh !== 'yes') return;
+    requestAnimationFrame(() => { window.edits.push(performance.now() - pressed); pressed = 0; });
+  }).observe(status, { attributes: true, attributeFilter: ['data-fresh'] });
 }"""
 
 
