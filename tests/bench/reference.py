@@ -1,4 +1,4 @@
-"""The same training as `training.case(1)` with nothing of Footplate but its model and rows."""
+"""The same training as `training.case(1)` with the Trainer of Transformers alone; model and dataset are the same."""
 
 import json
 import sys
@@ -21,14 +21,14 @@ rows = [json.loads(line)["messages"] for line in (ASSETS / "trains" / "train.jso
 
 
 def encode(messages: list[dict]) -> dict:
-    """Tokens of a conversation; the loss counts the answer."""
+    """Tokens of a conversation; the loss covers the assistant's turn."""
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:256]
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     return {"input_ids": whole, "labels": [-100] * len(prompt) + whole[len(prompt) :]}
 
 
 def collate(items: list[dict]) -> dict:
-    """Right padding to the longest row of the batch, as trl pads."""
+    """Right padding to the longest sequence of the batch, as TRL pads."""
     width = max(len(i["input_ids"]) for i in items)
     pad = {"input_ids": tokenizer.pad_token_id, "labels": -100}
     batch = {k: torch.tensor([i[k] + [v] * (width - len(i[k])) for i in items]) for k, v in pad.items()}
@@ -39,12 +39,12 @@ def collate(items: list[dict]) -> dict:
 
 
 class StepTimer(TrainerCallback):
-    """When each step ended."""
+    """Records when each step ended."""
 
-    times: list[float] = []  # noqa: RUF012 - one instance a process
+    times: list[float] = []  # noqa: RUF012 - one instance per process
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
-        """Note the time."""
+        """Record the time."""
         self.times.append(time.time())
 
 

@@ -1,4 +1,4 @@
-"""How long a check takes: rules, plan, estimate and what to do, for each preset on its machine and on this one."""
+"""How long a check takes (rules, plan, estimate, fixes): each preset on its machine, and on one that is too small."""
 
 import time
 from collections.abc import Iterator
@@ -13,13 +13,17 @@ TIMES = 20
 
 
 def measure(folder: Path) -> Iterator[tuple[str, list[float], str]]:
-    """Milliseconds each: (what, values, unit)."""
+    """(name, values, unit) of each measurement."""
     here = probe(folder)
-    yield "check, as the page opens", [_one(RunSpec(), here, folder) for _ in range(TIMES)], "ms"
+    yield "check of the default spec", [_one(RunSpec(), here, folder) for _ in range(TIMES)], "ms"
     found = {p.name: (p.spec, p.machine) for p in presets()}
-    yield "check, presets on their machines", [_one(*found[n], folder) for n in found for _ in range(TIMES)], "ms"
+    yield "check of the presets on their machines", [_one(*found[n], folder) for n in found for _ in range(TIMES)], "ms"
     small = machines()["1x24gb"]
-    yield "check, presets on one small GPU", [_one(s, small, folder) for s, _ in found.values() for _ in range(5)], "ms"
+    yield (
+        "check of the presets on one 24 GB GPU",
+        [_one(s, small, folder) for s, _ in found.values() for _ in range(5)],
+        "ms",
+    )
 
 
 def _one(spec: RunSpec, machine: object, folder: Path) -> float:
