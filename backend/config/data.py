@@ -8,10 +8,10 @@ from pydantic import Field
 
 from backend import registry
 from backend.config.fields import (
-    USER_DATA,
+    CHAT,
     NEXT_TOKEN,
     SFT,
-    CHAT,
+    USER_DATA,
     Lines,
     Section,
     Ui,

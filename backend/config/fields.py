@@ -123,7 +123,9 @@ GENERATING: Condition = {"train.stage": tuple(name for name, row in registry.STA
 DPO: Condition = {"train.stage": ("dpo",)}
 KTO: Condition = {"train.stage": ("kto",)}
 REWARD: Condition = {"train.stage": ("reward",)}
-WITH_REFERENCE: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.uses_reference_model)}
+WITH_REFERENCE: Condition = {
+    "train.stage": tuple(name for name, row in registry.STAGES.items() if row.uses_reference_model)
+}
 WITH_BETA: Condition = {"train.stage": ("dpo", "kto", "orpo")}
 SHUFFLING: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "kto")}
 DDP: Condition = {"parallel.strategy": ("ddp",)}

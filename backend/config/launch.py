@@ -8,11 +8,11 @@ from pydantic import Field
 
 from backend.config.fields import (
     ELASTIC,
-    WITH_HOSTFILE,
-    MULTI_PROCESS,
     MULTI_NODE,
-    WITH_LAUNCHER,
+    MULTI_PROCESS,
     STATIC,
+    WITH_HOSTFILE,
+    WITH_LAUNCHER,
     Ids,
     JsonText,
     Lines,

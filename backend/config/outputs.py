@@ -8,8 +8,8 @@ from pydantic import Field
 
 from backend import registry
 from backend.config.fields import (
-    GENERATING,
     EVALUATING,
+    GENERATING,
     LORA,
     SAVING,
     Section,

@@ -10,7 +10,6 @@ from backend import registry
 from backend.config.fields import (
     BUCKETS,
     DDP,
-    WITH_ENGINE_CONFIG,
     FSDP,
     FSDP1,
     FSDP2,
@@ -20,6 +19,7 @@ from backend.config.fields import (
     OFFLOADED,
     OFFLOADING,
     TENSOR,
+    WITH_ENGINE_CONFIG,
     ZERO,
     ZERO3,
     JsonText,

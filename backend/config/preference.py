@@ -9,10 +9,10 @@ from pydantic import Field
 from backend import registry
 from backend.config.fields import (
     DPO,
-    WITH_REFERENCE,
     KTO,
     REWARD,
     WITH_BETA,
+    WITH_REFERENCE,
     Section,
     Ui,
     one_of,

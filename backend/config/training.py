@@ -42,7 +42,7 @@ class Train(Section):
     """How the learning rate moves after warm-up."""
     warmup_steps: Annotated[float, Field(ge=0), Ui("Warm-up", when=read_by("warmup_steps"))] = 0.03
     """Steps of rising rate; below 1 it is a share of all steps."""
-    optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw"
+    optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw_torch"
     """Turns gradients into steps; its state takes memory."""
     weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay", when=read_by("weight_decay"))] = 0.0
     """Pulls weights towards zero; 0.01 to 0.1 is usual for full training."""

@@ -109,7 +109,7 @@ class Account(Passes):
 
     def _step(self) -> list[Row]:
         """The optimizer's step."""
-        adam = self.spec.train.optim == "adamw"
+        adam = self.spec.train.optim == "adamw_torch"
         largest = max((leaf.parameters for leaf in (*self.shape.layer, *self.shape.outside)), default=0)
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
         work = 0 if self.optimizer_away else work // self.sharers

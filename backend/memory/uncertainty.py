@@ -29,7 +29,7 @@ def shares(it: Spread) -> tuple[float, float]:
 def _followed(it: Spread) -> bool:
     """Whether it is like what was held to a tracker or to real runs."""
     spec, parallel = it.spec, it.spec.parallel
-    usual = spec.train.stage in registry.NEXT_TOKEN_STAGES and spec.train.optim == "adamw" and not spec.data.packing
+    usual = spec.train.stage in registry.NEXT_TOKEN_STAGES and spec.train.optim == "adamw_torch" and not spec.data.packing
     plain = not (
         it.packed or spec.lora.use_dora or spec.lora.dropout or spec.train.use_liger_kernel or spec.train.use_unsloth
     )

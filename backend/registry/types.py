@@ -55,7 +55,7 @@ class BuiltinModel(Choice):
 
 @dataclass(frozen=True)
 class Optimizer(Choice):
-    """An optimizer. `name` is the Trainer's `optim`; '' for one that `backend.train` builds itself.
+    """An optimizer. `trainer_optim` is the Trainer's `optim`; '' for one that `backend.train` builds itself.
 
     The state of each trained parameter is `states` elements of `bits` bits each (0: the parameter's own dtype).
     `state_layout` says where there is less: `low_rank`: of projected gradients; `matrix_momentum`: one element instead
@@ -64,7 +64,7 @@ class Optimizer(Choice):
     `reads` are the options of section `train` that it uses.
     """
 
-    name: str = ""
+    trainer_optim: str = ""
     states: float = 0.0
     bits: int = 0
     state_layout: Literal["", "low_rank", "matrix_momentum", "per_head", "one_block"] = ""
@@ -83,7 +83,7 @@ class Optimizer(Choice):
     @property
     def has_adamw_state(self) -> bool:
         """Whether its state is AdamW's two moments and nothing else: DeepSpeed can reshard no other state."""
-        return self.name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
+        return self.trainer_optim in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
 
     def needs_plain_tensors(self, fp32_master_weights: bool) -> bool:
         """Whether it fails on DTensor parameters, which FSDP2 and tensor parallelism use. torchao's 8-bit state fails

@@ -13,7 +13,7 @@ from backend import registry
 from backend.config import merge
 from backend.launch import accelerate_config
 from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
-from backend.rules.distributed.extra_config import dropping
+from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import TWO_H100
 
 KEYS = "launch.extra_accelerate_config"
@@ -141,7 +141,7 @@ def other_launch(case: Case) -> Violation | None:
     found |= _otherwise(case, given) | _inside(case, given)
     if not found:
         return None
-    fix = Fix("As the form says", dropping(given, _paths(given, found), KEYS), safe=False)
+    fix = Fix("As the form says", without_keys(given, _paths(given, found), KEYS), safe=False)
     return Violation(reasons(found.items()), (fix,))
 
 
@@ -172,7 +172,7 @@ def unheard(case: Case) -> Violation | None:
         bare = name.removeprefix("fsdp_")
         if (bare not in HEARD or (bare in FIELDS and ours.get(bare))) and f"fsdp_config.fsdp_{bare}" not in refused:
             found.append(f"fsdp_config.{name}")
-    return Violation(f"{names(found)}.", (Fix("Without", dropping(given, found, KEYS)),)) if found else None
+    return Violation(f"{names(found)}.", (Fix("Without", without_keys(given, found, KEYS)),)) if found else None
 
 
 @rule(
@@ -191,7 +191,7 @@ def compiled_by_launcher(case: Case) -> Violation | None:
     backend = str(_table(given, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
     if backend == "NO":
         return None
-    patch: dict[str, Any] = dropping(given, ["dynamo_config"], KEYS)
+    patch: dict[str, Any] = without_keys(given, ["dynamo_config"], KEYS)
     if case.strategy.engine in ("", "ddp"):
         patch["train.torch_compile"] = True
     return Violation(f"dynamo_config asks for {backend}.", (Fix("By the form", patch),))

@@ -13,7 +13,7 @@ from backend.resolve import before_ampere
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import BF16
 from backend.rules.examples import (
-    BARE,
+    TORCH_ONLY,
     DEMO,
     EQUIPPED,
     EQUIPPED_H100,
@@ -56,7 +56,7 @@ def missing_device(case: Case) -> Violation | str | None:
     title="A package is missing",
     source="pyproject.toml",
     manual_fix="Install it with pip, or set Footplate up again with `make run`.",
-    fails_on=Example(machine=BARE),
+    fails_on=Example(machine=TORCH_ONLY),
     passes_on=Example(),
 )
 def missing_package(case: Case) -> str | None:
@@ -365,7 +365,7 @@ def odd_layers(case: Case) -> str | None:
 )
 def packed_fp8(case: Case) -> str | None:
     """Both want to be the linear layers: fp8 would take the packed numbers for weights."""
-    packed = registry.QUANTIZATIONS[case.spec.method.quantization].bits or case.facts.packed == "bitsandbytes"
+    packed = registry.QUANTIZATIONS[case.spec.method.quantization].bits or case.facts.quant_method == "bitsandbytes"
     return "The base weights are packed." if packed and case.spec.precision.compute == "fp8" else None
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
-from backend.rules.common_fixes import ONE
+from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
 
 ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
@@ -23,7 +23,7 @@ DDP = {"parallel.strategy": "ddp"}
     fields=("launch.launcher", "parallel.strategy"),
     title="python starts one process only",
     source="arithmetic: python -m starts no other process",
-    fixes=(Fix("Start with torchrun", {"launch.launcher": "torchrun"}), ONE),
+    fixes=(Fix("Start with torchrun", {"launch.launcher": "torchrun"}), SINGLE_PROCESS),
     fails_on=Example({**DDP, "launch.launcher": "python"}),
     passes_on=Example({**DDP, "launch.launcher": "torchrun"}),
     proof="launch",
@@ -61,7 +61,7 @@ def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
         **patch,
         "train.gradient_accumulation_steps": case.spec.train.gradient_accumulation_steps * case.run.data_parallel_size,
     }
-    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optim].inside
+    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward
     return Fix("One process", whole if same else patch, same, "one device does it all")
 
 
@@ -203,7 +203,7 @@ def lonely(case: Case) -> str | None:
 
 
 def _many(case: Case) -> bool:
-    return case.spec.parallel.strategy in registry.MANY
+    return case.spec.parallel.strategy in registry.MULTI_PROCESS
 
 
 @rule(
@@ -267,7 +267,7 @@ def reserved_variables(case: Case) -> Violation | None:
     return Violation(f"{names(found)} cannot be set by hand.", (without(case, found),)) if found else None
 
 
-VISIBLE = tuple(row.visible for row in registry.DEVICES.values() if row.visible)
+VISIBLE = tuple(row.visible_devices_env for row in registry.DEVICES.values() if row.visible_devices_env)
 
 
 def without(case: Case, drop: list[str]) -> Fix:

@@ -31,6 +31,7 @@ def _used(case: Case) -> tuple[Gpu, ...]:
     source="NVML: nvmlDeviceGetComputeRunningProcesses",
     fails_on=Example({}, replace(TWO_H100, gpus=BUSY)),
     passes_on=Example({"launch.devices": (1,)}, replace(TWO_H100, gpus=BUSY)),
+    at_start=True,
 )
 def busy(case: Case) -> Violation | None:
     """Two processes on one device take turns, and share its memory: both are slow, and either may run out of it."""
@@ -54,6 +55,7 @@ def busy(case: Case) -> Violation | None:
     fixes=(Fix("Load rows in the training process", {"train.dataloader_num_workers": 0}),),
     fails_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
     passes_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
+    at_start=True,
 )
 def little_shared(case: Case) -> str | None:
     """Processes that load rows hand them over through /dev/shm, and NCCL talks through it. A container has 64 MiB

@@ -353,13 +353,14 @@ BY_DEEPSPEED = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
     title="The port is taken",
     source="torch 2.13 distributed TCPStore, where the ranks meet: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
     "launcher/runner.py: --master_port is 29500 unless told otherwise",
-    fails_on=Example(BY_DEEPSPEED, HERE, replace(DEMO, taken=29500, spare=29501)),
+    fails_on=Example(BY_DEEPSPEED, HERE, replace(DEMO, port_in_use=29500, free_port=29501)),
     passes_on=Example(BY_DEEPSPEED, HERE),
+    at_start=True,
 )
 def port_taken(case: Case) -> Violation | None:
     """The ranks of a run meet at a port of their own. Two runs with several nodes, or two of DeepSpeed's launcher, take
     the same one unless they are told of others."""
-    taken, spare = case.facts.taken, case.facts.spare
+    taken, spare = case.facts.port_in_use, case.facts.free_port
     if not taken or taken != case.run.master_port or case.machine.name:
         return None
     fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.master_port": spare}),) if spare else ()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
-from backend.rules.common_fixes import ADAMW, BF16, DDP, ONE
+from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
 
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
@@ -38,8 +38,8 @@ def _with(name: str, **more: object) -> dict[str, object]:
     title="The optimizer's package is missing",
     source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
     fixes=(ADAMW,),
-    fails_on=Example(_with("galore"), LAPTOP),
-    passes_on=Example(_with("galore"), EQUIPPED),
+    fails_on=Example(_with("galore_adamw"), LAPTOP),
+    passes_on=Example(_with("galore_adamw"), EQUIPPED),
 )
 def missing_optimizer(case: Case) -> str | None:
     """Most special optimizers are packages of their own. Take the name that is said: `muon` on PyPI, for one, is about
@@ -58,8 +58,8 @@ def missing_optimizer(case: Case) -> str | None:
     source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
     "no managed memory for AdEMAMix; torch_npu drives Ascend alone",
     fixes=(ADAMW,),
-    fails_on=Example(_with("galore_8bit"), EQUIPPED),
-    passes_on=Example(_with("galore_8bit"), EQUIPPED_H100),
+    fails_on=Example(_with("galore_adamw_8bit"), EQUIPPED),
+    passes_on=Example(_with("galore_adamw_8bit"), EQUIPPED_H100),
     proof="launch",
 )
 def wrong_device(case: Case) -> str | None:
@@ -79,8 +79,8 @@ def wrong_device(case: Case) -> str | None:
     source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
     "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_with("galore", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(_with("galore_adamw", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(_with("galore_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
 )
 def flat_parts(case: Case) -> str | None:
@@ -88,7 +88,7 @@ def flat_parts(case: Case) -> str | None:
     layers find nothing to look at there."""
     row = _row(case)
     flat = _engine(case) == "deepspeed" or _strategy(case).fsdp_version == 1
-    if not flat or not row.layout or row.layout == "block":
+    if not flat or not row.state_layout or row.state_layout == "one_block":
         return None
     return f"{row.label} needs whole matrices; {_strategy(case).label} hands it flat parts."
 
@@ -100,16 +100,16 @@ def flat_parts(case: Case) -> str | None:
     title="This optimizer works in one process",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
     "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
-    fixes=(ONE, ADAMW),
+    fixes=(SINGLE_PROCESS, ADAMW),
     fails_on=Example(_with("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_with("galore_layerwise"), EQUIPPED_TWO),
+    passes_on=Example(_with("galore_adamw_layerwise"), EQUIPPED_TWO),
     proof="launch",
 )
 def one_process(case: Case) -> str | None:
     """Steps within the backward pass are taken before gradients of other processes arrive, so that the copies of the
     model would drift apart; and layers that take turns change what is trained, which engines fix at the start."""
     row, engine = _row(case), _engine(case)
-    if not engine or not (row.inside or row.layout == "block"):
+    if not engine or not (row.steps_in_backward or row.state_layout == "one_block"):
         return None
     if engine == "ddp" and case.run.nproc_per_node == 1:
         return None
@@ -123,15 +123,15 @@ def one_process(case: Case) -> str | None:
     title="This optimizer cannot accumulate",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support gradient accumulation; lomo-optim "
     "0.1.1 lomo.py: every backward pass changes the weights",
-    fails_on=Example(_with("galore_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
-    passes_on=Example(_with("galore_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
+    fails_on=Example(_with("galore_adamw_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
+    passes_on=Example(_with("galore_adamw_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
     proof="launch",
 )
 def nothing_adds_up(case: Case) -> Violation | None:
     """It steps within each backward pass and frees the gradients there, so nothing is left to add up: it would take
     several small steps instead of a large one."""
     train = case.spec.train
-    if not _row(case).inside or train.gradient_accumulation_steps == 1:
+    if not _row(case).steps_in_backward or train.gradient_accumulation_steps == 1:
         return None
     size = train.per_device_train_batch_size * train.gradient_accumulation_steps
     fixes = (
@@ -162,7 +162,7 @@ def scaled_steps(case: Case) -> str | None:
     this optimizer has stepped, thousands of times too far."""
     return (
         f"{_row(case).label} steps too early for fp16."
-        if _row(case).inside and case.run.compute_dtype == "fp16"
+        if _row(case).steps_in_backward and case.run.compute_dtype == "fp16"
         else None
     )
 
@@ -182,7 +182,7 @@ def no_heads(case: Case) -> str | None:
     """It keeps one second moment a head, and divides the query and key matrices by the size of a head. The narrow
     matrices of an adapter cannot be divided so."""
     lora = case.spec.method.kind == "lora"
-    return "The method is LoRA." if lora and _row(case).layout == "heads" else None
+    return "The method is LoRA." if lora and _row(case).state_layout == "per_head" else None
 
 
 @rule(
@@ -192,14 +192,14 @@ def no_heads(case: Case) -> str | None:
     title="An optimizer for whole matrices on adapters",
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
     fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    fails_on=Example({"train.optim": "galore"}, EQUIPPED),
-    passes_on=Example(_with("galore"), EQUIPPED),
+    fails_on=Example({"train.optim": "galore_adamw"}, EQUIPPED),
+    passes_on=Example(_with("galore_adamw"), EQUIPPED),
 )
 def matrices_of_adapters(case: Case) -> str | None:
     """Adapters are of low rank already, and their state is small: to project them, or to train them in turns, saves
     next to nothing and learns worse. Muon makes the two factors orthogonal instead of their product."""
     row = _row(case)
-    if case.spec.method.kind != "lora" or row.layout not in ("low_rank", "matrices", "block"):
+    if case.spec.method.kind != "lora" or row.state_layout not in ("low_rank", "matrix_momentum", "one_block"):
         return None
     return f"{row.label} is made for full training, and the method is LoRA."
 
@@ -211,14 +211,14 @@ def matrices_of_adapters(case: Case) -> str | None:
     title="No module is named",
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
     fixes=(Fix("All linear layers", {"train.optim_targets": "all-linear"}, safe=False),),
-    fails_on=Example(_with("galore", train__optim_targets="custom"), EQUIPPED),
-    passes_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
+    fails_on=Example(_with("galore_adamw", train__optim_targets="custom"), EQUIPPED),
+    passes_on=Example(_with("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
 def no_targets(case: Case) -> str | None:
     """The optimizer must know which layers it projects."""
     train = case.spec.train
-    if _row(case).layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
+    if _row(case).state_layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
         return None
     return "Projected layers are chosen by name, and there is no name."
 
@@ -229,8 +229,8 @@ def no_targets(case: Case) -> str | None:
     fields=("train.optim", "launch.device"),
     title="Nothing is paged on a CPU",
     source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
-    fails_on=Example({"train.optim": "adamw_paged"}, EQUIPPED),
-    passes_on=Example({"train.optim": "adamw_paged"}, EQUIPPED_H100),
+    fails_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED),
+    passes_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED_H100),
 )
 def nothing_paged(case: Case) -> Violation | None:
     """Paging moves state between a GPU and the host's RAM; on a CPU all of it lies in RAM anyway."""
@@ -253,7 +253,7 @@ def nothing_paged(case: Case) -> Violation | None:
     "them outside of its state",
     fixes=(ADAMW,),
     fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
-    passes_on=Example({"train.optim": "adamw"}, EQUIPPED),
+    passes_on=Example({"train.optim": "adamw_torch"}, EQUIPPED),
 )
 def forgetful(case: Case) -> str | None:
     """Its checkpoints do not bring its moments back: a run that goes on takes other steps than one that was not
@@ -269,8 +269,8 @@ def forgetful(case: Case) -> str | None:
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
     manual_fix="Install a compiler: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
-    fails_on=Example({"train.optim": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
-    passes_on=Example({"train.optim": "adamw_8bit_torchao"}, EQUIPPED),
+    fails_on=Example({"train.optim": "adamw_torch_8bit"}, replace(EQUIPPED, compiler=False)),
+    passes_on=Example({"train.optim": "adamw_torch_8bit"}, EQUIPPED),
 )
 def no_compiler(case: Case) -> str | None:
     """The optimizers of torchao are compiled when they first step: to C++ where their numbers lie in RAM."""
@@ -294,7 +294,7 @@ def made_anew(case: Case) -> str | None:
     """Norms and biases are a group of their own, which does not decay; LoRA+ makes more. DeepSpeed forgets the groups
     of Adagrad, and fails at the first step where there was more than one."""
     row = _row(case)
-    several = row.early and case.strategy.zero_stage > 0 and case.spec.has_param_groups
+    several = row.allocates_state_at_init and case.strategy.zero_stage > 0 and case.spec.has_param_groups
     return f"{row.label} under {case.strategy.label}, with several groups of weights." if several else None
 
 
@@ -328,8 +328,8 @@ def unswitched(case: Case) -> str | None:
     "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
     "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others go on",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    passes_on=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    fails_on=Example(_with("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    passes_on=Example(_with("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     proof="launch",
 )
 def spread_weights(case: Case) -> str | None:
@@ -337,10 +337,10 @@ def spread_weights(case: Case) -> str | None:
     calculate with ordinary tensors beside it, and fail at the first step."""
     row = _row(case)
     if (
-        not row.plain(case.run.fp32_master_weights)
+        not row.needs_plain_tensors(case.run.fp32_master_weights)
         or _engine(case) not in ("fsdp", "tensor")
         or _strategy(case).fsdp_version == 1
     ):
         return None
-    because = "" if row.plain(True) else f", in {registry.PRECISIONS[case.spec.precision.compute].label}"
+    because = "" if row.needs_plain_tensors(True) else f", in {registry.PRECISIONS[case.spec.precision.compute].label}"
     return f"{row.label} with {_strategy(case).label}{because}."

@@ -36,13 +36,13 @@ def _with(name: str, **more: object) -> dict[str, object]:
     fields=("train.projection_rank",),
     title="The projection is as wide as the matrices",
     source="arithmetic: galore-torch 1.0 galore_projector.py takes no more directions than there are",
-    fails_on=Example(_with("galore", train__projection_rank=1024), EQUIPPED),
-    passes_on=Example(_with("galore", train__projection_rank=128), EQUIPPED),
+    fails_on=Example(_with("galore_adamw", train__projection_rank=1024), EQUIPPED),
+    passes_on=Example(_with("galore_adamw", train__projection_rank=128), EQUIPPED),
 )
 def wide_projection(case: Case) -> Violation | None:
     """A projection that keeps every direction saves nothing, and costs its own memory and time."""
     rank, shape = case.spec.train.projection_rank, case.shape
-    if _row(case).layout != "low_rank" or shape is None or rank < shape.hidden:
+    if _row(case).state_layout != "low_rank" or shape is None or rank < shape.hidden:
         return None
     quarter = max(1, shape.hidden // 4)
     return Violation(
@@ -58,8 +58,8 @@ def wide_projection(case: Case) -> Violation | None:
     title="GaLore cannot project back",
     source="galore-torch 1.0 galore_projector.py project_back: it tells sides apart by what is left of a matrix, and "
     "takes a wide one for a tall one",
-    fails_on=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
-    passes_on=Example(_with("galore", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
+    fails_on=Example(_with("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
+    passes_on=Example(_with("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
     proof="launch",
 )
 def cannot_project_back(case: Case) -> Violation | None:
@@ -95,7 +95,7 @@ def cannot_project_back(case: Case) -> Violation | None:
 def fewer_rows_than_devices(case: Case) -> str | None:
     """FSDP2 spreads matrices by rows. A device without one cannot take part in a step that works on whole matrices, as
     Muon's and a projection do. An adapter has as many rows as its rank, the head of a reward model one."""
-    if _row(case).layout not in ("matrices", "low_rank") or case.strategy.fsdp_version != 2 or case.shape is None:
+    if _row(case).state_layout not in ("matrix_momentum", "low_rank") or case.strategy.fsdp_version != 2 or case.shape is None:
         return None
     devices, state = _sharers(case), State(case.spec, case.shape)
     least = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=devices)
@@ -116,7 +116,7 @@ def fewer_rows_than_devices(case: Case) -> str | None:
 def heads_over_devices(case: Case) -> str | None:
     """Adam-mini takes the weights of queries and keys head by head, and FSDP2 has spread them by rows: each device must
     have as many heads."""
-    if _row(case).layout != "heads" or case.strategy.fsdp_version != 2 or case.shape is None:
+    if _row(case).state_layout != "per_head" or case.strategy.fsdp_version != 2 or case.shape is None:
         return None
     devices = _sharers(case)
     uneven = case.shape.heads % devices or case.shape.kv_heads % devices
@@ -129,14 +129,14 @@ def heads_over_devices(case: Case) -> str | None:
     fields=("train.learning_rate", "train.optim"),
     title="A high learning rate for Lion",
     source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
-    fails_on=Example({"train.optim": "lion"}, EQUIPPED),
-    passes_on=Example({"train.optim": "lion", "train.learning_rate": 5e-5}, EQUIPPED),
+    fails_on=Example({"train.optim": "lion_32bit"}, EQUIPPED),
+    passes_on=Example({"train.optim": "lion_32bit", "train.learning_rate": 5e-5}, EQUIPPED),
 )
 def fast_lion(case: Case) -> Violation | None:
     """Lion moves every weight by the full rate at each step, whatever its gradient: what suits AdamW overshoots."""
     usual = 1e-4 if case.spec.method.kind == "lora" else 1e-5
     rate = case.spec.train.learning_rate
-    if not case.spec.train.optim.startswith("lion") or rate <= usual:
+    if "lion" not in case.spec.train.optim or rate <= usual:
         return None
     return Violation(f"The rate is {rate:g}.", (Fix(f"{usual / 2:g}", {"train.learning_rate": usual / 2}, safe=False),))
 
@@ -154,7 +154,7 @@ def slow_sgd(case: Case) -> Violation | None:
     """Adam divides each gradient by its size, and SGD does not: at Adam's rates it hardly moves."""
     train, row = case.spec.train, _row(case)
     plain = (
-        row.reads and not row.factored and "adam_beta1" not in row.reads and ("sgd" in row.name or row.name == "lomo")
+        row.reads and not row.factored and "adam_beta1" not in row.reads and ("sgd" in row.trainer_optim or row.trainer_optim == "lomo")
     )
     if not plain or train.learning_rate >= 1e-3:
         return None
@@ -192,7 +192,7 @@ def unfactored(case: Case) -> str | None:
     """Rows and columns of a matrix are what it keeps instead of the matrix; ZeRO hands it flat parts, and a whole
     second moment is kept."""
     row = _row(case)
-    lost = row.factored and not row.layout and registry.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
+    lost = row.factored and not row.state_layout and registry.STRATEGIES[case.spec.parallel.strategy].engine == "deepspeed"
     return "Every trained weight gets 4 bytes of state." if lost else None
 
 
@@ -210,7 +210,7 @@ def two_masters(case: Case) -> str | None:
     """The layer whose turn it is gets a copy in fp32, so that the weights themselves may lie in bf16 without losing
     small updates: half the memory of the model."""
     pure = case.spec.precision.compute == "pure_bf16"
-    better = _row(case).layout == "block" and not pure and case.run.compute_dtype == "bf16"
+    better = _row(case).state_layout == "one_block" and not pure and case.run.compute_dtype == "bf16"
     return "All weights are held in fp32 as well." if better else None
 
 
@@ -226,7 +226,7 @@ def two_masters(case: Case) -> str | None:
 def short_turns(case: Case) -> Violation | None:
     """The run ends before each layer was trained once; the others stay as they were."""
     steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
-    if _row(case).layout != "block" or steps is None or shape is None or steps >= shape.layers * each:
+    if _row(case).state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
         return None
     fewer = steps // shape.layers
     fixes = (
@@ -266,8 +266,8 @@ def _fits(pattern: str, path: str) -> bool:
     title="No layer to project",
     source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
     fixes=(ADAMW,),
-    fails_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
-    passes_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
+    fails_on=Example(_with("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
+    passes_on=Example(_with("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
 def unprojected(case: Case) -> Violation | None:
@@ -275,7 +275,7 @@ def unprojected(case: Case) -> Violation | None:
     none: its layers are of another kind."""
     train, shape = case.spec.train, case.shape
     unnamed = train.optim_targets == "custom" and not train.optim_target_modules  # a rule of its own says so
-    if _row(case).layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unnamed:
+    if _row(case).state_layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unnamed:
         return None
     if _projected(case):
         return None

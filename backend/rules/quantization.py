@@ -31,14 +31,14 @@ def _row(case: Case) -> registry.Quantization:
 
 def _came(case: Case) -> registry.PrequantizedFormat:
     """The format that a model came in and stays in."""
-    row = registry.PREQUANTIZED.get(case.facts.packed)
-    return row if row and row.adapters else registry.PrequantizedFormat("")
+    row = registry.PREQUANTIZED.get(case.facts.quant_method)
+    return row if row and row.is_trainable else registry.PrequantizedFormat("")
 
 
 def packed_base(case: Case) -> str:
     """How the base is packed, by us or by whoever made the model, in a sentence; '' if it is not."""
     bits, came = _row(case).bits, _came(case)
-    return f"The base has {bits} bits." if bits else f"The base comes as {came.label}." if came.adapters else ""
+    return f"The base has {bits} bits." if bits else f"The base comes as {came.label}." if came.is_trainable else ""
 
 
 @rule(
@@ -171,7 +171,7 @@ def old_for_bytes(case: Case) -> str | None:
     return f"{found[0].name} has compute capability {found[0].capability[0]}.{found[0].capability[1]}."
 
 
-GPTQ, FP8 = replace(DEMO, packed="gptq"), replace(DEMO, packed="fp8")
+GPTQ, FP8 = replace(DEMO, quant_method="gptq"), replace(DEMO, quant_method="fp8")
 READY = replace(H100, versions={**INSTALLED, "gptqmodel": "5.6.0", "optimum": "2.0.0"})
 ADAPTERS = Fix("LoRA", {"method.kind": "lora"}, safe=False)
 FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
@@ -189,8 +189,8 @@ FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
 )
 def train_packed(case: Case) -> str | None:
     """Weights of a few bits take no small steps."""
-    row = registry.PREQUANTIZED.get(case.facts.packed)
-    if row is None or not row.adapters or case.spec.method.kind == "lora":
+    row = registry.PREQUANTIZED.get(case.facts.quant_method)
+    if row is None or not row.is_trainable or case.spec.method.kind == "lora":
         return None
     return f"Its weights are packed as {row.label}."
 
@@ -203,13 +203,13 @@ def train_packed(case: Case) -> str | None:
     source="transformers 5.23 quantizers: is_trainable; of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, MXFP8, Quanto, "
     "SINQ and torchao it is true, and none was seen to train here",
     manual_fix="Take the model as it was before it was packed; it can be packed while loading (quantized base).",
-    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, packed="quark")),
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, quant_method="quark")),
     passes_on=Example(LOCAL_MODEL, READY, GPTQ),
 )
 def untrainable_packing(case: Case) -> str | None:
     """Some formats have kernels for answering only, without a backward pass. Others have one that was never seen to
     work here."""
-    kind = case.facts.packed
+    kind = case.facts.quant_method
     return f"Its weights are packed as {kind}." if kind and kind not in registry.PREQUANTIZED else None
 
 
@@ -225,7 +225,7 @@ def untrainable_packing(case: Case) -> str | None:
 )
 def missing_unpacker(case: Case) -> str | None:
     """Each format is read by a package of its own."""
-    row = registry.PREQUANTIZED.get(case.facts.packed)
+    row = registry.PREQUANTIZED.get(case.facts.quant_method)
     missing = [name for name in row.packages if name not in case.machine.versions] if row else []
     if row is None or not case.machine.versions or not missing:
         return None
@@ -244,7 +244,7 @@ def missing_unpacker(case: Case) -> str | None:
 )
 def packed_twice(case: Case) -> str | None:
     """Weights are packed once: by whoever made the model, or while loading."""
-    return f"Its weights are packed as {case.facts.packed}." if case.facts.packed and _row(case).bits else None
+    return f"Its weights are packed as {case.facts.quant_method}." if case.facts.quant_method and _row(case).bits else None
 
 
 @rule(
@@ -254,12 +254,12 @@ def packed_twice(case: Case) -> str | None:
     title="This packed model needs a GPU",
     source="transformers 5.23 quantizer_hqq.py: a device map with the CPU is refused",
     manual_fix="Run it on a GPU, or take the model as it was before it was packed.",
-    fails_on=Example(LOCAL_MODEL, replace(LAPTOP, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
-    passes_on=Example(LOCAL_MODEL, replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, packed="hqq")),
+    fails_on=Example(LOCAL_MODEL, replace(LAPTOP, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, quant_method="hqq")),
+    passes_on=Example(LOCAL_MODEL, replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}), replace(DEMO, quant_method="hqq")),
 )
 def packed_for_gpu(case: Case) -> str | None:
     """HQQ's layers are made where they will work, and that cannot be a CPU."""
-    row = registry.PREQUANTIZED.get(case.facts.packed)
+    row = registry.PREQUANTIZED.get(case.facts.quant_method)
     return f"{row.label} was found." if row and row.devices and case.run.device == "cpu" else None
 
 
@@ -276,7 +276,7 @@ def packed_for_gpu(case: Case) -> str | None:
 def unpacked_base(case: Case) -> str | None:
     """Its format has no backward pass everywhere, so its weights become ordinary ones: as large as those, and
     everything can be trained."""
-    row = registry.PREQUANTIZED.get(case.facts.packed)
+    row = registry.PREQUANTIZED.get(case.facts.quant_method)
     return f"{row.label} weights become ordinary ones." if row and row.dequantized_on_load else None
 
 
@@ -289,13 +289,13 @@ def unpacked_base(case: Case) -> str | None:
     "them; ZeRO-3 does not partition buffers",
     fixes=(ZERO2, DDP),
     manual_fix="Or take the model as it was before, and pack it while loading: NF4 is spread.",
-    fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
-    passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, packed="bitsandbytes")),
+    fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "fsdp2"}, TWO_H100, replace(DEMO, quant_method="bitsandbytes")),
+    passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, quant_method="bitsandbytes")),
 )
 def spread_as_it_came(case: Case) -> str | None:
     """Its integers would lie whole on every device, whatever the strategy spreads."""
     spread = case.strategy.shards_weights and case.strategy.engine != "tensor"
-    return f"Its weights come as {_came(case).label}." if _came(case).adapters and spread else None
+    return f"Its weights come as {_came(case).label}." if _came(case).is_trainable and spread else None
 
 
 @rule(
@@ -310,13 +310,13 @@ def spread_as_it_came(case: Case) -> str | None:
     passes_on=Example(
         {**LOCAL_MODEL, "lora.use_dora": True},
         replace(H100, versions={**INSTALLED, "hqq": "0.2.8"}),
-        replace(DEMO, packed="hqq"),
+        replace(DEMO, quant_method="hqq"),
     ),
 )
 def dora_as_it_came(case: Case) -> str | None:
     """DoRA measures the rows of a weight, which these kernels do not unpack for it."""
     method = case.spec.method
-    asked = method.kind == "lora" and case.spec.lora.use_dora and case.facts.packed in ("gptq", "awq")
+    asked = method.kind == "lora" and case.spec.lora.use_dora and case.facts.quant_method in ("gptq", "awq")
     return f"Its weights come as {_came(case).label}." if asked else None
 
 
@@ -327,12 +327,12 @@ def dora_as_it_came(case: Case) -> str | None:
     title="AWQ's weights become fp16",
     source="transformers 5.23 quantizers/quantizer_awq.py update_dtype: bfloat16 is cast to float16 on cuda and xpu",
     fixes=(Fix("fp16", {"precision.compute": "fp16"}, safe=False),),
-    fails_on=Example({**LOCAL_MODEL, "precision.compute": "bf16"}, READY, replace(DEMO, packed="awq")),
-    passes_on=Example({**LOCAL_MODEL, "precision.compute": "fp16"}, READY, replace(DEMO, packed="awq")),
+    fails_on=Example({**LOCAL_MODEL, "precision.compute": "bf16"}, READY, replace(DEMO, quant_method="awq")),
+    passes_on=Example({**LOCAL_MODEL, "precision.compute": "fp16"}, READY, replace(DEMO, quant_method="awq")),
 )
 def halves_of_awq(case: Case) -> str | None:
     """Its kernels know fp16 alone, so what is not packed is held in it, whatever the run computes in."""
-    asked = case.facts.packed == "awq" and case.run.device in ("cuda", "xpu") and case.run.compute_dtype == "bf16"
+    asked = case.facts.quant_method == "awq" and case.run.device in ("cuda", "xpu") and case.run.compute_dtype == "bf16"
     return "The run computes in bf16." if asked else None
 
 

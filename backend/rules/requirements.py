@@ -28,14 +28,14 @@ OLD = replace(LAPTOP, versions={**INSTALLED, "bitsandbytes": "0.43.0"})
 
 def _wanted(case: Case) -> dict[str, str]:
     """Packages that the run uses, and the least version of each."""
-    spec, packed = case.spec, case.facts.packed
+    spec, packed = case.spec, case.facts.quant_method
     lora = spec.method.kind == "lora"
     used = [
         registry.OPTIMIZERS[spec.train.optim].package,
         registry.QUANTIZATIONS[spec.method.quantization if lora else "none"].package,
         registry.ATTENTIONS[spec.model.attn_implementation].package,
         "liger-kernel" if spec.train.use_liger_kernel else "",
-        *(registry.PACKED[packed].packages if packed in registry.PACKED else ()),
+        *(registry.PREQUANTIZED[packed].packages if packed in registry.PREQUANTIZED else ()),
     ]
     found = {name: LEAST[name] for name in used if name in LEAST}
     if packed == "awq":

@@ -150,7 +150,7 @@ def unsloth_overrides_on_cpu(case: Case) -> str | None:
     bf16 = case.run.compute_dtype == "bf16" and not case.machine.cpu_bf16 and spec.precision.compute != "pure_bf16"
     replaced = {
         "packing": spec.data.packing,
-        f"the optimizer {optimizer.label}": any(tag in optimizer.name for tag in unsupported),
+        f"the optimizer {optimizer.label}": any(tag in optimizer.trainer_optim for tag in unsupported),
         "fp16": case.run.compute_dtype == "fp16",
         "bf16": bf16,
     }

@@ -19,7 +19,17 @@ from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
 
 from backend import registry
 from backend.config import RunSpec
-from backend.data import Row, RowError, Unfit, convert, expand, plain, read_rows, recognise, unpaired
+from backend.data import (
+    DataFileError,
+    Example,
+    InvalidExample,
+    convert,
+    detect_format,
+    expand,
+    read_examples,
+    to_text,
+    unpair,
+)
 from backend.paths import ASSETS
 from backend.train.preference_data import Columns, Comparing, finished, question
 from backend.train.run_log import TrainError
@@ -59,7 +69,7 @@ def collect(spec: RunSpec) -> tuple[list[Item], list[Item]]:
         elif data.validation == "split":
             train, held = _split(train, data.validation_split, seed)
     if spec.train.stage == "kto":
-        train, held = ([Item(i.where, v) for i in part for v in unpaired(i.value)] for part in (train, held))
+        train, held = ([Item(i.where, v) for i in part for v in unpair(i.value)] for part in (train, held))
     if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the rows
         random.Random(seed).shuffle(train)
     return train[: data.max_samples or None], held
@@ -77,7 +87,7 @@ def _split(items: list[Item], share: float, seed: int) -> tuple[list[Item], list
 def _expand(files: Sequence[str], option: str) -> list[Path]:
     try:
         found = expand(files)
-    except RowError as error:
+    except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
     if not found:
         raise TrainError(f"{option} is empty: name a file of rows.")
@@ -86,8 +96,8 @@ def _expand(files: Sequence[str], option: str) -> list[Path]:
 
 def _files(spec: RunSpec, paths: Iterable[Path]) -> list[Item]:
     try:
-        return list(_items(spec, ((f"{path}, line {line}", row) for path in paths for line, row in read_rows(path))))
-    except RowError as error:
+        return list(_items(spec, ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path))))
+    except DataFileError as error:
         raise TrainError(f"{error}.") from error
 
 
@@ -102,14 +112,14 @@ def _hub(spec: RunSpec) -> list[Item]:
     return list(_items(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(table, 1))))
 
 
-def _items(spec: RunSpec, found: Iterable[tuple[str, Row]]) -> Iterator[Item]:
+def _items(spec: RunSpec, found: Iterable[tuple[str, Example]]) -> Iterator[Item]:
     """Rows, converted; the first one decides the format where it is to be recognised. Raises TrainError."""
     stage = registry.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
     for where, row in found:
         empty = False
         if format == "auto":
-            format = recognise(row, stage.formats) or ""
+            format = detect_format(row, stage.formats) or ""
             if not format:
                 raise TrainError(f"{where}: no known format has the columns {', '.join(row)}: set data.format.")
         if format not in stage.formats:
@@ -121,7 +131,7 @@ def _items(spec: RunSpec, found: Iterable[tuple[str, Row]]) -> Iterator[Item]:
             )
         try:
             yield Item(where, convert(row, format, spec.data))
-        except Unfit as error:
+        except InvalidExample as error:
             raise TrainError(f"{where}: {error}.") from error
     if empty:
         raise TrainError("The data has no rows: check data.files, or the split of the hub's dataset.")
@@ -163,7 +173,7 @@ class Tokenizing:
 
     def _written(self, item: Item) -> tuple[list[int], list[int]]:
         if self.writer is None or "text" in item.value:
-            row = list(self.tokenizer(plain(item.value))["input_ids"])
+            row = list(self.tokenizer(to_text(item.value))["input_ids"])
             end = self.tokenizer.eos_token_id
             if end is not None and row[-1:] != [end]:
                 row.append(end)
@@ -196,7 +206,7 @@ def tokenize(
 
 def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing | Comparing:
     """How rows of `spec` are tokenized. Raises TrainError."""
-    if spec.train.stage in registry.COMPARING:
+    if spec.train.stage in registry.PREFERENCE_STAGES:
         return Comparing(Writer.of(tokenizer, True), spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
     plain = pretraining or (bool(items) and "text" in items[0].value)
@@ -229,7 +239,7 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
     if validation is not None:
         validation = finished(validation, spec)
     answered = _answered(held)[: spec.eval.num_generations]
-    return Prepared(table, validation, answered if registry.STAGES[spec.train.stage].answers else [])
+    return Prepared(table, validation, answered if registry.STAGES[spec.train.stage].generates else [])
 
 
 def _answered(held: Sequence[Item]) -> list[Item]:

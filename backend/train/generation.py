@@ -1,6 +1,6 @@
 """Held-out rows answered by the model, before and after, and compared with what was wanted.
 
-Beside the floors. Imports spec, data, device, journal, templates.
+Beside the floors. Imports spec, data, device, run_log, templates.
 """
 
 from __future__ import annotations
@@ -54,23 +54,22 @@ class Answering:
     model in `slices`, and answer together."""
 
     tokenizer: Any
-    team: ProcessGroup
+    group: ProcessGroup
     batch: int
     longest: int
     dtype: torch.dtype
     slices: int = 1
 
     @classmethod
-    def of(cls, spec: RunSpec, tokenizer: Any, team: ProcessGroup, dtype: torch.dtype) -> Answering:
+    def of(cls, spec: RunSpec, tokenizer: Any, group: ProcessGroup, dtype: torch.dtype, slices: int = 1) -> Answering:
         """As `spec` asks for it."""
-        slices = spec.parallel.slices
-        return cls(tokenizer, team, spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens, dtype, slices)
+        return cls(tokenizer, group, spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens, dtype, slices)
 
     def answer(self, model: Any, asked: Sequence[Question], tick: Callable[[int, int], bool]) -> list[str]:
         """The model's answers, in order; the ranks share the work. Missing ones are '' where `tick` ended it."""
-        mine = list(range(self.team.rank // self.slices, len(asked), self.team.world // self.slices))
+        mine = list(range(self.group.rank // self.slices, len(asked), self.group.world // self.slices))
         mine.sort(key=lambda number: len(asked[number].text))  # like lengths together: less padding
-        most = -(-len(asked) * self.slices // self.team.world)  # ranks that agree on each batch have as many
+        most = -(-len(asked) * self.slices // self.group.world)  # ranks that agree on each batch have as many
         training = model.training
         answers: dict[int, str] = {}
         model.eval()
@@ -78,10 +77,10 @@ class Answering:
             if numbers := mine[at : at + self.batch]:
                 answers.update(zip(numbers, self._batch(model, [asked[n].text for n in numbers]), strict=True))
             end = not tick(len(answers), len(mine))
-            if self.team.agree(end) if self.slices > 1 else end:
+            if self.group.agree(end) if self.slices > 1 else end:
                 break
         model.train(training)
-        together = {number: text for part in self.team.gather(answers) for number, text in part.items()}
+        together = {number: text for part in self.group.gather(answers) for number, text in part.items()}
         return [together.get(number, "") for number in range(len(asked))]
 
     def _batch(self, model: Any, texts: list[str]) -> list[str]:

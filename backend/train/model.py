@@ -83,7 +83,7 @@ def load(
     lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].fp32_master_weights
     plain = frozen or (not registry.LORA_INITS[spec.lora.init].changes_base_weights if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
-    scores = registry.STAGES[spec.train.stage].scores
+    scores = registry.STAGES[spec.train.stage].is_reward_model
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
     packing = quantized.loading(spec, source.name, source.options, dtype)
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}

@@ -16,7 +16,7 @@ from host import Host, write
 from models import fresh, tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import SMALL, a_spec, losses, mostly_soak, text
+from trainings import SMALL, a_spec, an_engine, losses, mostly_soak, text
 from transformers import AutoModelForCausalLM
 
 from backend.train import data, kernels, lora, model, trainers
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root
 def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
     spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
     found = fresh({"lora.modules_to_save": ("model.norm",)})
-    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    config = trainers.arguments(an_engine(spec), Path("."))
     tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
     made = trainers.build(spec, config, found, tokens, rows, [])

@@ -15,7 +15,7 @@ from backend.rules import check
 from backend.rules.accelerate_launcher import KNOWN as KNOWN_TO_ACCELERATE
 from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
 
-KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
+KNOWN = replace(DEMO, shape=TINY, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
     {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
 )

@@ -24,18 +24,18 @@ from backend.rules.examples import (
     DEMO,
     EQUIPPED,
     EQUIPPED_TWO,
-    FILES,
+    USER_DATA_FACTS,
     FULL_DISK,
     GPT2,
     H100,
     LAPTOP,
     LLAMA_8B,
     NPU,
-    SMALL,
+    SMALL_LAPTOP,
     T4,
     TWO_H100,
     gpus,
-    trouble,
+    with_data_issue,
 )
 from backend.rules.memory import NO_WAY
 
@@ -62,10 +62,10 @@ def test_catalogue() -> None:
 
 
 def test_what_is_no_longer_so_is_proven_where_it_says_so() -> None:
-    assert 8 <= len(OUTDATED) <= 14 and len({old.pair for old in OUTDATED}) == len(OUTDATED)
+    assert 8 <= len(OUTDATED) <= 14 and len({old.topic for old in OUTDATED}) == len(OUTDATED)
     text = rules_markdown()
     for old in OUTDATED:
-        assert old.belief.endswith(".") and old.now.endswith(".") and old.seen and f"### {old.pair}" in text
+        assert old.before.endswith(".") and old.now.endswith(".") and old.verified_with and f"### {old.topic}" in text
         if old.test:
             file, _, name = old.test.partition("::")
             assert f"def {name}(" in (HOME / "tests/process" / file).read_text(), old.test
@@ -143,7 +143,7 @@ def test_default_and_presets_run_anywhere(tmp_path: Path) -> None:
         (4, 1, {"parallel.replicate_size": 2}, False),
         (2, 1, {"parallel.replicate_size": 2}, True),
         (8, 3, {"parallel.strategy": "zero3"}, False),
-        (8, 3, {"parallel.strategy": "zero3", "train.optim": "lion"}, True),
+        (8, 3, {"parallel.strategy": "zero3", "train.optim": "lion_32bit"}, True),
         (8, 3, {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme"}, True),
         (8, 3, {"parallel.strategy": "zero2", "parallel.sequence_parallel_size": 2}, True),
         (8, 3, {"parallel.strategy": "zero0"}, True),
@@ -181,7 +181,7 @@ MACHINES = (
     replace(TWO_H100, triton=False, shm_bytes=2**26),
     replace(TWO_H100, gpus=tuple(replace(gpu, users=("python (1)",), links=()) for gpu in TWO_H100.gpus)),
     LAPTOP,
-    SMALL,
+    SMALL_LAPTOP,
     H100,
     TWO_H100,
     EQUIPPED,
@@ -193,18 +193,18 @@ MACHINES = (
 )
 GLANCES = (
     DEMO,
-    replace(DEMO, min_prompt_tokens=900, lengths=(1000,)),
+    replace(DEMO, min_prompt_tokens=900, token_lengths=(1000,)),
     InputFacts(),
-    InputFacts(shape=GPT2, unknown="", rows=0, held=0, lengths=(0,)),
-    InputFacts(shape=LLAMA_8B, unknown="", rows=1, columns=("x",), exact=False, lengths=(9000,)),
-    replace(FILES, format="labels", labels=(300, 100)),
-    replace(FILES, format="pairs"),
-    trouble("data.files", "no such file"),
-    trouble("data.validation_files", "column text holds a number", 7),
-    replace(DEMO, packed="gptq"),
-    replace(DEMO, packed="hqq"),
-    replace(DEMO, packed="bitsandbytes"),
-    replace(DEMO, packed="quark"),
+    InputFacts(shape=GPT2, shape_unknown_reason="", num_examples=0, num_validation_examples=0, token_lengths=(0,)),
+    InputFacts(shape=LLAMA_8B, shape_unknown_reason="", num_examples=1, columns=("x",), counts_are_exact=False, token_lengths=(9000,)),
+    replace(USER_DATA_FACTS, format="labels", label_counts=(300, 100)),
+    replace(USER_DATA_FACTS, format="pairs"),
+    with_data_issue("data.files", "no such file"),
+    with_data_issue("data.validation_files", "column text holds a number", 7),
+    replace(DEMO, quant_method="gptq"),
+    replace(DEMO, quant_method="hqq"),
+    replace(DEMO, quant_method="bitsandbytes"),
+    replace(DEMO, quant_method="quark"),
 )
 WORDS = ("q_proj", "lm_head", "embed_tokens", "nothing", "", "mlp", "model.layers.3.mlp.up_proj", "RANK")
 
@@ -320,7 +320,7 @@ def test_windows_of_attention_are_not_cut_into_pieces() -> None:
 
 @pytest.mark.parametrize("targets", ["all-linear", "attention"])
 def test_gpt2_has_nothing_to_project(targets: str) -> None:
-    patch = {"method.kind": "full", "train.optim": "galore", "train.optim_targets": targets}
+    patch = {"method.kind": "full", "train.optim": "galore_adamw", "train.optim_targets": targets}
     assert "OPT023" in codes(check(edit(RunSpec(), patch), EQUIPPED, replace(DEMO, shape=GPT2)))
     assert "OPT023" not in codes(check(edit(RunSpec(), patch), EQUIPPED, DEMO))
 
@@ -361,8 +361,8 @@ def test_a_unit_of_the_first_fsdp_has_one_type(patch: dict[str, Any], raised: bo
     [
         ({"train.optim": "schedule_free_radam"}, "schedulefree", "1.3", True),
         ({"train.optim": "schedule_free_adamw"}, "schedulefree", "1.3", False),
-        ({"train.optim": "adamw_8bit_torchao"}, "torchao", "0.9.0+cpu", True),
-        ({"train.optim": "adamw"}, "torchao", "0.9.0", False),
+        ({"train.optim": "adamw_torch_8bit"}, "torchao", "0.9.0+cpu", True),
+        ({"train.optim": "adamw_torch"}, "torchao", "0.9.0", False),
         ({"method.quantization": "int8"}, "bitsandbytes", "0.46.1", False),
     ],
 )
@@ -382,7 +382,7 @@ SCORED = replace(DEMO, shape=LLAMA_8B.scoring)
 @pytest.mark.parametrize("kind", ["full", "freeze"])
 def test_no_rank_is_low_enough_for_a_rewards_head(kind: str) -> None:
     """Which is one row, and projected with the other linear layers."""
-    patch = {"method.kind": kind, "train.stage": "reward", "data.builtin": "train-pairs", "train.optim": "galore"}
+    patch = {"method.kind": kind, "train.stage": "reward", "data.builtin": "train-pairs", "train.optim": "galore_adamw"}
     spec = edit(RunSpec(), {**patch, "train.galore_proj_type": "reverse_std", "train.projection_rank": 1})
     found = next(f for f in check(spec, EQUIPPED, SCORED) if f.code == "OPT024")
     assert [fix.label for fix in found.fixes] == ["The shorter side"]
@@ -391,13 +391,13 @@ def test_no_rank_is_low_enough_for_a_rewards_head(kind: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "patch", "found"),
     [
-        ("galore", {"lora.r": 1, "train.optim_targets": "attention"}, True),
-        ("galore", {"lora.r": 2, "train.optim_targets": "attention"}, False),
-        ("galore", {"method.kind": "full"}, True),  # the head is one row
-        ("galore", {"method.kind": "full", "train.optim_targets": "attention"}, False),
+        ("galore_adamw", {"lora.r": 1, "train.optim_targets": "attention"}, True),
+        ("galore_adamw", {"lora.r": 2, "train.optim_targets": "attention"}, False),
+        ("galore_adamw", {"method.kind": "full"}, True),  # the head is one row
+        ("galore_adamw", {"method.kind": "full", "train.optim_targets": "attention"}, False),
         ("muon", {"lora.r": 1}, False),  # single rows are AdamW's
         ("muon", {"method.kind": "full"}, False),
-        ("adamw", {"lora.r": 1}, False),
+        ("adamw_torch", {"lora.r": 1}, False),
     ],
 )
 def test_a_row_of_each_matrix_on_every_device(optimizer: str, patch: dict[str, Any], found: bool) -> None:
@@ -409,6 +409,6 @@ def test_a_row_of_each_matrix_on_every_device(optimizer: str, patch: dict[str, A
 
 @pytest.mark.parametrize(("share", "words"), [(1.0, "It may come to"), (0.95, "Most likely it does not")])
 def test_a_doubtful_fit_says_which_way_it_leans(share: float, words: str) -> None:
-    need = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
+    need = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
     found = check(RunSpec(), replace(LAPTOP, ram_free_bytes=round(need * share)), DEMO)
     assert next(f for f in found if f.code == "MEM002").message.startswith(words)

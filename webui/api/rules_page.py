@@ -86,8 +86,8 @@ def _outdated_card(outdated: Outdated) -> str:
         f"a test launches it: tests/process/{outdated.test}" if outdated.test else "read in the source, not launched"
     )
     details = _row("Verified with", outdated.verified_with) + _row("Proof", proof)
-    title, belief, now = (escape(text) for text in (outdated.topic, outdated.before, outdated.now))
-    return f"<article><header><h2>{title}</h2></header><p><s>{belief}</s></p><p>{now}</p><dl>{details}</dl></article>"
+    title, before, now = (escape(text) for text in (outdated.topic, outdated.before, outdated.now))
+    return f"<article><header><h2>{title}</h2></header><p><s>{before}</s></p><p>{now}</p><dl>{details}</dl></article>"
 
 
 def _row(name: str, text: str) -> str:

@@ -7,6 +7,7 @@ train on other base weights than the steps before it, and layers of other widths
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -22,6 +23,6 @@ def apply(model: Any) -> None:
 
 def obsolete() -> bool:
     """Whether evaluation leaves the weights as they are."""
-    from bitsandbytes.nn import Linear4bit  # noqa: PLC0415  (takes seconds)
+    linear: Any = importlib.import_module("bitsandbytes.nn").Linear4bit
 
-    return "_convert_weight_packed_for_cpu(" not in inspect.getsource(Linear4bit.forward)
+    return "_convert_weight_packed_for_cpu(" not in inspect.getsource(linear.forward)

@@ -29,10 +29,10 @@ from backend.engines import engine_of
 from backend.launch import accelerate_config
 from backend.resolve import resolve
 from backend.rules import accelerate_launcher
-from backend.rules.distributed import extra_config_conflicts
+from backend.rules.distributed import fsdp_extra_config
 from backend.rules.examples import TWO_H100
-from backend.train import engine
 from cited import cites
+from trainings import an_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DDP, FSDP1, FSDP2, ZERO2 = ({"parallel.strategy": name} for name in ("ddp", "fsdp1", "fsdp2", "zero2"))
@@ -128,7 +128,7 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
         activation_checkpointing=False,
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
-    engine._plugin(spec, given, "cuda", "bf16")
+    an_engine(spec, 2, "cuda")._complete_plugin(given)
     return FullyShardedDataParallelPlugin(**given.fsdp_plugin_args)
 
 
@@ -213,7 +213,7 @@ class Looked(dict[str, Any]):
 @cites("STR043")
 @pytest.mark.parametrize(
     ("version", "known"),
-    [(1, extra_config_conflicts.READ | extra_config_conflicts.READ_ONCE), (2, extra_config_conflicts.READ)],
+    [(1, fsdp_extra_config.KNOWN_KEYS | fsdp_extra_config.FSDP1_KEYS), (2, fsdp_extra_config.KNOWN_KEYS)],
 )
 def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
     asked: set[str] = set()
