@@ -46,7 +46,7 @@ class Dataset(Choice):
 
 @dataclass(frozen=True)
 class BuiltinModel(Choice):
-    """A model that needs no Hugging Face Hub. `config` is the content of its config.json, known before the files exist."""
+    """A model that needs no Hugging Face Hub. `config` is the content of its config.json, known before it exists."""
 
     parameters: int = 0
     download_bytes: int = 0
@@ -98,7 +98,7 @@ class Optimizer(Choice):
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of state per fp32 parameter, with the fp32 scale of each block of 256 (8-bit) or 128 (4-bit) elements."""
+        """Bytes of state per fp32 parameter, with the scale of each block of 256 (8-bit) or 128 (4-bit) elements."""
         return self.states * {0: 4, 32: 4, 8: 1 + 4 / 256, 4: 0.5 + 4 / 128}[self.bits]
 
 
@@ -112,7 +112,7 @@ class Precision(Choice):
 
 @dataclass(frozen=True)
 class Device(Choice):
-    """A device type: the environment variable that selects devices, and its torch.distributed backends, preferred first."""
+    """A device type, the environment variable that selects devices, and its torch.distributed backends, best first."""
 
     visible_devices_env: str = ""
     backends: tuple[str, ...] = ("gloo",)
@@ -155,8 +155,8 @@ class PrequantizedFormat(Choice):
 
 @dataclass(frozen=True)
 class Strategy(Choice):
-    """A distributed strategy: its engine ('' for one process), ZeRO stage and FSDP version. `shards_weights`: no process
-    holds all weights between steps."""
+    """A distributed strategy: its engine ('' for one process), ZeRO stage and FSDP version. `shards_weights`: no
+    process holds all weights between steps."""
 
     engine: Literal["", "ddp", "deepspeed", "fsdp", "tensor"] = ""
     zero_stage: int = 0
