@@ -23,11 +23,14 @@ from backend.config import presets as yaml_specs
 from backend.config.options import by_name, edit
 from backend.data import convert, detect_format
 from backend.paths import HOME
+from backend.preflight import preflight
+from backend.registry import STAGES
+from backend.rules.examples import EQUIPPED_TWO
 
-README = (HOME / "README.md").read_text()
 WRITTEN = [
     HOME / name for name in ("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/guide.md", "docs/cli.md")
 ]
+PYPROJECT = tomllib.loads((HOME / "pyproject.toml").read_text())
 # Their output depends on nothing but their arguments, if they name a machine.
 PURE = {"check", "plan", "estimate", "presets", "rules"}
 CUT = "..."  # the rest of an output is not shown
@@ -143,9 +146,7 @@ def test_make_targets_exist(path):
 
 
 def test_the_tree_names_every_module():
-    design = (HOME / "docs/design.md").read_text()
-    text = design if "```text" in design else README
-    block = re.search(r"```text\n(.*?)```", text, re.DOTALL).group(1)
+    block = fenced(HOME / "docs/design.md", "text")[0]
     named, folders = set(), []
     for line in block.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -158,13 +159,63 @@ def test_the_tree_names_every_module():
         named.add(path.as_posix())
     code = [p.relative_to(HOME) for package in ("backend", "webui") for p in (HOME / package).rglob("*.py")]
     packages = {name for name in named if "/" in name}  # a subpackage stands for its modules; backend and webui do not
-    code = [p for p in code if p.name != "__init__.py" and p.parent.as_posix() not in packages]
+    code = [p for p in code if p.name != "__init__.py" and not packages & {parent.as_posix() for parent in p.parents}]
     assert len(named) >= 30
     assert not [p for p in code if p.as_posix() not in named], "missing in the tree"
 
 
+SUPPORT = {
+    "One process": [{"parallel.strategy": name} for name in ("single", "ddp")],
+    "DeepSpeed": [
+        *({"parallel.strategy": f"zero{stage}"} for stage in range(4)),
+        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"},
+        {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/tmp"},
+    ],
+    "FSDP2": [{"parallel.strategy": "fsdp2", "parallel.cpu_offload": offload} for offload in (False, True)],
+    "FSDP1": [{"parallel.strategy": "fsdp1"}],
+    "Tensor": [{"parallel.strategy": "tensor", "save.strategy": "no"}],
+    "Sequence": [
+        {"parallel.strategy": "zero2", "parallel.sequence_parallel_size": 2},
+        {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2},
+    ],
+}
+QLORA = {"method.kind": "lora", "method.quantization": "nf4"}
+METHODS = {"LoRA": {"method.kind": "lora"}, "QLoRA": QLORA, "freeze": {"method.kind": "freeze"}}
+METHODS |= {"full": {"method.kind": "full"}}
+
+
+@pytest.mark.parametrize("strategy", SUPPORT)
+def test_the_table_of_the_readme_is_what_the_rules_say(strategy):
+    table = re.search(r"\| strategy \|.*?\n\n", (HOME / "README.md").read_text(), re.DOTALL).group()
+    columns, _, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.strip().splitlines()]
+    row = dict(zip(columns, next(row for row in rows if row[0].startswith(strategy)), strict=True))
+    for method, changes in METHODS.items():
+        stages = [stage for stage in STAGES if all(allowed({**changes, **more}, stage) for more in SUPPORT[strategy])]
+        assert row[method] == ("yes" if stages else "no"), (method, stages)
+        if stages and row["stages"] == "SFT, pre-training":
+            assert stages == ["sft", "pretraining"]
+        elif stages:
+            excluded = {"reward"} if f"no reward model with {method}" in row["stages"] else set()
+            assert set(STAGES) - set(stages) == excluded, method
+
+
+def allowed(changes, stage):
+    """Whether two H100 with all optional packages can run it."""
+    data = "trains" if stage in ("sft", "pretraining") else "train-pairs"
+    fixed = {"train.stage": stage, "data.builtin": data, "model.builtin": "tiny-llama", "launch.device": "cuda"}
+    spec = edit(RunSpec(), {**changes, **fixed})
+    return preflight(spec, EQUIPPED_TWO, HOME).can_run
+
+
+def test_pyproject_names_every_package():
+    """tests/process/test_wheel.py builds the wheel and looks at each file."""
+    packages = {path.parent for name in ("backend", "webui") for path in (HOME / name).rglob("__init__.py")}
+    names = {".".join(path.relative_to(HOME).parts) for path in packages}
+    assert {name for name in PYPROJECT["tool"]["setuptools"]["packages"] if "footplate_data" not in name} == names
+
+
 def test_changelog_names_the_version():
-    version = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     assert f"## {version}" in (HOME / "CHANGELOG.md").read_text()
 
 

@@ -40,7 +40,7 @@ def _init_label(case: Case) -> str:
 )
 def orthogonal_init_with_odd_rank(case: Case) -> Violation | None:
     """Orthogonal initialization gives one half of an orthonormal basis to A and the other half to B, so that B(A(x)) is
-    zero at the first step. peft raises an error if the rank cannot be halved."""
+    zero at the first step. PEFT raises an error if the rank cannot be halved."""
     rank = case.spec.lora.r
     if not _uses_lora(case) or case.spec.lora.init != "orthogonal" or rank % 2 == 0:
         return None
@@ -61,7 +61,7 @@ def orthogonal_init_with_odd_rank(case: Case) -> Violation | None:
 )
 def init_rank_exceeds_layer(case: Case) -> Violation | None:
     """PiSSA and OLoRA take A and B from a decomposition of the base weight, whose rank is at most the smaller dimension
-    of the layer. peft then creates a smaller adapter than adapter_config.json says, and the adapter cannot be loaded
+    of the layer. PEFT then creates a smaller adapter than adapter_config.json says, and the adapter cannot be loaded
     again."""
     shape, rank = case.shape, case.spec.lora.r
     if not _uses_lora(case) or case.spec.lora.init not in INITS_FROM_WEIGHTS or shape is None:
@@ -132,8 +132,8 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     passes_on=Example({"lora.use_rslora": True, "lora.r": 64, "lora.alpha": 16.0}),
 )
 def rslora_scale_too_large(case: Case) -> Violation | None:
-    """rsLoRA divides alpha by the square root of the rank, not by the rank. The usual alpha of twice the rank then
-    scales the adapter far more than in LoRA and acts like a learning rate that is too high."""
+    """With rsLoRA alpha is divided by the square root of the rank, not by the rank. The usual alpha of twice the rank
+    then scales the adapter far more than in LoRA and acts like a learning rate that is too high."""
     alpha, rank = case.spec.lora.alpha, case.spec.lora.r
     scale = alpha / math.sqrt(rank)
     if not _uses_lora(case) or not case.spec.lora.use_rslora or scale <= MAX_RSLORA_SCALE:
@@ -154,7 +154,7 @@ def rslora_scale_too_large(case: Case) -> Violation | None:
     passes_on=Example({"lora.use_dora": True}),
 )
 def dora_with_dropout(case: Case) -> str | None:
-    """DoRA scales the base layer's output for the input after dropout. Without dropout peft reuses the output of the
+    """DoRA scales the base layer's output for the input after dropout. Without dropout PEFT reuses the output of the
     base layer's forward pass; with dropout it multiplies by the base weight a second time."""
     dropout = case.spec.lora.dropout
     if not _uses_lora(case) or not case.spec.lora.use_dora or not dropout:
@@ -190,7 +190,7 @@ UNKNOWN_MOE = replace(
     passes_on=Example({"lora.use_dora": True, "lora.targets": "attention"}, facts=UNKNOWN_MOE),
 )
 def lora_variant_on_experts(case: Case) -> str | None:
-    """The experts of a layer are one stacked parameter, not linear modules. peft adds the adapter to that parameter
+    """The experts of a layer are one stacked parameter, not linear modules. PEFT adds the adapter to that parameter
     before the forward pass, so it has no layer input for dropout and no weight matrix for DoRA, PiSSA or OLoRA."""
     lora = case.spec.lora
     if not case.spec.adapts_experts(case.facts.stacked_modules) or lora.is_plain:
@@ -211,8 +211,8 @@ def lora_variant_on_experts(case: Case) -> str | None:
     passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": EXPERT_LAYERS}, facts=UNKNOWN_MOE),
 )
 def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
-    """transformers stores the gate and up projections of all experts as one fused parameter. peft can adapt that
-    parameter only as a whole, so both projections must be targets, or neither."""
+    """The gate and up projections of all experts are stored as one fused parameter. PEFT can adapt that parameter only
+    as a whole, so both projections must be targets, or neither."""
     fused = case.facts.stacked_modules[:2]
     targets = case.spec.lora.target_modules if _uses_lora(case) and case.spec.lora.targets == "custom" else ()
     named = [name for name in fused if name in targets]
@@ -239,7 +239,7 @@ def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
     passes_on=Example({"lora.targets": "attention"}, H100, KNOWN_MOE),
 )
 def lora_on_every_expert(case: Case) -> str | None:
-    """An adapter on stacked experts has its rank once for each expert. peft adds it to a copy of the expert weights in
+    """An adapter on stacked experts has its rank once for each expert. PEFT adds it to a copy of the expert weights in
     every forward pass, which slows down each step and, without activation checkpointing, takes the memory of a second
     model."""
     shape = case.shape

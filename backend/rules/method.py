@@ -42,7 +42,7 @@ def _names_patch(option: str, kept: Iterable[str]) -> dict[str, Any]:
     proof="launch",
 )
 def missing_lora_targets(case: Case) -> Violation | None:
-    """peft adds adapters only to the modules in lora.target_modules. Without any there is nothing to train, and peft
+    """PEFT adds adapters only to the modules in lora.target_modules. Without any there is nothing to train, and PEFT
     raises an error."""
     method, shape = case.spec.method, case.shape
     if method.kind != "lora" or case.spec.lora.targets != "custom" or case.spec.lora.target_modules:
@@ -66,7 +66,7 @@ def missing_lora_targets(case: Case) -> Violation | None:
     proof="launch",
 )
 def unknown_lora_target(case: Case) -> Violation | None:
-    """Module names differ between architectures. peft raises an error if no target matches a module, and silently
+    """Module names differ between architectures. PEFT raises an error if no target matches a module, and silently
     skips a single target that matches none."""
     shape, method = case.shape, case.spec.method
     if method.kind != "lora" or case.spec.lora.targets != "custom":
@@ -141,7 +141,7 @@ def lora_on_output_layer(case: Case) -> Violation | None:
     proof="launch",
 )
 def unknown_module_to_save(case: Case) -> Violation | None:
-    """peft silently skips a name that matches no module, so the module that was meant would not be trained."""
+    """PEFT silently skips a name that matches no module, so the module that was meant would not be trained."""
     modules = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
     unknown = [name for name in modules if not _module_exists(case, name)]
     if not unknown:
@@ -178,7 +178,7 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     passes_on=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def tied_embeddings_in_modules_to_save(case: Case) -> Violation | None:
-    """The input embeddings and the output layer of this model are one tied weight. peft trains a copy under one of the
+    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy under one of the
     two names, so they become different, and a merged model is loaded with only one of them."""
     tied = _tied_modules(case)
     if not tied:
@@ -214,7 +214,7 @@ def _without_tied(case: Case, tied: list[str]) -> Fix:
     proof="launch",
 )
 def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
-    """FSDP2 puts modules that share a weight into one group. peft replaces one of the two by a trainable copy, the
+    """FSDP2 puts modules that share a weight into one group. PEFT replaces one of the two by a trainable copy, the
     frozen original then belongs to two groups, and fully_shard raises an error."""
     tied = _tied_modules(case)
     if not tied or case.strategy.engine != "fsdp":
@@ -237,8 +237,8 @@ def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
     proof="launch",
 )
 def too_many_trainable_layers(case: Case) -> Violation | None:
-    """freeze_trainable_layers counts from the last layer backward; a negative number counts from the first layer
-    forward. Its absolute value cannot exceed num_hidden_layers."""
+    """A positive number trains the last layers, a negative number the first layers. Its absolute value
+    cannot exceed num_hidden_layers."""
     shape, count = case.shape, case.spec.method.freeze_trainable_layers
     if shape is None or case.spec.method.kind != "freeze" or abs(count) <= shape.layers:
         return None
@@ -260,7 +260,7 @@ def too_many_trainable_layers(case: Case) -> Violation | None:
     proof="launch",
 )
 def no_trainable_parameters(case: Case) -> str | None:
-    """torch raises an error for an optimizer without parameters. An output layer that is tied to the input embeddings
+    """PyTorch raises an error for an optimizer without parameters. An output layer that is tied to the input embeddings
     has no weight of its own: it is trained through the name of the embeddings."""
     method, shape = case.spec.method, case.shape
     if method.kind != "freeze" or method.freeze_trainable_layers:

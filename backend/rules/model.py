@@ -27,7 +27,7 @@ BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=
     proof="launch",
 )
 def incomplete_model_folder(case: Case) -> str | None:
-    """from_pretrained needs a folder with config.json, weights (*.safetensors) and a tokenizer."""
+    """A model folder needs config.json, weights (*.safetensors) and a tokenizer."""
     return case.facts.model_problem if case.spec.model.source == "path" and case.facts.model_problem else None
 
 

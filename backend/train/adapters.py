@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from backend import registry
 from backend.config import RunSpec
 from backend.train import lora, quantized
-from backend.train.model import DTYPES
+from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from backend import registry
 from backend.data import read_examples
 from backend.paths import ASSETS, model_folder
-from backend.train.chatml import chatml
 from backend.train.run_log import TrainError
 
 Tell = Callable[[str, float | None], None]
@@ -169,6 +168,8 @@ def _tiny_llama(folder: Path, tell: Tell) -> None:
     rows = [row for _, row in read_examples(ASSETS / "trains" / "train.jsonl")]
     tokenizer.train_from_iterator((turn["content"] for row in rows for turn in row["messages"]), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[2], pad_token=tokens[0])
+    from backend.train.templates import chatml  # noqa: PLC0415  (imports TRL, seconds)
+
     fast.chat_template = chatml(fast)
     fast.model_max_length = 2048
     config = LlamaConfig(

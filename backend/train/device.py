@@ -26,7 +26,7 @@ from backend.config import RunSpec
 from backend.runs import ERROR_FILE, RANK
 from backend.train.run_log import TrainError
 
-ORDER = ("cuda", "npu", "xpu", "mps", "cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATIENCE = timedelta(days=2)
 
 

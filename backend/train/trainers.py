@@ -20,7 +20,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
 from backend.train import kernels, optimizers, quantized, trl_trainers, unsloth
-from backend.train.data import Prepared
+from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.run_log import TrainError
 
@@ -157,7 +157,7 @@ def _as_configured(model: Any) -> Iterator[None]:
 
 
 def build(
-    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any], reference: Any = None
+    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: PreparedData, callbacks: list[Any], reference: Any = None
 ) -> Any:
     """The trainer, with the model on its device, and beside it the one that it is held to, if there is one."""
     if prepared.validation is None:

@@ -21,7 +21,7 @@ from backend.train import (
     checkpoints,
     data,
     device,
-    generation,
+    generation_eval,
     logging_setup,
     lora,
     model,
@@ -35,9 +35,8 @@ from backend.train import (
 from backend.train.callbacks import CheckpointCallback, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
 from backend.train.engines import train_engine
-from backend.train.generation_eval import GenerationEvalCallback
 from backend.train.run_log import RunLog, Stopped, TrainError, write_json
-from backend.train.templates import Writer
+from backend.train.templates import ChatTokenizer
 
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
 
@@ -72,10 +71,10 @@ def train_in_phases(work: TrainContext) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    asked = generation.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    exam = GenerationEvalCallback(
-        work, generation.Answering.of(
-            spec, tokens, group, model.DTYPES[work.precision], work.run.tensor_parallel_size
+    asked = generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples) if prepared.eval_examples else []
+    exam = generation_eval.GenerationEvalCallback(
+        work, generation_eval.Generator.create(
+            spec, tokens, group, device.DTYPES[work.precision], work.run.tensor_parallel_size
         ), asked
     )
     reporter, keeper = ProgressCallback(run_log), CheckpointCallback(spec, work.folder, group, run_log)
@@ -96,7 +95,7 @@ def train_in_phases(work: TrainContext) -> None:
     trainer.settle()
     result = _result(trainer, time.time() - reporter.began, reporter.tokens, counts)
     _save(work, trainer, tokens, source)
-    _finish(work, trainer, result | exam.after())
+    _finish(work, trainer, result | exam.evaluate_after())
 
 
 def _source(work: TrainContext) -> model.Source:
@@ -107,24 +106,24 @@ def _source(work: TrainContext) -> model.Source:
     return find()
 
 
-def _prepared(work: TrainContext, tokens: Any) -> data.Prepared:
+def _prepared(work: TrainContext, tokens: Any) -> data.PreparedData:
     spec, group, folder = work.spec, work.group, work.folder / PREPARED
     work.run_log.start_phase("preparing data", "Preparing data.")
 
-    def prepare() -> data.Prepared:
+    def prepare() -> data.PreparedData:
         tick = work.tick("preparing data", "Preparing data.")
         made = data.prepare(spec, tokens, tick, work.run_log.info)
         if group.world > 1:
             data.save(made, folder)
         return made
 
-    made: data.Prepared | None = work.first(prepare)
+    made: data.PreparedData | None = work.first(prepare)
     # Several ranks all read the same files: what a trainer keeps beside them is then found by each.
     return made if made is not None and group.world == 1 else data.load(folder)
 
 
 def _trainer(
-    work: TrainContext, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
+    work: TrainContext, config: Any, source: model.Source, tokens: Any, prepared: data.PreparedData, callbacks: list[Any]
 ) -> Any:
     """The weights, what they are held to if the stage wants that, and the trainer of both."""
     spec, precision = work.spec, work.precision

@@ -9,6 +9,8 @@ import pytest
 from playwright.sync_api import expect
 from served import serving
 
+from backend.rules import example_findings
+
 MAX_CLICKS = 4
 CARD = ".fp-finding[data-level=error] .fp-fix button"
 EIGHT_B = "model: {source: hub, hub_id: meta-llama/Llama-3.1-8B-Instruct}\ndata: {source: hub, hub_id: a/b}\n"
@@ -164,8 +166,9 @@ def test_all_errors_are_fixed_by_one_button_and_undone_by_another(page):
 def test_errors_without_a_safe_fix_are_named(page):
     yaml = EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nlaunch: {devices: [3]}\n"
     imported(page, "1x24gb", yaml, "MEM001")
+    title = example_findings()["MEM001"].title
     page.get_by_role("button", name="Apply safe fixes").click()
-    expect(page.locator(".fp-toast")).to_contain_text("1 fix applied. Left: It does not fit into memory.")
+    expect(page.locator(".fp-toast")).to_contain_text(f"1 fix applied. Remaining errors: {title.rstrip('.')}.")
     assert report(page)[0].startswith("Cannot run: 1 error")
 
 
@@ -197,5 +200,7 @@ def test_rules_are_found_by_word_level_and_family(page):
     assert {card.get_attribute("data-level") for card in shown.all()} == {"error"}
     expect(status).to_have_text(f"{shown.count()} of {rules.locator('article[id]').count()}")
     expect(rules.locator("#outdated")).to_be_hidden()
-    expect(shown.first.locator("li").first).to_have_text("Without Unsloth slower, and more memory")
+    fix = example_findings()[shown.first.get_attribute("id")].fixes[0]
+    expect(shown.first.locator("li").first).to_contain_text(fix.label)
+    expect(shown.first.locator("li").first).to_contain_text(fix.cost)
     rules.close()

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from backend.config.options import by_name
+from backend.registry import STRATEGIES
 from backend.runs import METRICS, SPEC
 from backend.runs.folder import ALIVE, Run, runs
 from backend.runs.processes import carriers as left_of
@@ -312,7 +313,7 @@ def test_nothing_is_wider_than_the_window(server, page, width):
 
 @pytest.mark.soak
 def test_the_exported_script_gives_the_same_losses(server, page):
-    """The preview's script in a clean shell, and run.sh: the same loss at every step as the run started from the page."""
+    """The preview's script in a clean shell, and run.sh: the same loss at every step as the page's run."""
     opened(page, server)
     tiny(page, 6)
     script = page.evaluate("() => footplate.script()")
@@ -416,7 +417,7 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
     expect(table.locator("tr")).to_have_count(10)
     expect(table.locator("b")).to_have_text("FSDP2")
     page.locator(".fp-compare").get_by_role("button", name="Traffic per step").click()
-    expect(table.locator("tr").first).to_contain_text("One process")
+    expect(table.locator("tr").first).to_contain_text(STRATEGIES["single"].label)
     table.get_by_role("button", name="ZeRO-3", exact=True).click()
     page.wait_for_function("() => footplate.values()['parallel.strategy'] === 'zero3'")
     expect(table.locator("b")).to_have_text("ZeRO-3")

@@ -30,7 +30,7 @@ from backend.train import (
     checkpoints,
     data,
     device,
-    generation,
+    generation_eval,
     logging_setup,
     model,
     trainers,
@@ -160,10 +160,10 @@ def fastest(spec: RunSpec) -> Any:
 
 
 def rows(spec: RunSpec) -> Any:
-    return [[item.value for item in part] for part in data.collect(spec)]
+    return [[item.value for item in part] for part in data.load_examples(spec)]
 
 
-def prepared(spec: RunSpec) -> data.Prepared:
+def prepared(spec: RunSpec) -> data.PreparedData:
     return data.prepare(spec, tokens(spec), lambda done, of: True, lambda line: None)
 
 
@@ -172,7 +172,7 @@ def table(spec: RunSpec) -> Any:
 
 
 def held(spec: RunSpec) -> Any:
-    return len(prepared(spec).held_out)
+    return len(prepared(spec).eval_examples)
 
 
 def offered(spec: RunSpec) -> Any:
@@ -298,7 +298,7 @@ def computed(spec: RunSpec) -> Any:
 
 
 def longest(spec: RunSpec) -> Any:
-    return generation.Answering.of(spec, None, device.ProcessGroup(), torch.float32).longest
+    return generation_eval.Generator.create(spec, None, device.ProcessGroup(), torch.float32).max_new_tokens
 
 
 def begun(spec: RunSpec) -> Any:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from trainings import SMALL, a_spec, an_engine, losses, mostly_soak, text
 from transformers import AutoModelForCausalLM
 
-from backend.train import data, kernels, lora, model, trainers
+from backend.train import data, device, kernels, lora, model, trainers
 
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -86,7 +86,7 @@ def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precisi
     layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
     left = layer.base_layer.weight
     assert (left - whole).abs().max() > 1e-2
-    assert left.dtype == model.DTYPES[precision]
+    assert left.dtype == device.DTYPES[precision]
     assert layer.lora_A["default"].weight.dtype == torch.float32
     again = left.float() + layer.get_delta_weight("default")
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)

@@ -80,7 +80,7 @@ def test_the_better_answer_gets_ahead(learned: dict[tuple[str, str], Path], stag
 
 def trained_on(stage: str) -> list[dict[str, Any]]:
     """The rows of the runs above, as they stand in the file."""
-    kept = data.collect(spec(stage))[0]
+    kept = data.load_examples(spec(stage))[0]
     asked = [item.value["prompt"] for item in kept]
     found = [row for _, row in read_examples(ASSETS / "train-pairs/train.jsonl") if row["prompt"] in asked]
     return [dict(row) for row in found]

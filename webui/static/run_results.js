@@ -170,12 +170,12 @@ export function sampleParts(samples) {
       "tr",
       { hidden: n >= SHOWN_SAMPLES },
       el("td", { "data-name": "Prompt" }, el("div.fp-prompt", {}, sample.prompt)),
-      el("td", { "data-name": "Reference" }, el("pre", {}, sample.wanted)),
+      el("td", { "data-name": "Reference" }, el("pre", {}, sample.reference)),
       generationCell(sample, "before"),
       generationCell(sample, "after"),
     ),
   );
-  const correct = (side) => samples.filter((sample) => isSame(sample[side], sample.wanted)).length;
+  const correct = (side) => samples.filter((sample) => isSame(sample[side], sample.reference)).length;
   const columns = ["Prompt", "Reference", "Before training", "After training"];
   const heading = el(
     "tr",
@@ -200,7 +200,7 @@ function generationCell(sample, side) {
   const title = side === "before" ? "Before training" : "After training";
   const text = sample[side];
   if (text === null || text === undefined) return el("td.fp-dim", { "data-name": title }, "\u2013");
-  const correct = isSame(text, sample.wanted);
+  const correct = isSame(text, sample.reference);
   const mark = el(
     "span.fp-mark",
     { role: "img", "aria-label": correct ? "correct" : "wrong" },

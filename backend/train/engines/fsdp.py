@@ -17,7 +17,6 @@ from backend.runs import FSDP
 from backend.train import device
 from backend.train.engines.base import TrainEngine
 from backend.train.engines.tensor_parallel import SYNC_EACH_BATCH, mark_cpu_as_accelerator
-from backend.train.model import DTYPES
 from backend.train.run_log import TrainError
 
 RANK0_LOADING = "cpu_ram_efficient_loading"
@@ -59,7 +58,7 @@ class TrainFSDP(TrainEngine):
     def _complete_plugin(self, config: Any) -> None:
         """What accelerate's FSDP plugin is told beyond fsdp.json: gradients are reduced in the chosen dtype (by default
         it would use the compute dtype), and memory is pinned only where there is a device to pin it for."""
-        parallel, dtype = self.spec.parallel, DTYPES[self.run.compute_dtype]
+        parallel, dtype = self.spec.parallel, device.DTYPES[self.run.compute_dtype]
         fsdp2 = self.run.fsdp_version == 2
         reduce_dtype = torch.float32 if parallel.reduce_dtype == "fp32" else dtype
         policy: Any = MixedPrecisionPolicy if fsdp2 else MixedPrecision

@@ -20,6 +20,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import fully_shard
+from trainings import an_engine
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from backend import registry
@@ -32,7 +33,6 @@ from backend.rules import accelerate_launcher
 from backend.rules.distributed import fsdp_extra_config
 from backend.rules.examples import TWO_H100
 from cited import cites
-from trainings import an_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DDP, FSDP1, FSDP2, ZERO2 = ({"parallel.strategy": name} for name in ("ddp", "fsdp1", "fsdp2", "zero2"))
