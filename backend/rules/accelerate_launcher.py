@@ -132,7 +132,7 @@ def _with_bare_keys(paths: Mapping[str, str]) -> list[str]:
     passes_on=_example({"downcast_bf16": "no"}),
 )
 def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
-    """accelerate refuses keys that it does not know and values that are set in two places. Other keys override the
+    """The launcher refuses keys that it does not know and values that are set in two places. Other keys override the
     options: another number of processes, another device or another precision."""
     extra = _extra_config(case)
     if not extra:
@@ -150,7 +150,7 @@ def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
     "warning",
     fields=(EXTRA_ACCELERATE_CONFIG,),
     title="Keys of the extra accelerate config have no effect",
-    source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, and not the launcher's variables; "
+    source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, not the launcher's variables; "
     "accelerate 1.15 utils/launch.py passes other sections on for their own kind of run alone",
     fails_on=_example({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2_SPEC),
     passes_on=_example({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2_SPEC),
@@ -164,7 +164,9 @@ def extra_accelerate_config_ignored(case: Case) -> Violation | None:
     section = extra.get("fsdp_config")
     fsdp = section if isinstance(section, Mapping) and case.strategy.engine == "fsdp" else {}
     refused = _conflicting_engine_keys(case, extra) if fsdp else {}
-    found = [name for name in extra if name in IGNORED_KEYS and extra[name] and name not in _conflicting_keys(case, extra)]
+    found = [
+        name for name in extra if name in IGNORED_KEYS and extra[name] and name not in _conflicting_keys(case, extra)
+    ]
     if extra.get("use_cpu") is True and not _is_single_process(case) and case.run.device != "cpu":
         found.append("use_cpu")
     ours = _fsdp_config(case) if fsdp else {}
@@ -190,7 +192,7 @@ def extra_accelerate_config_ignored(case: Case) -> Violation | None:
     passes_on=_example({"dynamo_config": {"dynamo_backend": "NO"}}),
 )
 def dynamo_backend_in_extra_config(case: Case) -> Violation | None:
-    """accelerate compiles the model when dynamo_backend is set. The preflight check and the memory estimate consider
+    """The launcher compiles the model when dynamo_backend is set. The preflight check and the memory estimate consider
     train.torch_compile only, and the trainer verifies that option."""
     extra = _extra_config(case)
     backend = str(_section(extra, "dynamo_config", "dynamo_").get("backend", "NO")).upper()

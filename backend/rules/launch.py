@@ -17,7 +17,9 @@ ANY_DEVICES = {"launch.devices": ()}
 RESERVED_VARIABLES = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "FOOTPLATE_RUN",
 }  # fmt: skip
-VISIBLE_DEVICES_VARIABLES = tuple(row.visible_devices_env for row in registry.DEVICES.values() if row.visible_devices_env)
+VISIBLE_DEVICES_VARIABLES = tuple(
+    row.visible_devices_env for row in registry.DEVICES.values() if row.visible_devices_env
+)
 # accelerate 1.15 reads these when it starts: state.py, accelerator.py, utils/dataclasses.py. PET_ is torchrun's.
 ENGINE_VARIABLE_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_")
 ALLOWED_ENGINE_VARIABLES = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
@@ -131,8 +133,8 @@ def more_threads_than_cores(case: Case) -> str | None:
     passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 4}),
 )
 def more_processes_than_cores(case: Case) -> Violation | None:
-    """On a CPU every process computes on its own cores and holds its own replica of the model. More processes than cores
-    only take turns."""
+    """On a CPU every process computes on its own cores and holds its own replica of the model. More processes than
+    cores only take turns."""
     processes, cores = case.run.nproc_per_node, case.machine.cores
     if case.run.device != "cpu" or processes <= cores:
         return None
@@ -263,7 +265,9 @@ def reserved_environment_variables(case: Case) -> Violation | None:
     found = [n for n in case.spec.launch.env if n in RESERVED_VARIABLES or n.startswith("TORCHELASTIC_")]
     if not found:
         return None
-    return Violation(f"launch.env sets {names(found)}, which only the launcher may set.", (without_variables(case, found),))
+    return Violation(
+        f"launch.env sets {names(found)}, which only the launcher may set.", (without_variables(case, found),)
+    )
 
 
 def without_variables(case: Case, drop: list[str]) -> Fix:
@@ -304,7 +308,7 @@ def environment_overrides_option(case: Case) -> Violation | None:
     passes_on=Example({"launch.env": {"ACCELERATE_LOG_LEVEL": "info"}}),
 )
 def engine_environment_variables(case: Case) -> Violation | None:
-    """accelerate and torchrun also read their settings from the environment. These variables would silently change
+    """Both accelerate and torchrun also read settings from the environment. These variables would silently change
     strategy, precision, device or process count without changing the options that the preflight check reads."""
     found = [
         name
@@ -313,4 +317,6 @@ def engine_environment_variables(case: Case) -> Violation | None:
     ]
     if not found:
         return None
-    return Violation(f"launch.env sets {names(found)}, which overrides options silently.", (without_variables(case, found),))
+    return Violation(
+        f"launch.env sets {names(found)}, which overrides options silently.", (without_variables(case, found),)
+    )

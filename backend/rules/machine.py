@@ -32,7 +32,7 @@ NO_NVLINK = replace(TWO_H100, gpus=tuple(replace(gpu, links=()) for gpu in TWO_H
     proof="launch",
 )
 def device_not_found(case: Case) -> str | None:
-    """torch cannot use a device type that the machine does not have."""
+    """A run cannot use a device type that the machine does not have."""
     if case.run.device in ("cpu", case.machine.device):
         return None
     found, wanted = registry.DEVICES[case.machine.device].label, registry.DEVICES[case.run.device].label
@@ -115,8 +115,8 @@ def gpu_in_use(case: Case) -> Violation | None:
     at_start=True,
 )
 def small_shared_memory(case: Case) -> str | None:
-    """DataLoader workers pass batches through /dev/shm, and NCCL exchanges data through it. A container has 64 MiB of it
-    by default; when it is full, a bus error ends the run at any step."""
+    """DataLoader workers pass batches through /dev/shm, and NCCL exchanges data through it. A container has 64 MiB of
+    it by default; when it is full, a bus error ends the run at any step."""
     free, workers = case.machine.shm_bytes, case.spec.train.dataloader_num_workers
     nccl = case.run.device == "cuda" and case.run.nproc_per_node > 1
     if free is None or free >= MIN_SHARED_MEMORY or not (workers or nccl):
@@ -131,7 +131,7 @@ def small_shared_memory(case: Case) -> str | None:
     "advice",
     fields=("parallel.strategy",),
     title="Tensor parallelism without NVLink",
-    source="Narayanan et al. 2021, Megatron-LM: tensor parallelism within NVLink, since each layer waits for all-reduces",
+    source="Narayanan et al. 2021, Megatron-LM: tensor parallelism within NVLink, as each layer waits for all-reduces",
     fixes=(Fix("Use FSDP2", {"parallel.strategy": "fsdp2"}),),
     fails_on=Example(TENSOR_SPEC, NO_NVLINK, TINY_MODEL),
     passes_on=Example(TENSOR_SPEC, TWO_H100, TINY_MODEL),

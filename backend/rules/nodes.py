@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import replace
 
-from backend.launch.hostfile import HostfileError, Slots, chosen, hosts, include_argument
+from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
@@ -40,8 +40,8 @@ STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost=
     passes_on=Example({**STATIC_SPEC, "launch.node_rank": 1}),
 )
 def node_rank_out_of_range(case: Case) -> Violation | None:
-    """Node ranks count from 0. torch does not check them, and with a rank that is too high all nodes wait for each other
-    forever."""
+    """Node ranks count from 0. torch does not check them, and with a rank that is too high all nodes wait for each
+    other forever."""
     launch, last = case.spec.launch, case.run.nnodes - 1
     if launch.rendezvous != "static" or launch.node_rank <= last:
         return None
@@ -158,8 +158,8 @@ def min_nnodes_exceeds_nnodes(case: Case) -> Violation | None:
     passes_on=Example(ELASTIC_SPEC),
 )
 def elastic_needs_torchrun(case: Case) -> str | None:
-    """accelerate, deepspeed and python start a fixed number of nodes once. Only torchrun has a rendezvous that nodes can
-    leave and join during the run."""
+    """The launchers accelerate, deepspeed and python start a fixed number of nodes once. Only torchrun has a rendezvous
+    that nodes can leave and join during the run."""
     launch = case.spec.launch
     if launch.rendezvous != "elastic" or launch.launcher == "torchrun":
         return None
@@ -179,8 +179,8 @@ def elastic_needs_torchrun(case: Case) -> str | None:
 )
 def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
     """An elastic run resumes from a checkpoint of another world size. DeepSpeed can convert only AdamW state for that,
-    not from NVMe and not with sequence parallelism. FSDP2 needs at least two ranks, divisible by its replicas and context
-    parallel size. DDP checkpoints work with any world size."""
+    not from NVMe and not with sequence parallelism. FSDP2 needs at least two ranks, divisible by its replicas and
+    context parallel size. DDP checkpoints work with any world size."""
     launch, parallel, engine = case.spec.launch, case.spec.parallel, case.strategy.engine
     if launch.rendezvous != "elastic" or engine == "ddp" or launch.min_nnodes >= launch.nnodes:
         return None
@@ -211,8 +211,8 @@ def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
     passes_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 2}),
 )
 def elastic_batch_size_varies(case: Case) -> Violation | None:
-    """While a node is missing, each optimizer step trains on fewer examples at the same learning rate, and an epoch takes
-    more steps."""
+    """While a node is missing, each optimizer step trains on fewer examples at the same learning rate, and an epoch
+    takes more steps."""
     launch, largest = case.spec.launch, case.run.global_batch_size
     if launch.rendezvous != "elastic" or launch.min_nnodes >= launch.nnodes:
         return None
@@ -232,8 +232,8 @@ def elastic_batch_size_varies(case: Case) -> Violation | None:
     passes_on=Example(ELASTIC_SPEC),
 )
 def elastic_without_checkpoints(case: Case) -> Violation | None:
-    """When a rank dies, or a node leaves or joins, torchrun restarts all ranks. They resume from the last checkpoint with
-    optimizer state, and without one from step 0."""
+    """When a rank dies, or a node leaves or joins, torchrun restarts all ranks. They resume from the last checkpoint
+    with optimizer state, and without one from step 0."""
     save = case.spec.save
     if case.spec.launch.rendezvous != "elastic" or (save.strategy != "no" and not save.only_model):
         return None
@@ -267,7 +267,7 @@ def hostfile_invalid(case: Case) -> str | None:
     if not _uses_hostfile(case):
         return None
     try:
-        hosts(case.spec.launch.hostfile)
+        parse_hostfile(case.spec.launch.hostfile)
     except HostfileError as error:
         return f"launch.hostfile: {error}"
     return None
@@ -293,7 +293,7 @@ def include_not_in_hostfile(case: Case) -> str | None:
     if not _uses_hostfile(case) or _selected_slots(case, "") is None:
         return None
     try:
-        chosen(case.spec.launch.hostfile, include_argument(case.spec))
+        included_slots(case.spec.launch.hostfile, include_argument(case.spec))
     except HostfileError as error:
         return f"{'launch.include' if case.spec.launch.include else 'launch.devices'}: {error}"
     return None
@@ -302,7 +302,7 @@ def include_not_in_hostfile(case: Case) -> str | None:
 def _selected_slots(case: Case, include: str) -> Slots | None:
     """Host -> selected slots; None for a hostfile or include that is invalid."""
     try:
-        return chosen(case.spec.launch.hostfile, include)
+        return included_slots(case.spec.launch.hostfile, include)
     except HostfileError:
         return None
 
@@ -349,8 +349,8 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),
 )
 def include_and_devices(case: Case) -> str | None:
-    """Footplate passes device ids to the deepspeed launcher as an include for every host, and the launcher takes only one
-    include."""
+    """Footplate passes device ids to the deepspeed launcher as an include for every host, and the launcher takes only
+    one include."""
     launch = case.spec.launch
     if not (_uses_hostfile(case) and launch.include and launch.devices and case.run.on_gpu):
         return None

@@ -101,9 +101,9 @@ def optimizer_needs_single_process(case: Case) -> str | None:
     proof="launch",
 )
 def matrix_rows_fewer_than_shards(case: Case) -> str | None:
-    """FSDP2 shards matrices by rows. A device without a row of a matrix cannot take part in the collective operations of
-    Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, the head of a reward model
-    has one."""
+    """FSDP2 shards matrices by rows. A device without a row of a matrix cannot take part in the collective operations
+    of Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, the head of a reward
+    model has one."""
     if _optimizer(case).state_layout not in ("matrix_momentum", "low_rank") or case.run.fsdp_version != 2:
         return None
     if case.shape is None:
@@ -157,8 +157,8 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:
-    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine it with plain tensors in
-    their step, which torch refuses."""
+    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine it with plain tensors
+    in their step, which torch refuses."""
     row = _optimizer(case)
     if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
         return None
@@ -192,7 +192,7 @@ def adagrad_param_groups_on_deepspeed(case: Case) -> str | None:
     "error",
     fields=("train.optim", "parallel.strategy"),
     title="Schedule-free optimizers do not work with DeepSpeed",
-    source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not called: "
+    source="deepspeed 0.19 runtime/zero: its optimizers have no train() or eval(), so schedulefree 1.4 is not called: "
     "evaluation uses the training weights, or a step fails because the optimizer is not in train mode",
     fixes=(DDP, ADAMW),
     fails_on=Example(_full("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
@@ -218,8 +218,8 @@ def schedule_free_on_deepspeed(case: Case) -> str | None:
     passes_on=Example(_full("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
-    """Adafactor stores one value per row and per column of a matrix instead of a full second moment. DeepSpeed gives the
-    optimizer flat 1-D tensors, for which Adafactor keeps a full second moment."""
+    """Adafactor stores one value per row and per column of a matrix instead of a full second moment. DeepSpeed gives
+    the optimizer flat 1-D tensors, for which Adafactor keeps a full second moment."""
     row = _optimizer(case)
     if not row.factored or row.state_layout or case.strategy.engine != "deepspeed":
         return None
@@ -241,8 +241,8 @@ def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
     proof="launch",
 )
 def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
-    """The optimizer updates the weights during every backward pass and frees the gradients at once. Several micro-batches
-    would become several small optimizer steps instead of one."""
+    """The optimizer updates the weights during every backward pass and frees the gradients at once. Several
+    micro-batches would become several small optimizer steps instead of one."""
     train, row = case.spec.train, _optimizer(case)
     if not row.steps_in_backward or train.gradient_accumulation_steps == 1:
         return None
@@ -275,7 +275,7 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
     passes_on=Example(_full("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
 def fp16_with_step_in_backward(case: Case) -> str | None:
-    """fp16 training multiplies the loss by a scale, and divides the gradients by it after the backward pass. This
+    """In fp16, the loss is multiplied by a scale, and the gradients are divided by it after the backward pass. This
     optimizer has already stepped by then, with gradients that are thousands of times too large."""
     row = _optimizer(case)
     if not row.steps_in_backward or case.run.compute_dtype != "fp16":
@@ -301,7 +301,9 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     name = UNPAGED[case.spec.train.optim]
     device, unpaged = registry.DEVICES[case.run.device].label, registry.OPTIMIZERS[name].label
     fix = Fix(f"Use {unpaged}", {"train.optim": name})
-    return Violation(f"{row.label} pages its state between an NVIDIA GPU and CPU memory; this run uses {device}.", (fix,))
+    return Violation(
+        f"{row.label} pages its state between an NVIDIA GPU and CPU memory; this run uses {device}.", (fix,)
+    )
 
 
 @rule(
@@ -309,7 +311,7 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     "warning",
     fields=("train.optim", "save.strategy"),
     title="The optimizer state cannot be resumed",
-    source="grokadamw 0.1.2: its moments are attached to parameters of the stopped process; lomo-optim 0.1.1 adalomo.py "
+    source="grokadamw 0.1.2: its moments are attached to the stopped process's parameters; lomo-optim 0.1.1 adalomo.py "
     "keeps them outside of its state",
     fixes=(ADAMW,),
     fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
@@ -353,8 +355,8 @@ def badam_with_fp32_master_weights(case: Case) -> str | None:
     passes_on=Example({"train.optim": "adamw_torch_8bit"}, EQUIPPED),
 )
 def optimizer_without_cpp_compiler(case: Case) -> str | None:
-    """torchao compiles its optimizers with torch.compile at the first step. For tensors in CPU memory that generates C++,
-    which needs a compiler and Python's headers."""
+    """The optimizers of torchao are compiled with torch.compile at the first step. For tensors in CPU memory that
+    generates C++, which needs a compiler and Python's headers."""
     row = _optimizer(case)
     on_cpu = case.run.device == "cpu" or (case.strategy.engine == "fsdp" and case.spec.parallel.cpu_offload)
     if not row.compiled or not on_cpu or case.machine.compiler:
@@ -415,7 +417,9 @@ def full_training_optimizer_with_lora(case: Case) -> str | None:
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
     fixes=(ALL_LINEAR,),
     fails_on=Example(_full("galore_adamw", train__optim_targets="custom"), EQUIPPED),
-    passes_on=Example(_full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
+    passes_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+    ),
     proof="launch",
 )
 def projection_targets_missing(case: Case) -> str | None:
@@ -433,13 +437,17 @@ def projection_targets_missing(case: Case) -> str | None:
     title="No linear layer matches the projection targets",
     source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
     fixes=(ADAMW,),
-    fails_on=Example(_full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED),
-    passes_on=Example(_full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
+    fails_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED
+    ),
+    passes_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+    ),
     proof="launch",
 )
 def projection_targets_not_found(case: Case) -> Violation | None:
-    """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression. GPT-2
-    has none, because its layers are Conv1D."""
+    """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
+    GPT-2 has none, because its layers are Conv1D."""
     train, shape, row = case.spec.train, case.shape, _optimizer(case)
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unlisted:
@@ -480,13 +488,17 @@ def _matches_regex(pattern: str, path: str) -> bool:
     title="The projection rank is too high for GaLore's reverse_std",
     source="galore-torch 1.0 galore_projector.py project_back: it infers the projected side from the shape of the "
     "projected gradient, and takes a wide matrix for a tall one",
-    fails_on=Example(_full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED),
-    passes_on=Example(_full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED),
+    fails_on=Example(
+        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED
+    ),
+    passes_on=Example(
+        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED
+    ),
     proof="launch",
 )
 def reverse_std_rank_too_high(case: Case) -> Violation | None:
-    """reverse_std projects the longer side of a matrix. If the rank reaches the number of rows of a wide matrix, GaLore
-    takes the projected gradient for one of a tall matrix, and the first step fails."""
+    """The projection type reverse_std projects the longer side of a matrix. If the rank reaches the number of rows of a
+    wide matrix, GaLore takes the projected gradient for one of a tall matrix, and the first step fails."""
     train, shape = case.spec.train, case.shape
     if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
@@ -516,8 +528,8 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
     passes_on=Example({"train.optim": "lion_32bit", "train.learning_rate": 5e-5}, EQUIPPED),
 )
 def lion_learning_rate_too_high(case: Case) -> Violation | None:
-    """Lion updates every weight by the full learning rate, whatever the size of its gradient. It needs a third to a tenth
-    of AdamW's learning rate."""
+    """Lion updates every weight by the full learning rate, whatever the size of its gradient. It needs a third to a
+    tenth of AdamW's learning rate."""
     maximum = LION_MAX_RATES[case.spec.method.kind]
     rate, half = case.spec.train.learning_rate, maximum / 2
     if "lion" not in case.spec.train.optim or rate <= maximum:
@@ -537,8 +549,8 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
     passes_on=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
 )
 def sgd_learning_rate_too_low(case: Case) -> Violation | None:
-    """Adam divides each gradient by its running size, and SGD does not. At Adam's learning rates, SGD hardly changes the
-    weights."""
+    """Adam divides each gradient by its running size, and SGD does not. At Adam's learning rates, SGD hardly changes
+    the weights."""
     rate, row = case.spec.train.learning_rate, _optimizer(case)
     adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
     if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:

@@ -94,7 +94,7 @@ def bf16_emulated_on_cpu(case: Case) -> str | None:
     passes_on=Example({"precision.compute": "bf16"}, H100),
 )
 def fp32_on_bf16_gpu(case: Case) -> str | None:
-    """bf16 mixed precision halves the activation memory and is several times faster on Ampere and later. Trainable
+    """Mixed precision with bf16 halves the activation memory and is several times faster on Ampere and later. Trainable
     parameters and optimizer state stay in fp32."""
     if case.spec.precision.compute == "tf32" or case.run.device != "cuda" or case.run.compute_dtype != "fp32":
         return None
@@ -139,9 +139,9 @@ def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     passes_on=Example({**PURE_BF16_SPEC, "train.optim": "stable_adamw"}, EQUIPPED_H100),
 )
 def pure_bf16_loses_updates(case: Case) -> str | None:
-    """bf16 has 8 significant bits, so an update smaller than 1/256 of its weight is rounded away. Optimizers with Kahan
-    summation, stochastic rounding or fp32 copies of their own keep such updates; others train less or need a higher
-    learning rate."""
+    """A bf16 number has 8 significant bits, so an update smaller than 1/256 of its weight is rounded away. Optimizers
+    with Kahan summation, stochastic rounding or fp32 copies of their own keep such updates; others train less or need a
+    higher learning rate."""
     row = registry.OPTIMIZERS[case.spec.train.optim]
     if case.spec.precision.compute != "pure_bf16" or row.rounding:
         return None
@@ -177,8 +177,8 @@ def fp8_on_cpu(case: Case) -> str | None:
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_skips_odd_layers(case: Case) -> str | None:
-    """fp8 matrix multiplication needs dimensions that are multiples of 16. accelerate leaves all other linear layers in
-    bf16, where fp8 saves no time."""
+    """Matrix multiplication in fp8 needs dimensions that are multiples of 16. accelerate leaves all other linear layers
+    in bf16, where fp8 saves no time."""
     if case.spec.precision.compute != "fp8" or case.shape is None or case.shape.hidden % FP8_BLOCK == 0:
         return None
     return f"The model's hidden size is {case.shape.hidden:,}, which is not a multiple of {FP8_BLOCK}."
@@ -204,8 +204,8 @@ def fp8_skips_odd_layers(case: Case) -> str | None:
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_with_quantized_base(case: Case) -> str | None:
-    """fp8 training replaces every linear layer, including those of bitsandbytes. It would read the quantized values as
-    if they were weights."""
+    """Training in fp8 replaces every linear layer, including those of bitsandbytes. It would read the quantized values
+    as if they were weights."""
     row = registry.QUANTIZATIONS[case.spec.method.quantization]
     if case.spec.precision.compute != "fp8" or not (row.bits or case.facts.quant_method == "bitsandbytes"):
         return None

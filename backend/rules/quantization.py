@@ -88,8 +88,8 @@ def lora_init_on_quantized_base(case: Case) -> str | None:
     proof="launch",
 )
 def int8_base_sharded(case: Case) -> str | None:
-    """bitsandbytes keeps the scales of 8-bit weights as attributes of the weight tensor, and sharding replaces that
-    tensor. 4-bit weights are stored in a floating-point dtype and can be sharded."""
+    """The scales of bitsandbytes' 8-bit weights are attributes of the weight tensor, and sharding replaces that tensor.
+    4-bit weights are stored in a floating-point dtype and can be sharded."""
     if not case.strategy.shards_weights or _quantization(case).bits != 8:
         return None
     return f"{case.strategy.label} shards the base weights, and method.quantization is {_quantization(case).label}."
@@ -148,7 +148,7 @@ def merge_into_quantized_base(case: Case) -> str | None:
     proof="launch",
 )
 def modules_to_save_quantized(case: Case) -> Violation | None:
-    """modules_to_save trains full copies of modules, and quantized weights cannot take gradient steps. Norms,
+    """Modules in modules_to_save are trained as full copies, and quantized weights cannot take gradient steps. Norms,
     embeddings and the output layer are not quantized and can be listed."""
     listed = case.spec.lora.modules_to_save
     if not quantized_base(case) or not case.shape or case.spec.method.kind != "lora":
@@ -188,8 +188,8 @@ def full_training_of_prequantized_model(case: Case) -> str | None:
     "error",
     fields=("model.path", "model.hub_id"),
     title="This quantization format cannot be trained",
-    source="transformers 5.23 quantizers: is_trainable; it is true of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, MXFP8, "
-    "Quanto, SINQ and torchao, whose training Footplate has not verified",
+    source="transformers 5.23 quantizers: is_trainable; it is true of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, "
+    "MXFP8, Quanto, SINQ and torchao, whose training Footplate has not verified",
     manual_fix="Use the unquantized version of the model; method.quantization can quantize it while loading.",
     fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, quant_method="quark")),
     passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
@@ -314,8 +314,8 @@ def awq_in_bf16(case: Case) -> str | None:
     passes_on=Example({}, H100, replace(DEMO, shape=MOE)),
 )
 def experts_not_quantized(case: Case) -> str | None:
-    """bitsandbytes quantizes nn.Linear layers. transformers stores the experts of a layer as one stacked parameter,
-    which stays in the compute dtype, and experts are nearly all weights of an MoE model."""
+    """Only nn.Linear layers are quantized. transformers stores the experts of a layer as one stacked parameter, which
+    stays in the compute dtype, and experts are nearly all weights of an MoE model."""
     if case.shape is None or not _quantization(case).bits or not case.shape.experts:
         return None
     stacked = sum(leaf.parameters for leaf in case.shape.leaves() if leaf.stacked > 1)

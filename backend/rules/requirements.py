@@ -183,7 +183,9 @@ def outdated_package(code: str, slug: str, reason: str, *, rows: Mapping[str, Ro
     """A rule: the package of one of the rows is installed in a version below the row's minimum."""
 
     def check(case: Case) -> Violation | None:
-        installed, old, fields = case.machine.versions, {}, []
+        installed = case.machine.versions
+        old: dict[str, str] = {}
+        fields: list[str] = []
         for field, row in rows.items():
             for name, minimum in packages_of(row(case)).items():
                 if minimum and is_older(installed.get(name, ""), minimum):
@@ -191,9 +193,13 @@ def outdated_package(code: str, slug: str, reason: str, *, rows: Mapping[str, Ro
                     fields.append(field)
         if not old:
             return None
-        said = [f"{name} {installed[name]} is installed; {minimum} or later is required" for name, minimum in old.items()]
+        said = [
+            f"{name} {installed[name]} is installed; {minimum} or later is required" for name, minimum in old.items()
+        ]
         command = " ".join(f"'{name}>={minimum}'" for name, minimum in old.items())
-        return Violation(f"{'. '.join(said)}. Upgrade with: pip install -U {command}.", (), tuple(dict.fromkeys(fields)))
+        return Violation(
+            f"{'. '.join(said)}. Upgrade with: pip install -U {command}.", (), tuple(dict.fromkeys(fields))
+        )
 
     return _added(check, code, slug, reason, fields=tuple(rows), **more)
 
@@ -265,7 +271,9 @@ def capabilities(gpus: list[Gpu]) -> str:
     return names(said)
 
 
-def head_dim_limit(code: str, slug: str, reason: str, *, row: Callable[[Case], registry.Attention | None], **more: Any) -> Check:
+def head_dim_limit(
+    code: str, slug: str, reason: str, *, row: Callable[[Case], registry.Attention | None], **more: Any
+) -> Check:
     """A rule: the model's head dimension is not one that the kernels of the row take."""
 
     def check(case: Case) -> str | None:
@@ -324,7 +332,7 @@ missing_package(
 missing_package(
     "HW003",
     "torch-npu-missing",
-    "torch supports Ascend NPUs only through the package torch_npu.",
+    "PyTorch supports Ascend NPUs only through the package torch_npu.",
     row=device,
     fields=("launch.device",),
     title="Ascend NPUs need torch_npu",
@@ -362,8 +370,8 @@ missing_package(
 missing_package(
     "KRN002",
     "flash-attention-missing",
-    "FlashAttention is a separate package that is compiled for one torch and one CUDA version: flash-attn for version 2, "
-    "flash-attn-3 for version 3.",
+    "FlashAttention is a separate package that is compiled for one torch and one CUDA version: flash-attn for version "
+    "2, flash-attn-3 for version 3.",
     row=flash_attention,
     fields=("model.attn_implementation",),
     title="FlashAttention is not installed",
@@ -387,8 +395,8 @@ missing_package(
 missing_package(
     "OPT001",
     "optimizer-package-missing",
-    "This optimizer is in a separate package. Install exactly the package that is named: similar names on PyPI, such as "
-    "muon, are unrelated projects, and Muon itself is part of torch.",
+    "This optimizer is in a separate package. Install exactly the package that is named: similar names on PyPI, such "
+    "as muon, are unrelated projects, and Muon itself is part of torch.",
     row=optimizer,
     fields=("train.optim",),
     title="The optimizer's package is not installed",
@@ -400,7 +408,7 @@ missing_package(
 missing_package(
     "QNT001",
     "quantization-package-missing",
-    "transformers quantizes the base model while loading it, with the layers and kernels of bitsandbytes.",
+    "The base model is quantized while it is loaded, with the layers and kernels of bitsandbytes.",
     row=quantization,
     fields=("method.quantization",),
     title="The quantization library is not installed",
@@ -436,8 +444,8 @@ missing_package(
 outdated_package(
     "HW007",
     "package-too-old",
-    "transformers treats a package below its minimum version as not installed, and reports that only after the model is "
-    "loaded.",
+    "A package below its minimum version counts as not installed for transformers, which reports it only after the "
+    "model is loaded.",
     rows={
         "train.optim": optimizer,
         "method.quantization": quantization,
@@ -472,8 +480,8 @@ unsupported_device(
 unsupported_device(
     "KRN001",
     "attention-needs-gpu",
-    "FlashAttention and FlexAttention are GPU kernels. On a CPU, transformers refuses FlashAttention, and FlexAttention "
-    "has no backward pass.",
+    "FlashAttention and FlexAttention are GPU kernels. On a CPU, transformers refuses FlashAttention, and "
+    "FlexAttention has no backward pass.",
     row=attention,
     fields=("model.attn_implementation", "launch.device"),
     title="This attention implementation needs a GPU",
@@ -500,7 +508,7 @@ unsupported_device(
 unsupported_device(
     "QNT013",
     "prequantized-model-needs-gpu",
-    "transformers creates HQQ layers on their final device and refuses a CPU there.",
+    "HQQ layers are created on their final device, and transformers refuses a CPU there.",
     row=prequantized,
     fields=("launch.device", "model.path", "model.hub_id"),
     title="This quantization format needs a GPU",
@@ -529,8 +537,8 @@ unsupported_capability(
 unsupported_capability(
     "QNT008",
     "int8-needs-turing",
-    "LLM.int8() multiplies int8 matrices on tensor cores, which NVIDIA GPUs have from Turing (compute capability 7.5) on. "
-    "4-bit weights are dequantized before the multiplication and work on older GPUs.",
+    "LLM.int8() multiplies int8 matrices on tensor cores, which NVIDIA GPUs have from Turing (compute capability 7.5) "
+    "on. 4-bit weights are dequantized before the multiplication and work on older GPUs.",
     row=quantization,
     any_vendor=True,
     fields=("method.quantization",),
@@ -558,8 +566,8 @@ unsupported_capability(
 unsupported_capability(
     "PRC006",
     "fp8-needs-ada-or-hopper",
-    "fp8 tensor cores came with Ada and Hopper (compute capability 8.9). On older GPUs accelerate silently uses fp16. On "
-    "a CPU only torchao can emulate fp8.",
+    "Tensor cores for fp8 came with Ada and Hopper (compute capability 8.9). On older GPUs accelerate silently uses "
+    "fp16. On a CPU only torchao can emulate fp8.",
     row=fp8_backend,
     any_vendor=False,
     fields=("precision.compute", "launch.device"),
@@ -589,8 +597,8 @@ head_dim_limit(
 exceeds_model(
     "OPT010",
     "projection-rank-too-high",
-    "GaLore and APOLLO save memory because the projected gradients are smaller than the weight matrices. A projection of "
-    "full rank saves nothing and adds its own memory and time.",
+    "GaLore and APOLLO save memory because the projected gradients are smaller than the weight matrices. A projection "
+    "of full rank saves nothing and adds its own memory and time.",
     level="warning",
     value=projection_rank,
     limit=lambda shape: shape.hidden - 1,

@@ -17,7 +17,7 @@ from backend import registry
 from backend.config import Data
 from backend.data import example_problem, read_examples
 from backend.paths import ASSETS, HOME
-from backend.rules.kernels import LACKS
+from backend.rules.kernels import UNSUPPORTED_ATTENTION
 from backend.train import adapters, builtin_models, checkpoints, model, trainers
 from backend.train.run_log import RunLog, TrainError
 
@@ -78,7 +78,7 @@ def test_modules_that_are_not_there_are_answered_with_those_that_are(
 )
 def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, config: Any, asked: str) -> None:
     """A rule has the list of them; what the library says is turned into a sentence."""
-    assert (config.model_type, asked) in LACKS
+    assert (config.model_type, asked) in UNSUPPORTED_ATTENTION
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
     tokens = model.tokenizer(a_spec({"model.source": "path", "model.path": str(tiny)}), model.Source(str(tiny), {}))

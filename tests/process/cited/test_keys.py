@@ -78,7 +78,10 @@ def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], w
 @cites("LCH013")
 @pytest.mark.parametrize(
     "given",
-    [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.TWICE))],
+    [
+        {"mixed_precision": "no"},
+        *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.DEEPSPEED_FILE_KEYS)),
+    ],
 )
 def test_what_stands_in_deepspeeds_file_is_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +160,7 @@ def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], m
                 changed = True
         if changed:
             heard.add(name)
-    assert heard == set(accelerate_launcher.HEARD)
+    assert heard == set(accelerate_launcher.FSDP_ENVIRONMENT_KEYS)
 
 
 @pytest.mark.parametrize("name", registry.SHARDINGS)
@@ -174,7 +177,7 @@ def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: py
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
     before = told(tmp_path, {}, DDP)[1]
-    for name in accelerate_launcher.UNREAD:
+    for name in accelerate_launcher.IGNORED_KEYS:
         assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
     alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})

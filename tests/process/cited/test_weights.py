@@ -47,7 +47,7 @@ from trl.kernels import chunked_logprob
 
 from backend import registry
 from backend.modelspec import FAMILIES
-from backend.rules.kernels import FUSED, LACKS
+from backend.rules.kernels import TRITON_LOSS_STAGES, UNSUPPORTED_ATTENTION
 from backend.train import trl_trainers
 from backend.train.quantized import is_packed
 from cited import cites
@@ -123,7 +123,7 @@ def test_losses_that_are_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in trl_trainers.KINDS.items()}
     # Which of them ask for it shows on a device that has it alone, so the words are looked for.
     fused = {name for name, module in modules.items() if "fused_lm_head=True" in inspect.getsource(module)}
-    assert fused == set(FUSED)
+    assert fused == set(TRITON_LOSS_STAGES)
 
 
 @cites("KRN012")
@@ -139,7 +139,7 @@ def test_attentions_that_an_architecture_has() -> None:
             except ValueError as error:
                 assert "does not support an attention implementation through torch" in str(error)
                 lacking.add((kind, name))
-    assert lacking == LACKS
+    assert lacking == UNSUPPORTED_ATTENTION
 
 
 @cites("QNT001")
