@@ -173,6 +173,8 @@ async function fixAll() {
 export async function cloneRun(id, showView) {
   const { values } = await get(`${runPath(id)}/values`);
   showView("build");
+  $("#fp-presets").value = "";
+  describePreset();
   form.setValues(values, { undo: "The run's options are copied into the form." });
 }
 
@@ -182,6 +184,8 @@ async function importFile(event) {
   if (!file) return;
   try {
     const { values, kept } = await post("api/import", { yaml: await file.text(), values: form.currentValues() });
+    $("#fp-presets").value = "";
+    describePreset();
     const extra = kept.length ? ` Keys without an option went into the extra config: ${kept.join(", ")}.` : "";
     form.setValues(values, { undo: `${file.name} loaded.${extra}` });
   } catch (error) {

@@ -42,5 +42,5 @@ chips.forEach((chip) => {
 input.addEventListener("input", filter);
 family.addEventListener("change", filter);
 // The linked section may be filtered out.
-document.querySelector("main > header a")?.addEventListener("click", reset);
+document.querySelector("main > header p a")?.addEventListener("click", reset);
 if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
