@@ -1,4 +1,5 @@
-"""What is learned: every answer of a conversation and nothing else; packed examples do not see each other."""
+"""Labels: the loss is on every completion of a conversation and nothing else; packed examples do not attend to each
+other."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from backend.train import data, generation_eval, templates, text_metrics
 from backend.train.run_log import TrainError
 from backend.train.templates import ChatTokenizer, chatml
 
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "When does IC 5 leave?"},
     {"role": "assistant", "content": "At nine."},
     {"role": "user", "content": "From where?"},
     {"role": "assistant", "content": "Platform 7, Bern."},
 ]
-# As SmolLM2's: no marks, and a system prompt of its own where there is none.
+# Like SmolLM2's: no generation markers, and a default system prompt.
 PLAIN = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nI am Tiny<|im_end|>\n"
     "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}<|im_end|>{% endfor %}"
+REWRITING = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}<|im_end|>{% endfor %}"
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def tokenizer(tiny: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny)
 
 
-def learned(tokenizer: Any, writer: ChatTokenizer, turns: list[dict[str, Any]]) -> list[str]:
-    """The learned stretches, as text."""
-    ids, labels = writer.tokenize(turns)
+def trained_spans(tokenizer: Any, chat: ChatTokenizer, messages: list[dict[str, Any]]) -> list[str]:
+    """The spans with a loss, as text."""
+    ids, labels = chat.tokenize(messages)
     assert len(ids) == len(labels)
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
     text = "".join("\0" if label == -100 else tokenizer.decode([label]) for label in labels)
@@ -47,63 +48,63 @@ def learned(tokenizer: Any, writer: ChatTokenizer, turns: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("template", ["marked", "plain"])
-def test_every_answer_is_learned_and_nothing_else(tokenizer: Any, template: str) -> None:
+def test_loss_is_on_every_completion_and_nothing_else(tokenizer: Any, template: str) -> None:
     if template == "plain":
         tokenizer.chat_template = PLAIN
-    writer = ChatTokenizer.create(tokenizer, all_tokens=False)
-    assert (writer.marked_template is None) == (template == "plain")
-    assert learned(tokenizer, writer, TALK) == ["At nine.<|im_end|>", "Platform 7, Bern.<|im_end|>"]
-    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert tokenizer.decode(writer.tokenize(TALK)[0]) == whole
+    chat = ChatTokenizer.create(tokenizer, all_tokens=False)
+    assert (chat.marked_template is None) == (template == "plain")
+    assert trained_spans(tokenizer, chat, CONVERSATION) == ["At nine.<|im_end|>", "Platform 7, Bern.<|im_end|>"]
+    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert tokenizer.decode(chat.tokenize(CONVERSATION)[0]) == whole
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "qwen2_5"])
-def test_known_templates_are_learned_turn_by_turn(tokenizer: Any, name: str) -> None:
-    """Templates whose training twin TRL has; qwen3's own drops what earlier answers thought."""
+def test_known_templates_have_loss_on_each_completion(tokenizer: Any, name: str) -> None:
+    """Templates with a training version in TRL; qwen3's own drops the thinking of earlier messages."""
     import trl.chat_template_utils as known  # noqa: PLC0415
 
     tokenizer.chat_template = getattr(known, f"{name}_chat_template")
     tokenizer.bos_token = tokenizer.bos_token or "<|endoftext|>"
-    parts = learned(tokenizer, ChatTokenizer.create(tokenizer, all_tokens=False), TALK)
+    parts = trained_spans(tokenizer, ChatTokenizer.create(tokenizer, all_tokens=False), CONVERSATION)
     assert len(parts) == 2
     assert "At nine." in parts[0]
     assert "Platform 7, Bern." in parts[1]
     assert not any("When" in part or "brief" in part or "From" in part for part in parts)
 
 
-def test_all_learns_all(tokenizer: Any) -> None:
-    ids, labels = ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(TALK)
+def test_loss_on_all_tokens(tokenizer: Any) -> None:
+    ids, labels = ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(CONVERSATION)
     assert ids == labels
 
 
-def test_a_template_that_rewrites_turns_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = FORGETFUL
-    with pytest.raises(templates.UnsupportedConversation, match=r"data\.learn"):
-        ChatTokenizer.create(tokenizer, all_tokens=False).tokenize(TALK)
-    assert ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(TALK)[0]
+def test_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = REWRITING
+    with pytest.raises(templates.UnsupportedConversation, match=r"data\.loss_on"):
+        ChatTokenizer.create(tokenizer, all_tokens=False).tokenize(CONVERSATION)
+    assert ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(CONVERSATION)[0]
 
 
-def test_a_model_without_template_is_told_what_to_do(tokenizer: Any) -> None:
+def test_missing_template_error_names_the_option(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(TrainError, match=r"data\.template"):
+    with pytest.raises(TrainError, match=r"data\.chat_template"):
         ChatTokenizer.create(tokenizer, all_tokens=False)
 
 
-def test_chatml_ends_where_the_tokenizer_can_stop(tokenizer: Any) -> None:
+def test_chatml_ends_with_a_token_of_the_vocabulary(tokenizer: Any) -> None:
     assert "eos_token" not in chatml(tokenizer)
-    foreign = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    foreign.get_vocab = lambda: {"a": 0}
-    assert "'<|im_end|>' + eos_token" in chatml(foreign)
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    other.get_vocab = lambda: {"a": 0}
+    assert "'<|im_end|>' + eos_token" in chatml(other)
 
 
-def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> None:
-    items = [data.ConvertedExample("here", {"messages": TALK})]
-    (asked,) = generation_eval.eval_prompts(ChatTokenizer.create(tokenizer, True), items)
-    assert asked.text.endswith("<|im_start|>user\nFrom where?<|im_end|>\n<|im_start|>assistant\n")
-    assert (asked.prompt, asked.reference) == ("From where?", "Platform 7, Bern.")
+def test_eval_prompt_is_everything_before_the_last_completion(tokenizer: Any) -> None:
+    items = [data.ConvertedExample("here", {"messages": CONVERSATION})]
+    (prompt,) = generation_eval.eval_prompts(ChatTokenizer.create(tokenizer, True), items)
+    assert prompt.text.endswith("<|im_start|>user\nFrom where?<|im_end|>\n<|im_start|>assistant\n")
+    assert (prompt.prompt, prompt.reference) == ("From where?", "Platform 7, Bern.")
 
 
-def test_exact_is_exact_and_json_counts_by_what_it_says() -> None:
+def test_exact_match_compares_json_by_value() -> None:
     assert text_metrics.is_exact_match('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
     assert text_metrics.is_exact_match("Yes.", " Yes. ")
     assert not text_metrics.is_exact_match('{"a": 1}', '{"a": 2}')
@@ -115,18 +116,18 @@ def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     own = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
-    said: list[str] = []
+    logged: list[str] = []
     spec = a_spec({**own, **more})
-    return data.prepare(spec, AutoTokenizer.from_pretrained(tiny), lambda done, of: True, said.append), said
+    return data.prepare(spec, AutoTokenizer.from_pretrained(tiny), lambda done, of: True, logged.append), logged
 
 
-def test_long_rows_are_cut_and_empty_ones_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
+def test_long_examples_are_truncated_and_empty_ones_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
     long = {"prompt": "word " * 400, "completion": "never seen"}
     half = {"prompt": "Hi", "completion": "word " * 400}
-    made, said = prepared(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
+    made, logged = prepared(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
     assert [len(row) <= 256 for row in made.train["input_ids"]] == [True, True]
-    assert "2 cut at 256 tokens" in said[0]
-    assert "1 with nothing left to learn dropped" in said[0]
+    assert "2 truncated to 256 tokens" in logged[0]
+    assert "1 dropped because no trained token is left" in logged[0]
     with pytest.raises(TrainError, match=r"data\.max_length"):
         prepared(tiny, tmp_path, [long])
 
@@ -137,40 +138,44 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% endif %}{% endfor %}"""
 
 
-@pytest.mark.parametrize(("place", "told"), [("INSIDE", False), ("OUTSIDE", True)])
-def test_marks_that_leave_out_the_end_are_told(tiny: Path, tmp_path: Path, place: str, told: bool) -> None:
+@pytest.mark.parametrize(("place", "warned"), [("INSIDE", False), ("OUTSIDE", True)])
+def test_markers_that_leave_out_the_stop_token_are_reported(
+    tiny: Path, tmp_path: Path, place: str, warned: bool
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
     asked = {"data.chat_template": "file", "data.chat_template_file": str(template)}
     spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK}))
-    tokens, said = AutoTokenizer.from_pretrained(tiny), []
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"messages": CONVERSATION}) + "\n" + json.dumps({"messages": CONVERSATION})
+    )
+    tokens, logged = AutoTokenizer.from_pretrained(tiny), []
     templates.set_chat_template(spec, tokens)
-    data.prepare(spec, tokens, lambda done, of: True, said.append)
-    assert any("learn to stop" in line for line in said) == told
+    data.prepare(spec, tokens, lambda done, of: True, logged.append)
+    assert any("learn to stop" in line for line in logged) == warned
 
 
-def test_the_templates_here_learn_to_stop(tokenizer: Any) -> None:
+def test_builtin_templates_train_the_stop_token(tokenizer: Any) -> None:
     assert ChatTokenizer.create(tokenizer, all_tokens=False).trains_stop_token
     tokenizer.chat_template = chatml(tokenizer)
     assert ChatTokenizer.create(tokenizer, all_tokens=False).trains_stop_token
 
 
-def test_pretraining_splits_long_texts_and_loses_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_pretraining_splits_long_texts_without_losing_tokens(tiny: Path, tmp_path: Path) -> None:
     text = "".join(f"Train {n} leaves. " for n in range(200))
-    made, said = prepared(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
+    made, logged = prepared(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
     tokens = [token for row in made.train["input_ids"] for token in row]
     assert AutoTokenizer.from_pretrained(tiny).decode(tokens, skip_special_tokens=True) == text
-    assert "1 split into pieces" in said[0]
+    assert "1 split into sequences" in logged[0]
     assert made.train["labels"][0] == made.train["input_ids"][0]
 
 
-def test_a_bad_row_is_named_with_file_and_line(tiny: Path, tmp_path: Path) -> None:
+def test_invalid_example_error_names_file_and_line(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"rows\.jsonl, line 2: has no column completion"):
         prepared(tiny, tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
 
 
-def test_packed_examples_do_not_see_each_other(tiny: Path) -> None:
+def test_packed_examples_do_not_attend_to_each_other(tiny: Path) -> None:
     """The logits of an example are the same alone and packed behind another, with the trainer's own batches."""
     model = AutoModelForCausalLM.from_pretrained(tiny).eval()
     first, second = list(range(10, 40)), list(range(100, 130))
@@ -184,4 +189,6 @@ def test_packed_examples_do_not_see_each_other(tiny: Path) -> None:
         alone = model(torch.tensor([second])).logits[0]
         leaky = model(torch.tensor([first + second])).logits[0]
     assert torch.allclose(packed[30:], alone, atol=1e-5)
-    assert not torch.allclose(leaky[30:], alone, atol=1e-3), "the test could not tell"
+    assert not torch.allclose(leaky[30:], alone, atol=1e-3), (
+        "without separate positions the logits must differ, or the test proves nothing"
+    )

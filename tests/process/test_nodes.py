@@ -187,7 +187,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(lines: tuple[str, ...], incl
     except ValueError:
         wanted = None
     try:
-        found = {name: list(slots) for name, slots in hostfile.chosen(lines, include).items()}
+        found = {name: list(slots) for name, slots in hostfile.included_slots(lines, include).items()}
     except hostfile.HostfileError as error:
         found = None
         assert str(error).endswith(".")

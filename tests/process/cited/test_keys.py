@@ -47,7 +47,7 @@ def llama() -> LlamaForCausalLM:
 def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
     spec = edit(RunSpec(), {**CLEAN, **patch})
-    said = merge.over(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
+    said = merge.override(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
     found, defaults, precise = _validate_launch_command(parsed)
