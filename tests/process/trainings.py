@@ -33,6 +33,7 @@ SMALL = {
     "checkpoint.save_model": False,
     "launch.device": "cpu",
 }
+THREADS = os.environ.get("FOOTPLATE_TEST_THREADS") or "1"  # of each training process: `make test THREADS=2`
 # Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.
 MANY = """
 import sys
@@ -66,7 +67,7 @@ def lay(made: Plan, folder: Path) -> Path:
 
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
-    own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
     # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
     # leaves a lock on which all later ones wait for ever.
