@@ -10,7 +10,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, mostly_soak, result
+from trainings import a_spec, losses, mostly_soak, result, same_losses
 
 from backend.train import device
 
@@ -48,7 +48,7 @@ def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) ->
     assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trained, rel=0.01)
 
     host.go_on(folder, 2)
-    assert losses(folder) == before
+    assert losses(folder) == before, "the same kernels on the same machine, from a state that was saved bit by bit"
 
 
 @pytest.mark.parametrize("method", mostly_soak(["full", "lora"], ("lora",)))
@@ -58,7 +58,7 @@ def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path
     eight = host.train(tmp_path / "fp8", a_spec({**KEPT, "method.kind": method, "precision.compute": "fp8"}))
     sixteen = host.train(tmp_path / "bf16", a_spec({**KEPT, "method.kind": method, "precision.compute": "bf16"}))
     first, second = losses(eight), losses(sixteen)
-    assert first != second, "layers were replaced"
+    assert first != same_losses(second), "layers were replaced"
     assert first == pytest.approx(second, rel=0.01)
     name = "model" if method == "full" else "adapter_model"
     one, two = (load_file(folder / f"model/{name}.safetensors") for folder in (eight, sixteen))
@@ -66,7 +66,7 @@ def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path
     assert {t.dtype for t in one.values()} == {t.dtype for t in two.values()}
 
     host.go_on(eight, 2)
-    assert losses(eight) == first
+    assert losses(eight) == first, "the same kernels on the same machine, from a state that was saved bit by bit"
 
 
 def test_fp8_replaces_the_layers_between_the_ends() -> None:
