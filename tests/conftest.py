@@ -34,8 +34,8 @@ if CPU:
         pytest.exit(f"CPU={CPU} needs a CPU with {flag}, which this machine does not have.", 4)
     os.environ.update(zip(KERNELS, kernels, strict=True))
 if THREADS and THREADS != "1":
-    os.environ["OMP_NUM_THREADS"] = THREADS
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # there may be more threads than cores: waiting must not spin
+    # There may be more threads than cores: MKL, and torch with it, would take fewer, and threads that wait would spin.
+    os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
 SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, mostly_soak, result, same_losses
+from trainings import THREADS, a_spec, losses, mostly_soak, result, same_losses, text
 
 from backend.train import device
 
@@ -23,6 +24,21 @@ KEPT = {
     "evaluation.samples": 2,
     "evaluation.max_new_tokens": 4,
 }
+
+
+KERNELS = """
+import torch
+print("kernels", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+"""
+
+
+def test_training_processes_get_the_kernels_and_threads_of_make(host: Host, tmp_path: Path) -> None:
+    """`make test CPU=avx2 THREADS=2`."""
+    (tmp_path / "script.py").write_text(KERNELS)
+    assert host.run(tmp_path, script=str(tmp_path / "script.py")) == 0, text(tmp_path)
+    (kernels, threads) = text(tmp_path).split("kernels ")[1].split()[:2]
+    assert threads == THREADS
+    assert kernels.lower() == (os.environ.get("FOOTPLATE_TEST_CPU") or kernels.lower())
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
