@@ -50,7 +50,7 @@ soak: setup tools  ## the long proofs
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
 # Losses must agree within rounding with any of them, not to the last bit.
 has = $(shell grep -qw $(1) /proc/cpuinfo && echo $(2))
-CPUS := default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
+CPUS = default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
 TRAIN := optimizers strategies stages methods quantized precisions training loading mixtures labels effects
 soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with more threads
 	@trap 'exit 130' INT; failed=0; \
