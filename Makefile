@@ -24,7 +24,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 run: setup  ## the page, ready to train the default model
-	$(BIN)/python -m backend.train.builtin smollm2-135m-instruct
+	$(BIN)/python -m backend.train.builtin_models smollm2-135m-instruct
 	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS)
 
 check: setup  ## linter, types and the quick tests

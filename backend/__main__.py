@@ -1,8 +1,8 @@
-"""The shell: `footplate check|plan|estimate|run|list|show|stop|resume|logs|metrics|presets|rules|docs|ui`.
+"""Command line: `footplate check|plan|estimate|run|list|show|stop|resume|logs|metrics|presets|rules|docs|ui`.
 
-Floor 5. Imports: below. Walks the same way as the page, without it. With --json stdout is one JSON document and
-nothing else. Exit codes: `check` 0 without error findings, 1 with, 2 if SPEC is no RunSpec; `run --follow` 0 done,
-1 failed, 3 stopped; 2 for anything that cannot be read or found.
+Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
+stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
+`resume --follow` 0 done, 1 failed, 3 stopped; 2 for a spec, file or run that cannot be read or found.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend import shell, watching
-from backend.options import SpecError
-from backend.run.folder import RunError
+from backend.cli import commands, runs
+from backend.config.options import SpecError
+from backend.runs.folder import RunError
 
 Command = Callable[[argparse.Namespace], int]
+FOLLOW = "print the log until the run has ended; exit code 0 done, 1 failed, 3 stopped"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code. Bad input is a sentence on stderr and code 2, never a traceback."""
+    """Run one command and return its exit code. Invalid input is a sentence on stderr and code 2, never a traceback."""
     arguments = parser().parse_args(argv)
     try:
         return COMMANDS[arguments.command](arguments)
@@ -37,66 +38,75 @@ def main(argv: list[str] | None = None) -> int:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "check": shell.check,
-    "plan": shell.plan,
-    "estimate": shell.estimate,
-    "run": watching.run,
-    "list": watching.list_runs,
-    "show": watching.show,
-    "stop": watching.stop,
-    "resume": watching.resume,
-    "logs": watching.logs,
-    "metrics": watching.metrics,
-    "presets": shell.presets,
-    "rules": shell.rules,
-    "docs": shell.docs,
-    "ui": shell.ui,
+    "check": commands.check,
+    "plan": commands.plan,
+    "estimate": commands.estimate,
+    "run": runs.run,
+    "list": runs.list_runs,
+    "show": runs.show,
+    "stop": runs.stop,
+    "resume": runs.resume,
+    "logs": runs.logs,
+    "metrics": runs.metrics,
+    "presets": commands.presets,
+    "rules": commands.rules,
+    "docs": commands.docs,
+    "ui": commands.ui,
 }
 
 
 def parser() -> argparse.ArgumentParser:
     """Every command with its arguments."""
     top = argparse.ArgumentParser(
-        prog="footplate", description="Fine-tuning from the shell; `footplate ui` is the page."
+        prog="footplate",
+        description="Check, plan and run fine-tuning of language models. `footplate ui` serves the web page.",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    json_too = argparse.ArgumentParser(add_help=False)
-    json_too.add_argument("--json", action="store_true", help="one JSON document on stdout and nothing else")
+    subcommands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    json_output = argparse.ArgumentParser(add_help=False)
+    json_output.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
     spec = argparse.ArgumentParser(add_help=False)
-    spec.add_argument("spec", metavar="SPEC", help="a YAML file, or a preset's name")
-    spec.add_argument("--set", action="append", default=[], metavar="section.field=value", help="change one option")
+    spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
+    spec.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set one option; can be repeated"
+    )
     machine = argparse.ArgumentParser(add_help=False)
     machine.add_argument(
-        "--machine", metavar="NAME", help="a machine of presets/machines, or one described in YAML; this one by default"
+        "--machine",
+        metavar="NAME",
+        help="check for another machine: a name in presets/machines such as 8x80gb, or a YAML file (default: this one)",
     )
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--runs", default="runs", metavar="DIR", help="where runs are kept (default: runs)")
-    one = argparse.ArgumentParser(add_help=False, parents=[where])
-    one.add_argument("run", metavar="RUN", help="a run's id, the beginning of one, or its folder")
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--runs", default="runs", metavar="DIR", help="folder that contains the runs (default: runs)")
+    run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
+    run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
 
-    commands.add_parser("check", parents=[spec, machine, json_too], help="what cannot work, and what would")
-    plan = commands.add_parser("plan", parents=[spec, machine, json_too], help="the command, to the letter")
-    plan.add_argument("--launcher", choices=shell.launchers(), help="instead of the launcher in SPEC")
-    commands.add_parser("estimate", parents=[spec, machine, json_too], help="memory, row by row")
-    run = commands.add_parser("run", parents=[spec, where, json_too], help="start a run")
-    run.add_argument("--follow", action="store_true", help="stream the log; exit with the run's outcome")
-    run.add_argument("--skip-checks", action="store_true", help="start in spite of error findings")
-    commands.add_parser("list", parents=[where, json_too], help="all runs, newest first")
-    commands.add_parser("show", parents=[one, json_too], help="one run")
-    stop = commands.add_parser("stop", parents=[one, json_too], help="stop a run, with a checkpoint")
-    stop.add_argument("--no-save", action="store_true", help="without a checkpoint")
-    resume = commands.add_parser("resume", parents=[one, json_too], help="go on from the last complete checkpoint")
-    resume.add_argument("--anew", action="store_true", help="begin at step 0 instead")
-    resume.add_argument("--follow", action="store_true", help="stream the log; exit with the run's outcome")
-    logs = commands.add_parser("logs", parents=[one, json_too], help="a run's log")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
-    commands.add_parser("metrics", parents=[one, json_too], help="a run's points")
-    commands.add_parser("presets", parents=[json_too], help="starting points")
-    commands.add_parser("rules", parents=[json_too], help="the catalogue of rules")
-    commands.add_parser("docs", parents=[json_too], help="write docs/options.md and docs/rules.md")
-    ui = commands.add_parser("ui", parents=[where], help="the page")
-    ui.add_argument("--host", default="127.0.0.1")
-    ui.add_argument("--port", type=int, default=7860)
+    def command(name: str, *parents: argparse.ArgumentParser, help: str) -> argparse.ArgumentParser:
+        description = f"{help[0].upper()}{help[1:]}."
+        return subcommands.add_parser(name, parents=[*parents, json_output], help=help, description=description)
+
+    command("check", spec, machine, help="check a spec before launch: errors, warnings and advice with their fixes")
+    plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
+    plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
+    command("estimate", spec, machine, help="print the memory and disk estimate item by item")
+    run = command("run", spec, folder, help="start a run")
+    run.add_argument("--follow", action="store_true", help=FOLLOW)
+    run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
+    command("list", folder, help="list all runs, newest first")
+    command("show", run_id, help="print the state, options and results of a run")
+    stop = command("stop", run_id, help="stop a run after its current step and save a checkpoint")
+    stop.add_argument("--no-save", action="store_true", help="stop without saving a checkpoint")
+    resume = command("resume", run_id, help="resume a run from its last complete checkpoint")
+    resume.add_argument("--from-scratch", action="store_true", help="start again at step 0; deletes the checkpoints")
+    resume.add_argument("--follow", action="store_true", help=FOLLOW)
+    logs = command("logs", run_id, help="print the log of a run")
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
+    command("metrics", run_id, help="print the logged metrics of a run")
+    command("presets", help="list the presets")
+    command("rules", help="list the rules that `check` applies")
+    command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")
+    ui = subcommands.add_parser("ui", parents=[folder], help="serve the web page", description="Serve the web page.")
+    ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    ui.add_argument("--port", type=int, default=7860, help="port to listen on; 0 takes a free one (default: 7860)")
     return top
 
 

@@ -1,6 +1,8 @@
-"""Where Footplate's own files lie, and where it may keep what it made once.
+"""Paths to Footplate's own files, and to the cache of models that it converts.
 
-Floor 0. Standard library only; imports nothing of ours.
+Floor 0. Standard library only; imports nothing of ours. In a checkout `presets/` and `assets/` are next to `backend/`.
+A wheel has them in `footplate_data/` (pyproject.toml, tool.setuptools), so that site-packages gets no folder with a
+name as general as `assets`.
 """
 
 from __future__ import annotations
@@ -9,18 +11,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parent.parent
-ASSETS = HOME / "assets"
-PRESETS = HOME / "presets"
+HOME = Path(__file__).resolve().parent.parent  # the checkout, or site-packages
+INSTALLED_DATA = HOME / "footplate_data"
+DATA = INSTALLED_DATA if INSTALLED_DATA.is_dir() else HOME
+ASSETS = DATA / "assets"
+PRESETS = DATA / "presets"
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where converted models are kept: FOOTPLATE_CACHE, else the user's cache folder."""
-    own = environment.get("FOOTPLATE_CACHE")
+    """Where converted models are kept: FOOTPLATE_CACHE, or `footplate` in the user's cache folder."""
+    configured = environment.get("FOOTPLATE_CACHE")
     base = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(base) / "footplate"
+    return Path(configured) if configured else Path(base) / "footplate"
 
 
 def model_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the built-in model `name` is kept once it has been made."""
+    """Where the built-in model `name` is kept after it was converted."""
     return cache_folder(environment) / "models" / name

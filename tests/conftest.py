@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import Plan, processes
-from backend.run.folder import Run
+from backend.runs import Plan, processes
+from backend.runs.folder import Run
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
@@ -37,6 +37,7 @@ if THREADS and THREADS != "1":
     # There may be more threads than cores: MKL, and torch with it, would take fewer, and threads that wait would spin.
     os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
+os.environ.setdefault("FOOTPLATE_MODEL_TABLES", "off")  # no worker process unless a test is about it
 SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.docs import generated
+from backend.cli.docs import generated
 from backend.paths import HOME
 
 README = (HOME / "README.md").read_text()

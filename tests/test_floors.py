@@ -13,38 +13,35 @@ FILES = sorted([*HOME.glob("backend/**/*.py"), *HOME.glob("webui/**/*.py")])
 # A module may import what stands lower; tenths are steps within a floor. A name covers what is below it, the
 # longest name decides.
 FLOORS = {
-    "webui": 6,
-    "backend.__main__": 5.3,
-    "backend.docs": 5,
-    "backend.shell": 5.1,
-    "backend.watching": 5.2,
-    "backend.plan": 4,
-    "backend.whatif": 4,
-    "backend.mend": 4,
-    "backend.judge": 4.1,
-    "backend.rules": 3,
-    "backend.memory": 2,
-    "backend.presets": 2,
-    "backend.deepspeed": 2,
-    "backend.fsdp": 2,
-    "backend.foreign": 2.2,
-    "backend.accelerate": 2.1,
-    "backend.glance": 2,
-    "backend.derived": 1,
-    "backend.hostfile": 1,
-    "backend.machine": 1,
-    "backend.shape": 1,
-    "backend.rows": 1,
-    "backend.options": 1,
-    "backend.spec": 1,
-    "backend.catalog": 0,
-    "backend.keys": 0,
+    "webui": 9,
+    "backend.__main__": 8.1,
+    "backend.cli": 8,
+    "backend.preflight": 7.1,
+    "backend.compare": 7,
+    "backend.rules": 6,
+    "backend.launch.plan": 6,
+    "backend.config.importers": 5.3,
+    "backend.launch.launchers": 5.1,
+    "backend.launch.accelerate_config": 5,
+    "backend.launch": 5,
+    "backend.memory": 5,
+    "backend.resolve": 4,
+    "backend.inspect": 3,
+    "backend.engines": 2,
+    "backend.config.presets": 2,
+    "backend.data": 1.2,
+    "backend.machine": 1.2,
+    "backend.modelspec": 1.2,
+    "backend.config.merge": 0.1,
+    "backend.config.processes": 1.1,
+    "backend.config.options": 1.1,
+    "backend.config": 1,
+    "backend.registry": 0,
     "backend.paths": 0,
-    "backend.run": 0,
+    "backend.runs": 0,
 }
 # Beside the floors: imported by nobody.
-TRAIN_MAY = {"backend.train", "backend.spec", "backend.options", "backend.catalog", "backend.paths"}
-TRAIN_MAY |= {"backend.presets", "backend.rows", "backend.run"}
+TRAIN_MAY = {"backend.train", "backend.config", "backend.registry", "backend.paths", "backend.data", "backend.runs"}
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
 PAGE = {"gradio", "fastapi", "starlette", "uvicorn", "matplotlib"}
 
@@ -87,8 +84,7 @@ def test_imports_go_down(path):
         assert not target.startswith("backend.train"), f"{name} imports {target}: train is imported by nobody"
         other = room(target)
         inside = other == own
-        sideways = FLOORS[own] == 1 and other is not None and FLOORS[other] == 1
-        assert other is not None and (inside or sideways or FLOORS[other] < FLOORS[own]), f"{name} imports {target}"
+        assert other is not None and (inside or FLOORS[other] < FLOORS[own]), f"{name} imports {target}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "train" in p.parts], ids=module)
@@ -105,14 +101,14 @@ def test_heavy_libraries_live_in_train(path):
         assert not found & HEAVY
     if path.parts[len(HOME.parts)] == "backend":
         assert not found & PAGE
-    if "run" in path.parts:
+    if "runs" in path.parts and "backend" in path.parts:
         assert found <= set(sys.stdlib_module_names) | {"backend"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_sizes(path):
     text = path.read_text()
-    assert text.count("\n") <= 400, "above 400 lines: the house wants a room"
+    assert text.count("\n") <= 700, "more than 700 lines: split the file by concept"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno < 60, f"{node.name} is above 60 lines"
@@ -120,7 +116,7 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", sorted(HOME.glob("webui/static/*.*")), ids=lambda p: p.name)
 def test_static_sizes(path):
-    assert path.read_text().count("\n") <= 400
+    assert path.read_text().count("\n") <= 700
 
 
 def test_page_loads_nothing_heavy():

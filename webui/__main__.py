@@ -23,7 +23,7 @@ from typing import Any
 
 import uvicorn
 
-from webui.guard import LOOPBACK, WILDCARD, Login, key_in
+from webui.auth import LOOPBACK, WILDCARD, Login, key_in
 
 SHORTEST_PASSWORD = 8
 

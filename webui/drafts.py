@@ -1,6 +1,6 @@
 """Unsaved edits, one file a draft, so that they survive reload, a second tab and the server's restart.
 
-Floor 6. Imports: backend.run. Values are kept as the form sent them, also those that are no RunSpec yet.
+Floor 6. Imports: backend.runs. Values are kept as the form sent them, also those that are no RunSpec yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from backend.run import replace_text
+from backend.runs import replace_text
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST = 200

@@ -13,7 +13,7 @@ from typing import Any
 
 import gradio as gr
 
-from backend.options import Option, by_name, options, text
+from backend.config.options import Option, by_name, options, text
 
 MOST_SEGMENTS = 3
 LONG = 12  # choices from which on a menu can be typed into

@@ -42,9 +42,11 @@ def fields(more: bool = False) -> Iterator[None]:
 
 def arrange(form: Form) -> None:
     """Place every option."""
-    form.place("logging.name")
+    form.place("logging.run_name")
     _learn(form)
+    _method(form)
     _train(form)
+    _launch(form)
     _watch(form)
 
 
@@ -53,71 +55,106 @@ def _learn(form: Form) -> None:
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
         with fields(more=True):
-            form.place("precision.compute", "precision.fp8_backend", "model.attention", "model.trust_remote_code")
+            form.place(
+                "precision.compute", "precision.fp8_backend", "model.attn_implementation", "model.trust_remote_code"
+            )
     with section("data", "Data"):
         with fields():
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
             form.place("data.hub_split", "data.format", "data.messages_column", "data.prompt_column")
             form.place("data.completion_column", "data.chosen_column", "data.rejected_column", "data.label_column")
-            form.place("data.text_column", "data.learn", "data.max_length")
+            form.place("data.text_column", "data.loss_on", "data.max_length")
             form.place("data.validation", "data.validation_split", "data.validation_files")
         with fields(more=True):
-            form.place("data.template", "data.template_file", "data.max_samples", "data.workers")
-            form.place("data.packing", "data.system")
+            form.place("data.chat_template", "data.chat_template_file", "data.max_samples", "data.dataset_num_proc")
+            form.place("data.packing", "data.system_prompt")
 
 
-def _train(form: Form) -> None:
+def _method(form: Form) -> None:
     with section("method", "Method"):
         with fields():
             form.place("method.kind", "train.stage", "method.quantization")
-            form.place("preference.dpo_loss", "preference.kto_loss", "preference.beta", "preference.label_smoothing")
-            form.place("preference.sft_weight", "preference.desirable_weight", "preference.undesirable_weight")
-            form.place("preference.precompute", "preference.center_rewards")
-            form.place("method.lora_rank", "method.lora_alpha", "method.lora_dropout", "method.lora_targets")
-            form.place("method.lora_target_modules", "method.freeze_layers", "method.freeze_also")
+            form.place(
+                "preference.dpo_loss_type", "preference.kto_loss_type", "preference.beta", "preference.label_smoothing"
+            )
+            form.place("preference.sft_loss_weight", "preference.desirable_weight", "preference.undesirable_weight")
+            form.place("preference.precompute_ref_log_probs", "preference.center_rewards_coefficient")
+            form.place("lora.r", "lora.alpha", "lora.dropout", "lora.targets")
+            form.place("lora.target_modules", "method.freeze_trainable_layers", "method.freeze_extra_modules")
         with fields(more=True):
-            form.place("method.lora_init", "method.lora_plus", "method.lora_dora", "method.lora_rslora")
-            form.place("method.lora_modules_to_save", "train.neftune", "method.double_quantization")
+            form.place("lora.init", "lora.loraplus_lr_ratio", "lora.use_dora", "lora.use_rslora")
+            form.place("lora.modules_to_save", "train.neftune_noise_alpha", "method.bnb_4bit_use_double_quant")
+
+
+def _train(form: Form) -> None:
     with section("train", "Training"):
         with fields():
-            form.place("train.length", "train.epochs", "train.max_steps", "train.learning_rate")
-            form.place("train.batch_size", "train.accumulation", "train.scheduler", "train.warmup")
-            form.place("train.optimizer", "train.projection_rank", "train.projection_gap", "train.block_steps")
+            form.place("train.duration", "train.num_train_epochs", "train.max_steps", "train.learning_rate")
+            form.place(
+                "train.per_device_train_batch_size",
+                "train.gradient_accumulation_steps",
+                "train.lr_scheduler_type",
+                "train.warmup_steps",
+            )
+            form.place(
+                "train.optim", "train.projection_rank", "train.update_proj_gap", "train.badam_switch_block_every"
+            )
             form.place("train.momentum", "train.activation_checkpointing")
         with fields(more=True):
-            form.place("train.weight_decay", "train.max_grad_norm", "train.beta1", "train.beta2", "train.epsilon")
-            form.place("train.projection_targets", "train.projection_modules", "train.galore_scale")
-            form.place("train.galore_projection", "train.apollo_scale", "train.apollo_projection")
-            form.place("train.apollo_scaling", "train.block_order")
-            form.place("train.seed", "train.dataloader_workers", "train.group_by_length")
-            form.place("train.liger", "train.unsloth", "train.compile")
+            form.place(
+                "train.weight_decay",
+                "train.max_grad_norm",
+                "train.adam_beta1",
+                "train.adam_beta2",
+                "train.adam_epsilon",
+            )
+            form.place("train.optim_targets", "train.optim_target_modules", "train.galore_scale")
+            form.place("train.galore_proj_type", "train.apollo_scale", "train.apollo_proj")
+            form.place("train.apollo_scale_type", "train.badam_switch_mode")
+            form.place("train.seed", "train.dataloader_num_workers", "train.train_sampling_strategy")
+            form.place("train.use_liger_kernel", "train.use_unsloth", "train.torch_compile")
+
+
+def _launch(form: Form) -> None:
     with section("launch", "Devices"):
         with fields():
-            form.place("parallel.strategy", "launch.processes", "launch.device", "launch.devices")
-            form.place("parallel.offload_optimizer", "parallel.offload_parameters", "parallel.nvme_path")
-            form.place("parallel.sharding", "parallel.cpu_offload", "parallel.replicas", "parallel.tensor")
-            form.place("launch.rendezvous", "launch.nodes", "launch.min_nodes", "launch.node_rank", "launch.address")
-            form.place("launch.max_restarts", "launch.hosts", "launch.include")
+            form.place("parallel.strategy", "launch.nproc_per_node", "launch.device", "launch.devices")
+            form.place("parallel.offload_optimizer", "parallel.offload_param", "parallel.nvme_path")
+            form.place(
+                "parallel.sharding_strategy",
+                "parallel.cpu_offload",
+                "parallel.replicate_size",
+                "parallel.tensor_parallel_size",
+            )
+            form.place(
+                "launch.rendezvous", "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr"
+            )
+            form.place("launch.max_restarts", "launch.hostfile", "launch.include")
         with fields(more=True):
-            form.place("launch.launcher", "launch.port", "launch.rendezvous_id", "launch.threads")
-            form.place("parallel.bucket_mb", "parallel.timeout")
-            form.place("parallel.find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffers")
-            form.place("parallel.nvme_buffer_mb", "parallel.aio_block_kb", "parallel.aio_queue_depth")
-            form.place("parallel.aio_threads", "parallel.reshard_after_forward", "parallel.reduce_precision")
-            form.place("parallel.state_dict", "parallel.wrap_layers", "parallel.context", "parallel.sequence")
-            form.place("launch.memory_settings", "launch.environment", "parallel.engine_keys")
-            form.place("launch.accelerate_keys")
+            form.place("launch.launcher", "launch.master_port", "launch.rdzv_id", "launch.omp_num_threads")
+            form.place("parallel.bucket_cap_mb", "parallel.ddp_timeout")
+            form.place("parallel.ddp_find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffer_count")
+            form.place("parallel.nvme_buffer_size_mb", "parallel.aio_block_size_kb", "parallel.aio_queue_depth")
+            form.place("parallel.aio_intra_op_parallelism", "parallel.reshard_after_forward", "parallel.reduce_dtype")
+            form.place(
+                "parallel.state_dict_type",
+                "parallel.transformer_layer_cls_to_wrap",
+                "parallel.context_parallel_size",
+                "parallel.sequence_parallel_size",
+            )
+            form.place("launch.cuda_env_defaults", "launch.env", "parallel.extra_config")
+            form.place("launch.extra_accelerate_config")
 
 
 def _watch(form: Form) -> None:
     with section("evaluation", "Evaluation"), fields():
-        form.place("evaluation.when", "evaluation.steps", "evaluation.batch_size", "evaluation.samples")
-        form.place("evaluation.max_new_tokens")
+        form.place("eval.strategy", "eval.steps", "eval.per_device_eval_batch_size", "eval.num_generations")
+        form.place("eval.max_new_tokens")
     with section("checkpoint", "Checkpoints"):
         with fields():
-            form.place("checkpoint.when", "checkpoint.steps", "checkpoint.keep", "checkpoint.start")
-            form.place("checkpoint.path", "checkpoint.save_model", "checkpoint.merge")
+            form.place("save.strategy", "save.steps", "save.total_limit", "save.resume_from")
+            form.place("save.resume_path", "save.final_model", "save.merge_adapter")
         with fields(more=True):
-            form.place("checkpoint.best", "checkpoint.weights_only")
+            form.place("save.load_best_model_at_end", "save.only_model")
     with section("logging", "Logging"), fields():
         form.place("logging.steps", "logging.level", "logging.report_to")

@@ -12,10 +12,10 @@ from typing import Any
 
 import gradio as gr
 
-from backend.options import options, text
+from backend.config.options import options, text
 from webui.form import Form, deciding, shape, visibility_css
 from webui.layout import arrange
-from webui.runpage import run_html, runs_html
+from webui.run_page import run_html, runs_html
 
 # Sent as one script: Gradio adds what belongs to the head while it runs, and several would come in any order.
 SCRIPT = "page.js"

@@ -21,8 +21,8 @@ from starlette.staticfiles import StaticFiles
 
 from backend.machine import Machine, probe
 from webui import api, pages
-from webui.api.desk import Desk
-from webui.guard import LOOPBACK, Guard, Login, known_hosts
+from webui.api.app_state import Desk
+from webui.auth import LOOPBACK, Guard, Login, known_hosts
 
 STATIC = Path(__file__).resolve().parent / "static"
 IDLE_SECONDS = 0.1  # Gradio looks for work every millisecond: 4.4 % of a core; nothing here is queued

@@ -1,8 +1,9 @@
-"""Makes the demo data: free sentences about trains, each with the one JSON object that is said in it.
+"""Generates the demo datasets: sentences about trains, each with a JSON object of the facts in it.
 
-Standard library only. `python assets/trains/make.py` writes train.jsonl and validation.jsonl beside itself and, with
-a wrong answer to each sentence too, into ../train-pairs, always the same bytes. A part that is not said is null;
-numbers that are not asked for (prices, seats, delays, other trains) stand in the way.
+Standard library only. `python assets/trains/make.py` writes train.jsonl and validation.jsonl next to this file, and
+the preference pairs (a right and a wrong completion per sentence) to ../train-pairs. The output is always the same,
+byte for byte. A field that the sentence does not mention is null. Sentences also contain distracting numbers and
+names: prices, seats, delays, other trains.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import random
 import sys
 from pathlib import Path
 
-SEED = 1825  # the first passengers behind a locomotive
-ROWS = {"train": 400, "validation": 32}
+SEED = 1825
+CONVERSATIONS = {"train": 400, "validation": 32}
 PAIRS = {"train": 300, "validation": 32}
-CHANCES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # that a part is said
+PROBABILITIES = {"from": 0.75, "to": 0.9, "time": 0.8, "platform": 0.7}  # of a field being mentioned
 SYSTEM = "As JSON: train, from, to, time (HH:MM), platform."
 
 CITIES = """
@@ -25,8 +26,8 @@ Hanover Innsbruck Kassel Krakow Leipzig Lille Linz Ljubljana London Lucerne Lyon
 Marseille Milan Munich Nantes Naples Nice Nuremberg Oslo Ostend Padua Paris Porto Poznan Prague Rome
 Rotterdam Salzburg Seville Stockholm Strasbourg Stuttgart Toulouse Trieste Turin Ulm Utrecht
 Valencia Venice Verona Vienna Warsaw Wuppertal Zagreb Zurich
-""".split()  # noqa: SIM905 (a list of words is easier to read so)
-# How a kind of train is written -> the kind in the answer.
+""".split()  # noqa: SIM905 (a list of words is easier to read this way)
+# Train category in the completion -> how sentences write it.
 KINDS = {
     "ICE": ("ICE", "ICE", "ICE train"),
     "IC": ("IC", "IC", "Intercity", "InterCity"),
@@ -44,7 +45,7 @@ NAMES = """
 Anna Ben Carla David Emma Farid Greta Hugo Ines Jonas Kira Leo Mara Nils Olga Paul Rosa Sven Tara Yusuf
 """.split()  # noqa: SIM905
 
-# [ ... ] is left out where the part inside is not said; a sentence must read well without it.
+# [ ... ] is dropped if a field inside is not mentioned; the sentence must read well without it.
 SENTENCES = (
     # announcements
     "Attention please: {train}[ from {from}][ to {to}] departs[ at {time}][ from platform {platform}].{extra}",
@@ -53,7 +54,7 @@ SENTENCES = (
     "Change of platform! {train}[ bound for {to}][, departure {time},] leaves[ from platform {platform}] now.{extra}",
     "Next[ on platform {platform}]: {train}[ for {to}][, coming from {from}][, leaving {time}].{extra}",
     "Please board {train}[ to {to}] without delay[; it leaves {from} at {time}]. The doors close soon.{extra}",
-    # mails
+    # emails
     "Dear {name}, your trip[ from {from}][ to {to}] is on {train}[, departing {time}][, platform {platform}].{extra}",
     "Hello {name}, I have reserved a seat on {train}.[ It goes from {from}][ to {to}][ at {time}].{extra}",
     "Dear passenger, we expect you on {train}[ to {to}][, leaving {from}][ at {time}][, track {platform}].{extra}",
@@ -73,7 +74,7 @@ SENTENCES = (
     "Ticket for {name}: {train}[ | {from}][ -> {to}][ | {time}][ | platform {platform}].{extra}",
     "Note to self: {train}[ at {time}][ from {from}][ towards {to}][, platform {platform}].{extra}",
     "[{time}: ]{train}[ to {to}][ ({from})][, track {platform}].{extra}",
-    # telling
+    # narration
     "{name} left[ {from}][ at {time}] on {train}[, heading for {to}].{extra}",
     "{train} stood ready[ on platform {platform}][ in {from}],[ due to leave for {to}][ at {time},] doors open.{extra}",
     "The guard told us: {train}[, departure {time}][, platform {platform}][, through to {to}].{extra}",
@@ -114,15 +115,15 @@ CHATTY = (
 
 
 def say_time(rng: random.Random, hour: int, minute: int) -> str:
-    """One of the ways to say a time of day, always clear about morning or evening; half of them in figures."""
-    figures = f"{hour:02}:{minute:02}"
+    """A time of day in one of several notations, never ambiguous about morning or evening; half of them as HH:MM."""
+    digits = f"{hour:02}:{minute:02}"
     if rng.random() < 0.5:
-        return figures
+        return digits
     half = "am" if hour < 12 else "pm"
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
     short = (hour - 1) % 12 + 1
     ways = [
-        figures.replace(":", ".") if hour > 12 else figures,
+        digits.replace(":", ".") if hour > 12 else digits,
         f"{short}:{minute:02} {half}",
         f"{short}.{minute:02} {half}",
     ]
@@ -132,11 +133,11 @@ def say_time(rng: random.Random, hour: int, minute: int) -> str:
         ways += [f"{MINUTES_TO[minute]} {HOURS[(hour + 1) % 12]} {part}"]
     if minute == 0:
         ways += [f"{HOURS[hour % 12]} o'clock {part}", f"{short} {half}"]
-    return "noon" if figures == "12:00" else rng.choice(ways)
+    return "noon" if digits == "12:00" else rng.choice(ways)
 
 
 def a_train(rng: random.Random) -> tuple[str, str]:
-    """How a train is written, and its name in the answer."""
+    """A train as the sentence writes it, and its name in the completion."""
     kind = rng.choice(list(KINDS))
     number = (
         rng.randint(1, 9) if kind == "S" else rng.randint(10, 99) if kind in ("RE", "RB") else rng.randint(100, 2999)
@@ -147,21 +148,21 @@ def a_train(rng: random.Random) -> tuple[str, str]:
 
 
 def fill(text: str, values: dict[str, str | None]) -> str:
-    """Fill {slots}; a [bracket] stays where all its slots have values."""
+    """Fill {slots}; a [bracket] is kept if all of its slots have values."""
     parts = []
     for piece in text.replace("]", "[").split("["):
         optional = f"[{piece}]" in text
         missing = any(f"{{{key}}}" in piece and value is None for key, value in values.items())
         if not (optional and missing):
             parts.append(piece)
-    said = "".join(parts)
+    filled = "".join(parts)
     for key, value in values.items():
-        said = said.replace(f"{{{key}}}", value or "")
-    return said
+        filled = filled.replace(f"{{{key}}}", value or "")
+    return filled
 
 
 def distraction(rng: random.Random, texts: tuple[str, ...], hour: int) -> str:
-    """Something with numbers and names that is not asked for."""
+    """A phrase with numbers and names that do not belong to the completion."""
     values = {
         "other": a_train(rng)[0],
         "city": rng.choice(CITIES),
@@ -175,8 +176,8 @@ def distraction(rng: random.Random, texts: tuple[str, ...], hour: int) -> str:
     return fill(rng.choice(texts), values)
 
 
-def told(sentence: str, known: dict[str, bool]) -> set[str]:
-    """The parts that `sentence` tells: all in plain text, and those of each bracket whose parts are all known."""
+def mentioned(sentence: str, known: dict[str, bool]) -> set[str]:
+    """The fields outside of brackets, and those in brackets where all fields are known."""
     parts = set()
     for piece in sentence.replace("]", "[").split("["):
         inside = {key for key in known if f"{{{key}}}" in piece}
@@ -185,47 +186,51 @@ def told(sentence: str, known: dict[str, bool]) -> set[str]:
     return parts
 
 
-def a_row(rng: random.Random) -> tuple[str, dict[str, str | None]]:
-    """A text, and what is said in it."""
+def make_example(rng: random.Random) -> tuple[str, dict[str, str | None]]:
+    """A sentence, and the facts in it."""
     sentence = rng.choice(SENTENCES)
     written, train = a_train(rng)
     start, goal = rng.sample(CITIES, 2)
     hour = rng.randint(4, 23)
     minute = rng.choice((*range(0, 60, 5), rng.randint(1, 59)))
     platform = f"{rng.randint(1, 24)}{rng.choice(('', '', '', '', 'a', 'b'))}"
-    parts = told(sentence, {key: rng.random() < chance for key, chance in CHANCES.items()})
+    parts = mentioned(sentence, {key: rng.random() < chance for key, chance in PROBABILITIES.items()})
     answer = {"from": start, "to": goal, "time": f"{hour:02}:{minute:02}", "platform": platform}
     values = {key: value if key in parts else None for key, value in answer.items()}
-    said = {**values, "time": say_time(rng, hour, minute) if "time" in parts else None}
+    spoken = {**values, "time": say_time(rng, hour, minute) if "time" in parts else None}
     more = {"train": written, "name": rng.choice(NAMES)}
     extras = {"extra": distraction(rng, EXTRAS, hour), "extra_chat": distraction(rng, CHATTY, hour)}
-    text = fill(sentence, {**said, **more, **extras})
+    text = fill(sentence, {**spoken, **more, **extras})
     return " ".join(text.split()), {"train": train, **values}
 
 
-def rows() -> dict[str, list[str]]:
+def conversations() -> dict[str, list[str]]:
     """File name -> its lines."""
     rng = random.Random(SEED)
     made: dict[str, dict[str, str | None]] = {}
-    while len(made) < sum(ROWS.values()):
-        text, answer = a_row(rng)
+    while len(made) < sum(CONVERSATIONS.values()):
+        text, answer = make_example(rng)
         made.setdefault(text, answer)
     lines = [line(text, answer) for text, answer in made.items()]
-    return {"train.jsonl": lines[: ROWS["train"]], "validation.jsonl": lines[ROWS["train"] :]}
+    return {"train.jsonl": lines[: CONVERSATIONS["train"]], "validation.jsonl": lines[CONVERSATIONS["train"] :]}
 
 
 def line(text: str, answer: dict[str, str | None]) -> str:
-    """One row as it stands in the file."""
+    """One conversation as a line of the file."""
     turns = (("system", SYSTEM), ("user", text), ("assistant", json.dumps(answer)))
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
 
 
-def mistaken(rng: random.Random, answer: dict[str, str | None]) -> str:
-    """A wrong answer that looks right: one of what small models do."""
-    said = [key for key in CHANCES if answer[key]]
-    unsaid = [key for key in CHANCES if not answer[key]]
-    ways = ["chatter", "kind"] + ["swapped"] * 3 * ("from" in said and "to" in said) + ["time"] * 3 * ("time" in said)
-    ways += ["dropped"] * bool(said) + ["invented"] * 2 * bool(unsaid)
+def wrong_completion(rng: random.Random, answer: dict[str, str | None]) -> str:
+    """A plausible wrong completion: one of the mistakes that small models make."""
+    present = [key for key in PROBABILITIES if answer[key]]
+    absent = [key for key in PROBABILITIES if not answer[key]]
+    ways = (
+        ["chatter", "kind"]
+        + ["swapped"] * 3 * ("from" in present and "to" in present)
+        + ["time"] * 3 * ("time" in present)
+    )
+    ways += ["dropped"] * bool(present) + ["invented"] * 2 * bool(absent)
     wrong, way = dict(answer), rng.choice(ways)
     if way == "chatter":
         return rng.choice(CHATTER).format(json=json.dumps(answer))
@@ -239,37 +244,37 @@ def mistaken(rng: random.Random, answer: dict[str, str | None]) -> str:
         kind, number = str(answer["train"]).split()
         wrong["train"] = f"{rng.choice([k for k in KINDS if k != kind])} {number}"
     elif way == "dropped":
-        wrong[rng.choice(said)] = None
+        wrong[rng.choice(present)] = None
     else:
         invented = {"from": rng.choice(CITIES), "to": rng.choice(CITIES), "time": "12:00", "platform": "1"}
-        part = rng.choice(unsaid)
+        part = rng.choice(absent)
         wrong[part] = invented[part]
     return json.dumps(wrong)
 
 
 def pairs() -> dict[str, list[str]]:
-    """File name -> its lines, each with a chosen and a rejected answer."""
+    """File name -> its lines, each with a chosen and a rejected completion."""
     rng = random.Random(SEED + 1)
     made: dict[str, str] = {}
     while len(made) < sum(PAIRS.values()):
-        text, answer = a_row(rng)
-        made.setdefault(text, pair(text, json.dumps(answer), mistaken(rng, answer)))
+        text, answer = make_example(rng)
+        made.setdefault(text, pair(text, json.dumps(answer), wrong_completion(rng, answer)))
     lines = list(made.values())
     return {"train.jsonl": lines[: PAIRS["train"]], "validation.jsonl": lines[PAIRS["train"] :]}
 
 
 def pair(text: str, chosen: str, rejected: str) -> str:
-    """One compared row as it stands in the file."""
+    """One preference pair as a line of the file."""
     row = {"prompt": [("system", SYSTEM), ("user", text)]}
     row |= {"chosen": [("assistant", chosen)], "rejected": [("assistant", rejected)]}
     return json.dumps({name: [{"role": who, "content": what} for who, what in part] for name, part in row.items()})
 
 
 def main() -> None:
-    """Write the files beside this one and into ../train-pairs, or into two folders below the one that is named."""
+    """Write the files to `trains` and `train-pairs` in assets/, or in the folder given as the first argument."""
     here = Path(__file__).resolve().parent.parent
     root = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else here
-    for folder, files in (("trains", rows()), ("train-pairs", pairs())):
+    for folder, files in (("trains", conversations()), ("train-pairs", pairs())):
         (root / folder).mkdir(exist_ok=True)
         for name, lines in files.items():
             (root / folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,8 +3,8 @@
 Floor 1. Imports: below.
 """
 
-from backend.machine.files import described, machines, parse, read
-from backend.machine.kinds import GIB, Gpu, Machine, describe
-from backend.machine.probing import probe
+from backend.machine.descriptions import described, machines, parse, read
+from backend.machine.detection import probe
+from backend.machine.types import GIB, Gpu, Machine, describe
 
 __all__ = ["GIB", "Gpu", "Machine", "describe", "described", "machines", "parse", "probe", "read"]

@@ -11,14 +11,14 @@ from contextlib import suppress
 
 from packaging.requirements import Requirement
 
-from backend import catalog
+from backend import registry
 
-TABLES = (catalog.REPORTERS, catalog.OPTIMIZERS, catalog.FP8_BACKENDS)
+TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
 # Distributions whose presence or version some rule asks about.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel", "unsloth",
-    *(name for row in catalog.PACKED.values() for name in row.packages),
+    *(name for row in registry.PACKED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
 )  # fmt: skip
 

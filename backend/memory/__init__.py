@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.derived import device, processes, used
+from backend.config import RunSpec
 from backend.machine import Machine
-from backend.memory.account import OVERHEAD, Account
-from backend.memory.doubt import shares
-from backend.memory.spread import Row
-from backend.shape import ModelShape
-from backend.spec import RunSpec
+from backend.memory.sharding import Row
+from backend.memory.totals import OVERHEAD, Account
+from backend.memory.uncertainty import shares
+from backend.modelspec import ModelShape
+from backend.resolve import resolve, selected_gpus
 
 __all__ = ["OVERHEAD", "Account", "Estimate", "Row", "capacity", "estimate"]
 
@@ -65,12 +65,13 @@ class Estimate:
 
 def capacity(spec: RunSpec, machine: Machine) -> int:
     """Bytes free on the fullest device that the run uses; of a CPU run, RAM for each process."""
-    family, count = device(spec, machine), processes(spec)
+    run = resolve(spec, machine)
+    family, count = run.device, run.nproc_per_node
     if family == "cpu":
         return machine.ram_free_bytes // count
     if family != machine.device:
         return 0
-    there = used(spec, machine) or machine.gpus[:count]
+    there = selected_gpus(run, machine) or machine.gpus[:count]
     return min((gpu.free_bytes for gpu in there), default=0)
 
 
@@ -87,7 +88,7 @@ def estimate(
     `why` says why there is no shape, as the end of a sentence.
     """
     room = capacity(spec, machine)
-    if shape is None:
-        return Estimate((), room, why)
+    if shape is None or shape.activations_unknown:
+        return Estimate((), room, shape.activations_unknown if shape else why)
     account = Account(spec, machine, shape, longest)
     return Estimate((*account.device(), *account.host(), *account.disk(rows)), room, shares=shares(account))

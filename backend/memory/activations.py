@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from backend import catalog
-from backend.derived import device, masters, old
-from backend.memory.spread import Row, Spread
-from backend.shape import Leaf, adapted
+from backend import registry
+from backend.memory.sharding import Row, Spread
+from backend.modelspec import Leaf, adapted
+from backend.resolve import before_ampere, selected_gpus
 
 # TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
 # is no Triton a tile becomes about seven of fp32 on the way.
@@ -38,28 +38,28 @@ class Activations(Spread):
         return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
 
     @cached_property
-    def stage_row(self) -> catalog.Stage:
+    def stage_row(self) -> registry.Stage:
         """What the stage is like."""
-        return catalog.STAGES[self.spec.train.stage]
+        return registry.STAGES[self.spec.train.stage]
 
     @cached_property
     def sequences(self) -> int:
         """Sequences that a device works on at once: a row that compares two answers makes two."""
-        return self.spec.train.batch_size * self.stage_row.sequences
+        return self.spec.train.per_device_train_batch_size * self.stage_row.sequences
 
     @cached_property
     def tokens(self) -> int:
         """Tokens that a device works on at once: its piece of each row, where several devices share them."""
-        return -(-self.sequences * self.length // self.spec.parallel.pieces)
+        return -(-self.sequences * self.length // self.run.token_shards)
 
     def _plain_loss(self) -> bool:
         """Whether the loss is computed without Triton."""
-        return device(self.spec, self.machine) not in ("cuda", "xpu")
+        return self.run.device not in ("cuda", "xpu")
 
     @cached_property
     def autocast(self) -> bool:
         """Whether autocast casts for each operation. FSDP and DeepSpeed cast weights and inputs beforehand."""
-        return self.width == 2 and masters(self.spec) and self.strategy.engine not in ("fsdp", "deepspeed")
+        return self.width == 2 and self.run.fp32_master_weights and self.strategy.engine not in ("fsdp", "deepspeed")
 
     @cached_property
     def stream(self) -> int:
@@ -69,16 +69,25 @@ class Activations(Spread):
     @cached_property
     def masked(self) -> bool:
         """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
-        fused = self.spec.model.attention in (*catalog.FLASH, "flex_attention")
+        fused = self.spec.model.attn_implementation in (*registry.FLASH, "flex_attention")
         return (self.spec.data.packing or self.sequences > 1) and not fused
+
+    @cached_property
+    def eager(self) -> bool:
+        """Whether transformers computes attention step by step: requested, or the model has no SDPA."""
+        asked = self.spec.model.attn_implementation
+        lacks = not self.shape.sdpa and self.shape.model_type != "gemma2"  # whose scores `_square` counts
+        return asked == "eager" or (asked in ("auto", "sdpa") and lacks)
 
     @cached_property
     def written_out(self) -> bool:
         """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
         share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
-        shape, bare = self.shape, self.spec.model.attention in ("auto", "sdpa") and not self.masked
-        nvidia = device(self.spec, self.machine) == "cuda"
-        late = self.width == 2 and not any(old(gpu.capability) for gpu in self.machine.gpus)
+        shape, fused = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa")
+        bare = fused and not self.masked and not self.eager
+        nvidia = self.run.device == "cuda"
+        gpus = selected_gpus(self.run, self.machine) or self.machine.gpus
+        late = self.width == 2 and not any(before_ampere(gpu.capability) for gpu in gpus)
         return nvidia and bare and shape.kv_heads < shape.heads and not late
 
     @cached_property
@@ -103,18 +112,18 @@ class Activations(Spread):
             kept, back = self._chosen(), back if self.adapter and self.autocast else 0
         beside = 0
         if self.adapter:
-            method, wide_in = self.spec.method, sum(leaf.inputs for leaf in taught)
-            if method.lora_dropout:  # each adapter drops from a copy of its own, and keeps which
+            wide_in = sum(leaf.inputs for leaf in taught)
+            if self.spec.lora.dropout:  # each adapter drops from a copy of its own, and keeps which
                 inputs, back = wide_in * width, wide_in * (4 if self.cpu else 1)
-            beside = method.lora_rank * len(taught) * width
-            if method.lora_dora:  # the results of base and adapter, for the gradient of the lengths
+            beside = self.spec.lora.r * len(taught) * width
+            if self.spec.lora.use_dora:  # the results of base and adapter, for the gradient of the lengths
                 beside += 2 * sum(leaf.outputs for leaf in taught) * width
         return self._norms() + inputs + attention + kept + back + beside
 
     @cached_property
     def _adapted(self) -> set[str]:
         """Ends of the names of modules with an adapter."""
-        return {_end(leaf) for leaf in adapted(self.spec.method, self.shape)} if self.adapter else set()
+        return {_end(leaf) for leaf in adapted(self.spec.lora, self.shape)} if self.adapter else set()
 
     def _chosen(self) -> int:
         """Bytes that a mixture keeps for each token: a copy of what each of its experts makes of it, and of what they
@@ -131,7 +140,7 @@ class Activations(Spread):
     @cached_property
     def _taught_experts(self) -> int:
         """Weights of a layer's experts that carry adapters."""
-        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.shape.experts else []
+        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.shape.experts else []
         return sum(leaf.parameters for leaf in leaves if leaf.stacked > 1) // self.shape.layers
 
     def merged(self, layers: int) -> list[Row]:
@@ -164,8 +173,12 @@ class Activations(Spread):
         method = self.spec.method
         if self.spec.train.activation_checkpointing:
             return self.shape.layers
-        if method.kind == "freeze" and method.freeze_layers > 0 and "embed" not in " ".join(method.freeze_also):
-            return min(self.shape.layers, method.freeze_layers)
+        if (
+            method.kind == "freeze"
+            and method.freeze_trainable_layers > 0
+            and "embed" not in " ".join(method.freeze_extra_modules)
+        ):
+            return min(self.shape.layers, method.freeze_trainable_layers)
         return self.shape.layers
 
     def _activations(self, again: bool = True, done: int = 0) -> Row:
@@ -174,7 +187,7 @@ class Activations(Spread):
         spec, shape, each = self.spec, self.shape, self._layer
         layers = max(1, self._layers() - done)
         both = " x 2 answers" if self.stage_row.sequences == 2 else ""
-        size = f"{spec.train.batch_size}{both} x {self.length} tokens"
+        size = f"{spec.train.per_device_train_batch_size}{both} x {self.length} tokens"
         # The last norm's input in fp32 and, scaled, its own; the learned tokens' states, chosen.
         ends = 0 if done else self.tokens * shape.hidden * (4 + self.stream * (2 if spec.method.kind == "full" else 1))
         mask = self._square()
@@ -190,10 +203,10 @@ class Activations(Spread):
 
     def _square(self) -> int:
         """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
-        spec, shape = self.spec, self.shape
+        shape = self.shape
         masked = self.width if self.masked else 0
         scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
-        if spec.model.attention == "eager":
+        if self.eager:
             scores, masked = 4 + (self.width if self.width == 2 else 0), 0
         if self.written_out:
             scores = 4
@@ -208,7 +221,7 @@ class Activations(Spread):
         """What the backward pass of a layer makes and drops: of its MLP, or where attention is written out twice the
         gradients of its scores, when what the MLP kept is gone."""
         shape, scores = self.shape, 0
-        if self.written_out or self.spec.model.attention == "eager":
+        if self.written_out or self.eager:
             kept = self._chosen() if shape.experts else 4 * shape.intermediate * self.width
             scores = 2 * self._pairs() * shape.heads * 4 - self.tokens * kept
         row = self._choice_at_work() if shape.experts else self._mlp_at_work()
@@ -228,7 +241,7 @@ class Activations(Spread):
         return Row("A layer's gradients", size, words)
 
     def _choice_at_work(self) -> Row:
-        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, or at what they made and the inner gradient; or,
+        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, at what they made and the inner gradient; or
         with adapters on them, the gradient of a weight and its adapter."""
         shape, width = self.shape, self._stacked_width
         inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width
@@ -239,7 +252,7 @@ class Activations(Spread):
 
     def _dora(self) -> Row:
         """What DoRA makes and drops again in every layer, to know the lengths of the rows."""
-        leaves = adapted(self.spec.method, self.shape) if self.adapter and self.spec.method.lora_dora else []
+        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.spec.lora.use_dora else []
         largest = max(leaves, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
         size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
         words = f"3 x {largest.inputs} x {largest.outputs} and {largest.inputs} x {largest.inputs}, 4 bytes each"

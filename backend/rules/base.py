@@ -1,7 +1,8 @@
 """What a rule is: a function with a code, a reason, a source, fixes, and examples that prove it.
 
-Floor 3. Imports: below. `@rule(...)` adds a function of a Case to RULES. It returns None where all is well, else the
-message (a sentence with the numbers of this case), or a Hit that brings fixes made for this case.
+Imports everything below rules. `@rule(...)` adds a function of a Case to RULES; the function's docstring is the reason,
+its name with dashes is the rule's slug. It returns None if the rule does not apply, else the message (a sentence with
+the values of this case), or a Violation with fixes made for this case.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from backend import catalog, derived
-from backend.glance import Glance
-from backend.machine import Machine
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import SpecError, edit, effective, get
+from backend.inspect import InputFacts
+from backend.machine import Gpu, Machine
 from backend.memory import Estimate, estimate
-from backend.options import SpecError, edit, effective, get
-from backend.shape import ModelShape
-from backend.spec import RunSpec
+from backend.modelspec import ModelShape
+from backend.resolve import ResolvedRun, resolve, selected_gpus
 
 Level = Literal["error", "warning", "advice"]
 Patch = Mapping[str, Any]
@@ -25,8 +27,8 @@ Patch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fix:
-    """One click: a patch over the spec. `safe` says that what is learned stays the same, `cost` in a few words what
-    else is given up, and `peak` the bytes on each device after it, where it is about them."""
+    """One click: a patch of the spec. `safe`: the training result stays the same; `cost`: what else is given up, in a
+    few words; `peak`: bytes on each device afterwards, where the fix is about memory."""
 
     label: str
     patch: Patch
@@ -37,12 +39,14 @@ class Fix:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that holds for a spec, in the words of this case."""
+    """A rule that applies to a spec. `message` has the values of this case, `reason` says why it matters."""
 
     code: str
+    slug: str
     level: Level
     title: str
     message: str
+    reason: str
     fields: tuple[str, ...]
     fixes: tuple[Fix, ...]
     source: str
@@ -50,71 +54,31 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """What rules judge: a spec on a machine, what its files showed, and the memory it takes."""
+    """What rules look at: a spec on a machine, what inspection found, and what follows from them."""
 
     spec: RunSpec
     machine: Machine
-    glance: Glance
+    facts: InputFacts
 
     @cached_property
-    def device(self) -> str:
-        """The device family of the run."""
-        return derived.device(self.spec, self.machine)
-
-    @cached_property
-    def processes(self) -> int:
-        """Processes of the run on a node."""
-        return derived.processes(self.spec)
+    def run(self) -> ResolvedRun:
+        """What follows from spec, machine and facts."""
+        return resolve(self.spec, self.machine, self.facts)
 
     @property
-    def strategy(self) -> catalog.Strategy:
-        """The row of the strategy."""
-        return catalog.STRATEGIES[self.spec.parallel.strategy]
+    def strategy(self) -> registry.Strategy:
+        """The registry row of the strategy."""
+        return registry.STRATEGIES[self.spec.parallel.strategy]
 
     @cached_property
-    def learners(self) -> int:
-        """Processes, or groups of them, with rows of their own."""
-        return derived.learners(self.spec)
-
-    @cached_property
-    def nodes(self) -> int:
-        """Machines that train together."""
-        return derived.nodes(self.spec)
-
-    @cached_property
-    def world(self) -> int:
-        """Processes of all nodes together."""
-        return derived.world(self.spec)
-
-    @cached_property
-    def precision(self) -> str:
-        """bf16, fp16 or fp32."""
-        return derived.precision(self.spec, self.machine)
-
-    @property
-    def gpu(self) -> bool:
-        """Whether it runs on devices with ids."""
-        return self.device in ("cuda", "npu", "xpu")
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs of the machine that the run uses."""
+        return selected_gpus(self.run, self.machine)
 
     @property
     def shape(self) -> ModelShape | None:
         """The model's shape, if known."""
-        return self.glance.shape
-
-    @cached_property
-    def rows(self) -> int | None:
-        """Rows to train on, if known."""
-        return self.glance.training_rows(self.spec.data)
-
-    @cached_property
-    def held(self) -> int | None:
-        """Rows to validate on, if known."""
-        return self.glance.validation_rows(self.spec.data)
-
-    @cached_property
-    def steps(self) -> int | None:
-        """Optimizer steps of the run, if known."""
-        return derived.steps(self.spec, self.rows)
+        return self.facts.shape
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -123,12 +87,16 @@ class Case:
 
     def estimated(self, spec: RunSpec) -> Estimate:
         """The memory of a changed spec."""
-        glance = self.glance
-        rows = glance.training_rows(spec.data)
-        return estimate(spec, self.machine, glance.shape, glance.unknown, glance.longest, rows)
+        facts = self.facts
+        rows = facts.training_rows(spec.data)
+        return estimate(spec, self.machine, facts.shape, facts.unknown, facts.longest, rows)
+
+    def resolved(self, spec: RunSpec) -> ResolvedRun:
+        """What follows from a changed spec."""
+        return resolve(spec, self.machine, self.facts)
 
     def takes(self, patch: Patch) -> bool:
-        """Whether a patch changes the spec and stays within the options' limits."""
+        """Whether a patch changes the spec and stays within the limits of the options."""
         if all(get(self.spec, name) == value for name, value in patch.items()):
             return False
         try:
@@ -143,8 +111,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Hit:
-    """A rule's answer with fixes made for this case, or other fields than the rule's own."""
+class Violation:
+    """What a rule returns along with fixes made for this case, or with other fields than the rule's own."""
 
     message: str
     fixes: tuple[Fix, ...] = ()
@@ -153,46 +121,50 @@ class Hit:
 
 @dataclass(frozen=True)
 class Example:
-    """A patch over the default spec, on a machine, with a glance; None takes the ordinary ones of examples.py."""
+    """A patch of the default spec, on a machine, with inspected facts; None uses the defaults of examples.py."""
 
     patch: Patch = field(default_factory=dict)
     machine: Machine | None = None
-    glance: Glance | None = None
+    facts: InputFacts | None = None
 
 
-Judge = Callable[[Case], "str | Hit | None"]
+Check = Callable[[Case], "str | Violation | None"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry of the catalogue. `remedy` is the way out where no option of Footplate is one."""
+    """One preflight rule. `manual_fix` says what to do where no option of Footplate is a fix; `at_start`: it is about
+    the moment before launch (ports, free disk, busy devices) and is not repeated by the trainer."""
 
     code: str
+    slug: str
     level: Level
     fields: tuple[str, ...]
     title: str
-    why: str
+    reason: str
     source: str
     fixes: tuple[Fix, ...]
-    remedy: str
-    bad: Example
-    good: Example
+    manual_fix: str
+    fails_on: Example
+    passes_on: Example
     proof: Literal["", "launch", "gpu"]
-    judge: Judge
+    at_start: bool
+    check: Check
 
     def finding(self, case: Case) -> Finding | None:
         """The finding of `case`, or None. Fixes that change nothing are left out; what would not fit comes last."""
-        answer = self.judge(case)
+        answer = self.check(case)
         if answer is None:
             return None
-        hit = answer if isinstance(answer, Hit) else Hit(answer)
-        fixes = tuple(f for f in (*hit.fixes, *self.fixes) if case.takes(f.patch))
+        violation = answer if isinstance(answer, Violation) else Violation(answer)
+        fixes = tuple(f for f in (*violation.fixes, *self.fixes) if case.takes(f.patch))
         if len(fixes) > 1 and case.estimate.fits:
             large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
             rest = tuple(fix for fix in fixes if fix not in large)
             fixes = (*rest, *(replace(fix, cost="does not fit") for fix in large))
-        message = f"{hit.message} {self.remedy}" if self.remedy else hit.message
-        return Finding(self.code, self.level, self.title, message, hit.fields or self.fields, fixes, self.source)
+        message = f"{violation.message} {self.manual_fix}" if self.manual_fix else violation.message
+        fields = violation.fields or self.fields
+        return Finding(self.code, self.slug, self.level, self.title, message, self.reason, fields, fixes, self.source)
 
 
 RULES: list[Rule] = []
@@ -205,18 +177,24 @@ def rule(
     fields: tuple[str, ...],
     title: str,
     source: str,
-    bad: Example,
-    good: Example,
+    fails_on: Example,
+    passes_on: Example,
     fixes: tuple[Fix, ...] = (),
-    remedy: str = "",
+    manual_fix: str = "",
     proof: Literal["", "launch", "gpu"] = "",
-) -> Callable[[Judge], Judge]:
-    """Add a rule to the catalogue; its docstring is the reason that people read."""
+    at_start: bool = False,
+) -> Callable[[Check], Check]:
+    """Add a rule; the function's docstring is the reason that people read, its name the slug."""
 
-    def add(judge: Judge) -> Judge:
-        why = " ".join((judge.__doc__ or "").split())
-        RULES.append(Rule(code, level, fields, title, why, source, fixes, remedy, bad, good, proof, judge))
-        return judge
+    def add(check: Check) -> Check:
+        reason, slug = " ".join((check.__doc__ or "").split()), check.__name__.replace("_", "-")
+        RULES.append(
+            Rule(
+                code, slug, level, fields, title, reason, source, fixes, manual_fix, fails_on, passes_on, proof,
+                at_start, check,
+            )
+        )  # fmt: skip
+        return check
 
     return add
 

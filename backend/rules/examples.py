@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.glance import Glance, Trouble
+from backend import registry
+from backend.inspect import DataIssue, InputFacts
 from backend.machine import GIB, Gpu, Machine
-from backend.shape import ModelShape, from_config
+from backend.modelspec import ModelShape, from_config
 
 INSTALLED = {
     "torch": "2.13.0",
@@ -50,13 +50,13 @@ FULL_DISK = replace(LAPTOP, disk_free_bytes=GIB)
 BARE = replace(LAPTOP, versions={"torch": "2.13.0"})
 
 # With every package that an optimizer or a precision may ask for.
-EXTRAS = {row.package: "9" for t in (catalog.OPTIMIZERS, catalog.FP8_BACKENDS) for row in t.values() if row.package}
+EXTRAS = {row.package: "9" for t in (registry.OPTIMIZERS, registry.FP8_BACKENDS) for row in t.values() if row.package}
 EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO = (
     replace(machine, versions={**INSTALLED, **EXTRAS}) for machine in (LAPTOP, H100, TWO_H100)
 )
 
-SMOL: ModelShape = from_config(catalog.MODELS["smollm2-135m-instruct"].config)
-TINY: ModelShape = from_config(catalog.MODELS["tiny-llama"].config)
+SMOL: ModelShape = from_config(registry.MODELS["smollm2-135m-instruct"].config)
+TINY: ModelShape = from_config(registry.MODELS["tiny-llama"].config)
 LLAMA_8B: ModelShape = from_config(
     {
         "model_type": "llama",
@@ -75,10 +75,10 @@ GPT2: ModelShape = from_config(
     {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
 )
 
-MIXTURE: ModelShape = from_config(catalog.HUB["allenai/olmoe-1b-7b-0924"])
+MIXTURE: ModelShape = from_config(registry.HUB["allenai/olmoe-1b-7b-0924"])
 
 # The demo: 400 rows to learn from and 60 to validate on, about 60 to 180 tokens long.
-DEMO = Glance(
+DEMO = InputFacts(
     shape=SMOL,
     unknown="",
     has_template=True,
@@ -94,7 +94,7 @@ FILES = replace(DEMO, held=None)
 PATH = {"model.source": "path", "model.path": "model"}
 
 
-def trouble(field: str, sentence: str, line: int = 0, name: str = "rows.jsonl") -> Glance:
+def trouble(field: str, sentence: str, line: int = 0, name: str = "rows.jsonl") -> InputFacts:
     """The demo's rows in files, with something wrong."""
     where = f"{name}, line {line}" if line else name
-    return replace(FILES, troubles=(Trouble(field, where, sentence, bool(line)),))
+    return replace(FILES, issues=(DataIssue(field, where, sentence, bool(line)),))

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from backend.rules.base import Case, Example, Fix, Hit, counted, names, rule
+from backend.modelspec import ModelShape, adapted, matches, trainable
+from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
+from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
-from backend.rules.fixes import ZERO3
-from backend.shape import ModelShape, adapted, matches, trainable
 
 BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
-ALL = Fix("All linear layers", {"method.lora_targets": "all-linear"}, safe=False, cost="more is trained")
-CUSTOM = {"method.lora_targets": "custom"}
+ALL = Fix("All linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more is trained")
+CUSTOM = {"lora.targets": "custom"}
 FREEZE = {"method.kind": "freeze"}
 
 
@@ -27,15 +27,15 @@ FREEZE = {"method.kind": "freeze"}
     title="The model's folder cannot be used",
     source="transformers: what save_pretrained writes",
     fixes=(BUILTIN,),
-    bad=Example(
-        PATH, glance=replace(DEMO, shape=None, unknown="there is no config.json", model="x has no config.json.")
+    fails_on=Example(
+        PATH, facts=replace(DEMO, shape=None, unknown="there is no config.json", model="x has no config.json.")
     ),
-    good=Example(PATH),
+    passes_on=Example(PATH),
     proof="launch",
 )
 def model_folder(case: Case) -> str | None:
     """A model is a folder with config.json, weights (*.safetensors) and a tokenizer."""
-    return case.glance.model if case.spec.model.source == "path" and case.glance.model else None
+    return case.facts.model if case.spec.model.source == "path" and case.facts.model else None
 
 
 @rule(
@@ -45,8 +45,8 @@ def model_folder(case: Case) -> str | None:
     title="No hub id is named",
     source="arithmetic: nothing to download",
     fixes=(BUILTIN,),
-    bad=Example({"model.source": "hub"}),
-    good=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
+    fails_on=Example({"model.source": "hub"}),
+    passes_on=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
     proof="launch",
 )
 def empty_hub_id(case: Case) -> str | None:
@@ -58,41 +58,41 @@ def empty_hub_id(case: Case) -> str | None:
 @rule(
     "MDL003",
     "error",
-    fields=("data.template", "model.path"),
+    fields=("data.chat_template", "model.path"),
     title="The model has no chat template",
     source="transformers 5.23: apply_chat_template refuses a tokenizer without one",
-    fixes=(Fix("ChatML", {"data.template": "chatml"}, safe=False),),
-    bad=Example(PATH, glance=replace(DEMO, has_template=False)),
-    good=Example({**PATH, "data.template": "chatml"}, glance=replace(DEMO, has_template=False)),
+    fixes=(Fix("ChatML", {"data.chat_template": "chatml"}, safe=False),),
+    fails_on=Example(PATH, facts=replace(DEMO, has_template=False)),
+    passes_on=Example({**PATH, "data.chat_template": "chatml"}, facts=replace(DEMO, has_template=False)),
     proof="launch",
 )
-def no_template(case: Case) -> Hit | None:
+def no_template(case: Case) -> Violation | None:
     """A base model's tokenizer does not know how a conversation is written. ChatML is a good choice for one; it is
     saved with the trained model."""
-    data, glance = case.spec.data, case.glance
-    if case.spec.train.stage == "pretraining" or data.template != "model" or glance.has_template is not False:
+    data, facts = case.spec.data, case.facts
+    if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_template is not False:
         return None
-    if glance.format == "text":
+    if facts.format == "text":
         return None
     plain = Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat")
     fixes = (plain,) if case.spec.train.stage == "sft" else ()
-    return Hit("Its tokenizer brings none, and the rows are conversations.", fixes)
+    return Violation("Its tokenizer brings none, and the rows are conversations.", fixes)
 
 
 @rule(
     "MDL004",
     "error",
-    fields=("data.template_file",),
+    fields=("data.chat_template_file",),
     title="The template file cannot be used",
     source="transformers: a chat template is a Jinja text over messages",
-    fixes=(Fix("The model's own template", {"data.template": "model"}, safe=False),),
-    bad=Example({"data.template": "file"}, glance=replace(DEMO, template="No template file is named.")),
-    good=Example({"data.template": "file", "data.template_file": "t.jinja"}),
+    fixes=(Fix("The model's own template", {"data.chat_template": "model"}, safe=False),),
+    fails_on=Example({"data.chat_template": "file"}, facts=replace(DEMO, template="No template file is named.")),
+    passes_on=Example({"data.chat_template": "file", "data.chat_template_file": "t.jinja"}),
     proof="launch",
 )
 def template_file(case: Case) -> str | None:
     """The file must be readable and write the conversation, which it knows as messages."""
-    return case.glance.template if case.spec.data.template == "file" and case.glance.template else None
+    return case.facts.template if case.spec.data.chat_template == "file" and case.facts.template else None
 
 
 def _lora(case: Case) -> ModelShape | None:
@@ -106,56 +106,56 @@ def _listed(name: str, kept: Iterable[str]) -> dict[str, Any]:
 @rule(
     "MTH001",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="No module is named for the adapter",
     source="peft 0.21 tuners_utils.py: target modules must match something",
     fixes=(ALL,),
-    bad=Example(CUSTOM),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "v_proj")}),
+    fails_on=Example(CUSTOM),
+    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "v_proj")}),
     proof="launch",
 )
-def no_targets(case: Case) -> Hit | None:
+def no_targets(case: Case) -> Violation | None:
     """Adapters go where they are told. Without a name there is nothing to train."""
     method, shape = case.spec.method, case.shape
-    if method.kind != "lora" or method.lora_targets != "custom" or method.lora_target_modules:
+    if method.kind != "lora" or case.spec.lora.targets != "custom" or case.spec.lora.target_modules:
         return None
     if shape is None:
-        return Hit("Name the ends of module names.")
-    every = Fix(f"Name {names(shape.linear)}", _listed("method.lora_target_modules", shape.linear), False)
-    return Hit(f"The model has {names(shape.linear)}.", (every,))
+        return Violation("Name the ends of module names.")
+    every = Fix(f"Name {names(shape.linear)}", _listed("lora.target_modules", shape.linear), False)
+    return Violation(f"The model has {names(shape.linear)}.", (every,))
 
 
 @rule(
     "MTH002",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="The model has no such module",
     source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
     fixes=(ALL,),
-    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "c_attn")}),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "self_attn.v_proj")}),
+    fails_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "c_attn")}),
+    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "self_attn.v_proj")}),
     proof="launch",
 )
-def unknown_targets(case: Case) -> Hit | None:
+def unknown_targets(case: Case) -> Violation | None:
     """Module names differ from one architecture to the next."""
     shape, method = case.shape, case.spec.method
-    if method.kind != "lora" or method.lora_targets != "custom":
+    if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None
-    wanted = [name for name in method.lora_target_modules if shape is None or not _is_head(shape, name)]
+    wanted = [name for name in case.spec.lora.target_modules if shape is None or not _is_head(shape, name)]
     unknown = [name for name in wanted if not _can_carry(case, name)]
     if not unknown:
         return None
     kept = [name for name in wanted if name not in unknown]
-    fixes = (Fix(f"Leave out {names(unknown)}", _listed("method.lora_target_modules", kept), False),) if kept else ()
+    fixes = (Fix(f"Leave out {names(unknown)}", _listed("lora.target_modules", kept), False),) if kept else ()
     found = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}." if shape else ""
-    return Hit(found or _lacks(case, unknown), fixes)
+    return Violation(found or _lacks(case, unknown), fixes)
 
 
 def _can_carry(case: Case, name: str) -> bool:
     """Whether an adapter can lie there: of a model without a shape as far as its code tells."""
     if case.shape:
         return _carries(case.shape, name)
-    return name in case.glance.stacked or _there(case, name)
+    return name in case.facts.stacked or _there(case, name)
 
 
 def _carries(shape: ModelShape, name: str) -> bool:
@@ -170,51 +170,51 @@ def _is_head(shape: ModelShape, name: str) -> bool:
 @rule(
     "MTH003",
     "error",
-    fields=("method.lora_target_modules",),
+    fields=("lora.target_modules",),
     title="An adapter on the output layer",
     source="trl 1.16 sft_trainer.py: the loss multiplies with lm_head.weight directly, the adapter is never trained",
-    bad=Example({**CUSTOM, "method.lora_target_modules": ("q_proj", "lm_head")}),
-    good=Example({**CUSTOM, "method.lora_target_modules": ("q_proj",)}),
+    fails_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "lm_head")}),
+    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj",)}),
     proof="launch",
 )
-def head_as_target(case: Case) -> Hit | None:
+def head_as_target(case: Case) -> Violation | None:
     """The loss uses the weights of the output layer by themselves and would never see an adapter there."""
-    shape, wanted = _lora(case), case.spec.method.lora_target_modules
-    if shape is None or case.spec.method.lora_targets != "custom":
+    shape, wanted = _lora(case), case.spec.lora.target_modules
+    if shape is None or case.spec.lora.targets != "custom":
         return None
     if not any(_is_head(shape, name) for name in wanted):
         return None
     kept = [name for name in wanted if not _is_head(shape, name) and _carries(shape, name)]
-    fix = Fix(f"Leave out {shape.head}", _listed("method.lora_target_modules", kept), False) if kept else ALL
-    return Hit(f"{shape.head} cannot carry an adapter; it can be trained in full.", (fix,))
+    fix = Fix(f"Leave out {shape.head}", _listed("lora.target_modules", kept), False) if kept else ALL
+    return Violation(f"{shape.head} cannot carry an adapter; it can be trained in full.", (fix,))
 
 
 @rule(
     "MTH004",
     "error",
-    fields=("method.lora_modules_to_save",),
+    fields=("lora.modules_to_save",),
     title="The model has no such module to train in full",
     source="peft 0.21: a name that matches nothing is passed over, and nothing is trained there",
-    bad=Example({"method.lora_modules_to_save": ("embeddings",)}),
-    good=Example({"method.lora_modules_to_save": ("norm",)}),
+    fails_on=Example({"lora.modules_to_save": ("embeddings",)}),
+    passes_on=Example({"lora.modules_to_save": ("norm",)}),
     proof="launch",
 )
-def unknown_saved(case: Case) -> Hit | None:
+def unknown_saved(case: Case) -> Violation | None:
     """A name that matches no module would silently train nothing."""
-    wanted = case.spec.method.lora_modules_to_save if case.spec.method.kind == "lora" else ()
+    wanted = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
     unknown = [name for name in wanted if not _there(case, name)]
     if not unknown:
         return None
-    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in unknown))
+    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in unknown))
     fixes = (Fix(f"Leave out {names(unknown)}", kept, False),)
-    return Hit(_lacks(case, unknown), fixes)
+    return Violation(_lacks(case, unknown), fixes)
 
 
 def _there(case: Case, name: str) -> bool:
     """Whether a module is, or may be, called so: of a model without a shape its code is known, or nothing."""
     if case.shape:
         return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.leaves())
-    known = case.glance.attributes
+    known = case.facts.attributes
     return not known or all(part in known or part.isdigit() for part in name.split("."))
 
 
@@ -227,133 +227,135 @@ def _lacks(case: Case, unknown: list[str]) -> str:
 @rule(
     "MTH005",
     "warning",
-    fields=("method.lora_modules_to_save",),
+    fields=("lora.modules_to_save",),
     title="Tied weights drift apart",
     source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
-    bad=Example({"method.lora_modules_to_save": ("embed_tokens",)}),
-    good=Example({"method.lora_modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
+    fails_on=Example({"lora.modules_to_save": ("embed_tokens",)}),
+    passes_on=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
-def tied_drift(case: Case) -> Hit | None:
+def tied_drift(case: Case) -> Violation | None:
     """This model uses one matrix to read words and to write them. Training a copy of one side makes the two
     differ, and a merged model then loads with only one of them."""
     found, fix = _tied(case)
-    return Hit(f"{names(found)} shares its weights.", (fix,)) if found else None
+    return Violation(f"{names(found)} shares its weights.", (fix,)) if found else None
 
 
 def _tied(case: Case) -> tuple[list[str], Fix]:
     """The modules to save whose matrix reads words and writes them, and the way without them."""
-    shape, wanted = _lora(case), case.spec.method.lora_modules_to_save
+    shape, wanted = _lora(case), case.spec.lora.modules_to_save
     found: list[str] = []
     if shape and shape.tied:
         found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
-    kept = _listed("method.lora_modules_to_save", (name for name in wanted if name not in found))
+    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in found))
     return found, Fix(f"Leave out {names(found)}", kept, False)
 
 
 @rule(
     "MTH011",
     "error",
-    fields=("method.lora_modules_to_save", "parallel.strategy"),
+    fields=("lora.modules_to_save", "parallel.strategy"),
     title="A trained copy of a tied weight cannot be spread by FSDP2",
     source="torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py: shared with a parameter of another group; peft "
     "0.21 copies one of the two",
-    bad=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
-    good=Example({"method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
+    fails_on=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
+    passes_on=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
     proof="launch",
 )
-def tied_copy(case: Case) -> Hit | None:
+def tied_copy(case: Case) -> Violation | None:
     """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no
     such pair any more."""
     found, fix = _tied(case)
     zero = ZERO3
     spread = case.strategy.engine == "fsdp"
-    return Hit(f"{names(found)} shares its weights.", (zero, fix)) if found and spread else None
+    return Violation(f"{names(found)} shares its weights.", (zero, fix)) if found and spread else None
 
 
 @rule(
     "MTH006",
     "error",
-    fields=("method.freeze_layers",),
+    fields=("method.freeze_trainable_layers",),
     title="More layers than the model has",
     source="arithmetic: config.json",
-    bad=Example({**FREEZE, "method.freeze_layers": 99}),
-    good=Example({**FREEZE, "method.freeze_layers": -2}),
+    fails_on=Example({**FREEZE, "method.freeze_trainable_layers": 99}),
+    passes_on=Example({**FREEZE, "method.freeze_trainable_layers": -2}),
     proof="launch",
 )
-def too_many_layers(case: Case) -> Hit | None:
+def too_many_layers(case: Case) -> Violation | None:
     """The count goes from the last layer back, a negative one from the first on."""
-    shape, wanted = case.shape, case.spec.method.freeze_layers
+    shape, wanted = case.shape, case.spec.method.freeze_trainable_layers
     if shape is None or case.spec.method.kind != "freeze" or abs(wanted) <= shape.layers:
         return None
     every = shape.layers if wanted > 0 else -shape.layers
-    fixes = (Fix(f"All {shape.layers}", {"method.freeze_layers": every}, False),)
-    return Hit(f"{counted(abs(wanted), 'layer')} asked for; the model has {shape.layers}.", fixes)
+    fixes = (Fix(f"All {shape.layers}", {"method.freeze_trainable_layers": every}, False),)
+    return Violation(f"{counted(abs(wanted), 'layer')} asked for; the model has {shape.layers}.", fixes)
 
 
 @rule(
     "MTH007",
     "error",
-    fields=("method.freeze_layers", "method.freeze_also"),
+    fields=("method.freeze_trainable_layers", "method.freeze_extra_modules"),
     title="Nothing would be trained",
     source="arithmetic: no weight is left to train",
-    fixes=(Fix("The last two layers", {"method.freeze_layers": 2}, safe=False),),
-    bad=Example({**FREEZE, "method.freeze_layers": 0}),
-    good=Example({**FREEZE, "method.freeze_layers": 0, "method.freeze_also": ("norm",)}),
+    fixes=(Fix("The last two layers", {"method.freeze_trainable_layers": 2}, safe=False),),
+    fails_on=Example({**FREEZE, "method.freeze_trainable_layers": 0}),
+    passes_on=Example({**FREEZE, "method.freeze_trainable_layers": 0, "method.freeze_extra_modules": ("norm",)}),
     proof="launch",
 )
 def nothing_trained(case: Case) -> str | None:
     """An optimizer without weights stops at once. An output layer that shares its weights with the embedding is
     trained by naming the embedding."""
     method, shape = case.spec.method, case.shape
-    if method.kind != "freeze" or method.freeze_layers:
+    if method.kind != "freeze" or method.freeze_trainable_layers:
         return None
-    if not method.freeze_also:
+    if not method.freeze_extra_modules:
         return "No layer and no module is chosen."
-    known = shape is not None and all(_there(case, name) for name in method.freeze_also)
+    known = shape is not None and all(_there(case, name) for name in method.freeze_extra_modules)
     return "What is named has no weights of its own." if known and shape and not trainable(case.spec, shape) else None
 
 
 @rule(
     "MTH008",
     "error",
-    fields=("method.freeze_also",),
+    fields=("method.freeze_extra_modules",),
     title="The model has no such module to train",
     source="arithmetic: the model's module names",
-    bad=Example({**FREEZE, "method.freeze_also": ("wte",)}),
-    good=Example({**FREEZE, "method.freeze_also": ("embed_tokens",)}),
+    fails_on=Example({**FREEZE, "method.freeze_extra_modules": ("wte",)}),
+    passes_on=Example({**FREEZE, "method.freeze_extra_modules": ("embed_tokens",)}),
     proof="launch",
 )
-def unknown_also(case: Case) -> Hit | None:
+def unknown_also(case: Case) -> Violation | None:
     """A name that matches no module would silently train nothing."""
     method = case.spec.method
     if method.kind != "freeze":
         return None
-    unknown = [name for name in method.freeze_also if not _there(case, name)]
+    unknown = [name for name in method.freeze_extra_modules if not _there(case, name)]
     if not unknown:
         return None
-    patch = _listed("method.freeze_also", (name for name in method.freeze_also if name not in unknown))
-    if not method.freeze_layers and not patch["method.freeze_also"]:
-        patch["method.freeze_layers"] = 2
-    return Hit(_lacks(case, unknown), (Fix(f"Leave out {names(unknown)}", patch, False),))
+    patch = _listed(
+        "method.freeze_extra_modules", (name for name in method.freeze_extra_modules if name not in unknown)
+    )
+    if not method.freeze_trainable_layers and not patch["method.freeze_extra_modules"]:
+        patch["method.freeze_trainable_layers"] = 2
+    return Violation(_lacks(case, unknown), (Fix(f"Leave out {names(unknown)}", patch, False),))
 
 
 @rule(
     "MTH009",
     "advice",
-    fields=("method.lora_rank",),
+    fields=("lora.r",),
     title="An adapter as wide as the model",
     source="Hu et al. 2021, LoRA: the rank is meant to be far below the width",
-    fixes=(Fix("Rank 16", {"method.lora_rank": 16, "method.lora_alpha": 32.0}, safe=False),),
-    bad=Example({"method.lora_rank": 1024}),
-    good=Example({"method.lora_rank": 64}),
+    fixes=(Fix("Rank 16", {"lora.r": 16, "lora.alpha": 32.0}, safe=False),),
+    fails_on=Example({"lora.r": 1024}),
+    passes_on=Example({"lora.r": 64}),
 )
 def wide_adapter(case: Case) -> str | None:
     """Beyond the width of a layer an adapter holds more numbers than the layer itself."""
     shape = _lora(case)
     if shape is None:
         return None
-    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.method, shape) if leaf.linear]
-    rank, narrow = case.spec.method.lora_rank, min(widths, default=0)
+    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape) if leaf.linear]
+    rank, narrow = case.spec.lora.r, min(widths, default=0)
     return f"Rank {rank}, in layers {narrow} wide." if rank > narrow > 0 else None
 
 
@@ -366,15 +368,15 @@ RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7
     fields=("train.learning_rate", "method.kind"),
     title="An unusual learning rate",
     source="peft's and trl's examples; Biderman et al. 2024, LoRA Learns Less and Forgets Less",
-    bad=Example({"method.kind": "full", "train.learning_rate": 1e-3}),
-    good=Example({"method.kind": "full", "train.learning_rate": 2e-5}),
+    fails_on=Example({"method.kind": "full", "train.learning_rate": 1e-3}),
+    passes_on=Example({"method.kind": "full", "train.learning_rate": 2e-5}),
 )
-def unusual_rate(case: Case) -> Hit | None:
+def unusual_rate(case: Case) -> Violation | None:
     """Too high a rate makes the loss rise or turn into no number at all; too low a one leaves the model as it was.
     Full training wants about a tenth of what adapters take."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
     low, high, usual = RATES[kind]
-    if case.spec.train.optimizer == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
+    if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     message = f"{rate:g} is {'high' if rate > high else 'low'} for this method; {low:g} to {high:g} is usual."
-    return Hit(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))
+    return Violation(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend import catalog
-from backend.derived import masters
-from backend.rules.base import Case, Example, Fix, Hit, counted, rule
+from backend import registry
+from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.common_fixes import ADAMW, BF16, DDP, ONE
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
-from backend.rules.fixes import ADAMW, BF16, DDP, ONE
 
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 
 
-def _row(case: Case) -> catalog.Optimizer:
-    return catalog.OPTIMIZERS[case.spec.train.optimizer]
+def _row(case: Case) -> registry.Optimizer:
+    return registry.OPTIMIZERS[case.spec.train.optim]
 
 
-def _strategy(case: Case) -> catalog.Strategy:
-    return catalog.STRATEGIES[case.spec.parallel.strategy]
+def _strategy(case: Case) -> registry.Strategy:
+    return registry.STRATEGIES[case.spec.parallel.strategy]
 
 
 def _engine(case: Case) -> str:
@@ -29,18 +28,18 @@ def _engine(case: Case) -> str:
 
 
 def _with(name: str, **more: object) -> dict[str, object]:
-    return {**FULL, "train.optimizer": name, **{key.replace("__", "."): value for key, value in more.items()}}
+    return {**FULL, "train.optim": name, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
 @rule(
     "OPT001",
     "error",
-    fields=("train.optimizer",),
+    fields=("train.optim",),
     title="The optimizer's package is missing",
     source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
     fixes=(ADAMW,),
-    bad=Example(_with("galore"), LAPTOP),
-    good=Example(_with("galore"), EQUIPPED),
+    fails_on=Example(_with("galore"), LAPTOP),
+    passes_on=Example(_with("galore"), EQUIPPED),
 )
 def missing_optimizer(case: Case) -> str | None:
     """Most special optimizers are packages of their own. Take the name that is said: `muon` on PyPI, for one, is about
@@ -54,41 +53,41 @@ def missing_optimizer(case: Case) -> str | None:
 @rule(
     "OPT002",
     "error",
-    fields=("train.optimizer", "launch.device"),
+    fields=("train.optim", "launch.device"),
     title="The optimizer does not run on this device",
     source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
     "no managed memory for AdEMAMix; torch_npu drives Ascend alone",
     fixes=(ADAMW,),
-    bad=Example(_with("galore_8bit"), EQUIPPED),
-    good=Example(_with("galore_8bit"), EQUIPPED_H100),
+    fails_on=Example(_with("galore_8bit"), EQUIPPED),
+    passes_on=Example(_with("galore_8bit"), EQUIPPED_H100),
     proof="launch",
 )
 def wrong_device(case: Case) -> str | None:
     """Some optimizers are written for one kind of device, and fail at the first step on any other."""
     devices = _row(case).devices
-    if not devices or case.device in devices:
+    if not devices or case.run.device in devices:
         return None
-    needed = " or ".join(catalog.DEVICES[name].label for name in devices)
-    return f"{_row(case).label} needs a {needed}; the run would take: {catalog.DEVICES[case.device].label}."
+    needed = " or ".join(registry.DEVICES[name].label for name in devices)
+    return f"{_row(case).label} needs a {needed}; the run would take: {registry.DEVICES[case.run.device].label}."
 
 
 @rule(
     "OPT003",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="The strategy hands this optimizer no matrices",
     source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
     "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("galore", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
-    good=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(_with("galore", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
 )
 def flat_parts(case: Case) -> str | None:
     """ZeRO and FSDP1 cut all weights into flat parts, one a device. Optimizers that look at rows and columns, heads or
     layers find nothing to look at there."""
     row = _row(case)
-    flat = _engine(case) == "deepspeed" or _strategy(case).version == 1
+    flat = _engine(case) == "deepspeed" or _strategy(case).fsdp_version == 1
     if not flat or not row.layout or row.layout == "block":
         return None
     return f"{row.label} needs whole matrices; {_strategy(case).label} hands it flat parts."
@@ -97,13 +96,13 @@ def flat_parts(case: Case) -> str | None:
 @rule(
     "OPT004",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="This optimizer works in one process",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
     "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
     fixes=(ONE, ADAMW),
-    bad=Example(_with("lomo", parallel__strategy="zero2", launch__processes=1), EQUIPPED_TWO),
-    good=Example(_with("galore_layerwise"), EQUIPPED_TWO),
+    fails_on=Example(_with("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(_with("galore_layerwise"), EQUIPPED_TWO),
     proof="launch",
 )
 def one_process(case: Case) -> str | None:
@@ -112,61 +111,71 @@ def one_process(case: Case) -> str | None:
     row, engine = _row(case), _engine(case)
     if not engine or not (row.inside or row.layout == "block"):
         return None
-    if engine == "ddp" and case.processes == 1:
+    if engine == "ddp" and case.run.nproc_per_node == 1:
         return None
-    return f"{row.label} would run in {counted(case.processes, 'process')} of {_strategy(case).label}."
+    return f"{row.label} would run in {counted(case.run.nproc_per_node, 'process')} of {_strategy(case).label}."
 
 
 @rule(
     "OPT005",
     "error",
-    fields=("train.accumulation", "train.optimizer"),
+    fields=("train.gradient_accumulation_steps", "train.optim"),
     title="This optimizer cannot accumulate",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support gradient accumulation; lomo-optim "
     "0.1.1 lomo.py: every backward pass changes the weights",
-    bad=Example(_with("galore_layerwise", train__accumulation=4), EQUIPPED),
-    good=Example(_with("galore_layerwise", train__batch_size=16), EQUIPPED),
+    fails_on=Example(_with("galore_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
+    passes_on=Example(_with("galore_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
     proof="launch",
 )
-def nothing_adds_up(case: Case) -> Hit | None:
+def nothing_adds_up(case: Case) -> Violation | None:
     """It steps within each backward pass and frees the gradients there, so nothing is left to add up: it would take
     several small steps instead of a large one."""
     train = case.spec.train
-    if not _row(case).inside or train.accumulation == 1:
+    if not _row(case).inside or train.gradient_accumulation_steps == 1:
         return None
-    size = train.batch_size * train.accumulation
+    size = train.per_device_train_batch_size * train.gradient_accumulation_steps
     fixes = (
-        Fix(f"{counted(size, 'row')} at once", {"train.accumulation": 1, "train.batch_size": size}, cost="more memory"),
-        Fix("Smaller steps", {"train.accumulation": 1}, safe=False, cost="learns from fewer rows a step"),
+        Fix(
+            f"{counted(size, 'row')} at once",
+            {"train.gradient_accumulation_steps": 1, "train.per_device_train_batch_size": size},
+            cost="more memory",
+        ),
+        Fix(
+            "Smaller steps", {"train.gradient_accumulation_steps": 1}, safe=False, cost="learns from fewer rows a step"
+        ),
     )
-    return Hit(f"{_row(case).label} with {counted(train.accumulation, 'batch')} a step.", fixes)
+    return Violation(f"{_row(case).label} with {counted(train.gradient_accumulation_steps, 'batch')} a step.", fixes)
 
 
 @rule(
     "OPT006",
     "error",
-    fields=("precision.compute", "train.optimizer"),
+    fields=("precision.compute", "train.optim"),
     title="fp16 with steps within the backward pass",
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
     fixes=(BF16, ADAMW),
-    bad=Example(_with("lomo", precision__compute="fp16"), EQUIPPED_H100),
-    good=Example(_with("lomo", precision__compute="bf16"), EQUIPPED_H100),
+    fails_on=Example(_with("lomo", precision__compute="fp16"), EQUIPPED_H100),
+    passes_on=Example(_with("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
 def scaled_steps(case: Case) -> str | None:
     """Under fp16 the loss is multiplied, and the gradients are divided again when the backward pass has ended; by then
     this optimizer has stepped, thousands of times too far."""
-    return f"{_row(case).label} steps too early for fp16." if _row(case).inside and case.precision == "fp16" else None
+    return (
+        f"{_row(case).label} steps too early for fp16."
+        if _row(case).inside and case.run.compute_dtype == "fp16"
+        else None
+    )
 
 
 @rule(
     "OPT007",
     "error",
-    fields=("method.kind", "train.optimizer"),
+    fields=("method.kind", "train.optim"),
     title="Adam-mini finds no heads in adapters",
     source="seen with adam-mini 1.1.1 and peft 0.21: the halves of an adapter do not divide into heads",
     fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    bad=Example({"train.optimizer": "adam_mini"}, EQUIPPED),
-    good=Example(_with("adam_mini"), EQUIPPED),
+    fails_on=Example({"train.optim": "adam_mini"}, EQUIPPED),
+    passes_on=Example(_with("adam_mini"), EQUIPPED),
     proof="launch",
 )
 def no_heads(case: Case) -> str | None:
@@ -179,12 +188,12 @@ def no_heads(case: Case) -> str | None:
 @rule(
     "OPT008",
     "warning",
-    fields=("method.kind", "train.optimizer"),
+    fields=("method.kind", "train.optim"),
     title="An optimizer for whole matrices on adapters",
     source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
     fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    bad=Example({"train.optimizer": "galore"}, EQUIPPED),
-    good=Example(_with("galore"), EQUIPPED),
+    fails_on=Example({"train.optim": "galore"}, EQUIPPED),
+    passes_on=Example(_with("galore"), EQUIPPED),
 )
 def matrices_of_adapters(case: Case) -> str | None:
     """Adapters are of low rank already, and their state is small: to project them, or to train them in turns, saves
@@ -198,18 +207,18 @@ def matrices_of_adapters(case: Case) -> str | None:
 @rule(
     "OPT009",
     "error",
-    fields=("train.projection_modules",),
+    fields=("train.optim_target_modules",),
     title="No module is named",
     source="transformers 5.23 trainer_optimizer.py: no target modules found",
-    fixes=(Fix("All linear layers", {"train.projection_targets": "all-linear"}, safe=False),),
-    bad=Example(_with("galore", train__projection_targets="custom"), EQUIPPED),
-    good=Example(_with("galore", train__projection_targets="custom", train__projection_modules=("mlp",)), EQUIPPED),
+    fixes=(Fix("All linear layers", {"train.optim_targets": "all-linear"}, safe=False),),
+    fails_on=Example(_with("galore", train__optim_targets="custom"), EQUIPPED),
+    passes_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
     proof="launch",
 )
 def no_targets(case: Case) -> str | None:
     """The optimizer must know which layers it projects."""
     train = case.spec.train
-    if _row(case).layout != "low_rank" or train.projection_targets != "custom" or train.projection_modules:
+    if _row(case).layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
         return None
     return "Projected layers are chosen by name, and there is no name."
 
@@ -217,55 +226,55 @@ def no_targets(case: Case) -> str | None:
 @rule(
     "OPT011",
     "warning",
-    fields=("train.optimizer", "launch.device"),
+    fields=("train.optim", "launch.device"),
     title="Nothing is paged on a CPU",
     source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
-    bad=Example({"train.optimizer": "adamw_paged"}, EQUIPPED),
-    good=Example({"train.optimizer": "adamw_paged"}, EQUIPPED_H100),
+    fails_on=Example({"train.optim": "adamw_paged"}, EQUIPPED),
+    passes_on=Example({"train.optim": "adamw_paged"}, EQUIPPED_H100),
 )
-def nothing_paged(case: Case) -> Hit | None:
+def nothing_paged(case: Case) -> Violation | None:
     """Paging moves state between a GPU and the host's RAM; on a CPU all of it lies in RAM anyway."""
     row = _row(case)
-    if not row.paged or case.device == "cuda" or row.devices:
+    if not row.paged or case.run.device == "cuda" or row.devices:
         return None
-    name = case.spec.train.optimizer.replace("_paged", "")
-    return Hit(
-        f"The run takes: {catalog.DEVICES[case.device].label}.",
-        (Fix(catalog.OPTIMIZERS[name].label, {"train.optimizer": name}),),
+    name = case.spec.train.optim.replace("_paged", "")
+    return Violation(
+        f"The run takes: {registry.DEVICES[case.run.device].label}.",
+        (Fix(registry.OPTIMIZERS[name].label, {"train.optim": name}),),
     )
 
 
 @rule(
     "OPT016",
     "warning",
-    fields=("train.optimizer", "checkpoint.when"),
+    fields=("train.optim", "save.strategy"),
     title="A resumed run begins with an empty optimizer",
     source="grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py keeps "
     "them outside of its state",
     fixes=(ADAMW,),
-    bad=Example({"train.optimizer": "grokadamw"}, EQUIPPED),
-    good=Example({"train.optimizer": "adamw"}, EQUIPPED),
+    fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
+    passes_on=Example({"train.optim": "adamw"}, EQUIPPED),
 )
 def forgetful(case: Case) -> str | None:
     """Its checkpoints do not bring its moments back: a run that goes on takes other steps than one that was not
     stopped."""
-    return f"{_row(case).label} cannot be resumed exactly." if _row(case).forgets else None
+    return f"{_row(case).label} cannot be resumed exactly." if _row(case).loses_state_on_save else None
 
 
 @rule(
     "OPT019",
     "error",
-    fields=("train.optimizer",),
+    fields=("train.optim",),
     title="No compiler for the optimizer's kernels",
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
-    remedy="Install a compiler: apt-get install g++ python3-dev.",
+    manual_fix="Install a compiler: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
-    bad=Example({"train.optimizer": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
-    good=Example({"train.optimizer": "adamw_8bit_torchao"}, EQUIPPED),
+    fails_on=Example({"train.optim": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
+    passes_on=Example({"train.optim": "adamw_8bit_torchao"}, EQUIPPED),
 )
 def no_compiler(case: Case) -> str | None:
     """The optimizers of torchao are compiled when they first step: to C++ where their numbers lie in RAM."""
-    hosted = case.device == "cpu" or (_engine(case) == "fsdp" and case.spec.parallel.cpu_offload)
+    hosted = case.run.device == "cpu" or (_engine(case) == "fsdp" and case.spec.parallel.cpu_offload)
     missing = _row(case).compiled and hosted and not case.machine.compiler
     return f"{_row(case).label} needs a C++ compiler, and there is none." if missing else None
 
@@ -273,57 +282,65 @@ def no_compiler(case: Case) -> str | None:
 @rule(
     "OPT021",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed makes this optimizer anew, with one group",
     source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
-    good=Example({"train.optimizer": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
+    fails_on=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example({"train.optim": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
     proof="launch",
 )
 def made_anew(case: Case) -> str | None:
     """Norms and biases are a group of their own, which does not decay; LoRA+ makes more. DeepSpeed forgets the groups
     of Adagrad, and fails at the first step where there was more than one."""
     row = _row(case)
-    several = row.early and case.strategy.stage > 0 and case.spec.grouped
+    several = row.early and case.strategy.zero_stage > 0 and case.spec.has_param_groups
     return f"{row.label} under {case.strategy.label}, with several groups of weights." if several else None
 
 
 @rule(
     "OPT022",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="DeepSpeed does not switch the optimizer",
     source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not told: "
     "validation sees the weights of the training, or a step finds it not in train mode",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
-    good=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
 )
 def unswitched(case: Case) -> str | None:
     """It trains one set of weights and averages another, and has to be told which of them is wanted now. DeepSpeed's
     optimizer stands between and does not pass that on."""
-    return f"{_row(case).label} with DeepSpeed." if _row(case).switched and _engine(case) == "deepspeed" else None
+    return (
+        f"{_row(case).label} with DeepSpeed."
+        if _row(case).swaps_weights_for_eval and _engine(case) == "deepspeed"
+        else None
+    )
 
 
 @rule(
     "OPT020",
     "error",
-    fields=("train.optimizer", "parallel.strategy"),
+    fields=("train.optim", "parallel.strategy"),
     title="The optimizer does not take spread weights",
     source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
     "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
     "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others go on",
     fixes=(DDP, ADAMW),
-    bad=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    good=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    fails_on=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    passes_on=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     proof="launch",
 )
 def spread_weights(case: Case) -> str | None:
     """FSDP2 and tensor parallel turn each weight into a tensor whose parts lie on several devices. Some optimizers
     calculate with ordinary tensors beside it, and fail at the first step."""
     row = _row(case)
-    if not row.plain(masters(case.spec)) or _engine(case) not in ("fsdp", "tensor") or _strategy(case).version == 1:
+    if (
+        not row.plain(case.run.fp32_master_weights)
+        or _engine(case) not in ("fsdp", "tensor")
+        or _strategy(case).fsdp_version == 1
+    ):
         return None
-    because = "" if row.plain(True) else f", in {catalog.PRECISIONS[case.spec.precision.compute].label}"
+    because = "" if row.plain(True) else f", in {registry.PRECISIONS[case.spec.precision.compute].label}"
     return f"{row.label} with {_strategy(case).label}{because}."

@@ -1,4 +1,4 @@
-"""`torchrun -m backend.train . [--anew]`, with a run's folder as working directory: a training's process.
+"""`torchrun -m backend.train . [--from-scratch]`, with a run's folder as working directory: a training's process.
 
 Beside the floors. Imports options, presets, run, device, ending, journal, unsloth; training, which has all the rest.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from backend.options import SpecError, effective
-from backend.presets import read
-from backend.run import SPEC
-from backend.train import device, ending, unsloth
-from backend.train.journal import TrainError
+from backend.config.options import SpecError, effective
+from backend.config.presets import read
+from backend.runs import SPEC
+from backend.train import device, exit, unsloth
+from backend.train.run_log import TrainError
 
 
 @record  # type: ignore[untyped-decorator]
@@ -24,10 +24,12 @@ def main() -> None:
     """Train what spec.yaml says."""
     parser = argparse.ArgumentParser(prog="python -m backend.train", description=__doc__)
     parser.add_argument("folder", type=Path, help="the run's folder, with spec.yaml")
-    parser.add_argument("--anew", action="store_true", help="begin at step 0 instead of the last checkpoint")
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="start at step 0 instead of resuming from the last checkpoint"
+    )
     given = parser.parse_args()
-    sys.excepthook = ending.last_words
-    team, folder = device.Team(), given.folder.resolve()
+    sys.excepthook = exit.last_words
+    team, folder = device.ProcessGroup(), given.folder.resolve()
     team.sign()
     try:
         spec = effective(read(folder / SPEC))
@@ -35,9 +37,9 @@ def main() -> None:
         raise TrainError(f"{error}.") from error
     unsloth.begin(spec)
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
-    training.train(spec, folder, given.anew, team)
+    training.train(spec, folder, given.from_scratch, team)
 
 
 if __name__ == "__main__":
     main()
-    ending.leave()
+    exit.leave()

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from backend import catalog
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
 from backend.train import lora, quantized
-from backend.train.journal import TrainError
 from backend.train.model import DTYPES
+from backend.train.run_log import TrainError
 
 
 def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
@@ -30,7 +30,7 @@ def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
         chosen = {*_trained(spec, model), *_new(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-    masters = torch.float32 if catalog.PRECISIONS[spec.precision.compute].masters else DTYPES[precision]
+    masters = torch.float32 if registry.PRECISIONS[spec.precision.compute].fp32_master_weights else DTYPES[precision]
     _hold(model, masters, DTYPES[precision])
     return model
 
@@ -58,69 +58,71 @@ def _hold(model: Any, trained: torch.dtype, frozen: torch.dtype) -> None:
 
 def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     """The adapter that `spec` asks for. Raises TrainError."""
-    method = spec.method
-    also = list(method.lora_modules_to_save)
-    _refuse_unknown("method.lora_modules_to_save", also, [name for name, _ in model.named_modules()], model)
+    also = list(spec.lora.modules_to_save)
+    _refuse_unknown("lora.modules_to_save", also, [name for name, _ in model.named_modules()], model)
     packed = [name for name, module in model.named_modules() if quantized.is_packed(module)]
     if wrong := [end for end in also if any(f".{end}." in f".{name}." for name in packed)]:
-        raise TrainError(f"method.lora_modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
+        raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
     return LoraConfig(
-        task_type="SEQ_CLS" if catalog.STAGES[spec.train.stage].scores else "CAUSAL_LM",
-        r=method.lora_rank,
-        lora_alpha=method.lora_alpha,
-        lora_dropout=method.lora_dropout,
+        task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].scores else "CAUSAL_LM",
+        r=spec.lora.r,
+        lora_alpha=spec.lora.alpha,
+        lora_dropout=spec.lora.dropout,
         target_modules=_targets(spec, model),
         modules_to_save=also or None,
-        use_dora=method.lora_dora,
-        use_rslora=method.lora_rslora,
-        init_lora_weights=catalog.LORA_INITS[method.lora_init].name,
+        use_dora=spec.lora.use_dora,
+        use_rslora=spec.lora.use_rslora,
+        init_lora_weights=registry.LORA_INITS[spec.lora.init].name,
     )
 
 
 def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
-    method = spec.method
-    if method.lora_targets == "all-linear":
+    if spec.lora.targets == "all-linear":
         return "all-linear"
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) or quantized.is_packed(module)
     ]
-    if method.lora_targets == "attention":
+    if spec.lora.targets == "attention":
         # Two parts of the name, since c_proj of GPT-2, for one, is also the end of a layer outside of attention.
         inside = [name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]
         if not inside:
             raise TrainError(
-                f"method.lora_targets: no attention layers were found; choose custom and name some of {_ends(linear)}."
+                f"lora.targets: no attention layers were found; choose custom and name some of {_ends(linear)}."
             )
         return sorted({".".join(parts[-2:]) for parts in inside})
-    names = list(method.lora_target_modules)
+    names = list(spec.lora.target_modules)
     if not names:
-        raise TrainError(f"method.lora_target_modules is empty; the model has {_ends(linear)}.")
-    stacked = catalog.STACKED.get(model.config.model_type, ())  # peft knows them by these names
-    _refuse_unknown("method.lora_target_modules", names, [*linear, *stacked], model)
+        raise TrainError(f"lora.target_modules is empty; the model has {_ends(linear)}.")
+    stacked = registry.STACKED.get(model.config.model_type, ())  # peft knows them by these names
+    _refuse_unknown("lora.target_modules", names, [*linear, *stacked], model)
     head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(
-            f"method.lora_target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
-            "take it out, or name it in method.lora_modules_to_save."
+            f"lora.target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
+            "take it out, or name it in lora.modules_to_save."
         )
     return names
 
 
 def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
     """Names of the modules that the freeze method trains."""
-    wanted, also = spec.method.freeze_layers, list(spec.method.freeze_also)
+    wanted, also = spec.method.freeze_trainable_layers, list(spec.method.freeze_extra_modules)
     depth = model.config.get_text_config().num_hidden_layers
     stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     if abs(wanted) > depth:
-        raise TrainError(f"method.freeze_layers: the model has {depth} layers, not {abs(wanted)}.")
+        raise TrainError(f"method.freeze_trainable_layers: the model has {depth} layers, not {abs(wanted)}.")
     if not wanted and not also:
-        raise TrainError("method.freeze_layers is 0 and method.freeze_also is empty, so nothing would be trained.")
+        raise TrainError(
+            "method.freeze_trainable_layers is 0 and method.freeze_extra_modules is empty, so nothing would be trained."
+        )
     if wanted and not stacks:
-        raise TrainError(f"method.freeze_layers: {type(model).__name__} has no list of {depth} layers to choose from.")
+        raise TrainError(
+            f"method.freeze_trainable_layers: {type(model).__name__} has no list of {depth} layers to choose from."
+        )
     modules = [name for name, _ in model.named_modules()]
-    _refuse_unknown("method.freeze_also", also, modules, model)
+    _refuse_unknown("method.freeze_extra_modules", also, modules, model)
     layers = range(depth)[-wanted:] if wanted > 0 else range(-wanted)
     named = [name for name in modules if any(_matches(name, end) for end in also)]
     return [*(f"{stacks[0]}.{number}" for number in layers if wanted), *named]
@@ -128,7 +130,7 @@ def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
 
 def _new(spec: RunSpec, model: Any) -> list[str]:
     """Modules that the stage has added, without anything learned yet: the head that scores."""
-    added = catalog.STAGES[spec.train.stage].scores
+    added = registry.STAGES[spec.train.stage].scores
     return [name for name, _ in model.named_children() if added and name != model.base_model_prefix]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from backend.spec import RunSpec
+from backend.config import RunSpec
 from backend.train import checkpoints
-from backend.train.device import Team
-from backend.train.journal import Journal
+from backend.train.device import ProcessGroup
+from backend.train.run_log import RunLog
 
 SHOWN = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # What trainers that compare answers tell, under one name each: TRL's reward trainer has names of its own.
@@ -33,7 +33,7 @@ COMPARED = {
 }
 
 
-class Clock:
+class StepTimer:
     """Seconds spent on steps, evaluations and savings left out."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Clock:
         self._paused = True
 
 
-class Reporter(TrainerCallback):
+class ProgressCallback(TrainerCallback):
     """Tells rank 0's journal what the Trainer does."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal, self.clock = journal, Clock()
+    def __init__(self, journal: RunLog) -> None:
+        self.journal, self.clock = journal, StepTimer()
         self.tokens, self._told, self._told_busy = 0, 0, 0.0
         self._first, self._first_seconds, self._predicted = 0, 0.0, 0
         self.began = time.time()
@@ -134,11 +134,11 @@ class Reporter(TrainerCallback):
         return float(pace * (state.max_steps - state.global_step))
 
 
-class Keeper(TrainerCallback):
+class CheckpointCallback(TrainerCallback):
     """Marks checkpoints complete, deletes old ones, and ends the training when a stop is asked for."""
 
-    def __init__(self, spec: RunSpec, run: Path, team: Team, journal: Journal) -> None:
-        self.keep, self.run, self.team, self.journal = spec.checkpoint.keep, run, team, journal
+    def __init__(self, spec: RunSpec, run: Path, team: ProcessGroup, journal: RunLog) -> None:
+        self.keep, self.run, self.team, self.journal = spec.save.total_limit, run, team, journal
         self.stopped = 0  # 1 without, 2 with a checkpoint, as Journal.stop_asked
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

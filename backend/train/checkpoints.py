@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-from backend.run import CHECKPOINTS, COMPLETE, LOCK
-from backend.train.journal import TrainError
+from backend.runs import CHECKPOINTS, COMPLETE, LOCK
+from backend.train.run_log import TrainError
 
 # Where each engine keeps the optimizer's state: DeepSpeed a file a rank, FSDP one file, or a folder of all parts.
 OPTIMIZERS = ("optimizer.pt", "global_step*", "optimizer.bin", "optimizer_0")
@@ -30,10 +30,10 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def sweep(run: Path, anew: bool = False) -> None:
-    """Delete what a kill left half-written; `anew`: also those of earlier starts. A torchrun that starts its ranks
-    again is still the same start, which goes on from what it has saved."""
-    kept = [folder for folder in complete(run) if not anew or _of_this_start(run, folder)]
+def sweep(run: Path, from_scratch: bool = False) -> None:
+    """Delete incomplete checkpoints, and with `from_scratch` also those of earlier starts. Ranks that torchrun restarts
+    belong to the same start, so they resume from what it has saved."""
+    kept = [folder for folder in complete(run) if not from_scratch or _of_this_start(run, folder)]
     for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
         if folder not in kept:
             _delete(folder)
@@ -59,11 +59,13 @@ def named(path: str) -> Path:
     """The checkpoint that a person named. Raises TrainError."""
     folder = Path(path).expanduser().resolve()
     if not (folder / "trainer_state.json").is_file():
-        raise TrainError(f"checkpoint.path: {path or '(empty)'} is no checkpoint: name a checkpoint-N folder of a run.")
+        raise TrainError(
+            f"save.resume_path: {path or '(empty)'} is no checkpoint: name a checkpoint-N folder of a run."
+        )
     if folder.parent.name == CHECKPOINTS and not (folder / COMPLETE).is_file():
-        raise TrainError(f"checkpoint.path: {folder} was cut off while it was written: take an earlier one.")
+        raise TrainError(f"save.resume_path: {folder} was cut off while it was written: take an earlier one.")
     if not resumable(folder):
-        raise TrainError(f"checkpoint.path: {folder} holds weights only, so training cannot go on from it.")
+        raise TrainError(f"save.resume_path: {folder} holds weights only, so training cannot go on from it.")
     return folder
 
 

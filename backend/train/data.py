@@ -17,11 +17,12 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
 
-from backend import catalog, rows
+from backend import registry
+from backend.config import RunSpec
+from backend.data import Row, RowError, Unfit, convert, expand, plain, read_rows, recognise, unpaired
 from backend.paths import ASSETS
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
-from backend.train.pairs import Columns, Comparing, finished, question
+from backend.train.preference_data import Columns, Comparing, finished, question
+from backend.train.run_log import TrainError
 from backend.train.templates import Unlearnable, Writer
 
 BATCH = 200  # rows between two looks at the stop file
@@ -58,7 +59,7 @@ def collect(spec: RunSpec) -> tuple[list[Item], list[Item]]:
         elif data.validation == "split":
             train, held = _split(train, data.validation_split, seed)
     if spec.train.stage == "kto":
-        train, held = ([Item(i.where, v) for i in part for v in rows.unpaired(i.value)] for part in (train, held))
+        train, held = ([Item(i.where, v) for i in part for v in unpaired(i.value)] for part in (train, held))
     if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the rows
         random.Random(seed).shuffle(train)
     return train[: data.max_samples or None], held
@@ -75,8 +76,8 @@ def _split(items: list[Item], share: float, seed: int) -> tuple[list[Item], list
 
 def _expand(files: Sequence[str], option: str) -> list[Path]:
     try:
-        found = rows.expand(files)
-    except rows.RowError as error:
+        found = expand(files)
+    except RowError as error:
         raise TrainError(f"{option}: {error}.") from error
     if not found:
         raise TrainError(f"{option} is empty: name a file of rows.")
@@ -85,10 +86,8 @@ def _expand(files: Sequence[str], option: str) -> list[Path]:
 
 def _files(spec: RunSpec, paths: Iterable[Path]) -> list[Item]:
     try:
-        return list(
-            _items(spec, ((f"{path}, line {line}", row) for path in paths for line, row in rows.read_rows(path)))
-        )
-    except rows.RowError as error:
+        return list(_items(spec, ((f"{path}, line {line}", row) for path in paths for line, row in read_rows(path))))
+    except RowError as error:
         raise TrainError(f"{error}.") from error
 
 
@@ -103,26 +102,26 @@ def _hub(spec: RunSpec) -> list[Item]:
     return list(_items(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(table, 1))))
 
 
-def _items(spec: RunSpec, found: Iterable[tuple[str, rows.Row]]) -> Iterator[Item]:
+def _items(spec: RunSpec, found: Iterable[tuple[str, Row]]) -> Iterator[Item]:
     """Rows, converted; the first one decides the format where it is to be recognised. Raises TrainError."""
-    stage = catalog.STAGES[spec.train.stage]
+    stage = registry.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
     for where, row in found:
         empty = False
         if format == "auto":
-            format = rows.recognise(row, stage.formats) or ""
+            format = recognise(row, stage.formats) or ""
             if not format:
                 raise TrainError(f"{where}: no known format has the columns {', '.join(row)}: set data.format.")
         if format not in stage.formats:
             name = "data.builtin" if spec.data.source == "builtin" else "data.format"
-            wanted = catalog.FORMATS[stage.formats[0]].label.lower()
+            wanted = registry.FORMATS[stage.formats[0]].label.lower()
             raise TrainError(
                 f"{where}: {name}: {stage.label} learns from {wanted}, and this row has "
-                f"{catalog.FORMATS[format].label.lower()}."
+                f"{registry.FORMATS[format].label.lower()}."
             )
         try:
-            yield Item(where, rows.convert(row, format, spec.data))
-        except rows.Unfit as error:
+            yield Item(where, convert(row, format, spec.data))
+        except Unfit as error:
             raise TrainError(f"{where}: {error}.") from error
     if empty:
         raise TrainError("The data has no rows: check data.files, or the split of the hub's dataset.")
@@ -164,7 +163,7 @@ class Tokenizing:
 
     def _written(self, item: Item) -> tuple[list[int], list[int]]:
         if self.writer is None or "text" in item.value:
-            row = list(self.tokenizer(rows.plain(item.value))["input_ids"])
+            row = list(self.tokenizer(plain(item.value))["input_ids"])
             end = self.tokenizer.eos_token_id
             if end is not None and row[-1:] != [end]:
                 row.append(end)
@@ -197,11 +196,11 @@ def tokenize(
 
 def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing | Comparing:
     """How rows of `spec` are tokenized. Raises TrainError."""
-    if spec.train.stage in catalog.COMPARING:
+    if spec.train.stage in registry.COMPARING:
         return Comparing(Writer.of(tokenizer, True), spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
     plain = pretraining or (bool(items) and "text" in items[0].value)
-    writer = None if plain else Writer.of(tokenizer, spec.data.learn == "all")
+    writer = None if plain else Writer.of(tokenizer, spec.data.loss_on == "all_tokens")
     return Tokenizing(tokenizer, writer, pretraining, spec.data.max_length)
 
 
@@ -210,8 +209,10 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
     train, held = collect(spec)
     work = work_of(spec, tokenizer, train)
     if isinstance(work, Tokenizing) and work.writer and not work.writer.stops:
-        say("The chat template's marks end before the end of an answer: the model may not learn to stop (data.learn).")
-    table, counts = tokenize(train, work, spec.data.workers, tick)
+        say(
+            "The chat template's marks end before the end of an answer: the model may not learn to stop (data.loss_on)."
+        )
+    table, counts = tokenize(train, work, spec.data.dataset_num_proc, tick)
     say(f"{len(train):,} rows to learn from, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
     if not tick(len(train), len(train)):
         return Prepared(table, None)  # on the way to a stop
@@ -220,15 +221,15 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None
             f"No row has anything left to learn within {spec.data.max_length} tokens: raise data.max_length."
         )
     validation = None
-    if held and spec.evaluation.when != "no":
-        validation, counts = tokenize(held, work, spec.data.workers, tick)
+    if held and spec.eval.strategy != "no":
+        validation, counts = tokenize(held, work, spec.data.dataset_num_proc, tick)
         say(f"{len(held):,} rows to validate, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
         validation = validation if len(validation) else None
     table = finished(table, spec)
     if validation is not None:
         validation = finished(validation, spec)
-    answered = _answered(held)[: spec.evaluation.samples]
-    return Prepared(table, validation, answered if catalog.STAGES[spec.train.stage].answers else [])
+    answered = _answered(held)[: spec.eval.num_generations]
+    return Prepared(table, validation, answered if registry.STAGES[spec.train.stage].answers else [])
 
 
 def _answered(held: Sequence[Item]) -> list[Item]:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from backend import catalog
-from backend.run import ERROR_FILE, RANK
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import ERROR_FILE, RANK
+from backend.train.run_log import TrainError
 
 ORDER = ("cuda", "npu", "xpu", "mps", "cpu")
 PATIENCE = timedelta(days=2)
@@ -37,7 +37,7 @@ def choose(spec: RunSpec) -> str:
         return next(family for family in ORDER if count(family))
     if not count(asked):
         raise TrainError(
-            f"launch.device: there is no {catalog.DEVICES[asked].label} that torch {torch.__version__} can use; "
+            f"launch.device: there is no {registry.DEVICES[asked].label} that torch {torch.__version__} can use; "
             "set it to auto, or install torch for that device."
         )
     return asked
@@ -48,7 +48,7 @@ def check(family: str) -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if family != "cpu" and processes > count(family):
         raise TrainError(
-            f"launch.processes: {processes} processes need {processes} devices, and there are {count(family)}: "
+            f"launch.nproc_per_node: {processes} processes need {processes} devices, and there are {count(family)}: "
             "lower it, or check launch.devices."
         )
 
@@ -68,7 +68,7 @@ def count(family: str) -> int:
 
 def backend(family: str) -> str:
     """The collective backend of a family: the first of its table that is there."""
-    names = catalog.DEVICES[family].backends
+    names = registry.DEVICES[family].backends
     if family == "xpu":
         has_xccl = getattr(dist, "is_xccl_available", lambda: False)()
         if not has_xccl:
@@ -80,7 +80,7 @@ def backend(family: str) -> str:
 
 def precision(spec: RunSpec, family: str) -> str:
     """bf16, fp16 or fp32: what the choice computes in, or bf16 where the device does."""
-    if asked := catalog.PRECISIONS[spec.precision.compute].computes:
+    if asked := registry.PRECISIONS[spec.precision.compute].compute_dtype:
         return asked
     if family == "cuda":
         # Earlier GPUs pass torch's own check by emulating bf16, slowly.
@@ -91,19 +91,21 @@ def precision(spec: RunSpec, family: str) -> str:
 def check_precision(spec: RunSpec, family: str) -> None:
     """Raise TrainError for a precision that this device would refuse, or silently replace."""
     asked = spec.precision.compute
-    label = catalog.PRECISIONS[asked].label
+    label = registry.PRECISIONS[asked].label
     capability = torch.cuda.get_device_capability() if family == "cuda" else (0, 0)
     if asked == "tf32" and capability < (8, 0):
         raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU, Ampere or later: take fp32.")
     if asked == "fp8":
-        if catalog.QUANTIZATIONS[spec.method.quantization].bits:
+        if registry.QUANTIZATIONS[spec.method.quantization].bits:
             raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
-        package = catalog.FP8_BACKENDS[spec.precision.fp8_backend].package
+        package = registry.FP8_BACKENDS[spec.precision.fp8_backend].package
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             raise TrainError(f"precision.fp8_backend: the package {package} is not installed: pip install {package}")
         if (family != "cpu" or spec.precision.fp8_backend == "te") and capability < (8, 9):
             raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU of capability 8.9 or later: take bf16.")
-    if spec.parallel.strategy in catalog.DEEPSPEED and (asked == "fp8" or not catalog.PRECISIONS[asked].masters):
+    if spec.parallel.strategy in registry.DEEPSPEED and (
+        asked == "fp8" or not registry.PRECISIONS[asked].fp32_master_weights
+    ):
         raise TrainError(f"precision.compute: DeepSpeed keeps fp32 masters of its own: take bf16 instead of {label}.")
 
 
@@ -144,7 +146,7 @@ def start_deepspeed(family: str) -> None:
     deepspeed.init_distributed(dist_backend=backend(family), auto_mpi_discovery=False)
 
 
-class Team:
+class ProcessGroup:
     """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
 
     def __init__(self) -> None:
@@ -160,14 +162,14 @@ class Team:
 
     def check(self, spec: RunSpec) -> None:
         """Raise TrainError unless as many processes were started as the spec asks for."""
-        launch, each = spec.launch, spec.launch.processes if spec.parallel.strategy in catalog.MANY else 1
-        most = 1 if launch.rendezvous == "standalone" else launch.nodes
-        least = launch.min_nodes if launch.rendezvous == "elastic" else most
+        launch, each = spec.launch, spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
+        most = 1 if launch.rendezvous == "standalone" else launch.nnodes
+        least = launch.min_nnodes if launch.rendezvous == "elastic" else most
         if self.world not in range(each * least, each * most + 1, each):
             asked = f"{each * least} to {each * most}" if least < most else f"{each * most}"
             raise TrainError(
                 f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "
-                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.environment of its own."
+                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.env of its own."
             )
 
     def meet(self, folder: Path) -> None:
@@ -185,7 +187,7 @@ class Team:
             mark.unlink()
         if blind:
             raise TrainError(
-                f"launch.nodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
+                f"launch.nnodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
                 "all nodes share, under the same path."
             )
 

@@ -25,12 +25,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from backend import catalog
-from backend.run import DEEPSPEED, FSDP
-from backend.spec import RunSpec
-from backend.train import device, inside, kernels
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import DEEPSPEED, FSDP
+from backend.train import device, kernels, optimizer_utils
 from backend.train.model import DTYPES
+from backend.train.run_log import TrainError
 
 ONCE = "cpu_ram_efficient_loading"
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -38,63 +38,65 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 def check(spec: RunSpec) -> None:
     """Raise TrainError for what the strategy cannot do, and would end in words of the library's own."""
-    row, checkpoint = catalog.STRATEGIES[spec.parallel.strategy], spec.checkpoint
-    if row.spread and checkpoint.merge:
-        raise TrainError(f"checkpoint.merge: {row.label} spreads the weights, so adapters cannot be merged.")
+    row = registry.STRATEGIES[spec.parallel.strategy]
+    if row.shards_weights and spec.save.merge_adapter:
+        raise TrainError(f"save.merge_adapter: {row.label} spreads the weights, so adapters cannot be merged.")
     shared = spec.parallel.pieces > 1
     if row.engine == "deepspeed" and shared:
         _check_sequence(spec)
-    if (row.version == 1 or shared) and spec.evaluation.samples and catalog.STAGES[spec.train.stage].answers:
-        raise TrainError(f"evaluation.samples: {row.label} as chosen cannot generate answers: set it to 0.")
+    if (row.fsdp_version == 1 or shared) and spec.eval.num_generations and registry.STAGES[spec.train.stage].answers:
+        raise TrainError(f"eval.num_generations: {row.label} as chosen cannot generate answers: set it to 0.")
     if row.engine == "tensor" and spec.method.kind == "lora":
         raise TrainError("method.kind: adapters do not fit slices of layers: take full or freeze, or FSDP2.")
-    if row.engine == "tensor" and checkpoint.when != "no" and not checkpoint.weights_only:
-        raise TrainError("checkpoint.weights_only: a run of slices cannot be resumed: switch it on, or save none.")
+    if row.engine == "tensor" and spec.save.strategy != "no" and not spec.save.only_model:
+        raise TrainError("save.only_model: a run of slices cannot be resumed: switch it on, or save none.")
     if (
         row.engine == "fsdp"
-        and checkpoint.when != "no"
-        and checkpoint.weights_only
-        and spec.parallel.state_dict != "full"
+        and spec.save.strategy != "no"
+        and spec.save.only_model
+        and spec.parallel.state_dict_type != "full"
     ):
-        raise TrainError("checkpoint.weights_only: weights alone cannot be sharded: set parallel.state_dict to full.")
-    stepped = catalog.OPTIMIZERS[spec.train.optimizer].name
-    if row.stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
-        raise TrainError("train.optimizer: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
+        raise TrainError("save.only_model: weights alone cannot be sharded: set parallel.state_dict_type to full.")
+    stepped = registry.OPTIMIZERS[spec.train.optim].name
+    if row.zero_stage and spec.parallel.offload_optimizer != "none" and stepped not in ADAMW:
+        raise TrainError("train.optim: the CPU's step is AdamW's, whatever was asked for: choose adamw.")
 
 
 def _check_sequence(spec: RunSpec) -> None:
     """Raise TrainError for what cannot share a row's tokens over devices."""
-    if spec.train.stage not in catalog.PLAIN:
-        label = catalog.STAGES[spec.train.stage].label
-        raise TrainError(f"parallel.sequence: {label} looks at whole rows: set it to 1.")
+    if spec.train.stage not in registry.PLAIN:
+        label = registry.STAGES[spec.train.stage].label
+        raise TrainError(f"parallel.sequence_parallel_size: {label} looks at whole rows: set it to 1.")
     if spec.data.packing:
         raise TrainError("data.packing: packed rows are cut at each document, not evenly: switch it off.")
-    if spec.model.attention not in catalog.SHAREABLE:
-        raise TrainError(f"model.attention: {spec.model.attention} cannot be shared: take sdpa or FlashAttention.")
+    if spec.model.attn_implementation not in registry.SHAREABLE:
+        raise TrainError(
+            f"model.attn_implementation: {spec.model.attn_implementation} cannot be shared: take sdpa or FlashAttention."
+        )
 
 
 def arguments(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
     """The Trainer's arguments that belong to the strategy. Raises TrainError."""
-    parallel, row = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy]
+    parallel, row = spec.parallel, registry.STRATEGIES[spec.parallel.strategy]
     found: dict[str, Any] = {"dataloader_pin_memory": family == "cuda"}
     if row.engine in ("fsdp", "tensor") and world == 1:
-        raise TrainError(f"launch.processes: {row.label} spreads a model over processes, and there is one.")
-    if row.version == 1 and family == "cpu":
+        raise TrainError(f"launch.nproc_per_node: {row.label} spreads a model over processes, and there is one.")
+    if row.fsdp_version == 1 and family == "cpu":
         raise TrainError("parallel.strategy: FSDP1 does not run on a CPU: take FSDP2.")
-    if row.version == 2 and parallel.context > 1 and family == "cpu":
-        raise TrainError("parallel.context: context parallel needs GPUs: set it to 1.")
+    if row.fsdp_version == 2 and parallel.context_parallel_size > 1 and family == "cpu":
+        raise TrainError("parallel.context_parallel_size: context parallel needs GPUs: set it to 1.")
     if row.engine == "deepspeed":
-        found |= {"deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.timeout}
-        return found | (_ulysses(spec, family, world) if parallel.sequence > 1 else {})
+        found |= {"deepspeed": str(run / DEEPSPEED), "ddp_timeout": parallel.ddp_timeout}
+        return found | (_ulysses(spec, family, world) if parallel.sequence_parallel_size > 1 else {})
     if world == 1:
         return found
     backend = device.backend(family)
     if backend == "ccl":  # accelerate 1.15 state.py: each process would train alone, without a word
         raise TrainError("launch.device: several Intel GPUs need a torch with XCCL: install that, or take one process.")
-    found |= {"ddp_backend": backend, "ddp_timeout": parallel.timeout}
+    found |= {"ddp_backend": backend, "ddp_timeout": parallel.ddp_timeout}
     if row.engine == "ddp":
-        found["ddp_find_unused_parameters"] = parallel.find_unused_parameters
-        found["ddp_bucket_cap_mb"] = parallel.bucket_mb
+        found["ddp_find_unused_parameters"] = parallel.ddp_find_unused_parameters
+        found["ddp_bucket_cap_mb"] = parallel.bucket_cap_mb
     if row.engine in ("fsdp", "tensor"):
         # Or FSDP2 keeps whole gradients on every rank until the last batch; and torch 2.13 fails there on an output
         # layer in a unit of its own, whose weights TRL's loss takes without calling it (_fsdp_param.py).
@@ -107,12 +109,14 @@ def _fsdp(spec: RunSpec, run: Path, family: str, world: int) -> dict[str, Any]:
     if parallel.cpu_offload and family != "cpu" and not dist.is_initialized():
         # Gradients in RAM are added up there, to be clipped; accelerate would start the device's backend alone.
         both = f"{family}:{device.backend(family)},cpu:gloo"
-        dist.init_process_group(both, timeout=timedelta(seconds=parallel.timeout))
+        dist.init_process_group(both, timeout=timedelta(seconds=parallel.ddp_timeout))
     found: dict[str, Any] = {"fsdp": True, "fsdp_config": str(run / FSDP)}
-    if max(parallel.replicas, parallel.context) > 1:
+    if max(parallel.replicate_size, parallel.context_parallel_size) > 1:
         found["parallelism_config"] = mesh(spec, world)
-    if parallel.context > 1:
-        found["pad_to_multiple_of"] = 2 * parallel.context  # each device takes a piece from both ends of a row
+    if parallel.context_parallel_size > 1:
+        found["pad_to_multiple_of"] = (
+            2 * parallel.context_parallel_size
+        )  # each device takes a piece from both ends of a row
     return found
 
 
@@ -134,10 +138,10 @@ class Skipping:
 
 def _ulysses(spec: RunSpec, family: str, world: int) -> dict[str, Any]:
     """DeepSpeed's sequence parallel. Rows are filled up to what can be divided; gloo gathers equal lengths alone."""
-    size = spec.parallel.sequence
+    size = spec.parallel.sequence_parallel_size
     if world % size or (family == "cpu" and world != size):
         groups = "all processes share a row on a CPU" if family == "cpu" else "it must divide the processes"
-        raise TrainError(f"parallel.sequence: {size} of {world} processes: {groups}.")
+        raise TrainError(f"parallel.sequence_parallel_size: {size} of {world} processes: {groups}.")
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernels.attention(spec))
     config = ParallelismConfig(
         dp_replicate_size=world // size, sp_size=size, sp_backend="deepspeed", sp_handler=handler
@@ -158,18 +162,18 @@ def mesh(spec: RunSpec, world: int) -> ParallelismConfig:
     """How the ranks are arranged: replicas x shards x context."""
     parallel = spec.parallel
     return ParallelismConfig(
-        dp_replicate_size=parallel.replicas,
-        dp_shard_size=world // (parallel.replicas * parallel.context),
-        cp_size=parallel.context,
+        dp_replicate_size=parallel.replicate_size,
+        dp_shard_size=world // (parallel.replicate_size * parallel.context_parallel_size),
+        cp_size=parallel.context_parallel_size,
     )
 
 
 def start(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     """Start the engine, between the Trainer's arguments (which start the process group) and the model."""
-    row = catalog.STRATEGIES[spec.parallel.strategy]
+    row = registry.STRATEGIES[spec.parallel.strategy]
     if row.engine == "deepspeed":
         device.start_deepspeed(family)
-    if row.engine == "deepspeed" and spec.parallel.sequence > 1:
+    if row.engine == "deepspeed" and spec.parallel.sequence_parallel_size > 1:
         transformers.trainer.skip_first_batches = Skipping(transformers.trainer.skip_first_batches)
     if row.engine == "fsdp" and config.fsdp:
         _plugin(spec, config, family, precision)
@@ -182,16 +186,16 @@ def _plugin(spec: RunSpec, config: Any, family: str, precision: str) -> None:
     """What accelerate's FSDP plugin is told beyond fsdp.json: gradients are added up as asked (by itself it would add
     them in half), and memory is pinned only where there is a device to pin it for."""
     parallel, dtype = spec.parallel, DTYPES[precision]
-    second = catalog.STRATEGIES[parallel.strategy].version == 2
-    reduce = torch.float32 if parallel.reduce_precision == "fp32" else dtype
+    second = registry.STRATEGIES[parallel.strategy].fsdp_version == 2
+    reduce = torch.float32 if parallel.reduce_dtype == "fp32" else dtype
     policy: Any = MixedPrecisionPolicy if second else MixedPrecision
     config.fsdp_plugin_args["mixed_precision_policy"] = policy(param_dtype=dtype, reduce_dtype=reduce)
     # Told by the environment, transformers would leave buffers of all ranks but the first at zero, and read the file.
     os.environ[f"FSDP_{ONCE.upper()}"] = "false"
     if not second:  # accelerate would take its own default before what the trainer hands on
         os.environ["FSDP_SHARDING_STRATEGY"] = config.fsdp_plugin_args["reshard_after_forward"].upper()
-    if parallel.wrap_layers and not second:  # peft wraps an adapted model, and asks nobody else
-        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(parallel.wrap_layers)
+    if parallel.transformer_layer_cls_to_wrap and not second:  # peft wraps an adapted model, and asks nobody else
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(parallel.transformer_layer_cls_to_wrap)
     if parallel.cpu_offload and second:
         pin = parallel.pin_memory and family != "cpu"
         config.fsdp_plugin_args["cpu_offload"] = CPUOffloadPolicy(pin_memory=pin)
@@ -210,9 +214,9 @@ def everywhere(config: Any) -> None:
 
 def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
     """How a model is loaded if every rank takes a slice of each layer."""
-    if catalog.STRATEGIES[spec.parallel.strategy].engine != "tensor":
+    if registry.STRATEGIES[spec.parallel.strategy].engine != "tensor":
         return {}
-    size = spec.parallel.tensor
+    size = spec.parallel.tensor_parallel_size
     shards = world // size
     return {
         "distributed_config": DistributedConfig(
@@ -223,8 +227,8 @@ def slices(spec: RunSpec, world: int, precision: str) -> dict[str, Any]:
 
 def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
     """The weights gathered from all ranks, on rank 0; None where each rank holds them whole. All ranks must call it."""
-    row = catalog.STRATEGIES[spec.parallel.strategy]
-    if not row.spread or not dist.is_initialized():
+    row = registry.STRATEGIES[spec.parallel.strategy]
+    if not row.shards_weights or not dist.is_initialized():
         return None
     if row.engine == "deepspeed":
         return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped) or {})
@@ -234,28 +238,28 @@ def whole(spec: RunSpec, trainer: Any) -> dict[str, Any] | None:
 
 def check_layers(spec: RunSpec, weights: torch.nn.Module) -> None:
     """Raise TrainError for layers that are not there to be gathered, and for a trained copy of a tied weight."""
-    if catalog.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
+    if registry.STRATEGIES[spec.parallel.strategy].engine != "fsdp":
         return
     known = {type(module).__name__ for module in weights.modules()}
-    if missing := [name for name in spec.parallel.wrap_layers if name not in known]:
+    if missing := [name for name in spec.parallel.transformer_layer_cls_to_wrap if name not in known]:
         layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
-        raise TrainError(f"parallel.wrap_layers: the model has no {', '.join(missing)}; it has {', '.join(layers)}.")
+        raise TrainError(
+            f"parallel.transformer_layer_cls_to_wrap: the model has no {', '.join(missing)}; it has {', '.join(layers)}."
+        )
     every = list(weights.named_parameters(remove_duplicate=False))
     uses = Counter(id(weight) for _, weight in every)
     shared = [path for path, weight in every if uses[id(weight)] > 1]
-    copied = [name for name in spec.method.lora_modules_to_save if any(f".{name}." in f".{path}." for path in shared)]
+    copied = [name for name in spec.lora.modules_to_save if any(f".{name}." in f".{path}." for path in shared)]
     if spec.method.kind == "lora" and copied:
-        raise TrainError(
-            f"method.lora_modules_to_save: {', '.join(copied)} shares its weights, and FSDP takes no copy."
-        )
+        raise TrainError(f"lora.modules_to_save: {', '.join(copied)} shares its weights, and FSDP takes no copy.")
 
 
 @contextmanager
 def disk(spec: RunSpec) -> Iterator[None]:
     """Hold the run's NVMe folder while it lives, and delete what DeepSpeed leaves in it, gigabytes. Its files have
     fixed names, so two runs in one folder would overwrite each other's state. Raises TrainError."""
-    parallel, stage = spec.parallel, catalog.STRATEGIES[spec.parallel.strategy].stage
-    used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_parameters)
+    parallel, stage = spec.parallel, registry.STRATEGIES[spec.parallel.strategy].zero_stage
+    used = stage == 3 and "nvme" in (parallel.offload_optimizer, parallel.offload_param)
     if not used or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
@@ -282,7 +286,7 @@ def loaded(weights: torch.nn.Module) -> int:
 def held(trainer: Any) -> dict[str, Any]:
     """What drives the model, what its ranks talk by, and the numbers that this rank holds of parameters and of the
     optimizer's state."""
-    optimizer: Any = inside.innermost(trainer.optimizer)
+    optimizer: Any = optimizer_utils.innermost(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {

@@ -15,19 +15,19 @@ from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_di
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from backend import catalog
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
 from backend.train import quantized, unsloth
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # What decides the meaning of an adapter's weights, and the option that says it.
 MADE = {
-    "r": "method.lora_rank",
-    "lora_alpha": "method.lora_alpha",
-    "use_dora": "method.lora_dora",
-    "use_rslora": "method.lora_rslora",
-    "init_lora_weights": "method.lora_init",
+    "r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "use_dora": "lora.use_dora",
+    "use_rslora": "lora.use_rslora",
+    "init_lora_weights": "lora.init",
 }
 
 
@@ -38,44 +38,43 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
     of its search is fixed, and what it began with is remembered for `stand_alone`.
     """
     _check(spec, model, config)
-    if spec.method.lora_dora:
+    if spec.lora.use_dora:
         quantized.keep_weights()
-    if not catalog.LORA_INITS[spec.method.lora_init].moves:
-        return unsloth.attach(spec, model, config) if spec.train.unsloth else get_peft_model(model, config)
+    if not registry.LORA_INITS[spec.lora.init].changes_base_weights:
+        return unsloth.attach(spec, model, config) if spec.train.use_unsloth else get_peft_model(model, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             made = get_peft_model(model, config)
         except RuntimeError as error:  # of linear algebra
-            raise TrainError(f"method.lora_init: {str(error).splitlines()[0]}") from error
+            raise TrainError(f"lora.init: {str(error).splitlines()[0]}") from error
     state = {k: v for k, v in get_peft_model_state_dict(made).items() if "lora_A" in k or "lora_B" in k}
-    _check_ranks(spec.method.lora_rank, state)
+    _check_ranks(spec.lora.r, state)
     made.first_adapter = {k: v.detach().float().cpu().clone() for k, v in state.items()}
     return made
 
 
 def _check(spec: RunSpec, model: Any, config: LoraConfig) -> None:
-    method = spec.method
-    if method.lora_init == "orthogonal" and method.lora_rank % 2:
-        raise TrainError(f"method.lora_rank: an orthogonal start needs an even rank, not {method.lora_rank}.")
-    stacked = catalog.STACKED.get(model.config.model_type, ())
-    if method.on_experts(stacked) and not method.plain_lora:
+    if spec.lora.init == "orthogonal" and spec.lora.r % 2:
+        raise TrainError(f"lora.r: an orthogonal start needs an even rank, not {spec.lora.r}.")
+    stacked = registry.STACKED.get(model.config.model_type, ())
+    if spec.adapts_experts(stacked) and not spec.lora.is_plain:
         raise TrainError(
-            "method.lora_targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "
+            "lora.targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "
             "do without."
         )
-    named = [name for name in stacked[:2] if name in method.lora_target_modules]
-    if method.lora_targets == "custom" and len(named) == 1:
-        raise TrainError(f"method.lora_target_modules: {' and '.join(stacked[:2])} are one weight here: name both.")
-    if method.lora_init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
-        raise TrainError("method.lora_init: OLoRA does not know the transposed layers of this model.")
+    named = [name for name in stacked[:2] if name in spec.lora.target_modules]
+    if spec.lora.targets == "custom" and len(named) == 1:
+        raise TrainError(f"lora.target_modules: {' and '.join(stacked[:2])} are one weight here: name both.")
+    if spec.lora.init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
+        raise TrainError("lora.init: OLoRA does not know the transposed layers of this model.")
 
 
 def _check_ranks(rank: int, adapter: Mapping[str, torch.Tensor]) -> None:
     """A start that is taken out of a weight has no more directions than the weight."""
     found = min((len(tensor) for name, tensor in adapter.items() if "lora_A" in name), default=rank)
     if found < rank:
-        raise TrainError(f"method.lora_rank: {rank} is more than the {found} directions of the narrowest layer.")
+        raise TrainError(f"lora.r: {rank} is more than the {found} directions of the narrowest layer.")
 
 
 def check_start(model: Any, checkpoint: Path | None) -> None:
@@ -87,7 +86,7 @@ def check_start(model: Any, checkpoint: Path | None) -> None:
     for key, option in MADE.items():
         if getattr(own, key) != getattr(other, key):
             raise TrainError(
-                f"checkpoint.path: the adapter in {checkpoint} has {key} {getattr(other, key)}: set {option} to that."
+                f"save.resume_path: the adapter in {checkpoint} has {key} {getattr(other, key)}: set {option} to that."
             )
 
 
@@ -125,4 +124,6 @@ def hurry(optimizer: Any, model: Any, ratio: float) -> None:
         group["params"] = [p for p in group["params"] if id(p) not in fast]
         optimizer.add_param_group({**{k: v for k, v in group.items() if k != "params"}, "params": own, "lr": rate})
     if found != len(fast) or not fast:
-        raise TrainError("method.lora_plus: this optimizer does not hold the B matrices as they are: set it to 1.")
+        raise TrainError(
+            "lora.loraplus_lr_ratio: this optimizer does not hold the B matrices as they are: set it to 1."
+        )

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from backend import catalog
-from backend.spec import RunSpec
-from backend.train import builtin, kernels, lora, quantized, stages, templates, unsloth
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.train import builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
+from backend.train.run_log import TrainError
 
 Make = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, type, further arguments
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,11 +36,11 @@ class Source:
     options: dict[str, Any]
 
 
-def find(spec: RunSpec, tell: builtin.Tell) -> Source:
+def find(spec: RunSpec, tell: builtin_models.Tell) -> Source:
     """The model's place; a built-in one is made if need be. Raises TrainError."""
     model = spec.model
     if model.source == "builtin":
-        return Source(str(builtin.prepare(model.builtin, tell)), {"local_files_only": True})
+        return Source(str(builtin_models.prepare(model.builtin, tell)), {"local_files_only": True})
     trust = {"trust_remote_code": model.trust_remote_code}
     if model.source == "hub":
         if not model.hub_id:
@@ -80,16 +80,16 @@ def load(
 
     Raises TrainError.
     """
-    lora, pure = spec.method.kind == "lora", not catalog.PRECISIONS[spec.precision.compute].masters
-    plain = frozen or (not catalog.LORA_INITS[spec.method.lora_init].moves if lora else pure)
+    lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    plain = frozen or (not registry.LORA_INITS[spec.lora.init].changes_base_weights if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
-    scores = catalog.STAGES[spec.train.stage].scores
+    scores = registry.STAGES[spec.train.stage].scores
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
     packing = quantized.loading(spec, source.name, source.options, dtype)
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}
     try:
-        with stages.untaught() if scores else contextlib.nullcontext():
-            if spec.train.unsloth:
+        with trl_trainers.untaught() if scores else contextlib.nullcontext():
+            if spec.train.use_unsloth:
                 model: Any = unsloth.read(spec, source.name, dtype, how)
             else:
                 model = (make or _read)(kind, source.name, dtype, how)
@@ -126,7 +126,7 @@ def _stop_at(model: Any, token: int) -> None:
 def saved_dtype(spec: RunSpec, source: Source) -> torch.dtype:
     """The type that the source's own weights are stored in: what is saved has the same size as what was loaded. Pure
     bf16 has nothing finer to save."""
-    if not catalog.PRECISIONS[spec.precision.compute].masters:
+    if not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
         return torch.bfloat16
     config = Path(source.name) / "config.json"
     if not config.is_file():

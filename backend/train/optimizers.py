@@ -16,47 +16,47 @@ from typing import Any
 import torch
 from torch import nn
 
-from backend import catalog
-from backend.spec import RunSpec
-from backend.train import inside
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.train import optimizer_utils
+from backend.train.run_log import TrainError
 
 MODULES = {"transformer-engine": "transformer_engine", "torch-optimi": "optimi"}  # where the name is another
 
 
 def check(spec: RunSpec, family: str) -> None:
     """Raise TrainError for what a library would refuse in words of its own, or do wrong without a word."""
-    train, row = spec.train, catalog.OPTIMIZERS[spec.train.optimizer]
-    name, strategy = row.label, catalog.STRATEGIES[spec.parallel.strategy]
-    masters = catalog.PRECISIONS[spec.precision.compute].masters
-    engine, first = strategy.engine, strategy.version == 1
-    alone = not engine or (engine == "ddp" and spec.launch.processes == 1)
+    train, row = spec.train, registry.OPTIMIZERS[spec.train.optim]
+    name, strategy = row.label, registry.STRATEGIES[spec.parallel.strategy]
+    masters = registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    engine, first = strategy.engine, strategy.fsdp_version == 1
+    alone = not engine or (engine == "ddp" and spec.launch.nproc_per_node == 1)
     refused = {
-        f"train.optimizer: {name} needs the package {row.package}: pip install {row.package}": row.package
+        f"train.optim: {name} needs the package {row.package}: pip install {row.package}": row.package
         and not there(row.package),
-        f"train.optimizer: {name} does not run on {catalog.DEVICES[family].label}.": row.devices
+        f"train.optim: {name} does not run on {registry.DEVICES[family].label}.": row.devices
         and family not in row.devices,
-        f"train.optimizer: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
+        f"train.optim: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
         and (engine == "deepspeed" or first),
-        f"train.optimizer: DeepSpeed makes {name} anew with one group of weights; here are several.": row.early
-        and strategy.stage > 0
-        and spec.grouped,
-        f"train.optimizer: {name} averages weights, and DeepSpeed does not tell it when.": row.switched
+        f"train.optim: DeepSpeed makes {name} anew with one group of weights; here are several.": row.early
+        and strategy.zero_stage > 0
+        and spec.has_param_groups,
+        f"train.optim: {name} averages weights, and DeepSpeed does not tell it when.": row.swaps_weights_for_eval
         and engine == "deepspeed",
-        f"train.optimizer: {name} does not take the weights that this strategy spreads.": row.plain(masters)
+        f"train.optim: {name} does not take the weights that this strategy spreads.": row.plain(masters)
         and engine in ("fsdp", "tensor")
         and not first,
-        f"train.optimizer: {name} works in one process alone: set parallel.strategy to single.": not alone
+        f"train.optim: {name} works in one process alone: set parallel.strategy to single.": not alone
         and (row.inside or row.layout == "block"),
-        f"train.accumulation: {name} steps with every batch, so nothing adds up: set it to 1.": row.inside
-        and train.accumulation > 1,
+        f"train.gradient_accumulation_steps: {name} steps with every batch, so nothing adds up: set it to 1.": row.inside
+        and train.gradient_accumulation_steps > 1,
         f"precision.compute: {name} would step by fp16's scaled gradients: take bf16 or fp32.": row.inside
         and spec.precision.compute == "fp16",
         f"method.kind: {name} divides whole matrices into heads, and adapters are none.": row.layout == "heads"
         and spec.method.kind == "lora",
-        "train.projection_modules is empty: name parts of module names, such as attn, mlp.": row.layout == "low_rank"
-        and train.projection_targets == "custom"
-        and not train.projection_modules,
+        "train.optim_target_modules is empty: name parts of module names, such as attn, mlp.": row.layout == "low_rank"
+        and train.optim_targets == "custom"
+        and not train.optim_target_modules,
     }
     if words := next((words for words, holds in refused.items() if holds), ""):
         raise TrainError(words)
@@ -69,38 +69,38 @@ def there(package: str) -> bool:
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
     """The Trainer's arguments that belong to the optimizer."""
-    train, row = spec.train, catalog.OPTIMIZERS[spec.train.optimizer]
+    train, row = spec.train, registry.OPTIMIZERS[spec.train.optim]
     told = dict(row.arguments)
     if "momentum" in row.reads:
         told["momentum"] = str(train.momentum)
     if row.layout == "low_rank":
-        told |= {"rank": str(train.projection_rank), "update_proj_gap": str(train.projection_gap)}
+        told |= {"rank": str(train.projection_rank), "update_proj_gap": str(train.update_proj_gap)}
     if "galore_scale" in row.reads:
-        told |= {"scale": str(train.galore_scale), "proj_type": train.galore_projection}
+        told |= {"scale": str(train.galore_scale), "proj_type": train.galore_proj_type}
     if "apollo_scale" in row.reads:
-        told |= {"scale": str(train.apollo_scale), "proj": train.apollo_projection, "scale_type": train.apollo_scaling}
+        told |= {"scale": str(train.apollo_scale), "proj": train.apollo_proj, "scale_type": train.apollo_scale_type}
     if "rank" in told:
         _let_projectors_load()
-    if row.compiled and not catalog.PRECISIONS[spec.precision.compute].masters:
+    if row.compiled and not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
         told["bf16_stochastic_round"] = "True"
     # What an optimizer does not read is hidden on the page, and holds its default here.
     return {
         "optim": row.name or "adamw_torch",
         "optim_args": ",".join(f"{name}={value}" for name, value in told.items()) or None,
         "optim_target_modules": _targets(spec) if row.layout == "low_rank" else None,
-        "lr_scheduler_type": train.scheduler if "scheduler" in row.reads else "constant",
+        "lr_scheduler_type": train.lr_scheduler_type if "lr_scheduler_type" in row.reads else "constant",
         "weight_decay": train.weight_decay,
-        "adam_beta1": train.beta1,
-        "adam_beta2": train.beta2,
-        "adam_epsilon": train.epsilon,
+        "adam_beta1": train.adam_beta1,
+        "adam_beta2": train.adam_beta2,
+        "adam_epsilon": train.adam_epsilon,
         "max_grad_norm": train.max_grad_norm if "max_grad_norm" in row.reads else 0.0,
     }
 
 
 def _targets(spec: RunSpec) -> str | list[str]:
-    targets = spec.train.projection_targets
+    targets = spec.train.optim_targets
     if targets == "custom":
-        return list(spec.train.projection_modules)
+        return list(spec.train.optim_target_modules)
     return ["attn", "attention"] if targets == "attention" else "all-linear"
 
 
@@ -123,7 +123,7 @@ class Optimizing:
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the spec."""
         trainer: Any = self
-        row = catalog.OPTIMIZERS[self.spec.train.optimizer]
+        row = registry.OPTIMIZERS[self.spec.train.optim]
         if trainer.optimizer is None:
             chosen = trainer.model if model is None else model
             decaying = set(trainer.get_decay_parameter_names(chosen))
@@ -133,9 +133,9 @@ class Optimizing:
                     with _projecting(chosen):
                         super().create_optimizer(model)  # type: ignore[misc]
             else:
-                trainer.optimizer = MAKERS[self.spec.train.optimizer](self.spec, chosen, decaying)
+                trainer.optimizer = MAKERS[self.spec.train.optim](self.spec, chosen, decaying)
             if row.early:  # it is of weights that an engine replaces; the first step makes it anew
-                inside.innermost(trainer.optimizer).state.clear()
+                optimizer_utils.innermost(trainer.optimizer).state.clear()
             if row.layout == "low_rank":
                 _regroup(self.spec, trainer.optimizer, chosen, decaying)
                 if row.inside:
@@ -190,12 +190,12 @@ def _groups(spec: RunSpec, named: list[tuple[str, nn.Parameter]], decaying: set[
 
 def _adam(spec: RunSpec) -> dict[str, Any]:
     train = spec.train
-    return {"lr": train.learning_rate, "betas": (train.beta1, train.beta2), "eps": train.epsilon}
+    return {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
 
 
 def _regroup(spec: RunSpec, optimizer: Any, model: Any, decaying: set[str]) -> None:
     """The Trainer makes projected groups without weight decay, and most without betas; frozen weights are in them."""
-    row, groups = catalog.OPTIMIZERS[spec.train.optimizer], []
+    row, groups = registry.OPTIMIZERS[spec.train.optim], []
     more = {} if row.factored else _adam(spec)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -207,7 +207,7 @@ def _regroup(spec: RunSpec, optimizer: Any, model: Any, decaying: set[str]) -> N
 
 
 def _unprojected(model: Any) -> TrainError:
-    return TrainError(f"train.projection_targets: {type(model).__name__} has no such linear layers to project.")
+    return TrainError(f"train.optim_targets: {type(model).__name__} has no such linear layers to project.")
 
 
 @contextmanager
@@ -341,7 +341,7 @@ def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
     blocks = [[f"{stacks[0]}.{number}."] for number in range(depth)] if stacks else []
     blocks = [block for block in blocks if any(block[0] in name for name, _ in named)]
     if not blocks:
-        raise TrainError(f"train.optimizer: {type(model).__name__} has no list of layers for BAdam to take in turns.")
+        raise TrainError(f"train.optim: {type(model).__name__} has no list of layers for BAdam to take in turns.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the names of all weights that are fp32, in one line
         base = torch.optim.AdamW(_groups(spec, named, decaying), **_adam(spec))
@@ -349,8 +349,8 @@ def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
             base,
             named,
             blocks,
-            switch_block_every=spec.train.block_steps,
-            switch_mode=spec.train.block_order,
+            switch_block_every=spec.train.badam_switch_block_every,
+            switch_mode=spec.train.badam_switch_mode,
             verbose=0,
         )
     made.state_dict = made.whole  # its own constructor put the base's there

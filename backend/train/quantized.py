@@ -25,9 +25,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from backend import catalog
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
+from backend import registry
+from backend.config import RunSpec
+from backend.train.run_log import TrainError
 
 UNPACK: Mapping[str, Any] = {
     "mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig,
@@ -37,19 +37,19 @@ TRAINABLE: Mapping[str, Any] = {"gptq": GPTQConfig, "awq": AwqConfig}
 
 def check(spec: RunSpec) -> None:
     """Raise TrainError for what packed weights cannot do, before any are loaded."""
-    method, row = spec.method, catalog.QUANTIZATIONS[spec.method.quantization]
-    strategy = catalog.STRATEGIES[spec.parallel.strategy]
+    row = registry.QUANTIZATIONS[spec.method.quantization]
+    strategy = registry.STRATEGIES[spec.parallel.strategy]
     if not row.bits:
         return
     if importlib.util.find_spec(row.package) is None:
         raise TrainError(f"method.quantization: {row.label} needs the package {row.package}: pip install it.")
-    if method.lora_init not in ("zero", "gaussian"):
-        raise TrainError(f"method.lora_init: {method.lora_init} needs weights that are not packed: set it to zero.")
-    if spec.checkpoint.merge:
-        raise TrainError("checkpoint.merge: an adapter cannot be merged into packed weights: switch it off.")
-    if strategy.spread and row.bits == 8:
+    if spec.lora.init not in ("default", "gaussian"):
+        raise TrainError(f"lora.init: {spec.lora.init} needs weights that are not packed: set it to zero.")
+    if spec.save.merge_adapter:
+        raise TrainError("save.merge_adapter: an adapter cannot be merged into packed weights: switch it off.")
+    if strategy.shards_weights and row.bits == 8:
         raise TrainError("method.quantization: 8-bit weights cannot be spread over devices: take nf4.")
-    if strategy.version == 1:
+    if strategy.fsdp_version == 1:
         raise TrainError("parallel.strategy: FSDP1 cannot spread packed weights: take fsdp2.")
 
 
@@ -59,11 +59,13 @@ def loading(spec: RunSpec, source: str, options: Mapping[str, Any], dtype: torch
     found: dict[str, Any] = {}
     if came:
         found = _as_it_came(spec, came)
-    elif catalog.QUANTIZATIONS[spec.method.quantization].bits:
+    elif registry.QUANTIZATIONS[spec.method.quantization].bits:
         found = {"quantization_config": configuration(spec, dtype)}
     if not found:
         return {}
-    if catalog.STRATEGIES[spec.parallel.strategy].stage != 3:  # which finds the place by itself, and refuses to be told
+    if (
+        registry.STRATEGIES[spec.parallel.strategy].zero_stage != 3
+    ):  # which finds the place by itself, and refuses to be told
         found["device_map"] = {"": PartialState().device}
     return found
 
@@ -77,7 +79,7 @@ def came_as(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(came.get("quant_method"))
-    row = catalog.PACKED.get(kind)
+    row = registry.PACKED.get(kind)
     if row is None:
         raise TrainError(f"model.{spec.model.source}: transformers trains nothing on weights packed as {kind}.")
     for name in row.packages:
@@ -93,15 +95,15 @@ def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _check_adapter(spec: RunSpec, kind: str, row: catalog.Packed) -> None:
+def _check_adapter(spec: RunSpec, kind: str, row: registry.Packed) -> None:
     if spec.method.kind != "lora":
         raise TrainError(f"method.kind: weights packed as {row.label} carry adapters only: take lora.")
-    if spec.checkpoint.merge:
-        raise TrainError("checkpoint.merge: an adapter cannot be merged into packed weights: switch it off.")
-    if spec.method.lora_init not in ("zero", "gaussian"):
-        raise TrainError(f"method.lora_init: the model comes packed as {row.label}: set it to zero.")
-    if spec.method.lora_dora and kind in TRAINABLE:
-        raise TrainError(f"method.lora_dora: adapters on {row.label} have no DoRA: switch it off.")
+    if spec.save.merge_adapter:
+        raise TrainError("save.merge_adapter: an adapter cannot be merged into packed weights: switch it off.")
+    if spec.lora.init not in ("default", "gaussian"):
+        raise TrainError(f"lora.init: the model comes packed as {row.label}: set it to zero.")
+    if spec.lora.use_dora and kind in TRAINABLE:
+        raise TrainError(f"lora.use_dora: adapters on {row.label} have no DoRA: switch it off.")
     if spec.precision.compute == "fp8" and kind == "bitsandbytes":
         raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
 
@@ -116,15 +118,15 @@ def _installed(distribution: str) -> bool:
 def configuration(spec: RunSpec, dtype: torch.dtype) -> BitsAndBytesConfig:
     """bitsandbytes' options: it computes in the precision of the run."""
     method = spec.method
-    if method.quantization not in catalog.FOUR_BIT:
+    if method.quantization not in registry.FOUR_BIT:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=method.quantization,
-        bnb_4bit_use_double_quant=method.double_quantization,
+        bnb_4bit_use_double_quant=method.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=dtype,
         # Only floating-point tensors are spread over devices; with the usual uint8 each would keep the whole base.
-        bnb_4bit_quant_storage=dtype if catalog.STRATEGIES[spec.parallel.strategy].spread else torch.uint8,
+        bnb_4bit_quant_storage=dtype if registry.STRATEGIES[spec.parallel.strategy].shards_weights else torch.uint8,
     )
 
 

@@ -21,9 +21,9 @@ from trl.chat_template_utils import (
 )
 from trl.data_utils import common_prefix_length
 
-from backend.spec import RunSpec
+from backend.config import RunSpec
 from backend.train.chatml import chatml
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 Turns = Sequence[Mapping[str, Any]]
 
@@ -34,14 +34,14 @@ class Unlearnable(ValueError):
 
 def choose(spec: RunSpec, tokenizer: Any) -> None:
     """Give the tokenizer the chat template that `spec` asks for; it is saved with the model. Raises TrainError."""
-    if spec.data.template == "chatml":
+    if spec.data.chat_template == "chatml":
         tokenizer.chat_template = chatml(tokenizer)
-    elif spec.data.template == "file":
-        path = Path(spec.data.template_file).expanduser()
+    elif spec.data.chat_template == "file":
+        path = Path(spec.data.chat_template_file).expanduser()
         try:
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TrainError(f"data.template_file: {path} cannot be read ({error}).") from error
+            raise TrainError(f"data.chat_template_file: {path} cannot be read ({error}).") from error
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Writer:
         """The best way for this tokenizer's template. Raises TrainError where it has none."""
         template = tokenizer.chat_template
         if not template:
-            raise TrainError("This model has no chat template: set data.template to chatml, or to a file of your own.")
+            raise TrainError(
+                "This model has no chat template: set data.chat_template to chatml, or to a file of your own."
+            )
         if isinstance(template, dict):
             template = template.get("default") or next(iter(template.values()))
         if everything or has_generation_markers(template):
@@ -120,13 +122,15 @@ class Writer:
             if not (after.startswith(before) and whole.startswith(after)):
                 raise Unlearnable(
                     "the chat template rewrites earlier turns, so the answers cannot be told from the rest: "
-                    "set data.learn to all, or give a data.template_file with {% generation %} marks"
+                    "set data.loss_on to all_tokens, or give a data.chat_template_file with {% generation %} marks"
                 )
             spans.append((len(before), len(after.rstrip())))
         try:
             written = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
-            raise Unlearnable("this slow tokenizer cannot tell answers from the rest: set data.learn to all") from error
+            raise Unlearnable(
+                "this slow tokenizer cannot tell answers from the rest: set data.loss_on to all_tokens"
+            ) from error
         ids, offsets = written["input_ids"], written["offset_mapping"]
         learned = [any(start < b and e > a for a, b in spans) for start, e in offsets for start in [start]]
         return ids, [token if yes else -100 for token, yes in zip(ids, learned, strict=True)]

@@ -16,12 +16,12 @@ from typing import Any
 import trl.trainer.utils
 from transformers import PrinterCallback
 
-from backend import catalog
-from backend.run import CHECKPOINTS
-from backend.spec import RunSpec
-from backend.train import device, engine, kernels, optimizers, quantized, stages, unsloth
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import CHECKPOINTS
+from backend.train import device, engine, kernels, optimizers, quantized, trl_trainers, unsloth
 from backend.train.data import Prepared
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
 BALANCE = "output_router_logits"
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
@@ -33,7 +33,7 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     quantized.check(spec)
     optimizers.check(spec, family)
     device.check_precision(spec, family)
-    precision, kind = device.precision(spec, family), catalog.PRECISIONS[spec.precision.compute]
+    precision, kind = device.precision(spec, family), registry.PRECISIONS[spec.precision.compute]
     kernels.check(spec, family, precision)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
@@ -41,16 +41,16 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
     asked = dict(
         output_dir=str(run / CHECKPOINTS),
         use_cpu=family == "cpu",
-        bf16=precision == "bf16" and kind.masters and not fp8,
+        bf16=precision == "bf16" and kind.fp32_master_weights and not fp8,
         fp16=precision == "fp16",
         tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,
-        **{**_training(spec), **stages.arguments(spec)},
+        **{**_training(spec), **trl_trainers.arguments(spec)},
         **optimizers.arguments(spec),
         **_keeping(spec),
         **engine.arguments(spec, run, family, world),
     )
-    config = stages.config(spec)(**asked)
+    config = trl_trainers.config(spec)(**asked)
     unsloth.check(spec, asked, config)
     engine.start(spec, config, family, precision)
     if fp8:
@@ -63,20 +63,20 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
 def _training(spec: RunSpec) -> dict[str, Any]:
     train = spec.train
     return {
-        "num_train_epochs": train.epochs,
-        "max_steps": train.max_steps if train.length == "steps" else -1,
-        "per_device_train_batch_size": train.batch_size,
-        "gradient_accumulation_steps": train.accumulation,
+        "num_train_epochs": train.num_train_epochs,
+        "max_steps": train.max_steps if train.duration == "steps" else -1,
+        "per_device_train_batch_size": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_kwargs": FLOOR.get(train.scheduler),
-        "warmup_steps": train.warmup if train.warmup < 1 else int(train.warmup),
-        "neftune_noise_alpha": train.neftune or None,
-        "train_sampling_strategy": "group_by_length" if train.group_by_length else "random",
+        "lr_scheduler_kwargs": FLOOR.get(train.lr_scheduler_type),
+        "warmup_steps": train.warmup_steps if train.warmup_steps < 1 else int(train.warmup_steps),
+        "neftune_noise_alpha": train.neftune_noise_alpha or None,
+        "train_sampling_strategy": train.train_sampling_strategy,
         "activation_checkpointing": train.activation_checkpointing,
         "gradient_checkpointing": train.activation_checkpointing,  # TRL reads, and switches on, the old name
-        "torch_compile": train.compile,
-        "dataloader_num_workers": train.dataloader_workers,
-        "dataloader_persistent_workers": train.dataloader_workers > 0,
+        "torch_compile": train.torch_compile,
+        "dataloader_num_workers": train.dataloader_num_workers,
+        "dataloader_persistent_workers": train.dataloader_num_workers > 0,
         "seed": train.seed,
         "data_seed": train.seed,
     }
@@ -84,53 +84,57 @@ def _training(spec: RunSpec) -> dict[str, Any]:
 
 def _keeping(spec: RunSpec) -> dict[str, Any]:
     """Evaluation, checkpoints and logging."""
-    evaluation, checkpoint, logging = spec.evaluation, spec.checkpoint, spec.logging
+    logging = spec.logging
     return {
-        "eval_strategy": evaluation.when,
-        "eval_steps": evaluation.steps,
-        "per_device_eval_batch_size": evaluation.batch_size,
+        "eval_strategy": spec.eval.strategy,
+        "eval_steps": spec.eval.steps,
+        "per_device_eval_batch_size": spec.eval.per_device_eval_batch_size,
         "prediction_loss_only": True,
-        "save_strategy": checkpoint.when,
-        "save_steps": checkpoint.steps,
+        "save_strategy": spec.save.strategy,
+        "save_steps": spec.save.steps,
         "save_total_limit": None,  # Keeper deletes: only once the newer one is complete
-        "save_only_model": checkpoint.weights_only,
-        "load_best_model_at_end": checkpoint.best,
-        "metric_for_best_model": "eval_loss" if checkpoint.best else None,
-        "greater_is_better": False if checkpoint.best else None,
+        "save_only_model": spec.save.only_model,
+        "load_best_model_at_end": spec.save.load_best_model_at_end,
+        "metric_for_best_model": "eval_loss" if spec.save.load_best_model_at_end else None,
+        "greater_is_better": False if spec.save.load_best_model_at_end else None,
         "logging_steps": logging.steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # a loss that is no number must be seen
         "log_level": logging.level,
         "report_to": [] if logging.report_to == "none" else [logging.report_to],
-        "run_name": logging.name or None,
+        "run_name": logging.run_name or None,
     }
 
 
 def _check(spec: RunSpec) -> None:
     """Raise TrainError for what the library would refuse in words of its own."""
-    checkpoint, evaluation = spec.checkpoint, spec.evaluation
-    if checkpoint.best and (
-        checkpoint.when != evaluation.when or (checkpoint.when == "steps" and checkpoint.steps % evaluation.steps)
+    if spec.save.load_best_model_at_end and (
+        spec.save.strategy != spec.eval.strategy
+        or (spec.save.strategy == "steps" and spec.save.steps % spec.eval.steps)
     ):
         raise TrainError(
-            "checkpoint.best compares checkpoints by their validation loss: save at steps that are also evaluated "
-            "(the same choice of when, and checkpoint.steps a multiple of evaluation.steps)."
+            "save.load_best_model_at_end compares checkpoints by their validation loss: save at steps that are also evaluated "
+            "(the same choice of when, and save.steps a multiple of eval.steps)."
         )
     engine.check(spec)
     _check_preference(spec)
-    tracker = catalog.REPORTERS[spec.logging.report_to]
+    tracker = registry.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
         raise TrainError(f"logging.report_to: {tracker.label} is not installed: pip install {tracker.package}")
 
 
 def _check_preference(spec: RunSpec) -> None:
     asked, stage = spec.preference, spec.train.stage
-    if stage == "kto" and asked.kto_loss == "kto" and spec.train.batch_size == 1:
-        raise TrainError("train.batch_size: KTO compares the rows of a batch, so it must be 2 or more.")
-    if stage == "dpo" and asked.dpo_loss == "exo_pair" and not asked.label_smoothing:
+    if stage == "kto" and asked.kto_loss_type == "kto" and spec.train.per_device_train_batch_size == 1:
+        raise TrainError(
+            "train.per_device_train_batch_size: KTO compares the rows of a batch, so it must be 2 or more."
+        )
+    if stage == "dpo" and asked.dpo_loss_type == "exo_pair" and not asked.label_smoothing:
         raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
-    if catalog.STAGES[stage].reference and asked.precompute and spec.parallel.strategy == "tensor":
-        raise TrainError("preference.precompute: tensor parallel slices every layer, of which TRL takes no sum.")
+    if registry.STAGES[stage].reference and asked.precompute_ref_log_probs and spec.parallel.strategy == "tensor":
+        raise TrainError(
+            "preference.precompute_ref_log_probs: tensor parallel slices every layer, of which TRL takes no sum."
+        )
 
 
 def _score_learned_tokens_only() -> None:
@@ -160,23 +164,23 @@ def build(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    if spec.parallel.sequence > 1 and spec.parallel.strategy in catalog.DEEPSPEED:
+    if spec.parallel.sequence_parallel_size > 1 and spec.parallel.strategy in registry.DEEPSPEED:
         engine.name_key_heads(model.config)
     with quantized.exact(model), _as_configured(model):
-        trainer = stages.trainer(spec.train.stage)(
+        trainer = trl_trainers.trainer(spec.train.stage)(
             model=model,
             args=config,
             train_dataset=prepared.train,
             eval_dataset=prepared.validation,
             processing_class=tokens,
             callbacks=callbacks,
-            **stages.given(spec.train.stage, reference, prepared.train, prepared.validation),
+            **trl_trainers.given(spec.train.stage, reference, prepared.train, prepared.validation),
         )
-    if spec.train.compile:
+    if spec.train.torch_compile:
         trainer.add_callback(kernels.Compiled(trainer))
     trainer.spec = spec
-    trainer.lora_plus = spec.method.lora_plus
-    if reference is not None and spec.preference.precompute:
+    trainer.lora_plus = spec.lora.loraplus_lr_ratio
+    if reference is not None and spec.preference.precompute_ref_log_probs:
         trainer.ref_model = None  # it was asked about every row
     trainer.remove_callback(PrinterCallback)  # its lines are dicts; ours can be read
     return trainer

@@ -12,39 +12,40 @@ from typing import Any
 
 from transformers import set_seed
 
-from backend import catalog
-from backend.run import MODEL, RESULT
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.runs import MODEL, RESULT
 from backend.train import (
     adapters,
-    answers,
     checkpoints,
     data,
     device,
     engine,
-    hollow,
-    inside,
+    generation,
+    logging_setup,
     lora,
     model,
-    quiet,
+    optimizer_utils,
+    rank0_loading,
     trainers,
-    universal,
+    universal_checkpoint,
 )
-from backend.train.callbacks import Keeper, Reporter, compared
-from backend.train.exam import Exam
-from backend.train.journal import Journal, Stopped, TrainError, write_json
+from backend.train.callbacks import CheckpointCallback, ProgressCallback, compared
+from backend.train.context import TrainContext
+from backend.train.generation_eval import GenerationEvalCallback
+from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import Writer
-from backend.train.work import Work
 
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
 
 
-def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
-    """Train what `spec` says, in the run's `folder`; `anew` begins at step 0. Raises TrainError."""
-    deepspeed = spec.parallel.strategy in catalog.DEEPSPEED
+def train(spec: RunSpec, folder: Path, from_scratch: bool, team: device.ProcessGroup) -> None:
+    """Train what `spec` says, in the run's `folder`; `from_scratch` starts at step 0. Raises TrainError."""
+    deepspeed = spec.parallel.strategy in registry.DEEPSPEED
     device.settle(deepspeed)
-    quiet.calm(spec.logging.level, team.rank, deepspeed)
-    work = Work(spec, folder, anew or spec.checkpoint.start == "anew", team, Journal(folder, team.rank))
+    logging_setup.calm(spec.logging.level, team.rank, deepspeed)
+    from_scratch = from_scratch or spec.save.resume_from == "scratch"
+    work = TrainContext(spec, folder, from_scratch, team, RunLog(folder, team.rank))
     with engine.disk(spec):
         try:
             run(work)
@@ -53,7 +54,7 @@ def train(spec: RunSpec, folder: Path, anew: bool, team: device.Team) -> None:
     team.leave()
 
 
-def run(work: Work) -> None:
+def run(work: TrainContext) -> None:
     """The whole way, phase by phase. Raises TrainError, Stopped."""
     spec, journal, team = work.spec, work.journal, work.team
     journal.phase("preparing model", "")
@@ -66,18 +67,20 @@ def run(work: Work) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    asked = answers.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
-    exam = Exam(work, answers.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked)
-    reporter, keeper = Reporter(journal), Keeper(spec, work.folder, team, journal)
+    asked = generation.questions(Writer.of(tokens, True), prepared.held_out) if prepared.held_out else []
+    exam = GenerationEvalCallback(
+        work, generation.Answering.of(spec, tokens, team, model.DTYPES[work.precision]), asked
+    )
+    reporter, keeper = ProgressCallback(journal), CheckpointCallback(spec, work.folder, team, journal)
     exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
     start = _start(work)
     lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.counts(trainer.model)  # before an optimizer takes layers in turns
-    if spec.parallel.strategy in catalog.DEEPSPEED:
+    if spec.parallel.strategy in registry.DEEPSPEED:
         journal.begin(
             "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
         )
-    start = universal.fit(work, trainer, start)
+    start = universal_checkpoint.fit(work, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
     if keeper.stopped:
@@ -89,7 +92,7 @@ def run(work: Work) -> None:
     _finish(work, trainer, result | exam.after())
 
 
-def _source(work: Work) -> model.Source:
+def _source(work: TrainContext) -> model.Source:
     def find() -> model.Source:
         return model.find(work.spec, work.telling("preparing model"))
 
@@ -97,7 +100,7 @@ def _source(work: Work) -> model.Source:
     return find()
 
 
-def _prepared(work: Work, tokens: Any) -> data.Prepared:
+def _prepared(work: TrainContext, tokens: Any) -> data.Prepared:
     spec, team, folder = work.spec, work.team, work.folder / PREPARED
     work.journal.begin("preparing data", "Preparing data.")
 
@@ -114,20 +117,20 @@ def _prepared(work: Work, tokens: Any) -> data.Prepared:
 
 
 def _trainer(
-    work: Work, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
+    work: TrainContext, config: Any, source: model.Source, tokens: Any, prepared: data.Prepared, callbacks: list[Any]
 ) -> Any:
     """The weights, what they are held to if the stage wants that, and the trainer of both."""
     spec, precision = work.spec, work.precision
     work.journal.begin("loading model", f"Loading {spec.model.name} for {work.family}, {precision}.")
     set_seed(spec.train.seed)
     sliced = engine.slices(spec, work.team.world, precision)
-    whole = hollow.load(work, config, source, tokens, sliced)
+    whole = rank0_loading.load(work, config, source, tokens, sliced)
     engine.check_layers(spec, whole)
     weights = adapters.adapt(spec, whole, precision)
     work.loaded = engine.loaded(weights)
-    hollow.stand_in(weights)
+    rank0_loading.stand_in(weights)
     work.check_stop()
-    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.refers else None
+    reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
     trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
     trainer.work = work
     trained, count = model.counts(trainer.model)
@@ -138,14 +141,14 @@ def _trainer(
     return trainer
 
 
-def _start(work: Work) -> Path | None:
+def _start(work: TrainContext) -> Path | None:
     """The checkpoint to go on from; None for step 0. Tells readers of the curves."""
 
     def choose() -> Path | None:
-        checkpoints.sweep(work.folder, work.anew)
+        checkpoints.sweep(work.folder, work.from_scratch)
         start = checkpoints.last(work.folder)
-        if start is None and work.spec.checkpoint.start == "path":
-            start = checkpoints.named(work.spec.checkpoint.path)
+        if start is None and work.spec.save.resume_from == "path":
+            start = checkpoints.named(work.spec.save.resume_path)
         if start is None and checkpoints.complete(work.folder):
             work.journal.say("The checkpoints hold weights only, so training begins at step 0.")
         step = checkpoints.step_of(start) if start else 0
@@ -177,12 +180,12 @@ def _result(trainer: Any, seconds: float, tokens: int, counts: tuple[int, int]) 
     }
 
 
-def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
+def _finish(work: TrainContext, trainer: Any, result: dict[str, Any]) -> None:
     """Write down what came out, with what each rank held."""
     state = trainer.state
-    result["model"] = MODEL if work.spec.checkpoint.save_model else None
+    result["model"] = MODEL if work.spec.save.final_model else None
     result["held"] = work.team.gather({**engine.held(trainer), "loaded": work.loaded})
-    result["optimizer"] = work.team.gather(inside.held(trainer.optimizer))
+    result["optimizer"] = work.team.gather(optimizer_utils.held(trainer.optimizer))
     result["peak_bytes"] = work.team.gather(device.peak_bytes(work.family))
     result["reserved_bytes"] = work.team.gather(device.reserved_bytes(work.family))
     if work.team.rank == 0:
@@ -190,11 +193,11 @@ def _finish(work: Work, trainer: Any, result: dict[str, Any]) -> None:
     work.journal.begin("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
-def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
-    if not work.spec.checkpoint.save_model:
+def _save(work: TrainContext, trainer: Any, tokens: Any, source: model.Source) -> None:
+    if not work.spec.save.final_model:
         return
     work.journal.begin("saving", "Saving the trained model.")
-    if work.spec.checkpoint.merge:
+    if work.spec.save.merge_adapter:
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
     state = engine.whole(work.spec, trainer)
@@ -206,7 +209,7 @@ def _save(work: Work, trainer: Any, tokens: Any, source: model.Source) -> None:
             error = str(caught)
     if error := work.team.share(error):
         raise TrainError(error)
-    if catalog.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
+    if registry.STAGES[work.spec.train.stage].scores and hasattr(weights, "peft_config"):
         work.journal.say("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from backend.spec import RunSpec
-from backend.train.journal import TrainError
+from backend.config import RunSpec
+from backend.train.run_log import TrainError
 
 # Arguments of the Trainer that it is known to change, and the options that they come from.
 KEPT = {
-    "optim": "train.optimizer",
+    "optim": "train.optim",
     "packing": "data.packing",
     "bf16": "precision.compute",
     "fp16": "precision.compute",
@@ -29,17 +29,17 @@ KEPT = {
 
 def begin(spec: RunSpec) -> None:
     """Import it, if it is asked for. Raises TrainError where it is missing or does not work here."""
-    if not spec.train.unsloth:
+    if not spec.train.use_unsloth:
         return
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # or it tells the hub of every start
     try:
         importlib.import_module("unsloth")
     except ModuleNotFoundError as error:
         if error.name != "unsloth":
-            raise TrainError(f"train.unsloth needs the package {error.name} too: pip install it.") from error
-        raise TrainError("train.unsloth needs the package unsloth: pip install it.") from error
+            raise TrainError(f"train.use_unsloth needs the package {error.name} too: pip install it.") from error
+        raise TrainError("train.use_unsloth needs the package unsloth: pip install it.") from error
     except Exception as error:  # of any kind: it looks at devices, drivers and versions
-        raise TrainError(f"train.unsloth: it does not work here: {_first(error)}") from error
+        raise TrainError(f"train.use_unsloth: it does not work here: {_first(error)}") from error
 
 
 def read(spec: RunSpec, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def attach(spec: RunSpec, model: Any, config: Any) -> Any:
 
 def check(spec: RunSpec, asked: Mapping[str, Any], config: Any) -> None:
     """Raise TrainError if the Trainer's `config` is not what was `asked` for."""
-    if not spec.train.unsloth:
+    if not spec.train.use_unsloth:
         return
     for name, option in KEPT.items():
         want, found = asked.get(name), getattr(config, name, None)
@@ -92,8 +92,8 @@ def check(spec: RunSpec, asked: Mapping[str, Any], config: Any) -> None:
 def check_kernels(spec: RunSpec, model: Any) -> None:
     """Raise TrainError if nothing of the model is computed by it: it would only say so."""
     forwards = [module.forward for module in model.modules()]
-    if spec.train.unsloth and not any(str(getattr(f, "__module__", "")).startswith("unsloth") for f in forwards):
-        raise TrainError(f"train.unsloth: Unsloth has no kernels for {model.config.model_type}: switch it off.")
+    if spec.train.use_unsloth and not any(str(getattr(f, "__module__", "")).startswith("unsloth") for f in forwards):
+        raise TrainError(f"train.use_unsloth: Unsloth has no kernels for {model.config.model_type}: switch it off.")
 
 
 def _fast() -> Any:

@@ -38,7 +38,7 @@ def collate(items: list[dict]) -> dict:
     return batch
 
 
-class Clock(TrainerCallback):
+class StepTimer(TrainerCallback):
     """When each step ended."""
 
     times: list[float] = []  # noqa: RUF012 - one instance a process
@@ -55,5 +55,5 @@ with tempfile.TemporaryDirectory() as out:
         seed=42, disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     data = Dataset.from_list([encode(row) for row in rows])
-    Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()]).train()
-    print(f"steps_per_second={(steps - 2) / (Clock.times[-1] - Clock.times[1])}")
+    Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[StepTimer()]).train()
+    print(f"steps_per_second={(steps - 2) / (StepTimer.times[-1] - StepTimer.times[1])}")

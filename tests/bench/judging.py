@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from backend.judge import judge
+from backend.config import RunSpec
+from backend.config.presets import presets
 from backend.machine import machines, probe
-from backend.presets import presets
-from backend.spec import RunSpec
+from backend.preflight import preflight
 
 TIMES = 20
 
@@ -24,5 +24,5 @@ def measure(folder: Path) -> Iterator[tuple[str, list[float], str]]:
 
 def _one(spec: RunSpec, machine: object, folder: Path) -> float:
     begin = time.perf_counter()
-    judge(spec, machine, folder)
+    preflight(spec, machine, folder)
     return 1000 * (time.perf_counter() - begin)

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import sync_playwright
 
-from backend import presets
-from backend.judge import judge
+from backend.config import presets
 from backend.machine import probe
-from backend.run import LOG, METRICS, Plan
-from backend.run.folder import Run
+from backend.preflight import preflight
+from backend.runs import LOG, METRICS, Plan
+from backend.runs.folder import Run
 from tests.browser.served import CHROMIUM, FLAGS, Server
 
 Figure = tuple[str, list[float], str]
@@ -66,7 +66,7 @@ def judging() -> Iterator[Figure]:
     machine, spec, times = probe(Path.cwd()), presets.read("first-run"), []
     for _ in range(300):
         begin = time.perf_counter()
-        judge(spec, machine, Path.cwd())
+        preflight(spec, machine, Path.cwd())
         times.append(1000 * (time.perf_counter() - begin))
     yield "rules, estimate and plan", times, "ms"
 
@@ -88,7 +88,7 @@ def edits(server: Server, browser: object) -> Iterator[Figure]:
 
 def _typed(page: object) -> list[float]:
     page.evaluate("window.edits = []")
-    field = page.locator("#train-batch_size input")
+    field = page.locator("#train-per_device_train_batch_size input")
     for i in range(60):
         field.fill(str(1 + i % 9))
         page.wait_for_timeout(300)

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from backend import presets
-from backend.judge import judge
+from backend.config import RunSpec, presets
+from backend.config.options import edit
 from backend.machine import probe
-from backend.options import edit
-from backend.run import METRICS
-from backend.run.folder import ALIVE, Run
-from backend.spec import RunSpec
+from backend.preflight import preflight
+from backend.runs import METRICS
+from backend.runs.folder import ALIVE, Run
 
 Figure = tuple[str, list[float], str]
 STEPS = 10
@@ -26,22 +25,22 @@ def case(processes: int) -> RunSpec:
     return edit(
         presets.read("first-run"),
         {
-            "train.length": "steps",
+            "train.duration": "steps",
             "train.max_steps": STEPS,
-            "train.batch_size": 4,
-            "evaluation.when": "no",
-            "evaluation.samples": 0,
-            "checkpoint.when": "no",
-            "checkpoint.save_model": False,
+            "train.per_device_train_batch_size": 4,
+            "eval.strategy": "no",
+            "eval.num_generations": 0,
+            "save.strategy": "no",
+            "save.final_model": False,
             "parallel.strategy": "ddp" if processes > 1 else "single",
-            "launch.processes": max(2, processes),
+            "launch.nproc_per_node": max(2, processes),
         },
     )
 
 
 def ours(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
     """Run `spec`: seconds from Start to the first point, seconds in all, and the points."""
-    found = judge(spec, probe(folder), Path.cwd())
+    found = preflight(spec, probe(folder), Path.cwd())
     begin, first = time.time(), 0.0
     run = Run.create(folder / "runs", "bench", found.plan, datetime.now())
     run.start()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backend.paths import HOME
-from backend.run.folder import ALIVE, runs
+from backend.runs.folder import ALIVE, runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [

@@ -20,41 +20,41 @@ FULL = "method: {kind: full}\n"
 STARTS = {
     "galore-zero3": (
         "4x80gb",
-        SMALL + FULL + "train: {optimizer: galore, learning_rate: 0.00002}\n"
+        SMALL + FULL + "train: {optim: galore, learning_rate: 0.00002}\n"
         "parallel: {strategy: zero3}\nlaunch: {processes: 4}\n",
         "OPT003",
     ),
     "galore-zero3-8b": (
         "2x24gb",
-        EIGHT_B + FULL + "train: {optimizer: galore, learning_rate: 0.00002}\nparallel: {strategy: zero3}\n",
+        EIGHT_B + FULL + "train: {optim: galore, learning_rate: 0.00002}\nparallel: {strategy: zero3}\n",
         "OPT003",
     ),
     "layerwise-galore-on-two": (
         "4x80gb",
-        SMALL + FULL + "train: {optimizer: galore_layerwise, accumulation: 4, learning_rate: 0.00002}\n"
+        SMALL + FULL + "train: {optim: galore_layerwise, gradient_accumulation_steps: 4, learning_rate: 0.00002}\n"
         "parallel: {strategy: ddp}\n",
         "OPT004",
     ),
     "badam-ddp": (
         "4x80gb",
-        SMALL + FULL + "train: {optimizer: badam, learning_rate: 0.00002}\nparallel: {strategy: ddp}\n",
+        SMALL + FULL + "train: {optim: badam, learning_rate: 0.00002}\nparallel: {strategy: ddp}\n",
         "OPT004",
     ),
     "unsloth-zero3": (
         "8x80gb",
-        EIGHT_B + "train: {unsloth: true}\nparallel: {strategy: zero3}\nlaunch: {processes: 8}\n",
+        EIGHT_B + "train: {use_unsloth: true}\nparallel: {strategy: zero3}\nlaunch: {processes: 8}\n",
         "UNS003",
     ),
-    "absurd-rank": ("1x24gb", EIGHT_B + "method: {lora_rank: 4096, lora_init: pissa}\n", "ADP002"),
+    "absurd-rank": ("1x24gb", EIGHT_B + "lora: {r: 4096, init: pissa}\n", "ADP002"),
     "fp16-on-a-cpu": ("laptop", "precision: {compute: fp16}\n", "PRC001"),
     "qlora-fsdp1": ("2x24gb", EIGHT_B + "method: {quantization: nf4}\nparallel: {strategy: fsdp1}\n", "QNT004"),
-    "pissa-on-a-packed-base": ("1x24gb", SMALL + "method: {quantization: nf4, lora_init: pissa}\n", "QNT002"),
+    "pissa-on-a-packed-base": ("1x24gb", SMALL + "method: {quantization: nf4}\nlora: {init: pissa}\n", "QNT002"),
     "deepspeed-by-python": (
         "4x80gb",
         SMALL + "parallel: {strategy: zero2}\nlaunch: {processes: 4, launcher: python}\n",
         "LCH001",
     ),
-    "flash-without-a-gpu": ("laptop", "model: {attention: flash_attention_2}\n", "KRN001"),
+    "flash-without-a-gpu": ("laptop", "model: {attn_implementation: flash_attention_2}\n", "KRN001"),
     "longer-than-the-model-counts": (
         "1x24gb",
         "model: {source: path, path: GPT2}\ndata: {max_length: 4096}\n",
@@ -69,7 +69,7 @@ STARTS = {
     ),
     "best-never-evaluated": (
         "1x24gb",
-        SMALL + "evaluation: {when: steps, steps: 30}\ncheckpoint: {best: true, when: steps, steps: 70}\n",
+        SMALL + "eval: {strategy: steps, steps: 30}\ncheckpoint: {best: true, when: steps, steps: 70}\n",
         "TRN006",
     ),
     "eight-processes-on-two": ("2x24gb", SMALL + "parallel: {strategy: ddp}\nlaunch: {processes: 8}\n", "LCH002"),

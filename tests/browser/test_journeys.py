@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from backend.run import METRICS, SPEC
-from backend.run.folder import ALIVE, Run, runs
-from backend.run.processes import carriers as left_of
+from backend.runs import METRICS, SPEC
+from backend.runs.folder import ALIVE, Run, runs
+from backend.runs.processes import carriers as left_of
 
 SLOW = 240_000  # ms; two cores that others use too, libraries that load for ten seconds
 
@@ -69,10 +69,10 @@ def tiny(page, steps):
     choose(page, "model.builtin", "Tiny Llama (random)")
     put(page, "train.max_steps", steps)
     section(page, "evaluation")
-    put(page, "evaluation.samples", 2)
-    put(page, "evaluation.max_new_tokens", 4)
+    put(page, "eval.num_generations", 2)
+    put(page, "eval.max_new_tokens", 4)
     section(page, "checkpoint")
-    put(page, "checkpoint.steps", 5)
+    put(page, "save.steps", 5)
     verdict(page, "^Can run")
 
 
@@ -112,10 +112,10 @@ def test_nodes_have_a_command_each(server, page):
     section(page, "launch")
     assert not page.locator("#launch-rendezvous").is_visible()
     choose(page, "parallel.strategy", "DDP")
-    assert not page.locator("#launch-address").is_visible()
+    assert not page.locator("#launch-master_addr").is_visible()
     choose(page, "launch.rendezvous", "Several")
     verdict(page, "^Cannot run")
-    put(page, "launch.address", "10.0.0.1")
+    put(page, "launch.master_addr", "10.0.0.1")
     put(page, "launch.node_rank", 5)
     verdict(page, "^Cannot run")
     card = page.locator('.fp-finding[data-code="NOD001"]')
@@ -229,42 +229,42 @@ def test_killed_rank_is_failed_with_its_cause(server, page):
 
 def test_edits_survive_reload_restart_and_second_tab(server, page):
     opened(page, server)
-    put(page, "method.lora_rank", 77)
-    put(page, "logging.name", "my <b>run</b>")
+    put(page, "lora.r", 77)
+    put(page, "logging.run_name", "my <b>run</b>")
     page.wait_for_function("() => document.querySelector('#fp-preview-text').textContent.length > 0")
     page.wait_for_timeout(400)
     server.kill()
     server.start()
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    assert value(page, "method.lora_rank") == 77
+    assert value(page, "lora.r") == 77
     other = page.context.new_page()
     other.goto(page.url)
     other.wait_for_selector("body[data-ready]", timeout=30_000)
-    assert value(other, "method.lora_rank") == 77
-    assert value(other, "logging.name") == "my <b>run</b>"
-    assert other.locator("#logging-name :is(input, textarea)").input_value() == "my <b>run</b>"
+    assert value(other, "lora.r") == 77
+    assert value(other, "logging.run_name") == "my <b>run</b>"
+    assert other.locator("#logging-run_name :is(input, textarea)").input_value() == "my <b>run</b>"
 
 
 def test_hidden_fields_keep_their_values(server, page):
     opened(page, server)
-    put(page, "method.lora_rank", 33)
+    put(page, "lora.r", 33)
     choose(page, "method.kind", "Full")
-    page.wait_for_selector("#method-lora_rank", state="hidden")
+    page.wait_for_selector("#lora-r", state="hidden")
     page.wait_for_timeout(300)
     assert "lora_rank" not in page.evaluate("() => FP.verdict.script()")
     choose(page, "method.kind", "LoRA")
-    page.wait_for_selector("#method-lora_rank", state="visible")
-    assert value(page, "method.lora_rank") == 33
+    page.wait_for_selector("#lora-r", state="visible")
+    assert value(page, "lora.r") == 33
 
 
 def test_bad_values_are_named_and_nothing_is_lost(server, page):
     opened(page, server)
-    put(page, "train.batch_size", 3.7)
+    put(page, "train.per_device_train_batch_size", 3.7)
     verdict(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("whole number")
-    assert page.locator("#train-batch_size").get_attribute("data-level") == "error"
-    put(page, "train.batch_size", 4)
+    assert page.locator("#train-per_device_train_batch_size").get_attribute("data-level") == "error"
+    put(page, "train.per_device_train_batch_size", 4)
     verdict(page, "^Can run")
     choose(page, "data.source", "Files")
     put(page, "data.files", "/nowhere/rows.jsonl")
@@ -325,8 +325,8 @@ def test_clean_shell_gives_the_same_losses(server, page):
     first = pytest.approx(losses_of(run.path), rel=0, abs=5e-6)
     assert losses_of(Path(place)) == first
     assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
-    subprocess.run([*clean, run.path / "run.sh", "--anew"], check=True, capture_output=True, timeout=180)
-    assert losses_of(run.path)[-12:] == first
+    subprocess.run([*clean, run.path / "run.sh", "--from-scratch"], check=True, capture_output=True, timeout=180)
+    assert losses_of(run.path)[-6:] == first
     assert [r.id for r in runs(server.runs)] == [run.id]
 
 
@@ -341,13 +341,18 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     def seen(*names):
         return [name for name in names if page.locator(f'[id="{name.replace(".", "-")}"]').is_visible()]
 
-    own = ("parallel.find_unused_parameters", "parallel.offload_optimizer", "parallel.nvme_path", "parallel.replicas")
+    own = (
+        "parallel.ddp_find_unused_parameters",
+        "parallel.offload_optimizer",
+        "parallel.nvme_path",
+        "parallel.replicate_size",
+    )
     opened(page, server)
     section(page, "launch")
     more(page, "launch")
     choose(page, "parallel.strategy", "DDP")
-    assert seen(*own) == ["parallel.find_unused_parameters"]
-    put(page, "parallel.bucket_mb", 31)
+    assert seen(*own) == ["parallel.ddp_find_unused_parameters"]
+    put(page, "parallel.bucket_cap_mb", 31)
     choose(page, "parallel.strategy", "ZeRO-3")
     assert seen(*own) == ["parallel.offload_optimizer"]
     choose(page, "parallel.offload_optimizer", "NVMe")
@@ -356,8 +361,8 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     verdict(page, "^Cannot run")
     page.wait_for_selector('.fp-finding:has-text("no folder /nowhere")', timeout=30_000)
     choose(page, "parallel.strategy", "FSDP2")
-    assert seen(*own) == ["parallel.replicas"]
-    put(page, "parallel.replicas", 2)
+    assert seen(*own) == ["parallel.replicate_size"]
+    put(page, "parallel.replicate_size", 2)
     choose(page, "parallel.strategy", "ZeRO-3")
     assert seen(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     assert (
@@ -366,26 +371,26 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     choose(page, "parallel.strategy", "FSDP2")
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    assert value(page, "parallel.replicas") == 2
+    assert value(page, "parallel.replicate_size") == 2
     assert value(page, "parallel.offload_optimizer") == "nvme"
-    assert value(page, "parallel.bucket_mb") == 31
+    assert value(page, "parallel.bucket_cap_mb") == 31
 
 
 def test_names_found_in_the_model_are_a_click_away(page, server):
     opened(page, server)
     choose(page, "model.builtin", "Tiny Llama (random)")
-    choose(page, "method.lora_targets", "By name")
+    choose(page, "lora.targets", "By name")
     verdict(page, "Cannot run")
-    names = page.locator("#method-lora_target_modules .fp-names")
+    names = page.locator("#lora-target_modules .fp-names")
     expect(names.get_by_role("button")).to_have_text(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     names.evaluate("(box) => [...box.children].filter((b) => /[qv]_proj/.test(b.textContent)).map((b) => b.click())")
-    page.wait_for_function("() => FP.form.values()['method.lora_target_modules'] === 'q_proj, v_proj'")
+    page.wait_for_function("() => FP.form.values()['lora.target_modules'] === 'q_proj, v_proj'")
     expect(names.get_by_role("button", name="q_proj")).to_have_attribute("aria-pressed", "true")
     verdict(page, "Can run")
     names.get_by_role("button", name="q_proj").click()
-    expect(page.locator("#method-lora_target_modules input")).to_have_value("v_proj")
+    expect(page.locator("#lora-target_modules input")).to_have_value("v_proj")
 
 
 def test_a_run_is_planned_for_a_cluster(page, server):
@@ -430,8 +435,8 @@ def test_what_is_pasted_counts(page, server):
     page.keyboard.insert_text("Qwen/Qwen3-8B")
     page.wait_for_function("() => FP.form.values()['model.hub_id'] === 'Qwen/Qwen3-8B'")
     page.wait_for_function("() => !document.querySelector('[data-code=MDL002]')")
-    put(page, "train.batch_size", 3)
-    page.wait_for_function("() => FP.form.values()['train.batch_size'] === 3")
+    put(page, "train.per_device_train_batch_size", 3)
+    page.wait_for_function("() => FP.form.values()['train.per_device_train_batch_size'] === 3")
     assert value(page, "model.hub_id") == "Qwen/Qwen3-8B"
     page.locator("#model-hub_id input").fill("")
     page.wait_for_selector("[data-code=MDL002]")

@@ -16,7 +16,7 @@ ask = json.loads((folder / "ask.json").read_text())
 gpu = ask["family"] != "cpu"
 
 
-class Clock(TrainerCallback):
+class StepTimer(TrainerCallback):
     """When each step had really ended: a GPU works on after Python has gone on."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ arguments = SFTConfig(
     dataloader_pin_memory=gpu, seed=42, data_seed=42, disable_tqdm=True,
 )  # fmt: skip
 rows = load_dataset("json", data_files=ask["rows"], split="train", cache_dir=str(folder / "cache"))
-clock = Clock()
+clock = StepTimer()
 SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokens, callbacks=[clock]).train()
 peak = torch.cuda.max_memory_allocated() if gpu else 0
 (folder / "told.json").write_text(json.dumps({"times": clock.times, "losses": clock.losses, "peak_bytes": peak}))

@@ -10,7 +10,7 @@ import pytest
 from host import Host, a_host
 from trainings import nothing
 
-from backend.train import builtin
+from backend.train import builtin_models
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def cache(root: Path) -> Iterator[Path]:
     """A cache with the tiny model, which this process uses too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin.prepare("tiny-llama", nothing)
+        builtin_models.prepare("tiny-llama", nothing)
         yield root / "cache"
 
 

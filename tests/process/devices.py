@@ -30,12 +30,12 @@ from host import Host, a_host, write
 from trainings import a_spec, losses, result, text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from backend.judge import Judgement, judge
 from backend.machine import Machine, probe
 from backend.paths import ASSETS, HOME
-from backend.run import processes, start_env
-from backend.run.folder import ALIVE, Run
-from backend.train import builtin
+from backend.preflight import Report, preflight
+from backend.runs import processes, start_env
+from backend.runs.folder import ALIVE, Run
+from backend.train import builtin_models
 
 GIB = 1024**3
 # bf16 keeps 8 bits: each rounding is wrong by up to 0.4 %. A loss is a mean over thousands of tokens, where most of
@@ -47,13 +47,13 @@ WHOLE = {
     "method.kind": "full",
     "data.source": "files",
     "data.format": "messages",
-    "data.learn": "all",
+    "data.loss_on": "all_tokens",
     "data.max_samples": 0,
     "data.validation": "none",
-    "train.batch_size": 4,
-    "train.warmup": 0.0,
+    "train.per_device_train_batch_size": 4,
+    "train.warmup_steps": 0.0,
     "precision.compute": "bf16",
-    "parallel.timeout": 300,
+    "parallel.ddp_timeout": 300,
 }
 ADAPTER = {"method.kind": "lora", "train.learning_rate": 1e-3}
 TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 352}
@@ -134,7 +134,7 @@ def zero(stage: int, ranks: int = 1, **more: Any) -> Case:
     changes = {"parallel.strategy": f"zero{stage}", **{f"parallel.{k}": v for k, v in more.items()}}
     by = "DeepSpeedCPUAdam" if "offload_optimizer" in more else "AdamW"
     parts = (ranks if stage == 3 else 1, ranks)
-    saves = 4 if ranks > 1 else 6 if "offload_parameters" in more else None
+    saves = 4 if ranks > 1 else 6 if "offload_param" in more else None
     like = "ddp" if ranks > 1 else "plain"
     return Case(changes, ranks, like, BF16, "DEEPSPEED", stage, by, parts, saves)
 
@@ -151,7 +151,7 @@ ONE = {
     "plain": Case({}, does=(FUSED,), never=(WRITTEN_OUT,)),
     "zero2": zero(2),
     "zero3": zero(3),
-    "zero3-offload": zero(3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "zero3-offload": zero(3, offload_optimizer="cpu", offload_param="cpu"),
     "lora": Case(ADAPTER, like="lora"),
     "qlora": Case(
         {**ADAPTER, "method.quantization": "nf4"}, like="lora", near=COARSE, saves=1, needs="bitsandbytes",
@@ -162,25 +162,25 @@ ONE = {
     ),
     "pure-bf16": Case({"precision.compute": "pure_bf16"}, near=COARSE, saves=6),
     "flash-2": Case(
-        {"model.attention": "flash_attention_2"}, needs="flash_attn", oldest=(8, 0), only=("cuda",),
+        {"model.attn_implementation": "flash_attention_2"}, needs="flash_attn", oldest=(8, 0), only=("cuda",),
         # torch has kernels of that library inside, under a name of its own: those would be SDPA.
         does=(r"^flash_attn|FlashAttn\w*Func|(?<!pytorch_)flash::\w*flash_fwd",), never=("scaled_dot_product",),
     ),
-    "eager": Case({"model.attention": "eager"}, does=("aten::_?softmax",), never=("scaled_dot_product",)),
-    "liger": Case({"train.liger": True}, needs="liger_kernel", only=("cuda",), saves=0, does=(LIGER,)),
-    "compiled": Case({"train.compile": True}, does=(r"Torch-Compiled Region|^triton_|CompiledFunction",)),
+    "eager": Case({"model.attn_implementation": "eager"}, does=("aten::_?softmax",), never=("scaled_dot_product",)),
+    "liger": Case({"train.use_liger_kernel": True}, needs="liger_kernel", only=("cuda",), saves=0, does=(LIGER,)),
+    "compiled": Case({"train.torch_compile": True}, does=(r"Torch-Compiled Region|^triton_|CompiledFunction",)),
     "adamw-8bit": Case(
-        {"train.optimizer": "adamw_8bit"}, near=COARSE, saves=4, needs="bitsandbytes",
+        {"train.optim": "adamw_8bit"}, near=COARSE, saves=4, needs="bitsandbytes",
         does=("bitsandbytes::optimizer_update_8bit_blockwise",),
     ),
-    "adamw-paged": Case({"train.optimizer": "adamw_paged"}, saves=6, needs="bitsandbytes"),
+    "adamw-paged": Case({"train.optim": "adamw_paged"}, saves=6, needs="bitsandbytes"),
 }  # fmt: skip
 SEVERAL = {
     "ddp": Case({"parallel.strategy": "ddp"}, 2, engine="ddp"),
     "zero2-2": zero(2, 2),
     "zero3-2": zero(3, 2),
     "fsdp2": spread("fsdp2"),
-    "hsdp": spread("fsdp2", 4, replicas=2),
+    "hsdp": spread("fsdp2", 4, replicate_size=2),
     "tensor": spread("tensor"),
 }
 CASES = {**ONE, **SEVERAL}
@@ -197,7 +197,7 @@ class Trained:
     host: Host | None
     model: Path
     rows: Path
-    made: dict[str, tuple[Path, Judgement] | str] = field(default_factory=dict)
+    made: dict[str, tuple[Path, Report] | str] = field(default_factory=dict)
 
     def missing(self, name: str) -> str:
         """Why a case cannot be tried here; '' if it can."""
@@ -219,15 +219,15 @@ class Trained:
             return f"{found.estimate.device_bytes / GIB:.1f} GiB do not fit what is free"
         return ""
 
-    def judged(self, name: str, **more: Any) -> Judgement:
+    def judged(self, name: str, **more: Any) -> Report:
         case = CASES[name]
         data = {"model.source": "path", "model.path": str(self.model), "data.files": str(self.rows)}
-        size = {"train.batch_size": 4 if case.engine == "tensor" else 4 // case.ranks}
-        count = {"launch.processes": case.ranks}
+        size = {"train.per_device_train_batch_size": 4 if case.engine == "tensor" else 4 // case.ranks}
+        count = {"launch.nproc_per_node": case.ranks}
         spec = a_spec({**self.place.base, **data, **size, **count, **case.changes, **more})
-        return judge(spec, self.machine, self.root)
+        return preflight(spec, self.machine, self.root)
 
-    def run(self, name: str) -> tuple[Path, Judgement]:
+    def run(self, name: str) -> tuple[Path, Report]:
         """The case's folder, and what was said of it before; skips what cannot be tried here."""
         if why := self.missing(name):
             pytest.skip(f"{name}: {why}")
@@ -241,7 +241,7 @@ class Trained:
         assert not isinstance(made, str), made
         return made
 
-    def start(self, name: str, found: Judgement) -> Path:
+    def start(self, name: str, found: Report) -> Path:
         # The rehearsal starts one for real as well.
         if self.host is None or name == "plain":
             return launched(self.root / "runs", name, found)
@@ -283,7 +283,7 @@ class Trained:
             assert self.host.run(folder, env=found.plan.env, script=script) == 0, text(folder)
         return list(json.loads((folder / "seen.json").read_text()))
 
-    def alone(self, folder: Path, found: Judgement, script: str, *arguments: str) -> None:
+    def alone(self, folder: Path, found: Report, script: str, *arguments: str) -> None:
         """Run a script of this folder in `folder`, with what the plan sets."""
         command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
         with (folder / "log.txt").open("wb") as log:
@@ -292,7 +292,7 @@ class Trained:
         assert code.returncode == 0, text(folder)
 
 
-def launched(root: Path, name: str, found: Judgement, seconds: float = 1800) -> Path:
+def launched(root: Path, name: str, found: Report, seconds: float = 1800) -> Path:
     """The folder of a run that was started as the page starts it, and ended well."""
     run = Run.create(root, name, found.plan, datetime.now())
     run.start()
@@ -336,7 +336,7 @@ def prepared(place: Place, root: Path) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for key, value in {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "HF_HUB_OFFLINE": "1"}.items():
             patch.setenv(key, value)
-        tiny = builtin.prepare("tiny-llama", lambda text, share: None)
+        tiny = builtin_models.prepare("tiny-llama", lambda text, share: None)
         host = None if place.exact else stack.enter_context(a_host(cache))
         yield Trained(place, machine, root, host, a_model(tiny, root, place), some_rows(root, place))
 

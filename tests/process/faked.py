@@ -32,9 +32,9 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import catalog
-from backend.derived import masters, world
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.config.processes import world_size
 from backend.train import adapters
 from backend.train.model import DTYPES
 
@@ -91,7 +91,8 @@ def attend(
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    if query.dtype != torch.float32 and attn_mask is None:
+    alike = query.shape[-1] == value.shape[-1]  # FlashAttention takes no values of another width (multi-head latent)
+    if query.dtype != torch.float32 and attn_mask is None and alike:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if key.shape[1] == query.shape[1]:
         bias = None
@@ -165,13 +166,13 @@ class Step:
     tracker: Tracker = field(default_factory=Tracker)
 
     def __post_init__(self) -> None:
-        self.strategy = catalog.STRATEGIES[self.spec.parallel.strategy]
-        self.masters = masters(self.spec)
-        self.precision = catalog.PRECISIONS[self.spec.precision.compute].computes
+        self.strategy = registry.STRATEGIES[self.spec.parallel.strategy]
+        self.fp32_master_weights = registry.PRECISIONS[self.spec.precision.compute].fp32_master_weights
+        self.precision = registry.PRECISIONS[self.spec.precision.compute].compute_dtype
 
     def peaks(self) -> dict[str, int]:
         """The most bytes on rank 0 in each part of the step."""
-        count, mesh = world(self.spec), None
+        count, mesh = world_size(self.spec), None
         try:
             if count > 1:
                 dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
@@ -196,7 +197,7 @@ class Step:
             weight.register_post_accumulate_grad_hook(self.tracker.gradient)
         layers[-1].register_forward_hook(lambda _, __, out: self.then(out, "upper"))
         layers[len(layers) // 2].register_forward_pre_hook(lambda _, given: self.then(given[0], "lower"))
-        for left in reversed(range(self.spec.train.accumulation)):
+        for left in reversed(range(self.spec.train.gradient_accumulation_steps)):
             self.tracker.begin("forward")
             with self.unsent(whole) if left else contextlib.nullcontext():
                 self.loss(whole).backward()
@@ -216,7 +217,7 @@ class Step:
     def model(self) -> nn.Module:
         """As backend.train makes it; on the meta device first, where weights can be given another type."""
         lora = self.spec.method.kind == "lora"
-        dtype = DTYPES[self.precision] if lora or not self.masters else torch.float32
+        dtype = DTYPES[self.precision] if lora or not self.fp32_master_weights else torch.float32
         with torch.device("meta"):
             config = AutoConfig.for_model(**self.config)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -239,13 +240,13 @@ class Step:
     def spread(self, model: nn.Module, mesh: Any) -> nn.Module:
         parallel = self.spec.parallel
         if self.strategy.engine == "ddp":
-            whole = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_mb)
+            whole = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_cap_mb)
             whole.register_comm_hook(None, arrived)
             return whole
         if self.strategy.engine != "fsdp":
             return model
         computes = DTYPES[self.precision]
-        reduce = torch.float32 if parallel.reduce_precision == "fp32" else computes
+        reduce = torch.float32 if parallel.reduce_dtype == "fp32" else computes
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=parallel.reshard_after_forward,
@@ -255,7 +256,7 @@ class Step:
         )
         accelerator = SimpleNamespace(
             state=SimpleNamespace(fsdp_plugin=plugin),
-            mixed_precision=self.precision if self.masters and self.precision != "fp32" else "no",
+            mixed_precision=self.precision if self.fp32_master_weights and self.precision != "fp32" else "no",
             is_main_process=False,
             device=torch.device("cpu"),
             torch_device_mesh=mesh,
@@ -274,10 +275,10 @@ class Step:
     def loss(self, model: nn.Module) -> torch.Tensor:
         """As TRL's trainer computes it. accelerate casts by autocast, but under FSDP2, whose policy casts."""
         train = self.spec.train
-        ids = torch.zeros(train.batch_size, self.spec.data.max_length, dtype=torch.int64)
+        ids = torch.zeros(train.per_device_train_batch_size, self.spec.data.max_length, dtype=torch.int64)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
         balanced = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
-        casts = self.precision != "fp32" and self.masters and self.strategy.engine != "fsdp"
+        casts = self.precision != "fp32" and self.fp32_master_weights and self.strategy.engine != "fsdp"
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             out = model(**given, **balanced, fused_lm_head=True)
         self.tracker.begin("loss")

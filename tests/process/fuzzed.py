@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend import catalog
-from backend.options import SpecError, by_name, edit, options
-from backend.spec import RunSpec
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import SpecError, by_name, edit, options
 
 Patch = dict[str, Any]
 
@@ -80,22 +80,22 @@ FIXED: Mapping[str, str] = {
     "data.hub_config": "no hub can be reached",
     "data.hub_split": "no hub can be reached",
     "data.validation_files": "set with the rows",
-    "data.template_file": "set with the rows",
-    "train.unsloth": "installed by a proof of its own (test_unsloth.py)",
+    "data.chat_template_file": "set with the rows",
+    "train.use_unsloth": "installed by a proof of its own (test_unsloth.py)",
     "parallel.nvme_path": "set with the folder",
-    "checkpoint.start": "set with the folder: every run begins in a new one",
-    "checkpoint.path": "set with the folder",
+    "save.resume_from": "set with the folder: every run begins in a new one",
+    "save.resume_path": "set with the folder",
     "logging.report_to": "its services cannot be reached",
     "launch.rendezvous": "several nodes have proofs of their own (test_nodes.py)",
-    "launch.nodes": "as above",
-    "launch.min_nodes": "as above",
+    "launch.nnodes": "as above",
+    "launch.min_nnodes": "as above",
     "launch.node_rank": "as above",
-    "launch.address": "as above",
-    "launch.rendezvous_id": "as above",
-    "launch.hosts": "as above",
+    "launch.master_addr": "as above",
+    "launch.rdzv_id": "as above",
+    "launch.hostfile": "as above",
     "launch.include": "as above",
     "launch.max_restarts": "as above",
-    "launch.port": "the machine's own business",
+    "launch.master_port": "the machine's own business",
     "launch.device": "there is the CPU",
 }
 # Values of options whose kind does not say what is plausible, and quick.
@@ -107,60 +107,60 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.rejected_column": ("", "rejected", "chosen"),
     "data.label_column": ("", "label"),
     "data.text_column": ("", "text"),
-    "data.system": ("", "Be brief."),
+    "data.system_prompt": ("", "Be brief."),
     # Rows here have 20 to 150 tokens, and the checks estimate that: near it they warn, and cannot be certain.
     "data.max_length": (8, 256, 512, 1024),
     "data.max_samples": (0, 1, 2, 5, 8, 16),
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
-    "data.workers": (1, 2),
-    "method.lora_rank": (1, 3, 4, 8, 64, 200),
-    "method.lora_alpha": (0.0, 8.0, 32.0, 128.0),
-    "method.lora_dropout": (0.0, 0.05, 0.5),
-    "method.lora_plus": (1.0, 4.0, 16.0),
-    "method.lora_target_modules": ((), ("q_proj",), ("q_proj", "down_proj"), ("c_attn",), ("lm_head",), ("nothing",)),
-    "method.lora_modules_to_save": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("embed_tokens", "lm_head")),
-    "method.freeze_layers": (-3, -1, 0, 1, 2, 3, 4),
-    "method.freeze_also": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("nothing",)),
-    "train.epochs": (0.1, 0.5, 1.0, 2.0),
+    "data.dataset_num_proc": (1, 2),
+    "lora.r": (1, 3, 4, 8, 64, 200),
+    "lora.alpha": (0.0, 8.0, 32.0, 128.0),
+    "lora.dropout": (0.0, 0.05, 0.5),
+    "lora.loraplus_lr_ratio": (1.0, 4.0, 16.0),
+    "lora.target_modules": ((), ("q_proj",), ("q_proj", "down_proj"), ("c_attn",), ("lm_head",), ("nothing",)),
+    "lora.modules_to_save": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("embed_tokens", "lm_head")),
+    "method.freeze_trainable_layers": (-3, -1, 0, 1, 2, 3, 4),
+    "method.freeze_extra_modules": ((), ("lm_head",), ("embed_tokens",), ("norm",), ("nothing",)),
+    "train.num_train_epochs": (0.1, 0.5, 1.0, 2.0),
     "train.max_steps": (1, 2, 3, 4),
-    "train.batch_size": (1, 2, 3, 4),
-    "train.accumulation": (1, 2, 3),
+    "train.per_device_train_batch_size": (1, 2, 3, 4),
+    "train.gradient_accumulation_steps": (1, 2, 3),
     "train.learning_rate": (0.0, 1e-5, 1e-4, 1e-3),
-    "train.warmup": (0.0, 0.1, 1.0, 2.0, 10.0),
+    "train.warmup_steps": (0.0, 0.1, 1.0, 2.0, 10.0),
     "train.weight_decay": (0.0, 0.1),
-    "train.beta1": (0.0, 0.9, 0.95),
-    "train.beta2": (0.0, 0.95, 0.999),
-    "train.epsilon": (1e-8, 1e-6),
+    "train.adam_beta1": (0.0, 0.9, 0.95),
+    "train.adam_beta2": (0.0, 0.95, 0.999),
+    "train.adam_epsilon": (1e-8, 1e-6),
     "train.max_grad_norm": (0.0, 0.5, 1.0),
     "train.momentum": (0.0, 0.9),
     "train.projection_rank": (1, 4, 16, 128),
-    "train.projection_gap": (1, 2, 200),
-    "train.projection_modules": ((), ("q_proj",), ("nothing",)),
+    "train.update_proj_gap": (1, 2, 200),
+    "train.optim_target_modules": ((), ("q_proj",), ("nothing",)),
     "train.galore_scale": (0.25, 1.0),
     "train.apollo_scale": (1.0, 8.0),
-    "train.block_steps": (1, 2, 50),
-    "train.neftune": (0.0, 5.0),
-    "train.dataloader_workers": (0, 1),
+    "train.badam_switch_block_every": (1, 2, 50),
+    "train.neftune_noise_alpha": (0.0, 5.0),
+    "train.dataloader_num_workers": (0, 1),
     "train.seed": (0, 42, 4294967295),
     "preference.beta": (0.0, 0.05, 0.5),
     "preference.label_smoothing": (0.0, 0.1),
-    "preference.sft_weight": (0.0, 0.5),
+    "preference.sft_loss_weight": (0.0, 0.5),
     "preference.desirable_weight": (1.0, 1.3),
     "preference.undesirable_weight": (1.0, 0.7),
-    "preference.center_rewards": (0.0, 0.01),
-    "parallel.bucket_mb": (1, 25, 64),
-    "parallel.timeout": (60, 1800),
-    "parallel.nvme_buffers": (4, 8),
-    "parallel.nvme_buffer_mb": (1, 8),
-    "parallel.aio_block_kb": (64, 1024),
+    "preference.center_rewards_coefficient": (0.0, 0.01),
+    "parallel.bucket_cap_mb": (1, 25, 64),
+    "parallel.ddp_timeout": (60, 1800),
+    "parallel.nvme_buffer_count": (4, 8),
+    "parallel.nvme_buffer_size_mb": (1, 8),
+    "parallel.aio_block_size_kb": (64, 1024),
     "parallel.aio_queue_depth": (2, 8),
-    "parallel.aio_threads": (1, 2),
-    "parallel.wrap_layers": ((), ("LlamaDecoderLayer",), ("GPT2Block",)),
-    "parallel.replicas": (1, 2, 4),
-    "parallel.tensor": (2, 4),
-    "parallel.context": (1, 2),
-    "parallel.sequence": (1, 2),
-    "parallel.engine_keys": (
+    "parallel.aio_intra_op_parallelism": (1, 2),
+    "parallel.transformer_layer_cls_to_wrap": ((), ("LlamaDecoderLayer",), ("GPT2Block",)),
+    "parallel.replicate_size": (1, 2, 4),
+    "parallel.tensor_parallel_size": (2, 4),
+    "parallel.context_parallel_size": (1, 2),
+    "parallel.sequence_parallel_size": (1, 2),
+    "parallel.extra_config": (
         "",
         '{"zero_optimization": {"overlap_comm": false}}',
         '{"gradient_clipping": 0.5}',
@@ -173,21 +173,25 @@ VALUES: Mapping[str, Sequence[Any]] = {
         '{"prescale_gradients": true}',
         '{"state_dict_type": "SHARDED_STATE_DICT"}',
     ),
-    "evaluation.steps": (1, 2, 50),
-    "evaluation.batch_size": (1, 2, 8),
-    "evaluation.samples": (0, 1, 3),
-    "evaluation.max_new_tokens": (1, 8),
-    "checkpoint.steps": (1, 2, 100),
-    "checkpoint.keep": (0, 1, 2),
-    "logging.name": ("", "a name"),
+    "eval.steps": (1, 2, 50),
+    "eval.per_device_eval_batch_size": (1, 2, 8),
+    "eval.num_generations": (0, 1, 3),
+    "eval.max_new_tokens": (1, 8),
+    "save.steps": (1, 2, 100),
+    "save.total_limit": (0, 1, 2),
+    "logging.run_name": ("", "a name"),
     "logging.steps": (1, 2, 10),
-    "launch.processes": (1, 2, 2, 2, 3, 4),
+    "launch.nproc_per_node": (1, 2, 2, 2, 3, 4),
     "launch.devices": ((), (0,), (0, 1)),
-    "launch.threads": (0, 1),
-    "launch.accelerate_keys": ("", '{"mixed_precision": "bf16"}', '{"main_training_function": "main"}'),
-    "launch.environment": ({}, {"OMP_NUM_THREADS": "2"}, {"TOKENIZERS_PARALLELISM": "false"}, {"RANK": "1"}),
+    "launch.omp_num_threads": (0, 1),
+    "launch.extra_accelerate_config": ("", '{"mixed_precision": "bf16"}', '{"main_training_function": "main"}'),
+    "launch.env": ({}, {"OMP_NUM_THREADS": "2"}, {"TOKENIZERS_PARALLELISM": "false"}, {"RANK": "1"}),
 }
-RARE = {"train.compile": 0.1, "train.liger": 0.5, "model.attention": 0.6}  # slow, or mostly for GPUs
+RARE = {
+    "train.torch_compile": 0.1,
+    "train.use_liger_kernel": 0.5,
+    "model.attn_implementation": 0.6,
+}  # slow, or mostly for GPUs
 
 
 def scene(root: Path, tiny: Path) -> None:
@@ -209,11 +213,16 @@ def draw(dice: random.Random) -> RunSpec:
     """One spec. Paths start at the scene's folder."""
     patch = {**_model(dice), **_main(dice)}
     patch |= _rows(dice, patch["train.stage"])
-    patch |= {"launch.device": "cpu", "parallel.nvme_path": "disk", "data.template_file": "own.jinja"}
-    patch |= {"train.length": dice.choice(("steps", "steps", "epochs")), "train.max_steps": 2, "train.epochs": 1.0}
-    patch |= {"train.batch_size": 2, "evaluation.when": "no", "checkpoint.when": "no"}
+    patch |= {"launch.device": "cpu", "parallel.nvme_path": "disk", "data.chat_template_file": "own.jinja"}
+    patch |= {
+        "train.duration": dice.choice(("steps", "steps", "epochs")),
+        "train.max_steps": 2,
+        "train.num_train_epochs": 1.0,
+    }
+    patch |= {"train.per_device_train_batch_size": 2, "eval.strategy": "no", "save.strategy": "no"}
     free = [o for o in options() if o.name not in FIXED and o.name not in patch] + [
-        by_name()[name] for name in ("evaluation.when", "checkpoint.when", "train.batch_size", "train.max_steps")
+        by_name()[name]
+        for name in ("eval.strategy", "save.strategy", "train.per_device_train_batch_size", "train.max_steps")
     ]
     share = dice.choice((0.05, 0.1, 0.2, 0.3))
     for option in free:
@@ -244,15 +253,15 @@ def _model(dice: random.Random) -> Patch:
 
 def _main(dice: random.Random) -> Patch:
     """What decides most: often the usual, or there would be no end of refusals."""
-    stage = dice.choice(("sft", "sft", "sft", *catalog.STAGES))
-    optimizer = dice.choice(("adamw", *catalog.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
+    stage = dice.choice(("sft", "sft", "sft", *registry.STAGES))
+    optimizer = dice.choice(("adamw", *registry.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
     return {
         "train.stage": stage,
-        "method.kind": dice.choice(("lora", "lora", *catalog.METHODS)),
-        "method.quantization": dice.choice(("none", "none", "none", *catalog.QUANTIZATIONS)),
-        "parallel.strategy": dice.choice(("single", *catalog.STRATEGIES)),
-        "precision.compute": dice.choice(("auto", "auto", *catalog.PRECISIONS)),
-        "train.optimizer": optimizer,
+        "method.kind": dice.choice(("lora", "lora", *registry.METHODS)),
+        "method.quantization": dice.choice(("none", "none", "none", *registry.QUANTIZATIONS)),
+        "parallel.strategy": dice.choice(("single", *registry.STRATEGIES)),
+        "precision.compute": dice.choice(("auto", "auto", *registry.PRECISIONS)),
+        "train.optim": optimizer,
         "launch.launcher": dice.choice(("torchrun",) * 12 + ("accelerate", "deepspeed", "python")),
     }
 
@@ -260,8 +269,8 @@ def _main(dice: random.Random) -> Patch:
 def _rows(dice: random.Random, stage: str) -> Patch:
     """Rows that the stage takes, nearly always."""
     if dice.random() < 0.3:
-        return {"data.source": "builtin", "data.builtin": dice.choice(list(catalog.DATASETS)), "data.max_samples": 16}
-    fitting = catalog.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
+        return {"data.source": "builtin", "data.builtin": dice.choice(list(registry.DATASETS)), "data.max_samples": 16}
+    fitting = registry.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
     kind = dice.choice(fitting)
     patch: Patch = {"data.source": "files", "data.files": (f"{kind}-train.jsonl",)}
     return patch | {"data.validation_files": (f"{kind}-held.jsonl",)}

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from trainings import THREADS, environment, lay, text
 
-from backend import catalog, derived
+from backend import registry
+from backend.config import RunSpec
+from backend.config.processes import nproc_per_node
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.plan import plan
-from backend.run import COOKIE, processes
-from backend.spec import RunSpec
+from backend.runs import RUN_MARKER, processes
 
 HOST = """
 import gc, importlib, json, multiprocessing.util, os, runpy, socket, sys, time
@@ -96,7 +97,7 @@ class Host:
         As under a launcher, the first rank that fails ends the others. Nothing of it is left. `script`: a file of
         Python to run in its stead.
         """
-        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": THREADS, COOKIE: str(folder)}
+        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": THREADS, RUN_MARKER: str(folder)}
         order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
         order |= {"script": script}
         assert self.process.stdin
@@ -140,8 +141,8 @@ def write(folder: Path, spec: RunSpec) -> None:
 
 def ranks(spec: RunSpec) -> int:
     """How many a launcher would start on this machine; 0: the training is one plain process."""
-    many = spec.parallel.strategy in catalog.MANY and spec.launch.launcher != "python"
-    return derived.processes(spec) if many else 0
+    many = spec.parallel.strategy in registry.MANY and spec.launch.launcher != "python"
+    return nproc_per_node(spec) if many else 0
 
 
 @contextmanager

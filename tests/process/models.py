@@ -7,7 +7,7 @@ from typing import Any
 
 from trainings import a_spec, nothing
 
-from backend.spec import RunSpec
+from backend.config import RunSpec
 from backend.train import adapters, model
 
 

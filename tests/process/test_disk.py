@@ -11,7 +11,7 @@ from host import Host, write
 from trainings import REORDERED, a_spec, losses, result, same_losses, text
 
 pytestmark = pytest.mark.soak  # its first use builds a part of DeepSpeed, minutes
-FULL = {"method.kind": "full", "train.batch_size": 2}
+FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
 
 
 def size(folder: Path) -> int:
@@ -29,14 +29,14 @@ def test_state_and_weights_live_on_the_disk(host: Host, tmp_path: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        both = {"parallel.offload_optimizer": "nvme", "parallel.offload_parameters": "nvme"}
+        both = {"parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}
         spec = a_spec({**FULL, **both, "parallel.strategy": "zero3", "parallel.nvme_path": str(disk)})
         write(tmp_path / "spread", spec)
         assert host.run(tmp_path / "spread", 2, seconds=500) == 0, text(tmp_path / "spread")
     finally:
         over.set()
         watcher.join()
-    alone = host.train(tmp_path / "alone", a_spec({**FULL, "train.batch_size": 4}))
+    alone = host.train(tmp_path / "alone", a_spec({**FULL, "train.per_device_train_batch_size": 4}))
     assert losses(tmp_path / "spread") == same_losses(losses(alone), REORDERED)
     whole = result(alone)["parameters"]
     assert largest[0] > 0.99 * 12 * whole, "weights in fp32 and two moments; norms stay"

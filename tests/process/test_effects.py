@@ -19,15 +19,26 @@ import pytest
 import torch
 from trainings import a_folder, a_spec, nothing, together
 
+from backend.config import RunSpec
+from backend.config.options import by_name, edit, effective, options, word
+from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
-from backend.options import by_name, edit, effective, options, word
-from backend.plan import plan
-from backend.run import SPEC
-from backend.spec import RunSpec
-from backend.train import adapters, answers, checkpoints, data, device, engine, model, quiet, trainers, unsloth
-from backend.train.callbacks import Keeper
-from backend.train.journal import Journal, TrainError
-from backend.train.training import Work, _start
+from backend.runs import SPEC
+from backend.train import (
+    adapters,
+    checkpoints,
+    data,
+    device,
+    engine,
+    generation,
+    logging_setup,
+    model,
+    trainers,
+    unsloth,
+)
+from backend.train.callbacks import CheckpointCallback
+from backend.train.run_log import RunLog, TrainError
+from backend.train.training import TrainContext, _start
 
 # peft asks transformers under an old name; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -287,23 +298,23 @@ def computed(spec: RunSpec) -> Any:
 
 
 def longest(spec: RunSpec) -> Any:
-    return answers.Answering.of(spec, None, device.Team(), torch.float32).longest
+    return generation.Answering.of(spec, None, device.ProcessGroup(), torch.float32).longest
 
 
 def begun(spec: RunSpec) -> Any:
     """Where a run with a complete checkpoint of step 4 begins."""
-    folder = Path(found(spec).name).parents[2] / f"begun-{spec.checkpoint.start}"
+    folder = Path(found(spec).name).parents[2] / f"begun-{spec.save.resume_from}"
     shutil.rmtree(folder, ignore_errors=True)
     a_checkpoint(folder, 4)
-    team = device.Team()
-    work = Work(spec, folder, spec.checkpoint.start == "anew", team, Journal(folder))
+    team = device.ProcessGroup()
+    work = TrainContext(spec, folder, spec.save.resume_from == "scratch", team, RunLog(folder))
     start = _start(work)
     return start.name if start else None
 
 
 def begun_elsewhere(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / "empty"
-    work = Work(spec, folder, False, device.Team(), Journal(folder))
+    work = TrainContext(spec, folder, False, device.ProcessGroup(), RunLog(folder))
     return _start(work)
 
 
@@ -325,15 +336,15 @@ def reported(spec: RunSpec) -> Any:
 def heard(spec: RunSpec) -> Any:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    quiet.calm(spec.logging.level, 0, False)
+    logging_setup.calm(spec.logging.level, 0, False)
     root.handlers = handlers
-    return quiet.transformers_logging.get_verbosity(), argument("log_level")(spec)
+    return logging_setup.transformers_logging.get_verbosity(), argument("log_level")(spec)
 
 
 @cache
 def left(root: str, save: bool, merge: bool) -> Any:
     """The model's files that a run leaves."""
-    more = {"checkpoint.save_model": save, "checkpoint.merge": merge, "train.max_steps": 1}
+    more = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
     folder = a_folder(Path(root), f"left-{save}-{merge}", more)
     together(Path(root) / "cache", folder)
     return sorted(p.name for p in folder.glob("model/*.safetensors"))
@@ -341,7 +352,7 @@ def left(root: str, save: bool, merge: bool) -> Any:
 
 def kept(spec: RunSpec) -> Any:
     root = Path(found(spec).name).parents[2]
-    return left(str(root), spec.checkpoint.save_model, spec.checkpoint.merge)
+    return left(str(root), spec.save.final_model, spec.save.merge_adapter)
 
 
 FILES = {"data.source": "files", "data.files": ("HERE/a.jsonl",)}
@@ -351,19 +362,19 @@ PAIRS = {**FILES, "data.format": "pairs", "train.stage": "dpo"}
 LABELS = {**FILES, "data.format": "labels", "train.stage": "kto"}
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
 KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
-CUSTOM = {"method.lora_targets": "custom", "method.lora_target_modules": ("q_proj",)}
+CUSTOM = {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}
 FREEZE = {"method.kind": "freeze"}
 FULL = {"method.kind": "full"}
-GALORE, APOLLO, BADAM = ({**FULL, "train.optimizer": name} for name in ("galore", "apollo", "badam"))
-SAVED = {"checkpoint.when": "steps"}
-EVALUATED = {"evaluation.when": "steps"}
+GALORE, APOLLO, BADAM = ({**FULL, "train.optim": name} for name in ("galore", "apollo", "badam"))
+SAVED = {"save.strategy": "steps"}
+EVALUATED = {"eval.strategy": "steps"}
 DDP = {"parallel.strategy": "ddp"}
 ZERO3 = {"parallel.strategy": "zero3"}
 NVME = {**ZERO3, "parallel.offload_optimizer": "nvme"}
 FSDP2 = {"parallel.strategy": "fsdp2"}
-STATIC = {**DDP, "launch.rendezvous": "static", "launch.address": "10.0.0.1"}
+STATIC = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
 ELASTIC = {**STATIC, "launch.rendezvous": "elastic"}
-HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hosts": ("a slots=2", "b slots=2")}
+HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
     "model.source": Case("path", found, {"model.path": "HERE/one"}),
     "model.builtin": Case("smollm2-135m-instruct", found),
@@ -371,7 +382,7 @@ CASES: dict[str, Case] = {
     "model.hub_id": Case("some/other", found, {"model.source": "hub", "model.hub_id": "some/model"}),
     "model.revision": Case("v2", found, {"model.source": "hub", "model.hub_id": "some/model"}),
     "model.trust_remote_code": Case(True, found, {"model.source": "hub", "model.hub_id": "some/model"}),
-    "model.attention": Case("eager", lambda spec: adapted(spec).config._attn_implementation),
+    "model.attn_implementation": Case("eager", lambda spec: adapted(spec).config._attn_implementation),
     "data.source": Case("files", rows, {"data.files": ("HERE/a.jsonl",)}),
     "data.builtin": Case("train-pairs", offered, {"train.stage": "kto"}),
     "data.files": Case(("HERE/b.jsonl",), rows, FILES),
@@ -386,10 +397,12 @@ CASES: dict[str, Case] = {
     "data.rejected_column": Case("worse", rows, PAIRS),
     "data.label_column": Case("good", rows, LABELS),
     "data.text_column": Case("q", rows, {**FILES, "data.format": "text"}),
-    "data.system": Case("Be brief.", rows, PAIR),
-    "data.template": Case("file", table, {"data.template_file": "HERE/a.jinja"}),
-    "data.template_file": Case("HERE/b.jinja", table, {"data.template": "file", "data.template_file": "HERE/a.jinja"}),
-    "data.learn": Case("all", table),
+    "data.system_prompt": Case("Be brief.", rows, PAIR),
+    "data.chat_template": Case("file", table, {"data.chat_template_file": "HERE/a.jinja"}),
+    "data.chat_template_file": Case(
+        "HERE/b.jinja", table, {"data.chat_template": "file", "data.chat_template_file": "HERE/a.jinja"}
+    ),
+    "data.loss_on": Case("all_tokens", table),
     "data.max_length": Case(100, table),
     "data.packing": Case(True, packed),
     "data.max_samples": Case(7, rows),
@@ -398,140 +411,144 @@ CASES: dict[str, Case] = {
     "data.validation_files": Case(
         ("HERE/a.jsonl",), rows, {**FILES, "data.validation": "files", "data.validation_files": ("HERE/b.jsonl",)}
     ),
-    "data.workers": Case(2, helpers, {"data.max_samples": 0}),
+    "data.dataset_num_proc": Case(2, helpers, {"data.max_samples": 0}),
     "method.kind": Case("full", trained),
-    "method.lora_rank": Case(3, trained),
-    "method.lora_alpha": Case(5.0, lora),
-    "method.lora_dropout": Case(0.25, lora),
-    "method.lora_targets": Case("attention", trained),
-    "method.lora_target_modules": Case(("v_proj",), trained, CUSTOM),
-    "method.lora_modules_to_save": Case(("lm_head",), trained),
+    "lora.r": Case(3, trained),
+    "lora.alpha": Case(5.0, lora),
+    "lora.dropout": Case(0.25, lora),
+    "lora.targets": Case("attention", trained),
+    "lora.target_modules": Case(("v_proj",), trained, CUSTOM),
+    "lora.modules_to_save": Case(("lm_head",), trained),
     "method.quantization": Case("nf4", layers),
-    "method.double_quantization": Case(False, layers, {"method.quantization": "nf4"}),
-    "method.lora_dora": Case(True, trained),
-    "method.lora_rslora": Case(True, lora),
-    "method.lora_init": Case("pissa", first),
-    "method.lora_plus": Case(16.0, fastest),
-    "method.freeze_layers": Case(-1, trained, FREEZE),
-    "method.freeze_also": Case(("embed_tokens",), trained, FREEZE),
+    "method.bnb_4bit_use_double_quant": Case(False, layers, {"method.quantization": "nf4"}),
+    "lora.use_dora": Case(True, trained),
+    "lora.use_rslora": Case(True, lora),
+    "lora.init": Case("pissa", first),
+    "lora.loraplus_lr_ratio": Case(16.0, fastest),
+    "method.freeze_trainable_layers": Case(-1, trained, FREEZE),
+    "method.freeze_extra_modules": Case(("embed_tokens",), trained, FREEZE),
     "train.stage": Case("pretraining", table),
-    "train.length": Case("epochs", argument("max_steps")),
-    "train.epochs": Case(1.5, argument("num_train_epochs"), {"train.length": "epochs"}),
+    "train.duration": Case("epochs", argument("max_steps")),
+    "train.num_train_epochs": Case(1.5, argument("num_train_epochs"), {"train.duration": "epochs"}),
     "train.max_steps": Case(5, argument("max_steps")),
-    "train.batch_size": Case(3, argument("train_batch_size")),
-    "train.accumulation": Case(2, argument("gradient_accumulation_steps")),
+    "train.per_device_train_batch_size": Case(3, argument("train_batch_size")),
+    "train.gradient_accumulation_steps": Case(2, argument("gradient_accumulation_steps")),
     "train.learning_rate": Case(0.5, optimizer),
-    "train.scheduler": Case("cosine_with_min_lr", rates),
-    "train.warmup": Case(10, rates),
-    "train.optimizer": Case("sgd", optimizer),
+    "train.lr_scheduler_type": Case("cosine_with_min_lr", rates),
+    "train.warmup_steps": Case(10, rates),
+    "train.optim": Case("sgd", optimizer),
     "train.weight_decay": Case(0.1, decay),
-    "train.beta1": Case(0.8, optimizer),
-    "train.beta2": Case(0.9, optimizer),
-    "train.epsilon": Case(1e-6, optimizer),
-    "train.momentum": Case(0.5, held_group, {**FULL, "train.optimizer": "muon"}),
+    "train.adam_beta1": Case(0.8, optimizer),
+    "train.adam_beta2": Case(0.9, optimizer),
+    "train.adam_epsilon": Case(1e-6, optimizer),
+    "train.momentum": Case(0.5, held_group, {**FULL, "train.optim": "muon"}),
     "train.projection_rank": Case(8, held_group, GALORE),
-    "train.projection_gap": Case(7, held_group, GALORE),
-    "train.projection_targets": Case("attention", held_group, GALORE),
-    "train.projection_modules": Case(
-        ("down_proj",), held_group, {**GALORE, "train.projection_targets": "custom", "train.projection_modules": "mlp"}
+    "train.update_proj_gap": Case(7, held_group, GALORE),
+    "train.optim_targets": Case("attention", held_group, GALORE),
+    "train.optim_target_modules": Case(
+        ("down_proj",), held_group, {**GALORE, "train.optim_targets": "custom", "train.optim_target_modules": "mlp"}
     ),
     "train.galore_scale": Case(2.0, held_group, GALORE),
-    "train.galore_projection": Case("left", held_group, GALORE),
+    "train.galore_proj_type": Case("left", held_group, GALORE),
     "train.apollo_scale": Case(2.0, held_group, APOLLO),
-    "train.apollo_projection": Case("svd", held_group, APOLLO),
-    "train.apollo_scaling": Case("tensor", held_group, APOLLO),
-    "train.block_order": Case("ascending", turns, BADAM),
-    "train.block_steps": Case(7, turns, BADAM),
+    "train.apollo_proj": Case("svd", held_group, APOLLO),
+    "train.apollo_scale_type": Case("tensor", held_group, APOLLO),
+    "train.badam_switch_mode": Case("ascending", turns, BADAM),
+    "train.badam_switch_block_every": Case(7, turns, BADAM),
     "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
-    "train.neftune": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
-    "train.group_by_length": Case(True, order),
+    "train.neftune_noise_alpha": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
+    "train.train_sampling_strategy": Case("group_by_length", order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),
-    "train.liger": Case(True, refusal),
-    "train.unsloth": Case(True, missed),
-    "train.compile": Case(True, argument("torch_compile")),
-    "train.dataloader_workers": Case(2, lambda spec: trainer(spec).get_train_dataloader().num_workers),
+    "train.use_liger_kernel": Case(True, refusal),
+    "train.use_unsloth": Case(True, missed),
+    "train.torch_compile": Case(True, argument("torch_compile")),
+    "train.dataloader_num_workers": Case(2, lambda spec: trainer(spec).get_train_dataloader().num_workers),
     "train.seed": Case(7, rows),
     "preference.beta": Case(0.5, asked("beta"), DPO),
-    "preference.dpo_loss": Case("ipo", asked("loss_type"), DPO),
-    "preference.label_smoothing": Case(0.1, asked("label_smoothing"), {**DPO, "preference.dpo_loss": "robust"}),
-    "preference.sft_weight": Case(0.5, asked("loss_weights"), DPO),
-    "preference.kto_loss": Case("apo_zero_unpaired", asked("loss_type"), KTO),
+    "preference.dpo_loss_type": Case("ipo", asked("loss_type"), DPO),
+    "preference.label_smoothing": Case(0.1, asked("label_smoothing"), {**DPO, "preference.dpo_loss_type": "robust"}),
+    "preference.sft_loss_weight": Case(0.5, asked("loss_weights"), DPO),
+    "preference.kto_loss_type": Case("apo_zero_unpaired", asked("loss_type"), KTO),
     "preference.desirable_weight": Case(2.0, asked("desirable_weight"), KTO),
     "preference.undesirable_weight": Case(2.0, asked("undesirable_weight"), KTO),
-    "preference.precompute": Case(True, lambda spec: trainer(spec).train_dataset.column_names, DPO),
-    "preference.center_rewards": Case(
+    "preference.precompute_ref_log_probs": Case(True, lambda spec: trainer(spec).train_dataset.column_names, DPO),
+    "preference.center_rewards_coefficient": Case(
         0.01, asked("center_rewards_coefficient"), {"train.stage": "reward", "data.builtin": "train-pairs"}
     ),
     "precision.compute": Case("bf16", computed),
     "precision.fp8_backend": Case("te", eighth, {"precision.compute": "fp8"}),
     "parallel.strategy": Case("ddp", planned),
-    "parallel.find_unused_parameters": Case(True, ranks, DDP),
-    "parallel.bucket_mb": Case(50, ranks, DDP),
-    "parallel.timeout": Case(60, ranks, DDP),
+    "parallel.ddp_find_unused_parameters": Case(True, ranks, DDP),
+    "parallel.bucket_cap_mb": Case(50, ranks, DDP),
+    "parallel.ddp_timeout": Case(60, ranks, DDP),
     "parallel.offload_optimizer": Case("cpu", told("deepspeed.json"), ZERO3),
-    "parallel.offload_parameters": Case("cpu", told("deepspeed.json"), ZERO3),
+    "parallel.offload_param": Case("cpu", told("deepspeed.json"), ZERO3),
     "parallel.pin_memory": Case(False, told("deepspeed.json"), {**ZERO3, "parallel.offload_optimizer": "cpu"}),
     "parallel.nvme_path": Case("/disk", told("deepspeed.json"), NVME),
-    "parallel.nvme_buffers": Case(9, told("deepspeed.json"), NVME),
-    "parallel.nvme_buffer_mb": Case(64, told("deepspeed.json"), {**NVME, "parallel.offload_parameters": "nvme"}),
-    "parallel.aio_block_kb": Case(512, told("deepspeed.json"), NVME),
+    "parallel.nvme_buffer_count": Case(9, told("deepspeed.json"), NVME),
+    "parallel.nvme_buffer_size_mb": Case(64, told("deepspeed.json"), {**NVME, "parallel.offload_param": "nvme"}),
+    "parallel.aio_block_size_kb": Case(512, told("deepspeed.json"), NVME),
     "parallel.aio_queue_depth": Case(32, told("deepspeed.json"), NVME),
-    "parallel.aio_threads": Case(2, told("deepspeed.json"), NVME),
-    "parallel.sharding": Case("hybrid_shard", told("fsdp.json"), {"parallel.strategy": "fsdp1"}),
+    "parallel.aio_intra_op_parallelism": Case(2, told("deepspeed.json"), NVME),
+    "parallel.sharding_strategy": Case("hybrid_shard", told("fsdp.json"), {"parallel.strategy": "fsdp1"}),
     "parallel.reshard_after_forward": Case(False, told("fsdp.json"), FSDP2),
     "parallel.cpu_offload": Case(True, told("fsdp.json"), FSDP2),
-    "parallel.wrap_layers": Case(("LlamaMLP",), told("fsdp.json"), FSDP2),
-    "parallel.reduce_precision": Case("compute", plugged, {**FSDP2, "precision.compute": "bf16"}),
-    "parallel.state_dict": Case("sharded", told("fsdp.json"), FSDP2),
-    "parallel.replicas": Case(2, meshed, FSDP2),
-    "parallel.context": Case(2, meshed, FSDP2),
-    "parallel.sequence": Case(2, shared_rows, ZERO3),
-    "parallel.engine_keys": Case('{"wall_clock_breakdown": true}', told("deepspeed.json"), ZERO3),
-    "launch.accelerate_keys": Case('{"debug": true}', file("accelerate.yaml"), {"launch.launcher": "accelerate"}),
-    "parallel.tensor": Case(4, sliced, {"parallel.strategy": "tensor"}),
-    "evaluation.when": Case("epoch", argument("eval_strategy")),
-    "evaluation.steps": Case(3, argument("eval_steps"), EVALUATED),
-    "evaluation.batch_size": Case(3, argument("eval_batch_size"), EVALUATED),
-    "evaluation.samples": Case(3, held),
-    "evaluation.max_new_tokens": Case(9, longest),
-    "checkpoint.when": Case("epoch", argument("save_strategy")),
-    "checkpoint.steps": Case(3, argument("save_steps"), SAVED),
-    "checkpoint.keep": Case(1, lambda spec: Keeper(spec, Path("."), device.Team(), Journal(Path("."))).keep, SAVED),
-    "checkpoint.weights_only": Case(True, argument("save_only_model"), SAVED),
-    "checkpoint.best": Case(
+    "parallel.transformer_layer_cls_to_wrap": Case(("LlamaMLP",), told("fsdp.json"), FSDP2),
+    "parallel.reduce_dtype": Case("compute", plugged, {**FSDP2, "precision.compute": "bf16"}),
+    "parallel.state_dict_type": Case("sharded", told("fsdp.json"), FSDP2),
+    "parallel.replicate_size": Case(2, meshed, FSDP2),
+    "parallel.context_parallel_size": Case(2, meshed, FSDP2),
+    "parallel.sequence_parallel_size": Case(2, shared_rows, ZERO3),
+    "parallel.extra_config": Case('{"wall_clock_breakdown": true}', told("deepspeed.json"), ZERO3),
+    "launch.extra_accelerate_config": Case(
+        '{"debug": true}', file("accelerate.yaml"), {"launch.launcher": "accelerate"}
+    ),
+    "parallel.tensor_parallel_size": Case(4, sliced, {"parallel.strategy": "tensor"}),
+    "eval.strategy": Case("epoch", argument("eval_strategy")),
+    "eval.steps": Case(3, argument("eval_steps"), EVALUATED),
+    "eval.per_device_eval_batch_size": Case(3, argument("eval_batch_size"), EVALUATED),
+    "eval.num_generations": Case(3, held),
+    "eval.max_new_tokens": Case(9, longest),
+    "save.strategy": Case("epoch", argument("save_strategy")),
+    "save.steps": Case(3, argument("save_steps"), SAVED),
+    "save.total_limit": Case(
+        1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path("."))).keep, SAVED
+    ),
+    "save.only_model": Case(True, argument("save_only_model"), SAVED),
+    "save.load_best_model_at_end": Case(
         True,
         argument("load_best_model_at_end"),
-        {**SAVED, **EVALUATED, "checkpoint.steps": 10, "evaluation.steps": 5},
+        {**SAVED, **EVALUATED, "save.steps": 10, "eval.steps": 5},
     ),
-    "checkpoint.start": Case("anew", begun),
-    "checkpoint.path": Case(
+    "save.resume_from": Case("scratch", begun),
+    "save.resume_path": Case(
         "HERE/other/checkpoints/checkpoint-8",
         begun_elsewhere,
-        {"checkpoint.start": "path", "checkpoint.path": "HERE/other/checkpoints/checkpoint-4"},
+        {"save.resume_from": "path", "save.resume_path": "HERE/other/checkpoints/checkpoint-4"},
     ),
-    "checkpoint.save_model": Case(True, kept),
-    "checkpoint.merge": Case(True, kept, {"checkpoint.save_model": True}),
-    "logging.name": Case("mine", argument("run_name")),
+    "save.final_model": Case(True, kept),
+    "save.merge_adapter": Case(True, kept, {"save.final_model": True}),
+    "logging.run_name": Case("mine", argument("run_name")),
     "logging.steps": Case(5, argument("logging_steps")),
     "logging.level": Case("info", heard),
     "logging.report_to": Case("mlflow", reported),
     "launch.launcher": Case("accelerate", planned),
     "launch.device": Case("cuda", planned),
     "launch.devices": Case((2, 3), planned, {"launch.device": "cuda"}),
-    "launch.processes": Case(4, planned, DDP),
+    "launch.nproc_per_node": Case(4, planned, DDP),
     "launch.rendezvous": Case("elastic", planned, DDP),
-    "launch.nodes": Case(3, planned, STATIC),
-    "launch.min_nodes": Case(2, planned, ELASTIC),
+    "launch.nnodes": Case(3, planned, STATIC),
+    "launch.min_nnodes": Case(2, planned, ELASTIC),
     "launch.node_rank": Case(1, planned, STATIC),
-    "launch.address": Case("10.0.0.2", planned, STATIC),
-    "launch.port": Case(29511, planned, DDP),
+    "launch.master_addr": Case("10.0.0.2", planned, STATIC),
+    "launch.master_port": Case(29511, planned, DDP),
     "launch.max_restarts": Case(5, planned, ELASTIC),
-    "launch.rendezvous_id": Case("mine", planned, ELASTIC),
-    "launch.hosts": Case(("a slots=2", "c slots=2"), planned, HOSTS),
+    "launch.rdzv_id": Case("mine", planned, ELASTIC),
+    "launch.hostfile": Case(("a slots=2", "c slots=2"), planned, HOSTS),
     "launch.include": Case("a@b:0,1", planned, HOSTS),
-    "launch.memory_settings": Case(False, planned, {"launch.device": "cuda"}),
-    "launch.threads": Case(3, planned),
-    "launch.environment": Case({"A": "b"}, planned),
+    "launch.cuda_env_defaults": Case(False, planned, {"launch.device": "cuda"}),
+    "launch.omp_num_threads": Case(3, planned),
+    "launch.env": Case({"A": "b"}, planned),
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import processes
-from backend.run.folder import runs
+from backend.runs import processes
+from backend.runs.folder import runs
 
 
 @pytest.mark.soak

@@ -20,15 +20,15 @@ from fuzzed import FIXED, VALUES, draw, scene
 from host import Host, ranks
 from trainings import environment, lay, losses, result, text
 
-from backend.glance import look
-from backend.judge import Judgement, judge
+from backend.config.options import by_name, changes, edit
+from backend.inspect import inspect_inputs
 from backend.machine import Machine, probe
-from backend.mend import mend
-from backend.options import by_name, changes, edit
 from backend.paths import HOME
+from backend.preflight import Report, preflight
 from backend.rules import RULES, Case, Finding
-from backend.run import RESULT
-from backend.run import processes as running
+from backend.rules.autofix import autofix
+from backend.runs import RESULT
+from backend.runs import processes as running
 
 LAUNCHED, REFUSED = 100, 30  # of each seed
 SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
@@ -100,13 +100,13 @@ def test_what_passes_runs_and_what_is_refused_fails(seed: int, place: Path, host
     assert not tally.alarms, "refused, and nothing was wrong:\n" + "\n\n".join(tally.alarms)
 
 
-def drawn(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Judgement, bool]]:
+def drawn(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Report, bool]]:
     """(number, judgement, whether fixes made it good), until enough of both kinds are there."""
     dice = random.Random(seed)
     good = bad = 0
     while good < LAUNCHED or bad < REFUSED:
         tally.drawn += 1
-        found = judge(draw(dice), machine, place)
+        found = preflight(draw(dice), machine, place)
         if found.can_run and good < LAUNCHED:
             good += 1
             yield tally.drawn, found, False
@@ -120,25 +120,25 @@ def drawn(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tu
                 yield tally.drawn, better, True
 
 
-def errors(found: Judgement) -> list[Finding]:
+def errors(found: Report) -> list[Finding]:
     return [f for f in found.findings if f.level == "error"]
 
 
-def mended(found: Judgement, place: Path) -> Judgement:
+def mended(found: Report, place: Path) -> Report:
     """Where the one button leads, and then clicks on the first fix of the first error that is left."""
     machine = found.machine
-    safe = mend(found.spec, lambda spec: Case(spec, machine, look(spec, place)))
-    found, seen = judge(safe.spec, machine, place), set[str]()
+    safe = autofix(found.spec, lambda spec: Case(spec, machine, inspect_inputs(spec, place)))
+    found, seen = preflight(safe.spec, machine, place), set[str]()
     while not found.can_run and (text := found.spec.model_dump_json()) not in seen:
         seen.add(text)
         patch = next((f.fixes[0].patch for f in errors(found) if f.fixes), None)
         if patch is None:
             break
-        found = judge(edit(found.spec, patch), machine, place)
+        found = preflight(edit(found.spec, patch), machine, place)
     return found
 
 
-def launch(found: Judgement, folder: Path, host: Host) -> str:
+def launch(found: Report, folder: Path, host: Host) -> str:
     """What went wrong; '' if it ended well, and every loss was a number."""
     lay(found.plan, folder)
     if found.spec.launch.launcher in ("torchrun", "python"):
@@ -153,7 +153,7 @@ def launch(found: Judgement, folder: Path, host: Host) -> str:
     return "" if result(folder)["steps"] else "no step was made"
 
 
-def command(found: Judgement, folder: Path, host: Host) -> int:
+def command(found: Report, folder: Path, host: Host) -> int:
     """The exit code of the plan's own command."""
     env = {**environment(folder, host.cache), **found.plan.env}
     with (folder / "log.txt").open("w") as log:

@@ -20,7 +20,7 @@ from trainings import losses, points, result
 
 from backend.machine import probe
 from backend.paths import HOME
-from backend.run.folder import ALIVE, Run
+from backend.runs.folder import ALIVE, Run
 
 EACH = [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.soak)]
 WARM = 3  # steps in which kernels are chosen

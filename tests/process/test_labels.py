@@ -12,9 +12,9 @@ from trainings import a_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from backend.train import answers, data, scores, templates
+from backend.train import data, generation, templates, text_metrics
 from backend.train.chatml import chatml
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 from backend.train.templates import Writer
 
 TALK = [
@@ -99,17 +99,17 @@ def test_chatml_ends_where_the_tokenizer_can_stop(tokenizer: Any) -> None:
 
 def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> None:
     items = [data.Item("here", {"messages": TALK})]
-    (asked,) = answers.questions(Writer.of(tokenizer, True), items)
+    (asked,) = generation.questions(Writer.of(tokenizer, True), items)
     assert asked.text.endswith("<|im_start|>user\nFrom where?<|im_end|>\n<|im_start|>assistant\n")
     assert (asked.prompt, asked.wanted) == ("From where?", "Platform 7, Bern.")
 
 
 def test_exact_is_exact_and_json_counts_by_what_it_says() -> None:
-    assert scores.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
-    assert scores.same("Yes.", " Yes. ")
-    assert not scores.same('{"a": 1}', '{"a": 2}')
-    assert not scores.same("1", "1.0"), "a bare number is text"
-    assert not scores.same('{"a": 1}', '{"a": 1')
+    assert text_metrics.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
+    assert text_metrics.same("Yes.", " Yes. ")
+    assert not text_metrics.same('{"a": 1}', '{"a": 2}')
+    assert not text_metrics.same("1", "1.0"), "a bare number is text"
+    assert not text_metrics.same('{"a": 1}', '{"a": 1')
 
 
 def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.Prepared, list[str]]:
@@ -142,7 +142,7 @@ MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 def test_marks_that_leave_out_the_end_are_told(tiny: Path, tmp_path: Path, place: str, told: bool) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
-    asked = {"data.template": "file", "data.template_file": str(template)}
+    asked = {"data.chat_template": "file", "data.chat_template_file": str(template)}
     spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK}))
     tokens, said = AutoTokenizer.from_pretrained(tiny), []

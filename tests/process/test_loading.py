@@ -17,10 +17,10 @@ from trainings import REORDERED, a_spec, losses, mostly_soak, result, same_losse
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FULL = {"method.kind": "full"}
-FREEZE = {"method.kind": "freeze", "method.freeze_layers": 1}
-LORA = {"method.kind": "lora", "method.lora_rank": 4}
+FREEZE = {"method.kind": "freeze", "method.freeze_trainable_layers": 1}
+LORA = {"method.kind": "lora", "lora.r": 4}
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
-EACH = {"parallel.engine_keys": '{"cpu_ram_efficient_loading": false}'}
+EACH = {"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}
 
 
 def tied(folder: Path) -> None:
@@ -60,9 +60,9 @@ class Trained:
     def run(self, name: str, changes: Mapping[str, Any], ranks: int, model: Callable[[Path], None] | None) -> Path:
         name = f"{name}-{ranks}"
         if name not in self.made:
-            many = {"parallel.strategy": "fsdp2", "launch.processes": ranks} if ranks else {}
+            many = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": ranks} if ranks else {}
             place = {"model.source": "path", "model.path": str(self.model(model))} if model else {}
-            spec = a_spec({"train.batch_size": 4 // max(ranks, 1), **many, **place, **changes})
+            spec = a_spec({"train.per_device_train_batch_size": 4 // max(ranks, 1), **many, **place, **changes})
             self.made[name] = self.host.train(self.root / name, spec, ranks)
         return self.made[name]
 
@@ -89,7 +89,7 @@ SENT: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
     "freeze": (FREEZE, None),
     "tied": (FULL, tied),
     "tied-lora": (LORA, tied),
-    "dora": ({**LORA, "method.lora_dora": True}, None),
+    "dora": ({**LORA, "lora.use_dora": True}, None),
     "dpo-lora": ({**LORA, **DPO}, None),
     "dpo-full": ({**FULL, **DPO}, None),
     "reward": ({**LORA, "train.stage": "reward", "data.builtin": "train-pairs"}, None),
@@ -106,7 +106,7 @@ def test_one_rank_reads(trained: Trained, name: str) -> None:
 
 
 WHOLE: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
-    "pissa": ({**LORA, "method.lora_init": "pissa"}, None),
+    "pissa": ({**LORA, "lora.init": "pissa"}, None),
     "twofold": (FULL, twofold),
     "buffered": (FULL, buffered),
     "asked": ({**FULL, **EACH}, None),
@@ -125,9 +125,9 @@ def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: st
 
 def test_a_trained_copy_of_a_tied_weight_is_not_sent(trained: Trained) -> None:
     """Sent, it would be tied again, and another model trained without a word."""
-    copied = {**LORA, "method.lora_modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}
-    place = {"model.source": "path", "model.path": str(trained.model(tied)), "launch.processes": 2}
+    copied = {**LORA, "lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}
+    place = {"model.source": "path", "model.path": str(trained.model(tied)), "launch.nproc_per_node": 2}
     folder = trained.root / "copied"
     write(folder, a_spec({**copied, **place}))
     assert trained.host.run(folder, 2) != 0
-    assert "method.lora_modules_to_save: embed_tokens shares its weights" in text(folder)
+    assert "lora.modules_to_save: embed_tokens shares its weights" in text(folder)

@@ -14,31 +14,35 @@ from documents import Sections, keep, table
 from host import Host, ranks, write
 from trainings import a_spec, losses, text
 
-from backend import catalog
-from backend.judge import judge
+from backend import registry
 from backend.machine import Machine, probe
 from backend.paths import HOME
+from backend.preflight import preflight
 from backend.rules.examples import EQUIPPED_TWO
 
 pytestmark = pytest.mark.soak
 
 Changes = Mapping[str, Any]
 METHODS: Mapping[str, Changes] = {
-    **{row.label: {"method.kind": name} for name, row in catalog.METHODS.items()},
+    **{row.label: {"method.kind": name} for name, row in registry.METHODS.items()},
     "QLoRA (NF4)": {"method.kind": "lora", "method.quantization": "nf4"},
 }
 STRATEGIES: Mapping[str, Changes] = {
-    **{row.label: {"parallel.strategy": name} for name, row in catalog.STRATEGIES.items()},
+    **{row.label: {"parallel.strategy": name} for name, row in registry.STRATEGIES.items()},
     "ZeRO-2, offload": {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu"},
     "ZeRO-3, offload": {
         "parallel.strategy": "zero3",
         "parallel.offload_optimizer": "cpu",
-        "parallel.offload_parameters": "cpu",
+        "parallel.offload_param": "cpu",
     },
     "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
-PRECISIONS = [name for name in catalog.PRECISIONS if name != "auto"]
-SHORT: Changes = {"train.batch_size": 2, "data.max_samples": 16, "data.max_length": 96}  # thousands are launched
+PRECISIONS = [name for name in registry.PRECISIONS if name != "auto"]
+SHORT: Changes = {
+    "train.per_device_train_batch_size": 2,
+    "data.max_samples": 16,
+    "data.max_length": 96,
+}  # thousands are launched
 RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
 HEAD = """# Strategies, by launch
@@ -58,9 +62,9 @@ What is blank in the summary was not launched yet.
 def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
     """`RUNS`, `GPU`, the codes of the rules that refuse it everywhere, or what went wrong."""
     spec = a_spec({**SHORT, **changes})
-    found = judge(spec, machine, folder.parent)
+    found = preflight(spec, machine, folder.parent)
     if any(f.level == "error" for f in found.findings):
-        elsewhere = judge(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
+        elsewhere = preflight(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
         return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
     write(folder, found.spec)
     code = host.run(folder, ranks(spec), env=found.plan.env)
@@ -75,9 +79,9 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
     machine = probe(tmp_path)
     found = {}
     for precision in PRECISIONS:
-        for optimizer in catalog.OPTIMIZERS:
+        for optimizer in registry.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
-            changes |= {"precision.compute": precision, "train.optimizer": optimizer}
+            changes |= {"precision.compute": precision, "train.optim": optimizer}
             found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
     failed = {key: what for key, what in found.items() if what.startswith("FAILS")}
     assert not failed, "\n\n".join(f"{key}: {what}" for key, what in failed.items())
@@ -88,7 +92,7 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
 def section(found: Mapping[tuple[str, str], str]) -> str:
     """How many of each kind, and a table: optimizers that fare alike share a row; the precisions across."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for optimizer in catalog.OPTIMIZERS:
+    for optimizer in registry.OPTIMIZERS:
         rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
     cells = list(found.values())
     runs, gpu = cells.count(RUNS), cells.count(GPU)

@@ -24,15 +24,15 @@ from backend.train import data, kernels, lora, model, trainers
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 # The fast rate makes every step count from the first on.
-QUICK = {"train.scheduler": "constant", "train.learning_rate": 1e-2, "checkpoint.save_model": True}
+QUICK = {"train.lr_scheduler_type": "constant", "train.learning_rate": 1e-2, "save.final_model": True}
 # All that can be combined; what is saved stands on the untouched model all the same.
 EVERYTHING = {
-    "method.lora_init": "pissa_fast",
-    "method.lora_dora": True,
-    "method.lora_rslora": True,
-    "method.lora_plus": 4.0,
-    "method.lora_modules_to_save": ("norm",),
-    "method.lora_alpha": 8.0,
+    "lora.init": "pissa_fast",
+    "lora.use_dora": True,
+    "lora.use_rslora": True,
+    "lora.loraplus_lr_ratio": 4.0,
+    "lora.modules_to_save": ("norm",),
+    "lora.alpha": 8.0,
 }
 
 
@@ -65,7 +65,7 @@ def a_layer(found: Any) -> Any:
 
 
 def test_dora_has_lengths_and_they_move(trained: Any, cache: Path) -> None:
-    state = load_file(trained({"method.lora_dora": True}) / "model/adapter_model.safetensors")
+    state = load_file(trained({"lora.use_dora": True}) / "model/adapter_model.safetensors")
     lengths = {name: tensor for name, tensor in state.items() if "magnitude" in name}
     assert len(lengths) == 4 * 7
     began = base(cache).model.layers[1].mlp.up_proj.weight.norm(dim=1)
@@ -74,15 +74,15 @@ def test_dora_has_lengths_and_they_move(trained: Any, cache: Path) -> None:
 
 
 def test_rslora_scales_by_the_root(cache: Path) -> None:
-    changes = {"method.lora_rank": 9, "method.lora_alpha": 6.0}
+    changes = {"lora.r": 9, "lora.alpha": 6.0}
     assert a_layer(fresh(changes)).scaling["default"] == pytest.approx(6 / 9)
-    assert a_layer(fresh({**changes, "method.lora_rslora": True})).scaling["default"] == pytest.approx(2)
+    assert a_layer(fresh({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
 
 
 @pytest.mark.parametrize("init", mostly_soak(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
 @pytest.mark.parametrize("precision", mostly_soak(["fp32", "bf16"], ("fp32",)))
 def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precision: str) -> None:
-    found = fresh({"method.lora_init": init}, precision)
+    found = fresh({"lora.init": init}, precision)
     layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
     left = layer.base_layer.weight
     assert (left - whole).abs().max() > 1e-2
@@ -90,14 +90,14 @@ def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precisi
     assert layer.lora_A["default"].weight.dtype == torch.float32
     again = left.float() + layer.get_delta_weight("default")
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
-    same = a_layer(fresh({"method.lora_init": init, "train.seed": 7}, precision))
+    same = a_layer(fresh({"lora.init": init, "train.seed": 7}, precision))
     # Exact: the same decomposition of the same weights in this process. A tolerance would hide what the seed draws.
     assert torch.equal(same.base_layer.weight, left), "a run that goes on must find the same start"
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
 def test_these_starts_leave_the_model_as_it_is(cache: Path, init: str) -> None:
-    found = fresh({"method.lora_init": init})
+    found = fresh({"lora.init": init})
     assert a_layer(found).lora_A["default"].weight.abs().sum() > 0
     assert torch.allclose(logits(found), logits(base(cache)), atol=1e-5)
 
@@ -105,14 +105,14 @@ def test_these_starts_leave_the_model_as_it_is(cache: Path, init: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method.lora_init": "pissa"},
-        {"method.lora_init": "olora", "method.lora_rslora": True},
+        {"lora.init": "pissa"},
+        {"lora.init": "olora", "lora.use_rslora": True},
         EVERYTHING,
     ],
     ids=["pissa", "olora", "everything"],
 )
 def test_what_is_saved_stands_on_the_untouched_model(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
-    merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "checkpoint.merge": True}) / "model")
+    merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": True}) / "model")
     wanted = logits(merged)
     assert not torch.allclose(wanted, logits(base(cache)), atol=0.1), "nothing was learned"
     adapter = PeftModel.from_pretrained(base(cache), trained(changes) / "model")
@@ -122,8 +122,8 @@ def test_what_is_saved_stands_on_the_untouched_model(trained: Any, cache: Path, 
 
 def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
     """Each rank holds a part of the weights that the start is taken out of."""
-    one = trained({"method.lora_init": "pissa", "train.batch_size": 2})
-    spread = trained({"method.lora_init": "pissa", "train.batch_size": 1, "parallel.strategy": "zero3"}, 2)
+    one = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
+    spread = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
     assert losses(spread) == same_losses(losses(one), REORDERED)
     adapter = PeftModel.from_pretrained(base(cache), spread / "model")
     again = PeftModel.from_pretrained(base(cache), one / "model")
@@ -132,8 +132,8 @@ def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
 
 
 def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> None:
-    more = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "parallel.strategy": "ddp"}
-    folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.batch_size": 1}, 2)
+    more = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "parallel.strategy": "ddp"}
+    folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.per_device_train_batch_size": 1}, 2)
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
     shutil.rmtree(folder / "model")
     host.go_on(folder, 2, ranks=2)
@@ -144,20 +144,20 @@ def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> Non
 
 def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root: Path) -> None:
     """Its weights would be added to a model that they were not taken out of."""
-    more = {"checkpoint.when": "steps", "checkpoint.steps": 2}
-    folder = trained({**more, "method.lora_init": "pissa"})
-    asked = {"checkpoint.start": "path", "checkpoint.path": str(folder / "checkpoints/checkpoint-2")}
+    more = {"save.strategy": "steps", "save.steps": 2}
+    folder = trained({**more, "lora.init": "pissa"})
+    asked = {"save.resume_from": "path", "save.resume_path": str(folder / "checkpoints/checkpoint-2")}
     other = root / "other-start"
     write(other, a_spec({**QUICK, **asked, "train.max_steps": 4}))
     assert host.run(other) == 1
     said = text(other).strip().splitlines()[-1]
-    assert "checkpoint.path" in said
-    assert "method.lora_init" in said
+    assert "save.resume_path" in said
+    assert "lora.init" in said
 
 
 def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
-    spec = a_spec({"method.lora_plus": 16.0, "method.lora_modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
-    found = fresh({"method.lora_modules_to_save": ("model.norm",)})
+    spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
+    found = fresh({"lora.modules_to_save": ("model.norm",)})
     config = trainers.arguments(spec, Path("."), "cpu", 1)
     tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
@@ -181,22 +181,22 @@ def test_lora_plus_is_refused_where_it_cannot_be(cache: Path) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 def test_attentions_learn_the_same(trained: Any, packing: bool) -> None:
     """Packed rows see each other in neither: one that did would learn something else."""
-    more = {"data.packing": packing, "checkpoint.save_model": False}
-    one, two = (losses(trained({**more, "model.attention": name})) for name in ("sdpa", "eager"))
+    more = {"data.packing": packing, "save.final_model": False}
+    one, two = (losses(trained({**more, "model.attn_implementation": name})) for name in ("sdpa", "eager"))
     assert two == same_losses(one, REORDERED)
 
 
 def test_what_is_taken_is_what_was_asked_for(cache: Path) -> None:
-    found = fresh({"model.attention": "eager"})
+    found = fresh({"model.attn_implementation": "eager"})
     assert found.config._attn_implementation == "eager"
-    kernels.check_attention(a_spec({"model.attention": "eager"}), found)
+    kernels.check_attention(a_spec({"model.attn_implementation": "eager"}), found)
     with pytest.raises(kernels.TrainError, match="sdpa was asked for, and the library took eager"):
-        kernels.check_attention(a_spec({"model.attention": "sdpa"}), found)
+        kernels.check_attention(a_spec({"model.attn_implementation": "sdpa"}), found)
 
 
 def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels need a GPU; that they were really put in is seen by where the layers' methods come from."""
-    asked, found, seen = a_spec({"train.liger": True}), base(cache), {}
+    asked, found, seen = a_spec({"train.use_liger_kernel": True}), base(cache), {}
     liger = types.ModuleType("liger_kernel.transformers")
     liger._apply_liger_kernel_to_instance = lambda **given: seen.update(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import from_config
+from backend.modelspec import from_config
 from backend.train.quantized import is_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
@@ -46,7 +46,7 @@ def test_answers_before_after_and_of_what_is_saved(
     root: Path, host: Host, mixtures: Mapping[str, dict[str, str]], kind: str
 ) -> None:
     """The loss that balances routers is taken of whole rows, and answers come a token at a time."""
-    kept = {"checkpoint.save_model": True, "evaluation.samples": 2, "evaluation.max_new_tokens": 4}
+    kept = {"save.final_model": True, "eval.num_generations": 2, "eval.max_new_tokens": 4}
     folder = host.train(root / f"run-{kind}", a_spec({**mixtures[kind], **kept, "method.kind": "full"}))
     assert len(result(folder)["samples"]) == 2
     assert losses(folder)

@@ -32,19 +32,23 @@ from trainings import (
     together,
 )
 
-from backend import hostfile
+from backend.launch import hostfile
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.plan import plan
-from backend.run import COOKIE, processes
-from backend.run.folder import ALIVE, Run
+from backend.runs import RUN_MARKER, processes
+from backend.runs.folder import ALIVE, Run
 from backend.train import checkpoints
 
 pytestmark = pytest.mark.alone
 
-FULL = {"method.kind": "full", "train.max_steps": 3, "train.batch_size": 2}
-SPREAD = {"parallel.strategy": "ddp", "launch.processes": 1, "launch.rendezvous": "static"}
-SPREAD |= {"launch.address": ADDRESSES[0], "launch.port": 29533, "launch.threads": 1}  # they share two cores
-HOSTFILE = {"launch.hosts": ("host-0 slots=1", "host-1 slots=1")}
+FULL = {"method.kind": "full", "train.max_steps": 3, "train.per_device_train_batch_size": 2}
+SPREAD = {"parallel.strategy": "ddp", "launch.nproc_per_node": 1, "launch.rendezvous": "static"}
+SPREAD |= {
+    "launch.master_addr": ADDRESSES[0],
+    "launch.master_port": 29533,
+    "launch.omp_num_threads": 1,
+}  # they share two cores
+HOSTFILE = {"launch.hostfile": ("host-0 slots=1", "host-1 slots=1")}
 LAUNCHERS = {"torchrun": {}, "accelerate": {}, "deepspeed": HOSTFILE}
 
 
@@ -69,8 +73,8 @@ class Nodes:
         made = plan(a_spec({**FULL, **SPREAD, **changes}), Machine(cores=2, python=sys.executable))
         self.run = Run.create(root / "runs", name, made, datetime.now())
         env = environment(self.run.path, cache)
-        del env[COOKIE]
-        start = [sys.executable, "-m", "backend.run.supervisor", str(self.run.path)]
+        del env[RUN_MARKER]
+        start = [sys.executable, "-m", "backend.runs.supervisor", str(self.run.path)]
         assert hosts[0].start(start, env).wait(30) == 0
         self.second, self.env = hosts[1], env
         if join:
@@ -124,7 +128,7 @@ def _environ(pid: int) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def alone(root: Path, cache: Path) -> Path:
-    folder = a_folder(root, "alone", {**FULL, "train.batch_size": 4})
+    folder = a_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4})
     together(cache, folder)
     return folder
 
@@ -154,7 +158,7 @@ def test_one_node_learns_what_one_process_learns(
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = {"launch.port": probe.getsockname()[1]} if launcher == "deepspeed" else {}
+        port = {"launch.master_port": probe.getsockname()[1]} if launcher == "deepspeed" else {}
     patch = {**FULL, "parallel.strategy": strategy, "launch.launcher": launcher, **port}
     made = plan(a_spec(patch), Machine(cores=2, python=sys.executable))
     run = Run.create(root / "runs", f"one-{launcher}-{strategy}", made, datetime.now())
@@ -168,18 +172,18 @@ def test_one_node_learns_what_one_process_learns(
     assert not processes.carriers(run.path)
 
 
-def test_begin_anew_counts_once(tmp_path: Path) -> None:
-    """Ranks that torchrun starts again are given --anew again; what this start has saved stays."""
+def test_begin_from_scratch_counts_once(tmp_path: Path) -> None:
+    """Ranks that torchrun starts again are given --from-scratch again; what this start has saved stays."""
     for step, when in ((4, -60), (8, 60)):
         folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "complete").touch()
         os.utime(folder / "complete", (time.time() + when,) * 2)
     (tmp_path / "lock").touch()
-    checkpoints.sweep(tmp_path, anew=True)
+    checkpoints.sweep(tmp_path, from_scratch=True)
     assert [checkpoints.step_of(folder) for folder in checkpoints.complete(tmp_path)] == [8]
     (tmp_path / "lock").unlink()  # started without run.sh: nobody knows when
-    checkpoints.sweep(tmp_path, anew=True)
+    checkpoints.sweep(tmp_path, from_scratch=True)
     assert not checkpoints.complete(tmp_path)
 
 
@@ -196,7 +200,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(lines: tuple[str, ...], incl
         wanted = None
     try:
         found = {name: list(slots) for name, slots in hostfile.chosen(lines, include).items()}
-    except hostfile.HostError as error:
+    except hostfile.HostfileError as error:
         found = None
         assert str(error).endswith(".")
     assert found == (None if wanted is None else dict(wanted))
@@ -204,8 +208,8 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(lines: tuple[str, ...], incl
 
 @pytest.mark.soak
 def test_a_killed_rank_comes_back_and_a_stop_ends_all(root: Path, cache: Path, hosts: tuple[Host, Host]) -> None:
-    saved = {"checkpoint.when": "steps", "checkpoint.steps": 5, "train.max_steps": 2000}
-    elastic = {"launch.rendezvous": "elastic", "launch.min_nodes": 2, "launch.max_restarts": 2}
+    saved = {"save.strategy": "steps", "save.steps": 5, "train.max_steps": 2000}
+    elastic = {"launch.rendezvous": "elastic", "launch.min_nnodes": 2, "launch.max_restarts": 2}
     nodes = Nodes(root, cache, hosts, "elastic", {**saved, **elastic})
     folder = nodes.run.path
     nodes.wait_for(lambda: last_step(folder) > 6 and nodes.run.checkpoints())
@@ -233,8 +237,8 @@ def test_a_killed_rank_comes_back_and_a_stop_ends_all(root: Path, cache: Path, h
 @pytest.mark.soak
 def test_nodes_come_and_go(root: Path, cache: Path, hosts: tuple[Host, Host]) -> None:
     """One host trains alone, another joins, and dies with all it has: the first one goes on."""
-    saved = {"checkpoint.when": "steps", "checkpoint.steps": 5, "train.max_steps": 4000}
-    elastic = {"launch.rendezvous": "elastic", "launch.min_nodes": 1, "launch.max_restarts": 5}
+    saved = {"save.strategy": "steps", "save.steps": 5, "train.max_steps": 4000}
+    elastic = {"launch.rendezvous": "elastic", "launch.min_nnodes": 1, "launch.max_restarts": 5}
     nodes = Nodes(root, cache, hosts, "coming-and-going", {**saved, **elastic}, join=False)
     folder = nodes.run.path
     nodes.wait_for(lambda: last_step(folder) > 12)

@@ -14,26 +14,26 @@ from safetensors.torch import load_file
 from trainings import REORDERED, a_spec, losses, mostly_soak, result, same_losses
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from backend import catalog
+from backend import registry
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import Leaf, from_config
-from backend.train import inside, optimizers
+from backend.modelspec import Leaf, from_config
+from backend.train import optimizer_utils, optimizers
 
 FULL = {
     "method.kind": "full",
     "train.max_steps": 4,
-    "train.scheduler": "linear",
-    "train.warmup": 0.0,
-    "checkpoint.when": "steps",
-    "checkpoint.steps": 2,
-    "checkpoint.keep": 0,
+    "train.lr_scheduler_type": "linear",
+    "train.warmup_steps": 0.0,
+    "save.strategy": "steps",
+    "save.steps": 2,
+    "save.total_limit": 0,
     "train.projection_rank": 16,
-    "train.projection_gap": 2,
-    "train.block_steps": 2,
+    "train.update_proj_gap": 2,
+    "train.badam_switch_block_every": 2,
     "train.weight_decay": 0.1,
 }
-HERE = [name for name, row in catalog.OPTIMIZERS.items() if not row.devices]
+HERE = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
 KIN = {"adamw", "adamw_fused", "adamw_paged"}  # the same arithmetic, by different kernels
 # Others are resumed by the same class, with fewer or more bits.
 ONCE = {"adamw_fused", "adamw_paged", "adamw_paged_8bit", "adamw_4bit_torchao", "ademamix", "lion", "lion_paged"} | {
@@ -65,14 +65,14 @@ def made(host: Host, root: Path) -> Callable[[str], Path]:
 
     def run(name: str) -> Path:
         folder = root / name
-        return folder if folder.exists() else host.train(folder, a_spec({**FULL, "train.optimizer": name}), env=ENV)
+        return folder if folder.exists() else host.train(folder, a_spec({**FULL, "train.optim": name}), env=ENV)
 
     return run
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dict[int, float]) -> None:
-    row, folder = catalog.OPTIMIZERS[name], made(name)
+    row, folder = registry.OPTIMIZERS[name], made(name)
     before = losses(folder)
     assert before[1] == same_losses(usual[1])
     assert all(loss == loss and loss < 12 for loss in before.values())
@@ -81,18 +81,18 @@ def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dic
         moved(folder)
     found: dict[str, Any] = result(folder)["optimizer"][0]
     assert found["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
-    assert account({"train.optimizer": name}).state.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
+    assert account({"train.optim": name}).state.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
 
 
 @pytest.mark.parametrize("name", mostly_soak([name for name in HERE if name not in ONCE], RESUMED))
 def test_it_goes_on(name: str, made: Callable[[str], Path], host: Host) -> None:
-    row, folder = catalog.OPTIMIZERS[name], made(name)
+    row, folder = registry.OPTIMIZERS[name], made(name)
     before = losses(folder)
     host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
     # Exact: the same kernels on the same machine, from a state that was saved bit by bit.
-    assert (losses(folder) == before) is not row.forgets
+    assert (losses(folder) == before) is not row.loses_state_on_save
 
 
 def moved(folder: Path) -> None:
@@ -102,7 +102,7 @@ def moved(folder: Path) -> None:
 
 
 def account(changes: Mapping[str, Any]) -> Account:
-    return Account(a_spec({**FULL, **changes}), Machine(), from_config(catalog.MODELS["tiny-llama"].config))
+    return Account(a_spec({**FULL, **changes}), Machine(), from_config(registry.MODELS["tiny-llama"].config))
 
 
 # Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
@@ -129,14 +129,14 @@ PURE = {
 
 @pytest.mark.parametrize("name", PURE)
 def test_state_beside_bf16_weights(name: str) -> None:
-    found = account({"train.optimizer": name, "precision.compute": "pure_bf16"})
+    found = account({"train.optim": name, "precision.compute": "pure_bf16"})
     assert found.state.bytes / found.trained == pytest.approx(PURE[name], rel=0.03)
 
 
 # Bytes a rank and a weight on two ranks of FSDP2, which keeps the shapes of matrices.
 @pytest.mark.parametrize(("name", "each"), [("adamw", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
 def test_state_is_spread(name: str, each: float) -> None:
-    found = account({"train.optimizer": name, "parallel.strategy": "fsdp2", "launch.processes": 2})
+    found = account({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
     assert found.state.bytes / found.sharers / found.trained == pytest.approx(each, rel=0.03)
 
 
@@ -144,7 +144,7 @@ def test_state_is_spread(name: str, each: float) -> None:
 def test_sides_of_a_projection(how: str) -> None:
     """The state of one matrix, as GaLore itself makes it."""
     galore = pytest.importorskip("galore_torch")
-    state = account({"train.optimizer": "galore", "train.galore_projection": how}).state
+    state = account({"train.optim": "galore", "train.galore_proj_type": how}).state
     for rows, columns in ((352, 128), (128, 352)):
         weight = torch.nn.Parameter(torch.randn(rows, columns))
         told = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}
@@ -152,15 +152,15 @@ def test_sides_of_a_projection(how: str) -> None:
         weight.grad = torch.randn(rows, columns)
         made.step()
         leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
-        assert state._beside(leaf) == inside.held(made)["bytes"]
+        assert state._beside(leaf) == optimizer_utils.held(made)["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])
 def test_a_state_that_was_made_early_follows_the_weights(strategy: str, root: Path, host: Host) -> None:
     """Adagrad makes its state when it is made itself; an engine then puts other weights in the place of those."""
-    early = {**FULL, "train.optimizer": "adagrad"}
+    early = {**FULL, "train.optim": "adagrad"}
     one = losses(host.train(root / f"early-1-{strategy}", a_spec(early)))
-    more = {**early, "parallel.strategy": strategy, "train.batch_size": 1}
+    more = {**early, "parallel.strategy": strategy, "train.per_device_train_batch_size": 1}
     folder = host.train(root / f"early-2-{strategy}", a_spec(more), 2)
     assert losses(folder) == same_losses(one, REORDERED)
     host.go_on(folder, 2, 2)
@@ -168,7 +168,7 @@ def test_a_state_that_was_made_early_follows_the_weights(strategy: str, root: Pa
 
 
 def test_muon_orthogonalises_the_layers_alone() -> None:
-    spec = a_spec({**FULL, "train.optimizer": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
+    spec = a_spec({**FULL, "train.optim": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
     small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, **small))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -185,7 +185,7 @@ def test_muon_orthogonalises_the_layers_alone() -> None:
 
 def test_a_schedule_free_run_ends_with_its_average(host: Host, tmp_path: Path) -> None:
     """Warm-up is a share of all steps, and not of one; the trained model is the average."""
-    more = {"train.optimizer": "schedule_free_adamw", "checkpoint.save_model": True, "train.warmup": 0.5}
+    more = {"train.optim": "schedule_free_adamw", "save.final_model": True, "train.warmup_steps": 0.5}
     folder = host.train(tmp_path / "run", a_spec({**FULL, **more}))
     state = torch.load(folder / "checkpoints/checkpoint-4/optimizer.pt", weights_only=True)
     group = state["param_groups"][0]
@@ -198,7 +198,7 @@ def test_muon_takes_no_single_rows() -> None:
     """A reward's head gives one number: it is a vector, and FSDP2 has no row of it for every rank."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=0, **sizes))
-    made = optimizers.MAKERS["muon"](a_spec({**FULL, "train.optimizer": "muon"}), model, set())
+    made = optimizers.MAKERS["muon"](a_spec({**FULL, "train.optim": "muon"}), model, set())
     heights = {
         kind: [p.shape[0] for g in made.param_groups if g["orthogonal"] is kind for p in g["params"]]
         for kind in (True, False)

@@ -16,13 +16,13 @@ from trainings import THREADS, a_spec, losses, mostly_soak, result, same_losses,
 from backend.train import device
 
 KEPT = {
-    "train.warmup": 0.0,
-    "checkpoint.when": "steps",
-    "checkpoint.steps": 2,
-    "checkpoint.keep": 0,
-    "checkpoint.save_model": True,
-    "evaluation.samples": 2,
-    "evaluation.max_new_tokens": 4,
+    "train.warmup_steps": 0.0,
+    "save.strategy": "steps",
+    "save.steps": 2,
+    "save.total_limit": 0,
+    "save.final_model": True,
+    "eval.num_generations": 2,
+    "eval.max_new_tokens": 4,
 }
 
 

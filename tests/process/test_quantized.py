@@ -16,19 +16,19 @@ from safetensors.torch import load_file, save_file
 from trainings import REORDERED, a_spec, losses, result, same_losses, text
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from backend import catalog
-from backend.judge import judge
+from backend import registry
 from backend.machine import Machine
 from backend.memory import Account
-from backend.shape import from_config
+from backend.modelspec import from_config
+from backend.preflight import preflight
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-TINY = from_config(catalog.MODELS["tiny-llama"].config)
-QUICK = {"train.scheduler": "constant", "train.batch_size": 2, "train.learning_rate": 3e-3}
-HALF = {**QUICK, "train.batch_size": 1}
-KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
+TINY = from_config(registry.MODELS["tiny-llama"].config)
+QUICK = {"train.lr_scheduler_type": "constant", "train.per_device_train_batch_size": 2, "train.learning_rate": 3e-3}
+HALF = {**QUICK, "train.per_device_train_batch_size": 1}
+KEPT = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "save.final_model": True}
 NF4, INT8 = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
-DORA = {"method.lora_dora": True}
+DORA = {"lora.use_dora": True}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def beside(module: Any) -> int:
 def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double: bool, precision: str) -> None:
     changes = {
         "method.quantization": kind,
-        "method.double_quantization": double,
+        "method.bnb_4bit_use_double_quant": double,
         "precision.compute": precision,
     }
     found = fresh(changes, precision)
@@ -108,7 +108,7 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
     two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
     assert losses(two) == same_losses(losses(one), REORDERED)
     held = [rank["parameters"] for rank in result(two)["held"]]
-    if catalog.STRATEGIES[strategy].spread:
+    if registry.STRATEGIES[strategy].shards_weights:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
         packed = sum(leaf.inputs * leaf.outputs for leaf in TINY.leaves() if leaf.inputs and leaf.path != TINY.head)
         rest = TINY.parameters - packed + result(two)["trainable_parameters"]
@@ -156,7 +156,7 @@ def test_it_goes_on_from_its_checkpoint(four: Path, host: Host) -> None:
 
 def test_looking_on_changes_nothing(root: Path, host: Host, four: Path) -> None:
     """An evaluation, and answers before training, leave the packed weights as they are."""
-    more = {"evaluation.when": "steps", "evaluation.steps": 1, "evaluation.samples": 2, "evaluation.max_new_tokens": 4}
+    more = {"eval.strategy": "steps", "eval.steps": 1, "eval.num_generations": 2, "eval.max_new_tokens": 4}
     found = host.train(root / "watched", a_spec({**QUICK, **NF4, **more, "train.max_steps": 4}))
     assert losses(found) == same_losses(losses(four))
     assert len(result(found)["samples"]) == 2
@@ -219,7 +219,7 @@ def came(cache: Path, root: Path) -> Path:
 
 
 def test_a_model_that_came_packed_takes_dora(root: Path, host: Host, came: Path) -> None:
-    more = {**QUICK, "model.source": "path", "model.path": str(came), "method.lora_dora": True}
+    more = {**QUICK, "model.source": "path", "model.path": str(came), "lora.use_dora": True}
     found = list(losses(host.train(root / "came-dora", a_spec(more))).values())
     assert found[-1] < found[0]
 
@@ -227,17 +227,17 @@ def test_a_model_that_came_packed_takes_dora(root: Path, host: Host, came: Path)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("method.lora_init", "orthogonal"),
+        ("lora.init", "orthogonal"),
         ("precision.compute", "fp8"),
-        ("method.lora_modules_to_save", ("up_proj",)),
-        ("checkpoint.merge", True),
+        ("lora.modules_to_save", ("up_proj",)),
+        ("save.merge_adapter", True),
     ],
 )
 def test_what_a_model_that_came_packed_cannot_have(root: Path, host: Host, came: Path, field: str, value: Any) -> None:
     """The rules say so before, and the run by a sentence of its own."""
-    more = {"model.source": "path", "model.path": str(came), "checkpoint.save_model": True, field: value}
+    more = {"model.source": "path", "model.path": str(came), "save.final_model": True, field: value}
     folder = root / f"came-{field}"
     write(folder, a_spec(more))
-    assert any(f.level == "error" and field in f.fields for f in judge(a_spec(more), Machine(), root).findings)
+    assert any(f.level == "error" and field in f.fields for f in preflight(a_spec(more), Machine(), root).findings)
     assert host.run(folder) == 1
     assert text(folder).strip().splitlines()[-1].startswith(field)

@@ -13,13 +13,13 @@ import pytest
 from trainings import Launch, a_folder, a_spec, nothing, text
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
-from backend import catalog
+from backend import registry
+from backend.config import Data
+from backend.data import problem, read_rows
 from backend.paths import ASSETS, HOME
-from backend.rows import problem, read_rows
 from backend.rules.kernels import LACKS
-from backend.spec import Data
-from backend.train import adapters, builtin, checkpoints, model, trainers
-from backend.train.journal import Journal, TrainError
+from backend.train import adapters, builtin_models, checkpoints, model, trainers
+from backend.train.run_log import RunLog, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
@@ -55,13 +55,13 @@ def test_models_that_are_not_there(changes: dict[str, Any], part: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"method.lora_targets": "custom"}, "lora_target_modules is empty; the model has .*q_proj"),
-        ({"method.lora_targets": "custom", "method.lora_target_modules": "query"}, "has no query; it has .*q_proj"),
-        ({"method.lora_targets": "custom", "method.lora_target_modules": "lm_head"}, "lm_head cannot carry an adapter"),
-        ({"method.lora_modules_to_save": "head"}, "has no head; it has .*lm_head"),
-        ({"method.kind": "freeze", "method.freeze_layers": 5}, "the model has 4 layers, not 5"),
-        ({"method.kind": "freeze", "method.freeze_layers": 0}, "nothing would be trained"),
-        ({"method.kind": "freeze", "method.freeze_also": "head"}, "has no head; it has .*lm_head"),
+        ({"lora.targets": "custom"}, "lora_target_modules is empty; the model has .*q_proj"),
+        ({"lora.targets": "custom", "lora.target_modules": "query"}, "has no query; it has .*q_proj"),
+        ({"lora.targets": "custom", "lora.target_modules": "lm_head"}, "lm_head cannot carry an adapter"),
+        ({"lora.modules_to_save": "head"}, "has no head; it has .*lm_head"),
+        ({"method.kind": "freeze", "method.freeze_trainable_layers": 5}, "the model has 4 layers, not 5"),
+        ({"method.kind": "freeze", "method.freeze_trainable_layers": 0}, "nothing would be trained"),
+        ({"method.kind": "freeze", "method.freeze_extra_modules": "head"}, "has no head; it has .*lm_head"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -80,36 +80,36 @@ def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, co
     """A rule has the list of them; what the library says is turned into a sentence."""
     assert (config.model_type, asked) in LACKS
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attention": asked})
+    spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
     tokens = model.tokenizer(a_spec({"model.source": "path", "model.path": str(tiny)}), model.Source(str(tiny), {}))
-    with pytest.raises(TrainError, match=f"model.attention: {asked} cannot be used here"):
+    with pytest.raises(TrainError, match=f"model.attn_implementation: {asked} cannot be used here"):
         model.load(spec, model.find(spec, nothing), "fp32", tokens)
 
 
 def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
-    odd = {"checkpoint.best": True, "checkpoint.when": "steps", "evaluation.when": "steps"}
+    odd = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
     with pytest.raises(TrainError, match=r"checkpoint\.best"):
-        trainers.arguments(a_spec({**odd, "checkpoint.steps": 10, "evaluation.steps": 4}), tmp_path, "cpu", 1)
+        trainers.arguments(a_spec({**odd, "save.steps": 10, "eval.steps": 4}), tmp_path, "cpu", 1)
 
 
-SHARED = {"parallel.strategy": "zero3", "parallel.sequence": 2}
+SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"parallel.strategy": "zero3", "checkpoint.save_model": True, "checkpoint.merge": True}, "checkpoint.merge"),
-        ({"parallel.strategy": "fsdp1", "evaluation.samples": 4}, "evaluation.samples"),
-        ({**SHARED, "evaluation.samples": 4}, "evaluation.samples"),
+        ({"parallel.strategy": "zero3", "save.final_model": True, "save.merge_adapter": True}, "save.merge_adapter"),
+        ({"parallel.strategy": "fsdp1", "eval.num_generations": 4}, "eval.num_generations"),
+        ({**SHARED, "eval.num_generations": 4}, "eval.num_generations"),
         ({**SHARED, "data.packing": True}, "data.packing"),
-        ({**SHARED, "model.attention": "eager"}, "model.attention"),
-        ({**SHARED, "train.stage": "dpo", "data.builtin": "train-pairs"}, "parallel.sequence: DPO"),
-        ({**SHARED, "parallel.sequence": 3}, "parallel.sequence: 3 of 2"),
+        ({**SHARED, "model.attn_implementation": "eager"}, "model.attn_implementation"),
+        ({**SHARED, "train.stage": "dpo", "data.builtin": "train-pairs"}, "parallel.sequence_parallel_size: DPO"),
+        ({**SHARED, "parallel.sequence_parallel_size": 3}, "parallel.sequence_parallel_size: 3 of 2"),
     ],
 )
 def test_what_spread_weights_and_rows_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
-        trainers.arguments(a_spec({"evaluation.samples": 0, **changes}), tmp_path, "cpu", 2)
+        trainers.arguments(a_spec({"eval.num_generations": 0, **changes}), tmp_path, "cpu", 2)
 
 
 def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_points_are_strict_json(tmp_path: Path) -> None:
-    Journal(tmp_path).point({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
-    Journal(tmp_path, rank=1).point({"step": 2})
+    RunLog(tmp_path).point({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    RunLog(tmp_path, rank=1).point({"step": 2})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "note": "loss is nan, grad_norm is inf"}
 
@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: s
         cache.write_text("no folder")
     own = {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     ended = subprocess.run(
-        [sys.executable, "-m", "backend.train.builtin", "smollm2-135m-instruct"],
+        [sys.executable, "-m", "backend.train.builtin_models", "smollm2-135m-instruct"],
         env={**os.environ, **own},
         capture_output=True,
         text=True,
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: s
 def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(tmp_path))
-        again = builtin.prepare("tiny-llama", nothing)
+        again = builtin_models.prepare("tiny-llama", nothing)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
 
@@ -179,7 +179,7 @@ def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
 def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
     script = ASSETS / "trains" / "make.py"
     subprocess.run([sys.executable, "-I", str(script), str(tmp_path)], check=True, timeout=60)
-    for folder in catalog.DATASETS:
+    for folder in registry.DATASETS:
         for name in ("train.jsonl", "validation.jsonl"):
             assert (tmp_path / folder / name).read_bytes() == (ASSETS / folder / name).read_bytes()
 

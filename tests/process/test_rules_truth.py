@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from trainings import SMALL, environment, lay
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from backend.judge import Judgement, judge
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.machine import probe
-from backend.options import edit
+from backend.preflight import Report, preflight
 from backend.rules import FAMILIES, RULES, Finding, Rule
-from backend.run import processes
-from backend.spec import RunSpec
+from backend.runs import processes
 
-SAVED = {"checkpoint.save_model": True}
-EPOCHS = {"checkpoint.when": "epoch", "evaluation.when": "epoch"}
+SAVED = {"save.final_model": True}
+EPOCHS = {"save.strategy": "epoch", "eval.strategy": "epoch"}
 FOLDER = {"model.source": "path", "model.path": "model"}
 
 
@@ -73,7 +73,11 @@ RAW = {
     "STR024": Raw("save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'"),
     "STR027": Raw("Ulysses SP requires `position_ids` in every dataloader batch"),
     "STR028": Raw("IndexError: tuple index out of range"),
-    "STR030": Raw("head count 4 is not divisible by SP size 3", {"parallel.sequence": 3, "launch.processes": 3}, False),
+    "STR030": Raw(
+        "head count 4 is not divisible by SP size 3",
+        {"parallel.sequence_parallel_size": 3, "launch.nproc_per_node": 3},
+        False,
+    ),
     "STR032": Raw("- ds gradient_clipping=0.5 vs hf max_grad_norm=1.0", ours=False),
     "STR034": Raw("the 'elasticity' configuration block is no longer supported", ours=False),
     "STR035": Raw("Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save`", SAVED, False),
@@ -150,7 +154,7 @@ def good_scene(root: Path, cache: Path) -> None:
     shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
 
 
-def launch(found: Judgement, folder: Path, cache: Path, host: Host) -> tuple[int, str]:
+def launch(found: Report, folder: Path, cache: Path, host: Host) -> tuple[int, str]:
     """(exit code, log) of the plan, whatever the findings say."""
     plan = found.plan
     lay(plan, folder)
@@ -194,26 +198,26 @@ def test_its_mended_twin_runs(rule: Rule, tmp_path: Path, cache: Path, host: Hos
         spec = edit(spec, finding.fixes[0].patch)
     else:
         good_scene(tmp_path, cache)
-    twin = judge(spec, found.machine, tmp_path)
+    twin = preflight(spec, found.machine, tmp_path)
     assert twin.can_run, twin.findings
     code, log = launch(twin, tmp_path / "mended", cache, host)
     assert code == 0, log
 
 
-def bad(rule: Rule, tmp_path: Path, cache: Path) -> tuple[Judgement, Finding]:
+def bad(rule: Rule, tmp_path: Path, cache: Path) -> tuple[Report, Finding]:
     """The bad example on this machine, in its scene, and what the rule says of it."""
     machine = probe(tmp_path)
     good_scene(tmp_path, cache)
     SCENES.get(rule.code, lambda root: None)(tmp_path)
     more = RAW[rule.code].more if rule.code in RAW else {}
-    spec = edit(RunSpec(), {**SMALL, "data.max_length": 2048, **rule.bad.patch, **more})
-    found = judge(spec, machine, tmp_path)
+    spec = edit(RunSpec(), {**SMALL, "data.max_length": 2048, **rule.fails_on.patch, **more})
+    found = preflight(spec, machine, tmp_path)
     if rule.code == "HW001" and machine.device == "cuda":
         pytest.skip("the device that the example misses is here")
     return found, next(f for f in found.findings if f.code == rule.code)
 
 
-def refused(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> tuple[Judgement, Finding]:
+def refused(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> tuple[Report, Finding]:
     """The bad example, launched past the checks: it fails with a sentence that names the field, or as the library does
     where we say nothing."""
     found, finding = bad(rule, tmp_path, cache)

@@ -17,9 +17,9 @@ from trainings import REORDERED, a_spec, losses, points, result, same_losses, te
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 
+from backend.config import RunSpec
+from backend.data import read_rows
 from backend.paths import ASSETS
-from backend.rows import read_rows
-from backend.spec import RunSpec
 from backend.train import data
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -30,11 +30,11 @@ LEARNED = {
     "data.builtin": "train-pairs",
     "data.max_samples": ROWS,
     "train.max_steps": 8,
-    "train.batch_size": 4,
-    "evaluation.when": "steps",
-    "evaluation.steps": 8,
-    "evaluation.batch_size": 32,
-    "checkpoint.save_model": True,
+    "train.per_device_train_batch_size": 4,
+    "eval.strategy": "steps",
+    "eval.steps": 8,
+    "eval.per_device_eval_batch_size": 32,
+    "save.final_model": True,
 }
 
 
@@ -53,7 +53,7 @@ def learned(root: Path, host: Host) -> dict[tuple[str, str], Path]:
     }
 
 
-ANSWERED = {"orpo": {"evaluation__samples": 2, "evaluation__max_new_tokens": 4}}
+ANSWERED = {"orpo": {"eval__num_generations": 2, "eval__max_new_tokens": 4}}
 EVERY = [(stage, kind) for stage in STAGES for kind in RATES]
 
 
@@ -127,9 +127,17 @@ def test_answers_are_given_before_and_after(learned: dict[tuple[str, str], Path]
 SAME = {
     "an adapter on two ranks": ("lora", 2, {"parallel__strategy": "ddp"}),
     "whole weights under ZeRO-2": ("full", 2, {"parallel__strategy": "zero2"}),
-    "a reference computed beforehand": ("full", 0, {"preference__precompute": True, "train__batch_size": 4}),
-    "and by two ranks": ("lora", 2, {"preference__precompute": True, "parallel__strategy": "ddp"}),
-    "and by two that hold half each": ("lora", 2, {"preference__precompute": True, "parallel__strategy": "fsdp2"}),
+    "a reference computed beforehand": (
+        "full",
+        0,
+        {"preference__precompute_ref_log_probs": True, "train__per_device_train_batch_size": 4},
+    ),
+    "and by two ranks": ("lora", 2, {"preference__precompute_ref_log_probs": True, "parallel__strategy": "ddp"}),
+    "and by two that hold half each": (
+        "lora",
+        2,
+        {"preference__precompute_ref_log_probs": True, "parallel__strategy": "fsdp2"},
+    ),
 }
 
 
@@ -138,20 +146,20 @@ def test_the_curve_is_that_of_one_process(
     learned: dict[tuple[str, str], Path], root: Path, host: Host, name: str
 ) -> None:
     kind, ranks, more = SAME[name]
-    more = {"train__batch_size": 2, "checkpoint__save_model": False, **more}
+    more = {"train__per_device_train_batch_size": 2, "save__final_model": False, **more}
     one = losses(learned["dpo", kind])
     assert len({round(loss, 6) for loss in one.values()}) > 4
     assert losses(host.train(root / name, spec("dpo", kind, **more), ranks)) == same_losses(one, REORDERED)
 
 
 def test_two_ranks_score_as_one(learned: dict[tuple[str, str], Path], root: Path, host: Host) -> None:
-    more = spec("reward", "full", train__batch_size=2, parallel__strategy="ddp")
+    more = spec("reward", "full", train__per_device_train_batch_size=2, parallel__strategy="ddp")
     two = host.train(root / "reward-two", more, 2)
     assert losses(two) == same_losses(losses(learned["reward", "full"]), REORDERED)
 
 
 def test_a_resumed_run_goes_on_with_its_curve(root: Path, host: Host) -> None:
-    kept = {"checkpoint__when": "steps", "checkpoint__steps": 3, "checkpoint__keep": 0, "train__max_steps": 6}
+    kept = {"save__strategy": "steps", "save__steps": 3, "save__total_limit": 0, "train__max_steps": 6}
     folder = host.train(root / "resumed", spec("dpo", **kept))
     before = [point for point in points(folder) if "loss" in point]
     host.go_on(folder, 3)
@@ -203,7 +211,7 @@ def test_tokens_are_those_of_the_library(host: Host) -> None:
 @pytest.mark.parametrize(("split", "count"), [("train", 600), ("validation", 64)])
 def test_kto_pairs_each_question_with_its_neighbours_answer(host: Host, split: str, count: int) -> None:
     """Also where rows are validated one by one."""
-    more = {"data__max_samples": 0, "evaluation__when": "epoch", "evaluation__batch_size": 1}
+    more = {"data__max_samples": 0, "eval__strategy": "epoch", "eval__per_device_eval_batch_size": 1}
     rows = list(prepared("kto", host, split, **more)[0])
     assert len(rows) == count
     assert sum(row["label"] for row in rows) == count / 2

@@ -27,16 +27,16 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from backend.judge import judge
+from backend.config.options import edit
 from backend.machine import Machine
-from backend.options import edit
 from backend.paths import HOME
+from backend.preflight import preflight
 from backend.train import engine
-from backend.train.journal import TrainError
+from backend.train.run_log import TrainError
 
-FULL = {"method.kind": "full", "train.batch_size": 2}
-KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 0, "checkpoint.save_model": True}
-PLAIN = {"checkpoint.when": "no", "checkpoint.save_model": True}
+FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
+KEPT = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "save.final_model": True}
+PLAIN = {"save.strategy": "no", "save.final_model": True}
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,16 @@ def fsdp(ranks: int = 2, **more: Any) -> Case:
 
 
 def sliced(ranks: int = 2) -> Case:
-    changes = {"parallel.strategy": "tensor", "train.batch_size": 4 if ranks == 2 else 2, **PLAIN}
+    changes = {"parallel.strategy": "tensor", "train.per_device_train_batch_size": 4 if ranks == 2 else 2, **PLAIN}
     return Case(changes, "MULTI_XPU", ranks, ranks, ranks)
 
 
 def sequence(stage: int) -> Case:
     """Both ranks share every row's tokens."""
-    return replace(zero(stage, sequence=2), changes={**zero(stage, sequence=2).changes, "train.batch_size": 4})
+    return replace(
+        zero(stage, sequence_parallel_size=2),
+        changes={**zero(stage, sequence_parallel_size=2).changes, "train.per_device_train_batch_size": 4},
+    )
 
 
 CASES = {
@@ -81,11 +84,11 @@ CASES = {
     "zero2": zero(2),
     "zero2-offload": zero(2, offload_optimizer="cpu"),
     "zero3": zero(3),
-    "zero3-offload": zero(3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "zero3-offload": zero(3, offload_optimizer="cpu", offload_param="cpu"),
     "fsdp2": fsdp(),
     "fsdp2-offload": fsdp(cpu_offload=True),
-    "fsdp2-sharded": fsdp(state_dict="sharded", reshard_after_forward=False),
-    "hsdp": fsdp(4, replicas=2),
+    "fsdp2-sharded": fsdp(state_dict_type="sharded", reshard_after_forward=False),
+    "hsdp": fsdp(4, replicate_size=2),
     "zero2-sequence": sequence(2),
     "zero3-sequence": sequence(3),
     "tensor": sliced(),
@@ -108,18 +111,20 @@ class Trained:
 
     def run(self, name: str, changes: Mapping[str, Any], ranks: int) -> Path:
         if name not in self.made:
-            spec = a_spec({**changes, "launch.processes": max(ranks, 1)})
+            spec = a_spec({**changes, "launch.nproc_per_node": max(ranks, 1)})
             self.made[name] = self.host.train(self.root / name, spec, ranks)
         return self.made[name]
 
     def full(self, name: str) -> Path:
         case = CASES[name]
-        rows = {"train.batch_size": 4 // case.ranks}
+        rows = {"train.per_device_train_batch_size": 4 // case.ranks}
         return self.run(name, {**FULL, **KEPT, **rows, **case.changes}, case.ranks)
 
     def adapter(self, name: str) -> Path:
         case = CASES[name]
-        return self.run(f"{name}-lora", {**KEPT, "train.batch_size": 4 // case.ranks, **case.changes}, case.ranks)
+        return self.run(
+            f"{name}-lora", {**KEPT, "train.per_device_train_batch_size": 4 // case.ranks, **case.changes}, case.ranks
+        )
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +137,12 @@ def trained(root: Path, host: Host) -> Trained:
 
 @pytest.fixture(scope="module")
 def alone(trained: Trained) -> Path:
-    return trained.run("alone", {**FULL, **KEPT, "train.batch_size": 4}, 0)
+    return trained.run("alone", {**FULL, **KEPT, "train.per_device_train_batch_size": 4}, 0)
 
 
 @pytest.fixture(scope="module")
 def alone_adapter(trained: Trained) -> Path:
-    return trained.run("alone-lora", {**KEPT, "train.batch_size": 4}, 0)
+    return trained.run("alone-lora", {**KEPT, "train.per_device_train_batch_size": 4}, 0)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -184,9 +189,9 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_modules_are_trained_in_full_beside_an_adapter(trained: Trained) -> None:
     """In 16 bits under ZeRO-3, which casts no model that it spread as it was read: ZeRO-2 does."""
-    asked = {"method.lora_modules_to_save": ("embed_tokens", "lm_head"), "precision.compute": "bf16", **PLAIN}
+    asked = {"lora.modules_to_save": ("embed_tokens", "lm_head"), "precision.compute": "bf16", **PLAIN}
     two, three = (
-        trained.run(f"{name}-ends", {**asked, **CASES[name].changes, "train.batch_size": 2}, 2)
+        trained.run(f"{name}-ends", {**asked, **CASES[name].changes, "train.per_device_train_batch_size": 2}, 2)
         for name in ("zero2", "zero3")
     )
     assert losses(three) == same_losses(losses(two), REORDERED)
@@ -194,9 +199,9 @@ def test_modules_are_trained_in_full_beside_an_adapter(trained: Trained) -> None
 
 def test_an_adapter_adds_up_batches(trained: Trained) -> None:
     """In 16 bits, and with an output layer that is not tied, torch would fail on gradients that wait for the others."""
-    rows = {"train.accumulation": 2, "precision.compute": "bf16", **PLAIN}
-    alone = trained.run("alone-adds-up", {**rows, "train.batch_size": 2}, 0)
-    spread = trained.run("fsdp2-adds-up", {**rows, **CASES["fsdp2"].changes, "train.batch_size": 1}, 2)
+    rows = {"train.gradient_accumulation_steps": 2, "precision.compute": "bf16", **PLAIN}
+    alone = trained.run("alone-adds-up", {**rows, "train.per_device_train_batch_size": 2}, 0)
+    spread = trained.run("fsdp2-adds-up", {**rows, **CASES["fsdp2"].changes, "train.per_device_train_batch_size": 1}, 2)
     assert losses(spread) == pytest.approx(losses(alone), abs=5e-3)
 
 
@@ -238,7 +243,13 @@ def test_an_adapter_goes_on_from_its_checkpoint(trained: Trained) -> None:
 def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_path: Path) -> None:
     """Its checkpoints are written by DCP, which deals the parts out anew."""
     source = trained.full("fsdp2-sharded")
-    spec = {**FULL, **KEPT, **CASES["fsdp2-sharded"].changes, "train.batch_size": 1, "launch.processes": 4}
+    spec = {
+        **FULL,
+        **KEPT,
+        **CASES["fsdp2-sharded"].changes,
+        "train.per_device_train_batch_size": 1,
+        "launch.nproc_per_node": 4,
+    }
     write(tmp_path / "four", a_spec(spec))
     shutil.copytree(source / "checkpoints/checkpoint-2", tmp_path / "four/checkpoints/checkpoint-2")
     assert trained.host.run(tmp_path / "four", 4) == 0, text(tmp_path / "four")
@@ -265,9 +276,20 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 def elsewhere(trained: Trained, source: Path, changes: Mapping[str, Any], ranks: int) -> tuple[Path, int]:
     """A run of `ranks` processes that begins with checkpoint 2 of `source`, and its exit code."""
-    begins = {"checkpoint.start": "path", "checkpoint.path": str(source / "checkpoints/checkpoint-2")}
+    begins = {"save.resume_from": "path", "save.resume_path": str(source / "checkpoints/checkpoint-2")}
     folder = trained.root / f"{source.name}+{ranks}-{len(list(trained.root.iterdir()))}"  # a plus is part of a name
-    write(folder, a_spec({**KEPT, "train.batch_size": 4 // ranks, **changes, **begins, "launch.processes": ranks}))
+    write(
+        folder,
+        a_spec(
+            {
+                **KEPT,
+                "train.per_device_train_batch_size": 4 // ranks,
+                **changes,
+                **begins,
+                "launch.nproc_per_node": ranks,
+            }
+        ),
+    )
     return folder, trained.host.run(folder, ranks)
 
 
@@ -279,7 +301,7 @@ MOVED = {
 
 
 def moved(trained: Trained, name: str) -> Path:
-    return trained.run(f"{name}-moved", {**KEPT, **MOVED[name], "train.batch_size": 2}, 2)
+    return trained.run(f"{name}-moved", {**KEPT, **MOVED[name], "train.per_device_train_batch_size": 2}, 2)
 
 
 DEALT = [("zero3", 1)]
@@ -293,7 +315,7 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
     """Its parts are dealt out anew: the same rows, the same moments, the same loss; what was there is left alone."""
     source = moved(trained, name)
     before = files(source)
-    folder, code = elsewhere(trained, source, {**MOVED[name], "train.batch_size": 4 // ranks}, ranks)
+    folder, code = elsewhere(trained, source, {**MOVED[name], "train.per_device_train_batch_size": 4 // ranks}, ranks)
     assert code == 0, text(folder)
     assert f"Converting checkpoint-2 of 2 processes for {ranks}" in text(folder)
     assert losses(folder)[3] == same_losses(losses(source)[3], REORDERED)
@@ -310,16 +332,18 @@ def test_what_cannot_be_converted_is_refused(trained: Trained) -> None:
     folder, code = elsewhere(trained, source, MOVED["zero3"], 1)
     assert code != 0 and "parallel.strategy: " in text(folder).splitlines()[-1]
     assert "written by ZeRO-1 or ZeRO-2, and ZeRO-3 cannot read it" in text(folder)
-    changes = {**MOVED["zero2"], "train.optimizer": "sgd"}
-    source = trained.run("zero2-sgd", {**KEPT, **changes, "train.batch_size": 2, "train.max_steps": 2}, 2)
+    changes = {**MOVED["zero2"], "train.optim": "sgd"}
+    source = trained.run(
+        "zero2-sgd", {**KEPT, **changes, "train.per_device_train_batch_size": 2, "train.max_steps": 2}, 2
+    )
     folder, code = elsewhere(trained, source, changes, 1)
     assert code != 0 and text(folder).splitlines()[-1].endswith("converts the state of AdamW alone: start 2.")
 
 
 def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained: Trained) -> None:
     """The best checkpoint is loaded at the end, though more ranks wrote it than there are."""
-    judged = {"checkpoint.best": True, "evaluation.when": "steps", "evaluation.steps": 2}
-    changes = {**KEPT, **MOVED["zero3"], **judged, "train.batch_size": 2}
+    judged = {"save.load_best_model_at_end": True, "eval.strategy": "steps", "eval.steps": 2}
+    changes = {**KEPT, **MOVED["zero3"], **judged, "train.per_device_train_batch_size": 2}
     source = trained.run("zero3-best", {**changes, "train.max_steps": 2}, 2)
     kept = source / "checkpoints/checkpoint-2/trainer_state.json"
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "best_metric": 0.0}))  # none will be better
@@ -341,8 +365,8 @@ def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(tied)
     of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(tied)}
-    one = trained.run("alone-tied", {**of, "train.batch_size": 4}, 0)
-    size = {"train.batch_size": 4 if name == "tensor" else 2}
+    one = trained.run("alone-tied", {**of, "train.per_device_train_batch_size": 4}, 0)
+    size = {"train.per_device_train_batch_size": 4 if name == "tensor" else 2}
     folder = trained.run(f"{name}-tied", {**of, "parallel.strategy": name, **size}, 2)
     assert losses(folder) == same_losses(losses(one), REORDERED)
     assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
@@ -358,14 +382,19 @@ def test_older_architectures_share_rows(trained: Trained) -> None:
     torch.manual_seed(1)
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=words, **sizes)).save_pretrained(folder)
     of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(folder)}
-    one = trained.run("alone-neox", {**of, "train.batch_size": 4}, 0)
+    one = trained.run("alone-neox", {**of, "train.per_device_train_batch_size": 4}, 0)
     two = trained.run("neox-sequence", {**of, **CASES["zero2-sequence"].changes}, 2)
     assert losses(two) == same_losses(losses(one), REORDERED)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
 def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str) -> None:
-    more = {"parallel.strategy": "zero2", "launch.processes": 1, "launch.launcher": launcher, "train.batch_size": 4}
+    more = {
+        "parallel.strategy": "zero2",
+        "launch.nproc_per_node": 1,
+        "launch.launcher": launcher,
+        "train.per_device_train_batch_size": 4,
+    }
     folder, cache = a_folder(trained.root, f"lone-{launcher}", {**FULL, **more}), trained.root / "cache"
     if launcher == "torchrun":
         Launch(folder, cache, 1).done()
@@ -375,7 +404,7 @@ def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str
 
 
 ANSWERED = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
-ASKED = {"evaluation.samples": 5, "evaluation.batch_size": 2, "evaluation.max_new_tokens": 12}
+ASKED = {"eval.num_generations": 5, "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": 12}
 
 
 @pytest.mark.parametrize("name", mostly_soak(ANSWERED, ("zero3", "fsdp2")))
@@ -383,10 +412,10 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     """Ranks have different numbers of rows to answer, and answers differ in length: none waits for another without
     end. Training afterwards learns what it learns without answers."""
     case = CASES[name]
-    one = trained.run("alone-answers", {**FULL, **PLAIN, **ASKED, "train.batch_size": 4}, 0)
+    one = trained.run("alone-answers", {**FULL, **PLAIN, **ASKED, "train.per_device_train_batch_size": 4}, 0)
     wanted = result(one)["samples"]
     assert len({sample["before"] for sample in wanted}) > 1, "answers that are all alike would prove nothing"
-    rows = {"train.batch_size": 4 // case.ranks}
+    rows = {"train.per_device_train_batch_size": 4 // case.ranks}
     folder = trained.run(f"{name}-answers", {**FULL, **PLAIN, **ASKED, **rows, **case.changes}, case.ranks)
     # Texts are exact: in these samples the logits of the two likeliest tokens are 2e-4 apart or more before training,
     # 0.2 after it, and other kernels, batches or ranks move a logit by less than 3e-5.
@@ -400,7 +429,14 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
 def test_a_rank_with_nothing_to_answer_trains_on(trained: Trained, name: str) -> None:
     """One row is answered by one rank alone; FSDP must not fetch by that afterwards, nor DeepSpeed wait meanwhile."""
     case = CASES[name]
-    few = {**FULL, **PLAIN, **ASKED, "evaluation.samples": 1, "train.batch_size": 4 // case.ranks, **case.changes}
+    few = {
+        **FULL,
+        **PLAIN,
+        **ASKED,
+        "eval.num_generations": 1,
+        "train.per_device_train_batch_size": 4 // case.ranks,
+        **case.changes,
+    }
     assert len(losses(trained.run(f"{name}-one-answer", few, case.ranks))) == 3
 
 
@@ -408,7 +444,7 @@ def test_a_rank_with_nothing_to_answer_trains_on(trained: Trained, name: str) ->
 def test_frozen_slices_are_held_in_half(trained: Trained) -> None:
     """In bf16 the frozen layers' slices take two bytes a weight, and the losses are those of one process."""
     changes = {"method.kind": "freeze", "precision.compute": "bf16"}
-    alone = trained.run("freeze-one", {**changes, "train.batch_size": 4}, 0)
+    alone = trained.run("freeze-one", {**changes, "train.per_device_train_batch_size": 4}, 0)
     sliced = trained.run("freeze-tensor", {**changes, **CASES["tensor"].changes}, 2)
     assert losses(sliced) == pytest.approx(losses(alone), rel=1e-3)
     held = result(sliced)["held"]
@@ -422,7 +458,7 @@ def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.Monk
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
-    spec = a_spec({"parallel.strategy": "fsdp1", "parallel.wrap_layers": ("LlamaMLP",)})
+    spec = a_spec({"parallel.strategy": "fsdp1", "parallel.transformer_layer_cls_to_wrap": ("LlamaMLP",)})
     engine.start(
         spec, SimpleNamespace(fsdp=True, fsdp_plugin_args={"reshard_after_forward": "full_shard"}), "cuda", "bf16"
     )
@@ -451,7 +487,7 @@ def seeing(root: Path, tiny: Path) -> Path:
 def test_ddp_does_not_reach_a_tower_by_text(root: Path, host: Host, seeing: Path, kind: str) -> None:
     """As the rule says; its first fix helps."""
     spec = a_spec({"parallel.strategy": "ddp", "model.source": "path", "model.path": str(seeing), "method.kind": kind})
-    found = next(f for f in judge(spec, Machine(), root).findings if f.code == "STR045")
+    found = next(f for f in preflight(spec, Machine(), root).findings if f.code == "STR045")
     for name, asked, code in (("as-it-is", spec, 1), ("mended", edit(spec, found.fixes[0].patch), 0)):
         write(root / f"{name}-{kind}", asked)
         assert host.run(root / f"{name}-{kind}", 2) == code, text(root / f"{name}-{kind}")

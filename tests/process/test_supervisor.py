@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from backend.run import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
-from backend.run.folder import Run, RunError
-from backend.run.supervisor import Patience
+from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
+from backend.runs.folder import Run, RunError
+from backend.runs.supervisor import Patience
 
 pytestmark = pytest.mark.alone
 
@@ -182,7 +182,7 @@ def test_a_lost_run_resumes_and_the_old_launcher_is_gone(make_run: MakeRun) -> N
 
 def test_the_starter_may_go_and_its_terminal_with_it(make_run: MakeRun) -> None:
     run = make_run(GENTLE)
-    starter = f"from pathlib import Path; from backend.run.folder import Run; Run(Path({str(run.path)!r})).start()"
+    starter = f"from pathlib import Path; from backend.runs.folder import Run; Run(Path({str(run.path)!r})).start()"
     home = Path(__file__).resolve().parent.parent.parent
     subprocess.run([sys.executable, "-c", starter], check=True, timeout=30, start_new_session=True, cwd=home)
     for number in (signal.SIGHUP, signal.SIGINT):
@@ -259,23 +259,23 @@ def test_readers_that_probe_all_the_time_do_not_keep_a_run_from_starting(make_ru
 
 def test_resume_appends_and_forgets_the_stop(make_run: MakeRun) -> None:
     run = make_run("import os, sys; print('at', sys.argv[1:], os.path.exists('stop'), flush=True)\n" + GENTLE)
-    for anew in (False, False, True):
-        run.resume(anew)
+    for from_scratch in (False, False, True):
+        run.resume(from_scratch)
         wait_for(lambda: run.state == "running")
         run.stop()
         assert ended(run).state == "stopped"
     log = (run.path / LOG).read_text()
-    assert re.findall(r"at .*", log) == ["at [] False"] * 2 + ["at ['--anew'] False"]
+    assert re.findall(r"at .*", log) == ["at [] False"] * 2 + ["at ['--from-scratch'] False"]
     assert log.count("---- started ") == 3
 
 
-def test_a_finished_run_does_not_resume_but_begins_anew_and_is_deleted(make_run: MakeRun) -> None:
+def test_a_finished_run_does_not_resume_but_begins_from_scratch_and_is_deleted(make_run: MakeRun) -> None:
     run = make_run("print('x')")
     run.start()
     ended(run)
     with pytest.raises(RunError, match="finished"):
         run.resume()
-    run.resume(anew=True)
+    run.resume(from_scratch=True)
     ended(run).delete()
     assert not list(run.path.parent.iterdir())
 
@@ -289,7 +289,7 @@ def test_run_sh_from_a_clean_shell(make_run: MakeRun, clean_env: dict[str, str])
     code = "import sys; print('given', sys.argv[1:], flush=True)\n" + GENTLE
     run = make_run(code + "\nopen('result.json', 'w').write('{}')", COLOUR="dark red")
     (run.path / STOP).write_text("discard")  # of an earlier start
-    with shell(run, clean_env, "--anew") as started:
+    with shell(run, clean_env, "--from-scratch") as started:
         wait_for(lambda: run.state == "running")
         with pytest.raises(RunError, match="going already"):
             run.start()
@@ -299,7 +299,7 @@ def test_run_sh_from_a_clean_shell(make_run: MakeRun, clean_env: dict[str, str])
         assert len(processes.carriers(run.path)) == 2, "the program, and tee"
         run.stop()
         output = started.communicate(timeout=20)[0]
-    assert started.returncode == 0 and "given ['--anew']" in output
+    assert started.returncode == 0 and "given ['--from-scratch']" in output
     assert (run.path / LOG).read_text() == output
     assert run.state == "done"
     summary = run.summary()
@@ -337,7 +337,7 @@ def test_run_sh_killed_is_swept(make_run: MakeRun, clean_env: dict[str, str]) ->
 FULL_DISK = """
 import os, resource, sys
 from pathlib import Path
-from backend.run.supervisor import Patience, Supervisor
+from backend.runs.supervisor import Patience, Supervisor
 supervisor = Supervisor(Path(sys.argv[1]), False, Patience())
 supervisor.announce()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

@@ -18,20 +18,20 @@ import torch
 from documents import Sections, keep, table
 from faked import Grouped, peaks
 
-from backend import catalog
-from backend.catalog.known import HUB
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import parse
 from backend.machine import GIB
 from backend.memory import OVERHEAD, estimate
-from backend.options import parse
+from backend.modelspec import from_config
 from backend.paths import HOME
+from backend.registry.hub_models import HUB
 from backend.rules.examples import gpus
-from backend.shape import from_config
-from backend.spec import RunSpec
 
 Changes = Mapping[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "SmolLM2 135M": catalog.MODELS["smollm2-135m-instruct"].config,
+    "SmolLM2 135M": registry.MODELS["smollm2-135m-instruct"].config,
     "Llama 3.2 1B": HUB["meta-llama/llama-3.2-1b"],
     "Qwen2.5 1.5B": HUB["qwen/qwen2.5-1.5b"],
     "Qwen3 4B": HUB["qwen/qwen3-4b"],
@@ -45,15 +45,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 SPREAD = {"parallel.strategy": "fsdp2"}
 STRATEGIES: Mapping[str, Changes] = {
     "One device": {},
-    "DDP, 8": {"parallel.strategy": "ddp", "launch.processes": 8},
-    "FSDP2, 2": {**SPREAD, "launch.processes": 2},
-    "FSDP2, 8": {**SPREAD, "launch.processes": 8},
-    "FSDP2, 8, kept": {**SPREAD, "launch.processes": 8, "parallel.reshard_after_forward": False},
-    "FSDP2, 64": {**SPREAD, "launch.processes": 64},
+    "DDP, 8": {"parallel.strategy": "ddp", "launch.nproc_per_node": 8},
+    "FSDP2, 2": {**SPREAD, "launch.nproc_per_node": 2},
+    "FSDP2, 8": {**SPREAD, "launch.nproc_per_node": 8},
+    "FSDP2, 8, kept": {**SPREAD, "launch.nproc_per_node": 8, "parallel.reshard_after_forward": False},
+    "FSDP2, 64": {**SPREAD, "launch.nproc_per_node": 64},
 }
 METHODS: Mapping[str, Changes] = {name: {"method.kind": name} for name in ("lora", "full", "freeze")}
 # A mixture's experts are linear layers too, as adapters see it.
-MIXED: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "method.lora_targets": "attention"}}
+MIXED: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "lora.targets": "attention"}}
 PRECISIONS = ("bf16", "pure_bf16", "fp32")
 SIZES = list(product((1, 4), (512, 2048, 8192), (False, True)))
 UNDER, NEAR, SHARE = 0.05, 0.10, 0.95
@@ -80,11 +80,11 @@ class Cell:
                 **STRATEGIES[self.strategy],
                 **MIXED[self.method],
                 "precision.compute": self.precision,
-                "train.batch_size": self.batch,
+                "train.per_device_train_batch_size": self.batch,
                 "data.max_length": self.length,
                 "train.activation_checkpointing": self.checkpoints,
-                "train.accumulation": self.accumulation,
-                "evaluation.when": "no",
+                "train.gradient_accumulation_steps": self.accumulation,
+                "eval.strategy": "no",
             }
         )
 
@@ -97,7 +97,7 @@ class Cell:
 
     def estimated(self, layers: int) -> int:
         spec, shape = self.spec, from_config({**MODELS[self.model], "num_hidden_layers": layers})
-        rows = estimate(spec, gpus(spec.launch.processes, "H100", 80, (9, 0)), shape).rows
+        rows = estimate(spec, gpus(spec.launch.nproc_per_node, "H100", 80, (9, 0)), shape).rows
         return sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
 
     def measured(self, layers: int) -> int:

@@ -27,44 +27,48 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 STEPS = 10
 # Dropout makes every random number count; rows differ in length; ranks and accumulation share the batch.
 RESUMED = {
-    "method.lora_dropout": 0.1,
+    "lora.dropout": 0.1,
     "train.max_steps": STEPS,
-    "checkpoint.when": "steps",
-    "checkpoint.steps": 4,
-    "checkpoint.keep": 0,
+    "save.strategy": "steps",
+    "save.steps": 4,
+    "save.total_limit": 0,
     "parallel.strategy": "ddp",
-    "logging.name": "resumed",
+    "logging.run_name": "resumed",
 }
-EQUAL = {"train.max_steps": 3, "train.batch_size": 2, "parallel.strategy": "ddp"}
-ALONE = {"train.batch_size": 4, "parallel.strategy": "single"}
+EQUAL = {"train.max_steps": 3, "train.per_device_train_batch_size": 2, "parallel.strategy": "ddp"}
+ALONE = {"train.per_device_train_batch_size": 4, "parallel.strategy": "single"}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"method.kind": "full"},
-    "lora": {"method.kind": "lora", "method.lora_rank": 4},
-    "freeze": {"method.kind": "freeze", "method.freeze_layers": 1, "method.freeze_also": ("lm_head",)},
+    "lora": {"method.kind": "lora", "lora.r": 4},
+    "freeze": {
+        "method.kind": "freeze",
+        "method.freeze_trainable_layers": 1,
+        "method.freeze_extra_modules": ("lm_head",),
+    },
 }
 
 # Other ways to the same steps: half the batch twice, activations computed again, batches made in another process.
 FRUGAL = {
-    "train.batch_size": 2,
-    "train.accumulation": 2,
+    "train.per_device_train_batch_size": 2,
+    "train.gradient_accumulation_steps": 2,
     "train.activation_checkpointing": True,
-    "train.dataloader_workers": 1,
-    "data.workers": 2,
+    "train.dataloader_num_workers": 1,
+    "data.dataset_num_proc": 2,
 }
 # What changes the losses, but must work together.
 MANY_OPTIONS = {
     "train.max_steps": 6,
     "train.activation_checkpointing": True,
-    "train.neftune": 5.0,
-    "train.group_by_length": True,
-    "train.optimizer": "adafactor",
-    "train.scheduler": "cosine_with_min_lr",
-    "method.lora_modules_to_save": ("lm_head",),
+    "train.neftune_noise_alpha": 5.0,
+    "train.train_sampling_strategy": "group_by_length",
+    "train.optim": "adafactor",
+    "train.lr_scheduler_type": "cosine_with_min_lr",
+    "lora.modules_to_save": ("lm_head",),
     "precision.compute": "bf16",
-    "evaluation.when": "steps",
-    "evaluation.steps": 1,
-    "checkpoint.best": True,
-    "checkpoint.weights_only": False,
+    "eval.strategy": "steps",
+    "eval.steps": 1,
+    "save.load_best_model_at_end": True,
+    "save.only_model": False,
 }
 
 
@@ -77,7 +81,7 @@ def cache(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(root: Path, cache: Path) -> Path:
     """Ten steps on two ranks, with a saved model and answers."""
-    more = {"checkpoint.save_model": True, "evaluation.samples": 3, "evaluation.max_new_tokens": 4}
+    more = {"save.final_model": True, "eval.num_generations": 3, "eval.max_new_tokens": 4}
     folder = a_folder(root, "uninterrupted", {**RESUMED, **more})
     Launch(folder, cache, 2).done()
     return folder
@@ -87,16 +91,16 @@ def uninterrupted(root: Path, cache: Path) -> Path:
 def alone(root: Path, cache: Path) -> dict[str, Path]:
     """What one process does, one after another: each method, and what is told below."""
     specs = {name: {**EQUAL, **ALONE, **METHODS[name]} for name in METHODS}
-    specs["merged"] = {"checkpoint.save_model": True, "checkpoint.merge": True, "train.learning_rate": 1e-2}
-    specs["adapter"] = {"checkpoint.save_model": True, "train.learning_rate": 1e-2}
-    specs["saved"] = {"method.kind": "full", "checkpoint.save_model": True, "train.learning_rate": 1e-2}
-    specs["packed"] = {"data.packing": True, "evaluation.when": "steps", "evaluation.steps": 3}
+    specs["merged"] = {"save.final_model": True, "save.merge_adapter": True, "train.learning_rate": 1e-2}
+    specs["adapter"] = {"save.final_model": True, "train.learning_rate": 1e-2}
+    specs["saved"] = {"method.kind": "full", "save.final_model": True, "train.learning_rate": 1e-2}
+    specs["packed"] = {"data.packing": True, "eval.strategy": "steps", "eval.steps": 3}
     specs["frugal"] = {**EQUAL, **ALONE, **METHODS["full"], **FRUGAL}
-    specs["many"] = {**MANY_OPTIONS, "checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.keep": 1}
+    specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
-    specs["anew"] = {"checkpoint.when": "steps", "checkpoint.steps": 2, "train.max_steps": 4}
+    specs["from_scratch"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
     folders = {name: a_folder(root, name, spec) for name, spec in specs.items()}
-    log = together(cache, *folders.values(), f"{folders['anew']}|--anew")
+    log = together(cache, *folders.values(), f"{folders['from_scratch']}|--from-scratch")
     (root / "log.txt").write_text(log)
     return folders
 
@@ -131,7 +135,7 @@ def test_the_log_is_calm(uninterrupted: Path) -> None:
 @pytest.fixture(scope="module")
 def stopped(root: Path, cache: Path) -> Path:
     """Stopped with saving after some steps, then started again."""
-    folder = a_folder(root, "stopped", {**RESUMED, "checkpoint.when": "no"})
+    folder = a_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
     launch = Launch(folder, cache, 2)
     launch.wait_for(lambda: last_step(folder) >= 3)
     ask_to_stop(folder, "save")
@@ -177,8 +181,8 @@ def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted:
     assert not (killed / "checkpoints/checkpoint-9").exists()
 
 
-def test_anew_begins_at_step_0(alone: dict[str, Path]) -> None:
-    found = points(alone["anew"])
+def test_from_scratch_begins_at_step_0(alone: dict[str, Path]) -> None:
+    found = points(alone["from_scratch"])
     again = [n for n, p in enumerate(found) if p.get("event") == "resumed"]
     assert [found[n]["step"] for n in again] == [0]
     first, second = found[: again[0]], found[again[0] + 1 :]

@@ -18,10 +18,10 @@ from trainings import Launch, a_folder, losses, result, text
 
 pytestmark = pytest.mark.soak
 VERSION = "2026.10.9"
-ASKED = {"train.unsloth": True}
+ASKED = {"train.use_unsloth": True}
 DDP, ZERO2, FULL = {"parallel.strategy": "ddp"}, {"parallel.strategy": "zero2"}, {"method.kind": "full"}
-KEPT = {"checkpoint.when": "steps", "checkpoint.steps": 2, "checkpoint.save_model": True, "checkpoint.merge": True}
-ANSWERS = {"evaluation.samples": 2, "evaluation.max_new_tokens": 4, "train.activation_checkpointing": True}
+KEPT = {"save.strategy": "steps", "save.steps": 2, "save.final_model": True, "save.merge_adapter": True}
+ANSWERS = {"eval.num_generations": 2, "eval.max_new_tokens": 4, "train.activation_checkpointing": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
     assert "Unsloth (CPU): LlamaForCausalLM" in text(own)
     assert "Unsloth" not in text(plain)
     assert losses(own) == pytest.approx(losses(plain), rel=1e-4)
-    if "checkpoint.merge" in changes:
+    if "save.merge_adapter" in changes:
         assert result(own)["model"] == result(plain)["model"]
         assert [json.loads((f / "model/config.json").read_text())["model_type"] for f in (own, plain)] == ["llama"] * 2
 
@@ -66,7 +66,7 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
         ({"data.packing": True}, "data.packing: Unsloth took off instead of on"),
         ({"method.quantization": "int8"}, "method.quantization: Unsloth took load_in_8bit None instead of True"),
         (
-            {"train.optimizer": "adamw_8bit"},
+            {"train.optim": "adamw_8bit"},
             "Unsloth took adamw_torch_fused instead of adamw_bnb_8bit",
         ),
     ],

@@ -13,24 +13,24 @@ from typing import Any
 
 import pytest
 
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.options import edit
 from backend.paths import HOME
-from backend.plan import plan
-from backend.run import COOKIE, METRICS, RESULT, STOP, Plan, processes
-from backend.spec import RunSpec
+from backend.runs import METRICS, RESULT, RUN_MARKER, STOP, Plan, processes
 
 SMALL = {
     "model.builtin": "tiny-llama",
-    "train.length": "steps",
+    "train.duration": "steps",
     "train.max_steps": 3,
-    "train.batch_size": 2,
+    "train.per_device_train_batch_size": 2,
     "train.learning_rate": 1e-3,
     "data.max_samples": 40,
     "data.max_length": 256,
-    "evaluation.when": "no",
-    "checkpoint.when": "no",
-    "checkpoint.save_model": False,
+    "eval.strategy": "no",
+    "save.strategy": "no",
+    "save.final_model": False,
     "launch.device": "cpu",
 }
 # How far losses of the tiny model (4 to 8) may differ when different kernels compute the same arithmetic. A float32 of
@@ -76,7 +76,7 @@ def lay(made: Plan, folder: Path) -> Path:
 def environment(folder: Path, cache: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH")]))
     own = {"FOOTPLATE_CACHE": str(cache), "OMP_NUM_THREADS": THREADS, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", COOKIE: str(folder)}
+    own |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", RUN_MARKER: str(folder)}
     # DeepSpeed builds parts of itself on first use, a minute; a folder of the tests' own, since a build that is killed
     # leaves a lock on which all later ones wait for ever.
     own |= {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(HOME / ".cache/torch_extensions")}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from host import Host, ranks, write
 
+from backend.config import RunSpec
 from backend.paths import HOME
-from backend.spec import RunSpec
 
 EXTENSIONS = HOME / ".cache/torch_extensions"
 

@@ -9,11 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from backend.train import __main__ as training
-from backend.train import ending
+from backend.train import exit
 
 sys.argv[1:] = ["."]
 kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 with profile(activities=kinds) as seen:
     training.main()
 Path("seen.json").write_text(json.dumps(sorted({event.name for event in seen.events()})))
-ending.leave()
+exit.leave()

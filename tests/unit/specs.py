@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backend.options import parse
-from backend.spec import RunSpec
+from backend.config import RunSpec
+from backend.config.options import parse
 
 
 def spec(**values: Any) -> RunSpec:

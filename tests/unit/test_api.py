@@ -12,17 +12,17 @@ import orjson
 import pytest
 from small import client
 
+from backend.config.options import by_name, options
 from backend.machine import Machine
-from backend.options import by_name, options
-from backend.rules import RULES, STALE
-from backend.run import LOG, METRICS, RESULT, SPEC, Plan, processes
-from backend.run.folder import ALIVE, Run
-from webui.api import asking
-from webui.api.asking import Refusal
-from webui.api.desk import Summaries
+from backend.rules import OUTDATED, RULES
+from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
+from backend.runs.folder import ALIVE, Run
+from webui.api import requests
+from webui.api.app_state import Summaries
+from webui.api.requests import Refusal
 from webui.drafts import Drafts
 
-VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.name": "From a test"}
+VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.run_name": "From a test"}
 SLEEPER = "#!/bin/sh\necho sleeping\nexec sleep 600\n"
 
 
@@ -95,11 +95,11 @@ def values_of_defaults():
     [
         ("train.learning_rate", "quick"),
         ("train.learning_rate", None),
-        ("train.batch_size", 0),
-        ("train.batch_size", 2.5),
-        ("train.optimizer", "no such"),
+        ("train.per_device_train_batch_size", 0),
+        ("train.per_device_train_batch_size", 2.5),
+        ("train.optim", "no such"),
         ("model.trust_remote_code", [1]),
-        ("launch.environment", "no equals sign"),
+        ("launch.env", "no equals sign"),
         ("launch.devices", "-1"),
         ("train.no_such", 1),
         ("nothing", {"a": 1}),
@@ -115,19 +115,19 @@ def test_a_wrong_value_is_named_and_the_rest_is_judged(one, name, value):
 
 
 def test_several_wrong_values_are_all_named(one):
-    wrong = {"train.learning_rate": "x", "train.batch_size": -1, "train.no_such": 1, "what": 2}
+    wrong = {"train.learning_rate": "x", "train.per_device_train_batch_size": -1, "train.no_such": 1, "what": 2}
     said = check(one, {**VALUES, **wrong})
     assert {p["field"] for p in said["invalid"]} == set(wrong)
     assert "4 values are" in said["verdict"]["text"]
 
 
 def test_a_wrong_value_in_a_hidden_field_is_no_problem(one):
-    assert check(one, {**VALUES, "train.length": "epochs", "train.max_steps": None})["invalid"] == []
-    assert check(one, {**VALUES, "train.length": "steps", "train.max_steps": None})["invalid"]
+    assert check(one, {**VALUES, "train.duration": "epochs", "train.max_steps": None})["invalid"] == []
+    assert check(one, {**VALUES, "train.duration": "steps", "train.max_steps": None})["invalid"]
 
 
 def test_findings_come_with_fixes_that_fit_the_form(one):
-    said = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.processes": 2, "launch.launcher": "python"})
+    said = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.launcher": "python"})
     errors = [f for f in said["findings"] if f["level"] == "error"]
     assert errors and said["verdict"]["level"] == "error"
     fixes = [fix for finding in errors for fix in finding["fixes"]]
@@ -141,10 +141,10 @@ def test_findings_come_with_fixes_that_fit_the_form(one):
 
 def test_safe_fixes_at_one_stroke(one):
     """The change in one, which leads there; what they cannot mend is left, and a spec that runs stays as it is."""
-    wrong = {**VALUES, "parallel.strategy": "zero3", "checkpoint.merge": True, "precision.compute": "fp16"}
+    wrong = {**VALUES, "parallel.strategy": "zero3", "save.merge_adapter": True, "precision.compute": "fp16"}
     found = one.post("/api/fix", json={"values": wrong}).json()
-    assert found["patch"] == {"launch.launcher": "torchrun", "checkpoint.merge": False} and found["count"] == 2
-    assert [part["name"] for part in found["diff"]] == ["checkpoint.merge", "launch.launcher"]
+    assert found["patch"] == {"launch.launcher": "torchrun", "save.merge_adapter": False} and found["count"] == 2
+    assert [part["name"] for part in found["diff"]] == ["save.merge_adapter", "launch.launcher"]
     assert found["left"] == ["fp16 on a CPU"]
     left = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
     assert left == found["left"]
@@ -171,7 +171,7 @@ def test_presets_import_export(one):
         ("- 1", "sections"),
         ("train: 3", "train"),
         ("train: {speed: 3}", "train.speed"),
-        ("train: {batch_size: many}", "train.batch_size: must be a whole number"),
+        ("train: {per_device_train_batch_size: many}", "train.per_device_train_batch_size: must be a whole number"),
         ("\x00", "YAML"),
     ],
 )
@@ -181,8 +181,8 @@ def test_bad_yaml_is_a_sentence(one, yaml, part):
 
 
 def test_export_names_what_is_wrong(one):
-    answer = one.post("/api/export", json={"values": {"train.batch_size": "x"}})
-    assert answer.status_code == 422 and answer.json()["field"] == "train.batch_size"
+    answer = one.post("/api/export", json={"values": {"train.per_device_train_batch_size": "x"}})
+    assert answer.status_code == 422 and answer.json()["field"] == "train.per_device_train_batch_size"
 
 
 def test_machines(one):
@@ -194,7 +194,7 @@ def test_machines(one):
 
 
 def test_a_run_is_planned_for_another_machine(one):
-    eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.processes": 8, "launch.launcher": "torchrun"}
+    eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8, "launch.launcher": "torchrun"}
     body = {"values": eight, "draft": "", "seq": 1}
     here, there = (one.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
     assert (here["place"], there["place"]) == ("", "eight GPUs with 80 GB")
@@ -207,7 +207,7 @@ def test_a_run_is_planned_for_another_machine(one):
 def test_rules_page(one):
     page = one.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
-    assert page.text.count("<article") == len(RULES) + len(STALE) and "footplate/page.css" in page.text
+    assert page.text.count("<article") == len(RULES) + len(OUTDATED) and "footplate/page.css" in page.text
     assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
     assert not [name for name in ("cards", "count", "families", "levels", "stale") if f"{{{name}}}" in page.text]
 
@@ -289,7 +289,7 @@ def test_ids_lead_nowhere(one, name, part):
 
 
 def test_a_mistake_is_a_sentence_with_a_mark(capsys):
-    answer = asking.failed(KeyError("secret"))
+    answer = requests.failed(KeyError("secret"))
     said = json.loads(answer.body)["error"]
     assert answer.status_code == 500 and "secret" not in said
     err = capsys.readouterr().err
@@ -297,12 +297,12 @@ def test_a_mistake_is_a_sentence_with_a_mark(capsys):
 
 
 def test_a_full_disk_is_a_sentence():
-    answer = asking.failed(OSError(28, "No space left on device"))
+    answer = requests.failed(OSError(28, "No space left on device"))
     assert answer.status_code == 507 and "full" in json.loads(answer.body)["error"]
 
 
 def test_a_refusal_says_more():
-    answer = asking.failed(Refusal(400, "No.", field="a"))
+    answer = requests.failed(Refusal(400, "No.", field="a"))
     assert (answer.status_code, json.loads(answer.body)) == (400, {"error": "No.", "field": "a"})
 
 
@@ -365,9 +365,15 @@ def test_keys_are_plain(one, key):
 
 def test_what_cannot_run_is_not_started(place, one):
     before = sorted((place / "runs").iterdir())
-    wrong = one.post("/api/runs", json={"values": {**VALUES, "train.batch_size": "x"}, "key": "not-valid-1"})
-    assert wrong.status_code == 422 and wrong.json()["field"] == "train.batch_size" and wrong.json()["invalid"]
-    refused = one.post("/api/runs", json={"values": {**VALUES, "parallel.strategy": "ddp", "launch.processes": 2}})
+    wrong = one.post(
+        "/api/runs", json={"values": {**VALUES, "train.per_device_train_batch_size": "x"}, "key": "not-valid-1"}
+    )
+    assert (
+        wrong.status_code == 422
+        and wrong.json()["field"] == "train.per_device_train_batch_size"
+        and wrong.json()["invalid"]
+    )
+    refused = one.post("/api/runs", json={"values": {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2}})
     assert refused.status_code == 422 and any(f["level"] == "error" for f in refused.json()["findings"])
     assert [p for p in (place / "runs").iterdir() if p.name[0] != "."] == [p for p in before if p.name[0] != "."]
 

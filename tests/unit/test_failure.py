@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backend.run import LOG
-from backend.run.failure import KNOWN, Failure, diagnose
+from backend.runs import LOG
+from backend.runs.failure import KNOWN, Failure, diagnose
 
 REPORT = """\
 W1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6945 closing signal SIGTERM
@@ -106,14 +106,14 @@ def test_a_killed_rank_goes_before_the_ranks_that_lost_their_peer(tmp_path: Path
     failure = say(tmp_path, report)
     assert failure.rank == 1 and "Rank 1 was killed (SIGKILL), by hand" in failure.sentence
     assert "short of memory" in say(tmp_path, report, oom_kills=1).sentence
-    assert "train.batch_size" in failure.help
+    assert "train.per_device_train_batch_size" in failure.help
 
 
 def test_a_crash_in_compiled_code(tmp_path: Path) -> None:
     assert say(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was ended by SIGSEGV."
     watchdog = "[default1]:[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
     failure = say(tmp_path, watchdog + REPORT.format(code=-6, said="x"))
-    assert failure.fields == ("parallel.timeout",) and failure.rank == 1
+    assert failure.fields == ("parallel.ddp_timeout",) and failure.rank == 1
 
 
 def test_the_launcher_itself(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
             "The device ran",
-            "train.batch_size",
+            "train.per_device_train_batch_size",
         ),
         ("RuntimeError: MPS backend out of memory (MPS allocated: 1 GB)", "The device ran", "data.max_length"),
         (
@@ -146,18 +146,18 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
             "launch",
         ),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. insufficient", "/dev/shm", "workers"),
-        ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "checkpoint.keep"),
-        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.port"),
-        ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The", "not meet", "launch.address"),
+        ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "save.total_limit"),
+        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.master_port"),
+        ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The", "not meet", "launch.master_addr"),
         (
             "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
             "waited",
-            "parallel.timeout",
+            "parallel.ddp_timeout",
         ),
         ("ModuleNotFoundError: No module named 'flash_attn'", "brings flash_attn is", ""),
         ("KeyError: 'messages'", "'messages' was looked for", "data.format"),
         ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "No permission for /data/x.jsonl", ""),
-        ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "permission", "launch.environment"),
+        ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "permission", "launch.env"),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
         ("RuntimeError: No CUDA GPUs are available", "not to be had", "launch.device"),
         ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),

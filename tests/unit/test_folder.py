@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from backend.run import ESTIMATE, LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
-from backend.run.folder import Run, RunError, find, runs
-from backend.run.pace import duration
+from backend.runs import ESTIMATE, LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
+from backend.runs.folder import Run, RunError, find, runs
+from backend.runs.throughput import duration
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 PLAN = Plan(("python", "-m", "train", "--n=1"), {"A": "b c"}, {"spec.yaml": "a: 1\n", "sub/x.json": "{}"}, ("Note.",))
@@ -95,8 +95,8 @@ FULL = """
 import resource, sys
 from datetime import datetime
 from pathlib import Path
-from backend.run import Plan
-from backend.run.folder import Run, RunError
+from backend.runs import Plan
+from backend.runs.folder import Run, RunError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     Run.create(Path(sys.argv[1]), "x", Plan(("a",), files={"small": "1", "big": "x" * 5000}), datetime.now())

@@ -5,7 +5,7 @@ import asyncio
 import gradio as gr
 import pytest
 
-from backend.options import options
+from backend.config.options import options
 from webui import pages
 from webui.form import Form, visibility_css
 from webui.layout import arrange
@@ -45,11 +45,11 @@ def test_css_hides_by_the_same_conditions():
     assert all(f"#{o.element_id}{{display" in css for o in options() if o.when != ({},))
     neither = (  # one of two conditions is enough
         'body[data-parallel-offload-optimizer]:not([data-parallel-offload-optimizer="nvme"])'
-        '[data-parallel-offload-parameters]:not([data-parallel-offload-parameters="nvme"])'
+        '[data-parallel-offload-param]:not([data-parallel-offload-param="nvme"])'
         " #parallel-nvme_path{display:none!important}"
     )
     assert neither in css
-    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-learn{display:none!important}' in css
+    assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-loss_on{display:none!important}' in css
 
 
 def test_page_builds_and_names_its_files():

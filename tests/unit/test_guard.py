@@ -9,7 +9,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from webui.guard import Guard, Login, host_name, key_in, known_hosts
+from webui.auth import Guard, Login, host_name, key_in, known_hosts
 
 HOME = "http://127.0.0.1:7860"
 
@@ -146,7 +146,7 @@ def test_host_name(host, name):
     assert host_name(host) == name
 
 
-class Clock:
+class StepTimer:
     now = 1_000_000.0
 
     def __call__(self):
@@ -158,7 +158,7 @@ PASSWORD = "correct horse"
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return StepTimer()
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from backend.config import RunSpec
+from backend.config.options import edit, get
+from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.options import edit, get
-from backend.plan import plan
-from backend.run import Plan
-from backend.spec import RunSpec
+from backend.runs import Plan
 
 EIGHT = Machine("cuda", tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i in range(8)), cores=64)
 
@@ -57,8 +57,8 @@ def flags(made: Plan, node: str) -> dict[str, str]:
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
-DDP = {"parallel.strategy": "ddp", "launch.processes": 8}
-TWO = {**DDP, "launch.rendezvous": "static", "launch.address": "192.168.0.1", "launch.port": 29500}
+DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 8}
+TWO = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "192.168.0.1", "launch.master_port": 29500}
 SAME = {
     "launcher": "the module that the script of that name starts, in the Python that was checked",
     "program": "our trainer, which reads all of its options from spec.yaml",
@@ -104,12 +104,17 @@ COMMANDS = {
         "node-1",
     ),
     "deepspeed on GPU 1": Row(
-        {"parallel.strategy": "zero3", "launch.processes": 1, "launch.devices": (1,), "launch.launcher": "deepspeed"},
+        {
+            "parallel.strategy": "zero3",
+            "launch.nproc_per_node": 1,
+            "launch.devices": (1,),
+            "launch.launcher": "deepspeed",
+        },
         {"launcher": "deepspeed", "include": "localhost:1", "program": "your_program.py --deepspeed ds_config.json"},
         {
             **SAME,
             **QUIET,
-            "master_port": "deepspeed's own, said aloud: launch.port changes it",
+            "master_port": "deepspeed's own, said aloud: launch.master_port changes it",
             "hostfile": "none: one that lies about, as /job/hostfile, would be read otherwise",
         },
     ),
@@ -117,9 +122,9 @@ COMMANDS = {
         {
             **TWO,
             "parallel.strategy": "zero3",
-            "launch.processes": 4,
+            "launch.nproc_per_node": 4,
             "launch.launcher": "deepspeed",
-            "launch.hosts": ("worker-1 slots=4", "worker-2 slots=4"),
+            "launch.hostfile": ("worker-1 slots=4", "worker-2 slots=4"),
         },
         {"launcher": "deepspeed", "hostfile": "hostfile", "program": "your_program.py --deepspeed ds_config.json"},
         {
@@ -151,16 +156,16 @@ TRAINING = {
     "model_name_or_path": ("model.hub_id", "meta-llama/Meta-Llama-3-8B-Instruct"),
     "dataset": ("data.hub_id", "alpaca_en_demo"),
     "finetuning_type": ("method.kind", "lora"),
-    "per_device_train_batch_size": ("train.batch_size", 1),
-    "gradient_accumulation_steps": ("train.accumulation", 8),
-    "lr_scheduler_type": ("train.scheduler", "cosine"),
+    "per_device_train_batch_size": ("train.per_device_train_batch_size", 1),
+    "gradient_accumulation_steps": ("train.gradient_accumulation_steps", 8),
+    "lr_scheduler_type": ("train.lr_scheduler_type", "cosine"),
     "logging_steps": ("logging.steps", 100),
-    "save_steps": ("checkpoint.steps", 500),
+    "save_steps": ("save.steps", 500),
     "learning_rate": ("train.learning_rate", 1e-4),
-    "num_train_epochs": ("train.epochs", 2.0),
+    "num_train_epochs": ("train.num_train_epochs", 2.0),
     "bf16": ("precision.compute", "bf16"),
 }
-NEEDED = {"model.source": "hub", "data.source": "hub", "checkpoint.when": "steps", "train.length": "epochs"}
+NEEDED = {"model.source": "hub", "data.source": "hub", "save.strategy": "steps", "train.duration": "epochs"}
 WITHOUT = {
     "do_train": "a run trains",
     "template": "the model's own chat template",
@@ -226,7 +231,7 @@ YAML = {
         {**TWO, **HALF}, {**FILE, **MEETING, "num_machines": 2, "num_processes": 16}, {**NO_TPU, **CHECKED}
     ),
     "two nodes with DeepSpeed": Row(
-        {**TWO, **HALF, "parallel.strategy": "zero3", "train.accumulation": 8},
+        {**TWO, **HALF, "parallel.strategy": "zero3", "train.gradient_accumulation_steps": 8},
         {key: value for key, value in ENGINE.items() if key != "gpu_ids"},
         {
             **NO_TPU,
@@ -292,7 +297,7 @@ STAGE_3 = {
     "stage3_gather_16bit_weights_on_model_save": True,
 }
 DEFAULT = "DeepSpeed's default is the same"
-BUCKET = "parallel.bucket_mb: 25 MB, as DDP's"
+BUCKET = "parallel.bucket_cap_mb: 25 MB, as DDP's"
 SCALING = {f"fp16.{key}": DEFAULT for key in ("loss_scale", "loss_scale_window", "initial_scale_power")}
 SCALING |= {f"fp16.{key}": DEFAULT for key in ("hysteresis", "min_loss_scale")}
 SMALLER = {
@@ -309,7 +314,7 @@ LATER = {
     "stage3_prefetch_bucket_size": "DeepSpeed's default; auto takes nine tenths of the hidden size's square",
     "stage3_param_persistence_threshold": "DeepSpeed's default; auto takes ten hidden sizes",
 }
-OPTIMIZER, WEIGHTS = "parallel.offload_optimizer", "parallel.offload_parameters"
+OPTIMIZER, WEIGHTS = "parallel.offload_optimizer", "parallel.offload_param"
 OFFLOADS = {OPTIMIZER: "offload_optimizer", WEIGHTS: "offload_param"}
 IN_RAM = {"device": "cpu", "pin_memory": True}
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.machine import GIB, Gpu, Machine, describe, machines, parse, probe, probing, read
-from backend.options import SpecError
+from backend.config.options import SpecError
+from backend.machine import GIB, Gpu, Machine, describe, detection, machines, parse, probe, read
 
 
 def test_probe_finds_this_machine(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     there = [True]
-    monkeypatch.setattr(probing.importlib.util, "find_spec", lambda name: there[0] or None)
+    monkeypatch.setattr(detection.importlib.util, "find_spec", lambda name: there[0] or None)
     monkeypatch.setenv("CC", sys.executable)
     assert probe(tmp_path).triton
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -74,7 +74,7 @@ def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, mo
 )
 def test_only_what_the_shell_was_given_is_there(told: str | None, ids: list[int]) -> None:
     gpus = tuple(Gpu(i, "X9", GIB, GIB, (9, 0), uuid=f"GPU-{name}") for i, name in enumerate("abc"))
-    assert [gpu.id for gpu in probing.visible(gpus, told)] == ids
+    assert [gpu.id for gpu in detection.visible(gpus, told)] == ids
 
 
 def test_label_names_what_counts() -> None:
@@ -160,13 +160,13 @@ def test_machines_have_names() -> None:
 
 
 def test_vendor_tools_are_read() -> None:
-    first, second = probing.parse_npu(NPU)
+    first, second = detection.parse_npu(NPU)
     assert (first.id, first.name, first.total_bytes) == (0, "Ascend 910B3", 65536 * 2**20)
     assert second.free_bytes == 5536 * 2**20
-    assert probing.parse_npu("") == ()
+    assert detection.parse_npu("") == ()
     xpu = '{"device_list": [{"device_id": 0, "device_name": "Max", "memory_physical_size_byte": "68719476736"}]}'
-    assert probing.parse_xpu(xpu) == (Gpu(0, "Max", 64 * GIB, 64 * GIB),)
-    assert probing.parse_xpu("no json") == ()
+    assert detection.parse_xpu(xpu) == (Gpu(0, "Max", 64 * GIB, 64 * GIB),)
+    assert detection.parse_xpu("no json") == ()
 
 
 def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
         nvmlDeviceGetP2PStatus=lambda one, other, index: 0 if index == 2 and {one, other} == {0, 1} else 3,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=os.getpid())] if handle == 2 else [],
     )
-    monkeypatch.setattr(probing, "pynvml", driver)
-    first, second, third = probing._nvidia()
+    monkeypatch.setattr(detection, "pynvml", driver)
+    first, second, third = detection._nvidia()
     assert (first.name, first.capability, first.free_bytes) == ("RTX A6000", (8, 6), 47 * GIB)
     assert (first.links, second.links, third.links) == ((1,), (0,), ())
     assert first.users == ()
@@ -210,16 +210,16 @@ def test_amd_is_read_from_sys(tmp_path: Path) -> None:
         (card / "mem_info_vram_total").write_text(f"{total}\n")
         (card / "mem_info_vram_used").write_text("1024\n")
     (tmp_path / "card0" / "device" / "product_name").write_text("MI300X\n")
-    assert probing._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
+    assert detection._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
 
 
 def test_container_limits_hold(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{GIB // 4}\n")
     (tmp_path / "memory.current").write_text(f"{GIB // 8}\n")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert probing._ram(tmp_path) == (GIB // 4, GIB // 8)
-    assert probing._cores(tmp_path) == 1
+    assert detection._ram(tmp_path) == (GIB // 4, GIB // 8)
+    assert detection._cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert probing._ram(tmp_path)[0] > GIB // 4
-    assert probing._cores(tmp_path) >= 1
+    assert detection._ram(tmp_path)[0] > GIB // 4
+    assert detection._cores(tmp_path) >= 1

@@ -12,13 +12,13 @@ from specs import spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from backend import catalog
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import edit
 from backend.machine import GIB, Machine
 from backend.memory import Account, Estimate, estimate
-from backend.options import edit
+from backend.modelspec import ModelShape, from_config
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B, SMOL, TWO_H100
-from backend.shape import ModelShape, from_config
-from backend.spec import RunSpec
 
 MIB = 2**20
 
@@ -52,22 +52,26 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int]] = [
     (TINY, FULL, 784),
     (MID, {}, 5465),
     (MID, FULL, 5864),
-    (MID, {**FULL, "train__accumulation": 2}, 6569),
-    (MID, {**FULL, "data__max_length": 2048, "train__batch_size": 1}, 5971),
-    (MID, {"data__max_length": 1024, "train__batch_size": 2, "train__activation_checkpointing": True}, 4059),
+    (MID, {**FULL, "train__gradient_accumulation_steps": 2}, 6569),
+    (MID, {**FULL, "data__max_length": 2048, "train__per_device_train_batch_size": 1}, 5971),
+    (
+        MID,
+        {"data__max_length": 1024, "train__per_device_train_batch_size": 2, "train__activation_checkpointing": True},
+        4059,
+    ),
     (MID, {**FULL, **BF16}, 5428),
     (MID, BF16, 4094),
-    (MID, {**FULL, **DDP, "train__batch_size": 2}, 4517),
-    (BIG, {"train__batch_size": 2}, 4634),
-    (BIG, {**FULL, "data__max_length": 256, "train__batch_size": 2}, 4711),
+    (MID, {**FULL, **DDP, "train__per_device_train_batch_size": 2}, 4517),
+    (BIG, {"train__per_device_train_batch_size": 2}, 4634),
+    (BIG, {**FULL, "data__max_length": 256, "train__per_device_train_batch_size": 2}, 4711),
     (BIG, {"method__kind": "freeze"}, 4084),
-    (BIG, {**FULL, "data__max_length": 256, "train__batch_size": 1, "train__optimizer": "sgd"}, 2552),
+    (BIG, {**FULL, "data__max_length": 256, "train__per_device_train_batch_size": 1, "train__optim": "sgd"}, 2552),
 ]
 
 
 @pytest.mark.parametrize(("model", "more", "mib"), MEASURED)
 def test_peaks_of_real_runs_are_met(model: ModelShape, more: dict[str, Any], mib: int) -> None:
-    found = estimate(spec(evaluation__when="no", **more), LAPTOP, model)
+    found = estimate(spec(eval__strategy="no", **more), LAPTOP, model)
     assert found.device_bytes / MIB == pytest.approx(mib, rel=0.08)
 
 
@@ -135,7 +139,7 @@ def test_activations_of_a_real_step_are_met(kind: str, method: str, bf16: bool) 
     asked = spec(
         method__kind=method,
         precision__compute="bf16" if bf16 else "fp32",
-        train__batch_size=3,
+        train__per_device_train_batch_size=3,
         data__max_length=160,
     )
     assert counted(asked, model) == pytest.approx(kept, rel=0.02 if kind in ("llama", "qwen2", "qwen3") else 0.15)
@@ -147,10 +151,10 @@ def test_activations_of_a_real_step_are_met(kind: str, method: str, bf16: bool) 
 def test_activations_of_other_adapters_are_met(dora: bool, dropout: float, bf16: bool) -> None:
     kept, model = kept_by_a_step("llama", "lora", bf16, 3, 160, use_dora=dora, lora_dropout=dropout)
     asked = spec(
-        method__lora_dora=dora,
-        method__lora_dropout=dropout,
+        lora__use_dora=dora,
+        lora__dropout=dropout,
         precision__compute="bf16" if bf16 else "fp32",
-        train__batch_size=3,
+        train__per_device_train_batch_size=3,
         data__max_length=160,
     )
     assert counted(asked, model) == pytest.approx(kept, rel=0.05)
@@ -162,10 +166,10 @@ def test_activations_of_other_adapters_are_met(dora: bool, dropout: float, bf16:
 def test_scores_that_are_written_out_are_counted(method: str, bf16: bool) -> None:
     kept, model = kept_by_a_step("llama", method, bf16, 3, 160, attention="eager")
     asked = spec(
-        model__attention="eager",
+        model__attn_implementation="eager",
         method__kind=method,
         precision__compute="bf16" if bf16 else "fp32",
-        train__batch_size=3,
+        train__per_device_train_batch_size=3,
         data__max_length=160,
     )
     assert counted(asked, model) == pytest.approx(kept, rel=0.05)
@@ -173,7 +177,7 @@ def test_scores_that_are_written_out_are_counted(method: str, bf16: bool) -> Non
 
 def test_formula_by_hand() -> None:
     """Llama 8B, LoRA of rank 16 on an H100 in bf16."""
-    account = Account(spec(train__batch_size=1), H100, LLAMA_8B)
+    account = Account(spec(train__per_device_train_batch_size=1), H100, LLAMA_8B)
     rows = {row.name: row.bytes for row in account.device()}
     trained = 16 * 32 * (4096 * 2 + (4096 + 1024) * 2 + 4096 * 2 + 3 * (4096 + 14_336))
     assert rows["Frozen weights"] == 2 * LLAMA_8B.parameters
@@ -210,7 +214,7 @@ def total(machine: Machine = H100, longest: int = 0, **values: Any) -> Estimate:
         (TWO_H100, {"parallel__strategy": "zero3"}, 1 / 1.5, 1 / 0.8),
         (H100, {"method__quantization": "nf4"}, 1 / 1.5, 1 / 0.8),
         (H100, {"data__packing": True}, 1 / 1.5, 1 / 0.8),
-        (H100, {"train__optimizer": "adafactor"}, 1 / 1.5, 1 / 0.8),
+        (H100, {"train__optim": "adafactor"}, 1 / 1.5, 1 / 0.8),
     ],
 )
 def test_how_sure_it_is(machine: Machine, more: dict[str, Any], low: float, high: float) -> None:
@@ -221,18 +225,18 @@ def test_how_sure_it_is(machine: Machine, more: dict[str, Any], low: float, high
 
 
 def test_what_makes_it_larger_and_smaller() -> None:
-    base = total(train__batch_size=8).device_bytes
-    assert total(train__batch_size=16).device_bytes > base
-    assert total(train__batch_size=8, data__max_length=1024).device_bytes > base
-    assert total(train__batch_size=8, train__activation_checkpointing=True).device_bytes < base
-    assert total(train__batch_size=8, longest=100).device_bytes < base
-    assert total(train__batch_size=8, longest=5000).device_bytes == base
-    assert total(train__batch_size=8, method__lora_rank=64).device_bytes > base
-    assert total(train__batch_size=8, precision__compute="fp32").device_bytes > base
+    base = total(train__per_device_train_batch_size=8).device_bytes
+    assert total(train__per_device_train_batch_size=16).device_bytes > base
+    assert total(train__per_device_train_batch_size=8, data__max_length=1024).device_bytes > base
+    assert total(train__per_device_train_batch_size=8, train__activation_checkpointing=True).device_bytes < base
+    assert total(train__per_device_train_batch_size=8, longest=100).device_bytes < base
+    assert total(train__per_device_train_batch_size=8, longest=5000).device_bytes == base
+    assert total(train__per_device_train_batch_size=8, lora__r=64).device_bytes > base
+    assert total(train__per_device_train_batch_size=8, precision__compute="fp32").device_bytes > base
     full = total(method__kind="full").device_bytes
-    assert total(method__kind="full", train__optimizer="sgd").device_bytes < full
+    assert total(method__kind="full", train__optim="sgd").device_bytes < full
     assert total(TWO_H100, method__kind="full", parallel__strategy="ddp").device_bytes > full
-    packed = total(train__batch_size=8, data__packing=True).device_bytes
+    packed = total(train__per_device_train_batch_size=8, data__packing=True).device_bytes
     assert packed > base
 
 
@@ -241,7 +245,9 @@ def test_what_a_stage_spreads() -> None:
     count = LLAMA_8B.parameters
 
     def rows(stage: int) -> dict[str, int]:
-        found = total(TWO_H100, method__kind="full", parallel__strategy=f"zero{stage}", train__accumulation=2)
+        found = total(
+            TWO_H100, method__kind="full", parallel__strategy=f"zero{stage}", train__gradient_accumulation_steps=2
+        )
         return {row.name: row.bytes for row in found.rows if row.where == "device"}
 
     one, two, three = rows(1), rows(2), rows(3)
@@ -261,7 +267,7 @@ def test_capacity_is_of_what_the_run_uses() -> None:
 
 
 def test_disk() -> None:
-    tiny = from_config(catalog.MODELS["tiny-llama"].config)
+    tiny = from_config(registry.MODELS["tiny-llama"].config)
     whole = tiny.parameters
 
     def disk(rows: int | None = None, **values: Any) -> dict[str, int]:
@@ -270,11 +276,11 @@ def test_disk() -> None:
 
     assert disk()["Checkpoints"] == 3 * (12 * whole + 8 * MIB)
     assert disk()["Trained model"] == 4 * whole + 8 * MIB
-    assert disk(checkpoint__weights_only=True)["Checkpoints"] == 3 * (4 * whole + 8 * MIB)
-    assert disk(checkpoint__keep=0, train__epochs=5)["Checkpoints"] == 5 * (12 * whole + 8 * MIB)
-    steps = {"checkpoint__when": "steps", "checkpoint__steps": 10, "checkpoint__keep": 0}
-    assert disk(rows=400, train__epochs=1, **steps)["Checkpoints"] == 10 * (12 * whole + 8 * MIB)
-    assert disk(checkpoint__when="no", checkpoint__save_model=False) == {}
+    assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * whole + 8 * MIB)
+    assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * whole + 8 * MIB)
+    steps = {"save__strategy": "steps", "save__steps": 10, "save__total_limit": 0}
+    assert disk(rows=400, train__num_train_epochs=1, **steps)["Checkpoints"] == 10 * (12 * whole + 8 * MIB)
+    assert disk(save__strategy="no", save__final_model=False) == {}
 
 
 def test_host_holds_the_weights_on_their_way() -> None:
@@ -284,14 +290,14 @@ def test_host_holds_the_weights_on_their_way() -> None:
     assert all(row.formula and row.bytes > 0 for row in found.rows)
 
 
-SPREAD = {"parallel__strategy": "fsdp2", "launch__processes": 2}
+SPREAD = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 
 
 @pytest.mark.parametrize(
     ("more", "readers"),
     [
         ({}, 1),
-        ({"method__lora_init": "pissa"}, 2),
+        ({"lora__init": "pissa"}, 2),
         ({"method__quantization": "nf4"}, 2),
         ({"model__trust_remote_code": True, "model__source": "hub"}, 2),
         ({"parallel__strategy": "zero3"}, 2),
@@ -317,7 +323,7 @@ def test_each_process_reads_the_reference(kind: str, once: int, before: bool) ->
         method__kind=kind,
         train__stage="dpo",
         data__builtin="train-pairs",
-        preference__precompute=before,
+        preference__precompute_ref_log_probs=before,
     )
     rows = estimate(given, TWO_H100, LLAMA_8B).rows
     read = next(row.bytes for row in rows if row.name == "Weights on their way" and row.where == "host")
@@ -329,8 +335,8 @@ def test_each_process_reads_the_reference(kind: str, once: int, before: bool) ->
 
 def test_a_reference_is_kept_in_ram_with_the_weights() -> None:
     """8.03 B frozen weights in bf16, and of the trained model the same beside 12 + 4 bytes of its optimizer."""
-    away = {"parallel__strategy": "zero3", "parallel__offload_parameters": "cpu", "parallel__offload_optimizer": "cpu"}
-    given = spec(launch__processes=2, method__kind="full", **away)
+    away = {"parallel__strategy": "zero3", "parallel__offload_param": "cpu", "parallel__offload_optimizer": "cpu"}
+    given = spec(launch__nproc_per_node=2, method__kind="full", **away)
     plain, held = (
         sum(r.bytes for r in estimate(one, TWO_H100, LLAMA_8B).rows if r.where == "host" and r.name == "Weights")
         for one in (given, edit(given, {"train.stage": "dpo", "data.builtin": "train-pairs"}))
@@ -344,14 +350,14 @@ def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
     layers x 8 heads x 128 numbers, twice, for each token of a batch."""
     given = spec(
         parallel__strategy=strategy,
-        launch__processes=2,
+        launch__nproc_per_node=2,
         data__max_length=512,
-        train__batch_size=1,
+        train__per_device_train_batch_size=1,
         train__activation_checkpointing=True,
-        evaluation__when="no",
-        evaluation__batch_size=8,
-        evaluation__samples=8,
-        evaluation__max_new_tokens=128,
+        eval__strategy="no",
+        eval__per_device_eval_batch_size=8,
+        eval__num_generations=8,
+        eval__max_new_tokens=128,
     )
     rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "device"}
     trained = rows["Trained weights"] * 2 // (2 if strategy == "zero3" else 4)
@@ -362,8 +368,13 @@ def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
 
 
 def test_devices_that_share_a_row_share_its_activations() -> None:
-    given = {"launch__processes": 2, "data__max_length": 8192, "train__batch_size": 1, "evaluation__when": "no"}
+    given = {
+        "launch__nproc_per_node": 2,
+        "data__max_length": 8192,
+        "train__per_device_train_batch_size": 1,
+        "eval__strategy": "no",
+    }
     alone = estimate(spec(parallel__strategy="zero3", **given), TWO_H100, LLAMA_8B)
-    both = estimate(spec(parallel__strategy="zero3", parallel__sequence=2, **given), TWO_H100, LLAMA_8B)
+    both = estimate(spec(parallel__strategy="zero3", parallel__sequence_parallel_size=2, **given), TWO_H100, LLAMA_8B)
     one, two = ({row.name: row.bytes for row in found.rows} for found in (alone, both))
     assert two["Activations"] == pytest.approx(one["Activations"] / 2, rel=0.01)

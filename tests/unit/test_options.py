@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from backend import options as o
-from backend.presets import dump, load
-from backend.spec import RunSpec
+from backend.config import RunSpec
+from backend.config import options as o
+from backend.config.presets import dump, load
 
 OPTIONS = o.options()
 NAMES = [option.name for option in OPTIONS]
@@ -28,7 +28,7 @@ def other(option):
             return (1,) if option.name == "launch.devices" else ("a", "b")
         case "table":
             return {"A": "1"}
-        case _ if option.name.endswith("_keys"):  # JSON
+        case _ if "extra_" in option.name:  # JSON
             return '{"a": 1}'
         case _:
             return "something"
@@ -94,7 +94,7 @@ def test_yaml_round_trip_of_random_specs():
 
 
 def test_form_text_is_read_back():
-    spec = o.edit(RunSpec(), {"data.files": ("a b.jsonl", "c.csv"), "launch.environment": {"A": "x=y", "B": ""}})
+    spec = o.edit(RunSpec(), {"data.files": ("a b.jsonl", "c.csv"), "launch.env": {"A": "x=y", "B": ""}})
     shown = {option.name: o.text(option, o.get(spec, option.name)) for option in OPTIONS}
     assert o.parse(shown) == spec
 
@@ -102,17 +102,17 @@ def test_form_text_is_read_back():
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("train.epochs", None, "default is 3.0"),
-        ("train.epochs", "", "default is 3.0"),
-        ("train.batch_size", 1.5, "whole number"),
-        ("train.batch_size", 0, "at least 1"),
+        ("train.num_train_epochs", None, "default is 3.0"),
+        ("train.num_train_epochs", "", "default is 3.0"),
+        ("train.per_device_train_batch_size", 1.5, "whole number"),
+        ("train.per_device_train_batch_size", 0, "at least 1"),
         ("train.learning_rate", -1e-4, "more than 0"),
         ("train.learning_rate", "fast", "number"),
         ("train.learning_rate", float("nan"), "finite"),
-        ("method.lora_rank", 10**9, "at most"),
-        ("train.optimizer", "adam", "one of adamw"),
+        ("lora.r", 10**9, "at most"),
+        ("train.optim", "adam", "one of adamw"),
         ("model.source", "ftp", "one of"),
-        ("launch.environment", "A B", "NAME=value"),
+        ("launch.env", "A B", "NAME=value"),
         ("launch.devices", "0, x", "whole number"),
         ("data.packing", "maybe", "true or false"),
         ("nothing.here", 1, "no option"),
@@ -127,5 +127,5 @@ def test_bad_values_are_named(name, value, says):
 
 def test_every_bad_value_is_named_at_once():
     with pytest.raises(o.SpecError) as caught:
-        o.edit(RunSpec(), {"train.epochs": None, "train.batch_size": 0, "train.optimizer": "x"})
+        o.edit(RunSpec(), {"train.num_train_epochs": None, "train.per_device_train_batch_size": 0, "train.optim": "x"})
     assert len(caught.value.problems) == 3

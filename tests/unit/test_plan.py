@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.config.presets import presets
+from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.options import edit
-from backend.plan import plan
-from backend.presets import presets
-from backend.run import Plan, start_env
-from backend.run.folder import Run
-from backend.spec import RunSpec
+from backend.runs import Plan, start_env
+from backend.runs.folder import Run
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -31,13 +31,13 @@ def text(made: Plan) -> str:
     return f"{made.command()}\n{others}{files}\n# {' '.join(made.notes)}\n"
 
 
-TWO = {"launch.rendezvous": "static", "launch.address": "10.0.0.1", "launch.processes": 4}
-HOSTS = {"launch.hosts": ("worker-1 slots=4", "worker-2 slots=4")}
+TWO = {"launch.rendezvous": "static", "launch.master_addr": "10.0.0.1", "launch.nproc_per_node": 4}
+HOSTS = {"launch.hostfile": ("worker-1 slots=4", "worker-2 slots=4")}
 # One of each launcher, alone and over two nodes of four GPUs.
 LAUNCHED = {
     f"{launcher}-{where}": {"parallel.strategy": strategy, "launch.launcher": launcher, **more}
     for launcher, strategy in (("torchrun", "ddp"), ("accelerate", "zero3"), ("deepspeed", "zero2"))
-    for where, more in (("one-node", {"launch.processes": 4}), ("two-nodes", TWO))
+    for where, more in (("one-node", {"launch.nproc_per_node": 4}), ("two-nodes", TWO))
 }
 LAUNCHED["deepspeed-two-nodes"] |= HOSTS
 LAUNCHED["torchrun-elastic"] = {"parallel.strategy": "ddp", **TWO, "launch.rendezvous": "elastic"}
@@ -66,13 +66,13 @@ def test_golden_launchers(name):
     ("patch", "machine", "says"),
     [
         ({}, LAPTOP, ["--standalone", "--nproc-per-node=1", "OMP_NUM_THREADS=8"]),
-        ({"parallel.strategy": "ddp", "launch.processes": 2}, LAPTOP, ["--nproc-per-node=2", "OMP_NUM_THREADS=4"]),
+        ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2}, LAPTOP, ["--nproc-per-node=2", "OMP_NUM_THREADS=4"]),
         ({"launch.launcher": "python"}, LAPTOP, ["python3 -m backend.train"]),
         ({}, NODE, ["CUDA_VISIBLE_DEVICES=0 "]),
         ({"parallel.strategy": "ddp", "launch.devices": (1, 3)}, NODE, ["CUDA_VISIBLE_DEVICES=1,3"]),
-        ({"parallel.strategy": "ddp", "launch.processes": 4}, NODE, ["CUDA_VISIBLE_DEVICES=0,1,2,3", "=16"]),
-        ({"launch.threads": 3}, LAPTOP, ["OMP_NUM_THREADS=3"]),
-        ({"launch.environment": {"OMP_NUM_THREADS": "7", "A": "b c"}}, LAPTOP, ["OMP_NUM_THREADS=7", "A='b c'"]),
+        ({"parallel.strategy": "ddp", "launch.nproc_per_node": 4}, NODE, ["CUDA_VISIBLE_DEVICES=0,1,2,3", "=16"]),
+        ({"launch.omp_num_threads": 3}, LAPTOP, ["OMP_NUM_THREADS=3"]),
+        ({"launch.env": {"OMP_NUM_THREADS": "7", "A": "b c"}}, LAPTOP, ["OMP_NUM_THREADS=7", "A='b c'"]),
         ({"launch.device": "cpu"}, NODE, ["--nproc-per-node=1"]),
     ],
 )
@@ -85,7 +85,7 @@ def test_command(patch, machine, says):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_has_its_file(stage):
-    made = plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}", "parallel.bucket_mb": 50}), LAPTOP)
+    made = plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}", "parallel.bucket_cap_mb": 50}), LAPTOP)
     found = json.loads(made.files["deepspeed.json"])
     zero = found["zero_optimization"]
     assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, 25 * 1024**2)
@@ -96,7 +96,7 @@ def test_deepspeed_has_its_file(stage):
 
 
 def test_other_strategies_have_no_engine_file():
-    assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml"}
+    assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml", "resolved.json"}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_other_strategies_have_no_engine_file():
 )
 def test_memory_settings_leave_what_is_set(own, given, allocator, streams):
     """In the shell's command and from the supervisor alike."""
-    made = plan(edit(RunSpec(), {"launch.environment": given}), NODE)
+    made = plan(edit(RunSpec(), {"launch.env": given}), NODE)
     names = ("PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS")
     shown = replace(made, argv=("printenv", *names) if allocator else ("printenv", names[1]))
     shell = {"PATH": os.defpath, **own}
@@ -127,12 +127,12 @@ def test_memory_settings_are_cudas_and_can_be_left_out():
     assert plan(RunSpec(), NODE).defaults
     assert not plan(RunSpec(), LAPTOP).defaults
     assert not plan(edit(RunSpec(), {"launch.device": "cpu"}), NODE).defaults
-    assert not plan(edit(RunSpec(), {"launch.memory_settings": False}), NODE).defaults
+    assert not plan(edit(RunSpec(), {"launch.cuda_env_defaults": False}), NODE).defaults
 
 
 def test_other_nodes_have_their_scripts(tmp_path):
     """One command a node, each the same but for its rank; the elastic form has no rank."""
-    made = plan(edit(RunSpec(), {**LAUNCHED["torchrun-two-nodes"], "launch.nodes": 3, "launch.node_rank": 1}), NODE)
+    made = plan(edit(RunSpec(), {**LAUNCHED["torchrun-two-nodes"], "launch.nnodes": 3, "launch.node_rank": 1}), NODE)
     assert list(made.others) == ["node-0", "node-2"]
     assert made.command("node-2").replace("--node-rank=2", "--node-rank=1") == made.command()
     run = Run.create(tmp_path, "three", made, NOW)
@@ -186,10 +186,10 @@ def test_unlike_devices_keep_the_drivers_numbers() -> None:
 def test_gpus_that_do_not_reach_each_other_are_told_so() -> None:
     """accelerate refuses to start on them otherwise; its own launcher sets the same."""
     gpus = tuple(Gpu(i, "GeForce RTX 4090", GIB, GIB, (8, 9)) for i in range(2))
-    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.memory_settings": False})
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.cuda_env_defaults": False})
     old = Machine("cuda", gpus, driver="550.40.06")
     assert plan(spec, old).defaults == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    own = edit(spec, {"launch.environment": {"NCCL_P2P_DISABLE": "0"}})
+    own = edit(spec, {"launch.env": {"NCCL_P2P_DISABLE": "0"}})
     assert "NCCL_P2P_DISABLE" not in plan(own, old).defaults
     for machine in (replace(old, driver="550.40.07"), replace(old, driver="")):
         assert not plan(spec, machine).defaults

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from specs import spec
 
-from backend import catalog
-from backend.glance import look
+from backend import registry
+from backend.config import Data
+from backend.data import convert, problem, recognise, unpaired
+from backend.inspect import inspect_inputs
 from backend.memory import estimate
-from backend.rows import convert, problem, recognise, unpaired
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
-from backend.spec import Data
 
 DATA = Data()
 SAID = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
@@ -39,13 +39,13 @@ LABELS: dict[str, dict[str, Any]] = {
     "OpenAI": {"messages": [ASKED, RIGHT], "label": "true"},
     "Alpaca": {"instruction": "When?", "output": "Nine.", "kto_tag": True},
 }
-STAGES = [name for name, row in catalog.STAGES.items() if "pairs" in row.formats]
+STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.formats]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
     for stage in STAGES:
-        assert recognise(PAIRS[name], catalog.STAGES[stage].formats) == "pairs"
+        assert recognise(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
     found = convert(PAIRS[name], "pairs", DATA)
     assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
     assert [(row["completion"], row["label"]) for row in unpaired(found)] == [([RIGHT], True), ([WRONG], False)]
@@ -53,7 +53,7 @@ def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labelled_answers_mean_the_same(name: str) -> None:
-    assert recognise(LABELS[name], catalog.STAGES["kto"].formats) == "labels"
+    assert recognise(LABELS[name], registry.STAGES["kto"].formats) == "labels"
     found = convert(LABELS[name], "labels", DATA)
     assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
     assert unpaired(found) == [found]
@@ -61,9 +61,9 @@ def test_labelled_answers_mean_the_same(name: str) -> None:
 
 def test_the_stage_decides_between_two_readings() -> None:
     both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
-    assert recognise(both, catalog.STAGES["sft"].formats) == "messages"
-    assert recognise(LABELS["texts"], catalog.STAGES["sft"].formats) == "prompt_completion"
-    assert recognise(PAIRS["texts"], catalog.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
+    assert recognise(both, registry.STAGES["sft"].formats) == "messages"
+    assert recognise(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
+    assert recognise(PAIRS["texts"], registry.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
 
 
 def test_conversations_share_their_beginning() -> None:
@@ -75,12 +75,15 @@ def test_conversations_share_their_beginning() -> None:
 
 
 def test_system_prompt_tools_and_named_columns() -> None:
-    data = Data(system="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
+    data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
     assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]
     assert (found["chosen"], found["tools"]) == ([RIGHT], [{"name": "clock"}])
     row = {"question": "When?", "system": "Row's.", "chosen": "Nine.", "rejected": "Ten."}
-    assert convert(row, "pairs", Data(system="Be brief."))["prompt"] == [{"role": "system", "content": "Row's."}, ASKED]
+    assert convert(row, "pairs", Data(system_prompt="Be brief."))["prompt"] == [
+        {"role": "system", "content": "Row's."},
+        ASKED,
+    ]
     marked = Data(label_column="ok", completion_column="said")
     assert convert({"prompt": "When?", "said": "Nine.", "ok": "0"}, "labels", marked)["label"] is False
 
@@ -113,19 +116,21 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
 
     long = {"prompt": "When?", "chosen": "word " * 50, "rejected": "no"}
     pairs = write("pairs.jsonl", [PAIRS["texts"], long, {"prompt": "x", "chosen": "y", "rejected": 3}])
-    found = look(spec(train__stage="dpo", **pairs), tmp_path)
+    found = inspect_inputs(spec(train__stage="dpo", **pairs), tmp_path)
     assert (found.format, found.rows) == ("pairs", 3)
     assert 50 < found.longest < 70, "the longer answer counts, not both"
-    assert "line 3" in str(found.troubles[0])
-    assert look(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
+    assert "line 3" in str(found.issues[0])
+    assert inspect_inputs(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
-    assert look(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
-    wrong = check(spec(train__stage="dpo", **labels), LAPTOP, look(spec(train__stage="dpo", **labels), tmp_path))
+    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
+    wrong = check(
+        spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path)
+    )
     assert [f.code for f in wrong if f.level == "error"] == ["STG002"]
 
 
 def device(**values: Any) -> dict[str, int]:
-    asked = spec(train__batch_size=1, evaluation__when="no", **values)
+    asked = spec(train__per_device_train_batch_size=1, eval__strategy="no", **values)
     return {row.name: row.bytes for row in estimate(asked, H100, LLAMA_8B).rows}
 
 
@@ -134,7 +139,7 @@ def test_memory_of_comparing() -> None:
     assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two answers a row"
     assert dpo["Reference adapter"] == dpo["Trained weights"]
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
-    assert "Reference model" not in device(train__stage="dpo", preference__precompute=True, **full)
+    assert "Reference model" not in device(train__stage="dpo", preference__precompute_ref_log_probs=True, **full)
     assert "Reference model" not in device(train__stage="orpo", **full)
     assert "Loss" not in dpo, "the backward pass takes more"
     assert device(train__stage="orpo")["Loss"] > 2**30, "whole logits"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.train.scores import Words, exact, scores
+from backend.train.text_metrics import Words, exact, scores
 
 
 def test_json_counts_by_what_it_says():

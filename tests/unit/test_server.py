@@ -9,7 +9,7 @@ import pytest
 from small import client
 
 from webui import __main__ as entry
-from webui.guard import Login
+from webui.auth import Login
 
 
 def test_page_static_and_rules(tmp_path):

@@ -9,26 +9,26 @@ from collections.abc import Mapping
 
 from starlette.routing import Route
 
-from webui.api import catalogue, checking, running
-from webui.api.asking import Ask, Handler, Refusal, route
-from webui.api.desk import Desk
+from webui.api import checking, rules_page, runs
+from webui.api.app_state import Desk
+from webui.api.requests import Ask, Handler, Refusal, route
 
 GET: Mapping[str, Handler] = {
-    "/rules": catalogue.rules_page,
+    "/rules": rules_page.rules_page,
     "/api/drafts/{id}": checking.load_draft,
     "/api/presets": checking.list_presets,
     "/api/presets/{name}": checking.load_preset,
     "/api/machines": checking.list_machines,
-    "/api/runs": running.list_runs,
-    "/api/runs/{id}": running.show,
-    "/api/runs/{id}/values": running.values,
-    "/api/runs/{id}/log": running.log,
-    "/api/runs/{id}/log.txt": running.log_file,
-    "/api/runs/{id}/metrics": running.points,
-    "/api/runs/{id}/series": running.series,
-    "/api/runs/{id}/metrics.csv": running.metrics_csv,
-    "/api/runs/{id}/report.png": running.report_png,
-    "/api/runs/{id}/spec.yaml": running.spec_yaml,
+    "/api/runs": runs.list_runs,
+    "/api/runs/{id}": runs.show,
+    "/api/runs/{id}/values": runs.values,
+    "/api/runs/{id}/log": runs.log,
+    "/api/runs/{id}/log.txt": runs.log_file,
+    "/api/runs/{id}/metrics": runs.points,
+    "/api/runs/{id}/series": runs.series,
+    "/api/runs/{id}/metrics.csv": runs.metrics_csv,
+    "/api/runs/{id}/report.png": runs.report_png,
+    "/api/runs/{id}/spec.yaml": runs.spec_yaml,
 }
 POST: Mapping[str, Handler] = {
     "/api/check": checking.check,
@@ -37,12 +37,12 @@ POST: Mapping[str, Handler] = {
     "/api/config": checking.read_config,
     "/api/whatif": checking.what_if,
     "/api/fix": checking.fix_all,
-    "/api/runs": running.start,
-    "/api/runs/{id}/stop": running.stop,
-    "/api/runs/{id}/resume": running.resume,
-    "/api/runs/{id}/sweep": running.sweep,
+    "/api/runs": runs.start,
+    "/api/runs/{id}/stop": runs.stop,
+    "/api/runs/{id}/resume": runs.resume,
+    "/api/runs/{id}/sweep": runs.sweep,
 }
-DELETE: Mapping[str, Handler] = {"/api/runs/{id}": running.delete}
+DELETE: Mapping[str, Handler] = {"/api/runs/{id}": runs.delete}
 
 
 def routes(desk: Desk) -> list[Route]:

@@ -11,20 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend import foreign, presets
-from backend.catalog import DEVICES
-from backend.derived import device
-from backend.glance import fetch
-from backend.judge import Judgement, described, judge, looked
+from backend.compare import Variant, suggestion, variants
+from backend.config import RunSpec, importers, presets
+from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.inspect import fetch
+from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
-from backend.mend import mend
-from backend.options import Problem, SpecError, by_name, get, options, parse, shown, text
-from backend.plan import ABOUT
+from backend.preflight import Judgement, described, judge, looked
+from backend.registry import DEVICES
+from backend.resolve import device
 from backend.rules import Case, Finding, Fix
-from backend.spec import RunSpec
-from backend.whatif import Variant, suggestion, variants
-from webui.api.asking import Ask, Refusal
-from webui.api.desk import Desk
+from backend.rules.autofix import mend
+from webui.api.app_state import Desk
+from webui.api.requests import Ask, Refusal
 
 
 def check(desk: Desk, ask: Ask) -> dict[str, Any]:
@@ -55,8 +54,8 @@ def _names(found: Judgement) -> dict[str, list[str]]:
     if shape is None:
         return {}
     rest = [name for name in shape.modules if name not in shape.linear]  # what carries no adapter, and is small
-    linear = {"method.lora_target_modules": list(shape.linear)}
-    return {**linear, "method.lora_modules_to_save": rest, "method.freeze_also": rest}
+    linear = {"lora.target_modules": list(shape.linear)}
+    return {**linear, "lora.modules_to_save": rest, "method.freeze_extra_modules": rest}
 
 
 def what_if(desk: Desk, ask: Ask) -> dict[str, Any]:
@@ -181,9 +180,9 @@ def import_yaml(desk: Desk, ask: Ask) -> dict[str, Any]:
     """A YAML file's values; a configuration of DeepSpeed or accelerate is laid over the form's, and `kept` names what
     became further keys. SpecError names the line, or each field, that is wrong."""
     text = ask.text("yaml")
-    if not foreign.recognise(text):
+    if not importers.recognise(text):
         return {"values": values_of(presets.load(text)), "kept": []}
-    spec, kept = foreign.read(text, valid(ask.table("values")) if "values" in ask.body else RunSpec())
+    spec, kept = importers.read(text, valid(ask.table("values")) if "values" in ask.body else RunSpec())
     return {"values": values_of(spec), "kept": kept}
 
 

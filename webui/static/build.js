@@ -26,7 +26,7 @@
       last = answer;
       FP.verdict.draw(answer);
       fresh(mine === seq);
-      const name = document.querySelector("#logging-name input, #logging-name textarea");
+      const name = document.querySelector("#logging-run_name input, #logging-run_name textarea");
       if (name) name.placeholder = answer.title || "Run name";
     } catch (error) {
       if (mine === seq) FP.verdict.offline(`${error.message} Your edits stay here; trying again.`);

@@ -22,11 +22,15 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from backend import accelerate, catalog, fsdp, keys
-from backend.options import edit
-from backend.rules import contrary, launchers
+from backend import registry
+from backend.config import RunSpec, merge
+from backend.config.options import edit
+from backend.engines import engine_of
+from backend.launch import accelerate_config
+from backend.resolve import resolve
+from backend.rules import accelerate_launcher
+from backend.rules.distributed import extra_config_conflicts
 from backend.rules.examples import TWO_H100
-from backend.spec import RunSpec
 from backend.train import engine
 from cited import cites
 
@@ -43,7 +47,7 @@ def llama() -> LlamaForCausalLM:
 def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
     spec = edit(RunSpec(), {**CLEAN, **patch})
-    said = keys.over(accelerate.configuration(spec, TWO_H100), given)
+    said = merge.over(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
     found, defaults, precise = _validate_launch_command(parsed)
@@ -73,7 +77,8 @@ def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], w
 
 @cites("LCH013")
 @pytest.mark.parametrize(
-    "given", [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(launchers.TWICE))]
+    "given",
+    [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.TWICE))],
 )
 def test_what_stands_in_deepspeeds_file_is_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +99,7 @@ def test_what_stands_in_deepspeeds_file_is_refused(
 @cites("LCH013")
 def test_the_launchers_keys_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
-    one = {"launch.processes": 1}
+    one = {"launch.nproc_per_node": 1}
     assert [told(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == ["False", "True"]
     assert "ACCELERATE_USE_CPU" not in told(tmp_path, {"use_cpu": True}, DDP)[1]
     mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
@@ -118,7 +123,9 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
     """accelerate's FSDP as the trainer, and what we tell it, make it; of FSDP1 what asks for a GPU is left out."""
     once = {"sync_module_states": False} if spec.parallel.strategy == "fsdp1" else {}
     given = SimpleNamespace(
-        fsdp=True, fsdp_config={**fsdp.configuration(spec), **once, **more}, activation_checkpointing=False
+        fsdp=True,
+        fsdp_config={**engine_of(spec.parallel.strategy).configuration(spec), **once, **more},
+        activation_checkpointing=False,
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
     engine._plugin(spec, given, "cuda", "bf16")
@@ -150,14 +157,14 @@ def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], m
                 changed = True
         if changed:
             heard.add(name)
-    assert heard == set(launchers.HEARD)
+    assert heard == set(accelerate_launcher.HEARD)
 
 
-@pytest.mark.parametrize("name", catalog.SHARDINGS)
+@pytest.mark.parametrize("name", registry.SHARDINGS)
 def test_fsdp1_shards_as_the_form_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate's launcher says otherwise."""
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-    found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding": name}))
+    found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding_strategy": name}))
     assert (found.sharding_strategy or found.reshard_after_forward).name == name.upper()
 
 
@@ -167,10 +174,10 @@ def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: py
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
     before = told(tmp_path, {}, DDP)[1]
-    for name in launchers.UNREAD:
+    for name in accelerate_launcher.UNREAD:
         assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
-    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.processes": 1})
+    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
     assert prepare_simple_launcher_cmd_env(alone)[0][:3] == ["mpirun", "-f", "hosts"]
 
 
@@ -204,7 +211,10 @@ class Looked(dict[str, Any]):
 
 
 @cites("STR043")
-@pytest.mark.parametrize(("version", "known"), [(1, contrary.READ | contrary.READ_ONCE), (2, contrary.READ)])
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [(1, extra_config_conflicts.READ | extra_config_conflicts.READ_ONCE), (2, extra_config_conflicts.READ)],
+)
 def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
     asked: set[str] = set()
     for more in {}, {"xla": True}, {"auto_wrap_policy": "SIZE_BASED_WRAP"}:

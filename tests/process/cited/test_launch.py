@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from backend.derived import PORT
-from backend.hostfile import chosen, hosts
+from backend.launch.hostfile import chosen, hosts
+from backend.resolve import DEFAULT_PORT
 from backend.rules.launch import THEIRS
 from cited import cites
 
@@ -203,7 +203,7 @@ def test_deepspeed_sets_what_each_process_sees() -> None:
 @cites("NOD015")
 def test_a_port_is_held_by_one() -> None:
     """Of which DeepSpeed's launcher, and ours for several nodes, take the same one."""
-    assert runner.parse_args(["x.py"]).master_port == PORT
+    assert runner.parse_args(["x.py"]).master_port == DEFAULT_PORT
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()

@@ -16,7 +16,7 @@ from trainings import a_spec, result
 from cited import cites
 
 pytestmark = pytest.mark.soak
-KEYS = "parallel.engine_keys"
+KEYS = "parallel.extra_config"
 
 
 def ended(folder: Path, changes: Mapping[str, Any], host: Host) -> Path:
@@ -27,7 +27,7 @@ def ended(folder: Path, changes: Mapping[str, Any], host: Host) -> Path:
 
 @cites("STR004")
 def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: Path, host: Host) -> None:
-    changes = {"parallel.strategy": "zero3", "checkpoint.save_model": True, "checkpoint.merge": True}
+    changes = {"parallel.strategy": "zero3", "save.final_model": True, "save.merge_adapter": True}
     saved = load_file(ended(tmp_path / "run", changes, host) / "model/model.safetensors")
     base = load_file(tiny / "model.safetensors")
     assert not set(saved) & set(base), "under names that no model knows"
@@ -37,8 +37,8 @@ def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: 
 
 @cites("STR005")
 def test_answers_differ_where_devices_share_a_row(tmp_path: Path, host: Host) -> None:
-    asked = {"evaluation.samples": 4, "evaluation.max_new_tokens": 16, "train.max_steps": 1}
-    shared = {"parallel.strategy": "zero3", "parallel.sequence": 2}
+    asked = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}
+    shared = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
     one, two = (
         [sample["before"] for sample in result(ended(tmp_path / name, {**asked, **more}, host))["samples"]]
         for name, more in (("one", {}), ("two", shared))
@@ -59,7 +59,7 @@ def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None
 
 def test_the_step_of_an_offloaded_optimizer_is_adams(tmp_path: Path, host: Host) -> None:
     """STR012, which we refuse: DeepSpeed steps otherwise than it was asked."""
-    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optimizer": "sgd"}
+    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}
     found = result(ended(tmp_path / "run", asked, host))
     assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
 
@@ -89,7 +89,7 @@ def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, host:
 @cites("STR041")
 def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, host: Host) -> None:
     given = json.dumps({"tensor_parallel": {"autotp_size": 2}})
-    changes = {"parallel.strategy": "zero2", "method.kind": "full", "checkpoint.save_model": True}
+    changes = {"parallel.strategy": "zero2", "method.kind": "full", "save.final_model": True}
     saved = load_file(ended(tmp_path / "run", {**changes, KEYS: given}, host) / "model/model.safetensors")
     base = load_file(tiny / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import (
     is_torchao_available,
 )
 
-from backend.rules.versions import LEAST
+from backend.rules.requirements import LEAST
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")

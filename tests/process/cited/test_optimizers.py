@@ -29,12 +29,12 @@ from torchao.optim import AdamW8bit
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
-from backend import catalog
+from backend import registry
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Those that the Trainer makes by a package of its own; what backend.train makes is not among its names.
-THEIRS = sorted({row.name for row in catalog.OPTIMIZERS.values() if row.package and row.name})
+THEIRS = sorted({row.name for row in registry.OPTIMIZERS.values() if row.package and row.name})
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:

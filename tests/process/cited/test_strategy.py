@@ -30,8 +30,8 @@ from deepspeed.utils import groups
 from torch.utils.file_baton import FileBaton
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from backend import catalog
-from backend.rules.further import REMOVED
+from backend import registry
+from backend.rules.distributed.extra_config import REMOVED
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +51,7 @@ def test_an_engine_is_asked_for_by_its_package(monkeypatch: pytest.MonkeyPatch) 
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    assert {row.package for row in catalog.STRATEGIES.values()} == {"", "deepspeed"}
+    assert {row.package for row in registry.STRATEGIES.values()} == {"", "deepspeed"}
     integration.HfDeepSpeedConfig({})
     monkeypatch.setattr(importlib.metadata, "version", without)
     with pytest.raises(importlib.metadata.PackageNotFoundError, match=r"'deepspeed>=.*' distribution was not found"):
@@ -135,9 +135,9 @@ def test_groups_that_share_a_row_divide_the_processes(group: None, monkeypatch: 
 
 
 @cites("STR029")
-@pytest.mark.parametrize("name", catalog.ATTENTIONS)
+@pytest.mark.parametrize("name", registry.ATTENTIONS)
 def test_attentions_that_can_be_shared(name: str) -> None:
-    if name in catalog.SHAREABLE:
+    if name in registry.SHAREABLE:
         assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=None if name == "auto" else name)
         return
     with pytest.raises(ValueError, match="Invalid sp_attn_implementation"):

@@ -1,0 +1,1 @@
+"""The command line: one function per subcommand, called from `backend.__main__`."""

@@ -1,0 +1,194 @@
+"""Commands that need no run: check, plan, estimate, presets, rules, docs, ui.
+
+Imports everything below the command line. `backend/__main__.py` declares the arguments, `runs.py` has the commands on
+runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from backend.cli import docs as documents
+from backend.config import Launch, RunSpec
+from backend.config import presets as files
+from backend.config.options import Problem, SpecError, edit, word
+from backend.machine import Machine, describe, probe, read
+from backend.preflight import Report, described, preflight
+from backend.rules import Finding, Fix
+
+WIDTH, INDENT = 110, " " * 9
+UNSAFE = "changes the training result"
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=list))
+
+
+def launchers() -> tuple[str, ...]:
+    """The launchers that a spec may name."""
+    return typing.get_args(Launch.model_fields["launcher"].annotation)
+
+
+def read_spec(arguments: argparse.Namespace) -> RunSpec:
+    """The spec named on the command line, with every --set applied. Raises SpecError."""
+    changes = {}
+    for change in arguments.set:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise SpecError([Problem("", f"--set {change}: expected section.key=value")])
+        changes[name.strip()] = value
+    return edit(files.read(arguments.spec), changes)
+
+
+def target_machine(arguments: argparse.Namespace) -> Machine:
+    """The machine described in --machine, or this one."""
+    return read(arguments.machine) if arguments.machine else probe(Path.cwd())
+
+
+def run_preflight(arguments: argparse.Namespace) -> Report:
+    """The preflight report of SPEC on the machine."""
+    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=30)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the findings; exit code 1 if one of them is an error."""
+    report = run_preflight(arguments)
+    if arguments.json:
+        print_json(report_json(report))
+    else:
+        print_findings(report)
+    return 0 if report.can_run else 1
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The verdict, the machine and every finding with its reason and fixes."""
+    findings = [asdict(finding) for finding in report.findings]
+    machine = describe(report.machine)
+    return {"can_run": report.can_run, "verdict": report.verdict, "machine": machine, "findings": findings}
+
+
+def print_findings(report: Report) -> None:
+    """Print the verdict, then each finding with its reason and fixes."""
+    print(f"{report.verdict} ({describe(report.machine)})")
+    for finding in report.findings:
+        print("", *_finding_lines(finding), sep="\n")
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    yield f"{finding.level:8} {finding.code}  {finding.title}"
+    yield from _wrapped(finding.message)
+    if finding.reason:
+        yield from _wrapped(f"Why: {finding.reason}")
+    for fix in finding.fixes:
+        yield from _wrapped(f"Fix: {fix.label}{_notes(fix)}")
+        yield f"{INDENT}     {_set_arguments(fix)}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _notes(fix: Fix) -> str:
+    """What a fix costs, and whether the training result stays the same."""
+    notes = [fix.cost, "safe" if fix.safe else UNSAFE]
+    return f" ({'; '.join(note for note in notes if note)})"
+
+
+def _set_arguments(fix: Fix) -> str:
+    """A fix as arguments of the command line."""
+    return " ".join(f"--set {name}={shlex.quote(_text(value))}" for name, value in fix.patch.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}={item}" for name, item in value.items())
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else word(value)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the exact command and files that would run."""
+    spec = read_spec(arguments)
+    if arguments.launcher:
+        spec = edit(spec, {"launch.launcher": arguments.launcher})
+    made = preflight(spec, target_machine(arguments), Path.cwd()).plan
+    if arguments.json:
+        commands = {node: made.command(node) for node in made.others}
+        print_json({**asdict(made), "command": made.command(), "others": commands})
+        return 0
+    print(made.command())
+    for node in made.others:
+        print(f"\n# {node}: run on another node\n{made.command(node)}")
+    for name, text in made.files.items():
+        print(f"\n# {name}\n{text.rstrip()}")
+    for note in made.notes:
+        print(f"\n# {note}")
+    return 0
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    """Print the memory and disk estimate, item by item."""
+    found = run_preflight(arguments).estimate
+    if arguments.json:
+        print_json(described(found))
+        return 0
+    if found.unknown:
+        print(f"The estimate is unknown: {found.unknown}")
+    for row in found.rows:
+        print(f"{row.bytes / 2**30:10.2f} GiB  {row.where:6}  {row.name:24}  {row.formula}")
+    for where, total in (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes)):
+        print(f"{total / 2**30:10.2f} GiB  {where:6}  total")
+    print(f"{found.capacity_bytes / 2**30:10.2f} GiB  device  capacity")
+    return 0
+
+
+def presets(arguments: argparse.Namespace) -> int:
+    """Print the presets."""
+    found = files.presets()
+    if arguments.json:
+        keys = ("name", "title", "about")
+        print_json([{**{key: getattr(p, key) for key in keys}, "machine": p.machine.name} for p in found])
+        return 0
+    for preset in found:
+        print(f"{preset.name:24}  {preset.title}: {preset.about} (for {preset.machine.name})")
+    return 0
+
+
+def rules(arguments: argparse.Namespace) -> int:
+    """Print every preflight rule."""
+    entries = documents.rule_entries()
+    if arguments.json:
+        print_json(entries)
+        return 0
+    for entry in entries:
+        print(f"{entry['code']}  {entry['level']:8}  {entry['title']}")
+    return 0
+
+
+def docs(arguments: argparse.Namespace) -> int:
+    """Write the generated documents."""
+    written = documents.write()
+    if arguments.json:
+        print_json(written)
+    else:
+        print("\n".join(written))
+    return 0
+
+
+def ui(arguments: argparse.Namespace) -> int:
+    """Replace this process with the page's server. The page imports the backend, never the other way round, so it is
+    started by its name instead of being imported."""
+    words = ["--host", arguments.host, "--port", str(arguments.port), "--runs", arguments.runs]
+    os.execv(sys.executable, [sys.executable, "-m", "webui", *words])

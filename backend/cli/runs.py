@@ -1,0 +1,190 @@
+"""Commands on runs: run, list, show, stop, resume, logs, metrics.
+
+Imports everything below the command line. A run is a folder: each command reads or writes that folder and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from backend.cli.commands import print_findings, print_json, read_spec, report_json
+from backend.machine import probe
+from backend.preflight import preflight
+from backend.runs import LOG, METRICS, SPEC
+from backend.runs.folder import ALIVE, Run, RunError, find, runs
+from backend.runs.metrics import Metrics, since
+
+OUTCOMES = {"done": 0, "stopped": 3}
+SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
+POLL_SECONDS = 0.25  # between two reads of a log or a state
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start a run and print its id; with --follow wait until it ends."""
+    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd(), wait_seconds=30)
+    if not report.can_run and not arguments.skip_checks:
+        if arguments.json:
+            print_json({"error": report.verdict, **report_json(report)})
+        else:
+            print_findings(report)
+        return 1
+    created = Run.create(Path(arguments.runs), report.title, report.plan, datetime.now(), report.about, report.expected)
+    created.start()
+    return _started(created, arguments, 0)
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Resume from the last complete checkpoint, or start from scratch."""
+    resumed = _find_run(arguments)
+    log = resumed.path / LOG
+    offset = log.stat().st_size if log.exists() else 0  # --follow prints only the new part of the log
+    resumed.resume(from_scratch=arguments.from_scratch)
+    return _started(resumed, arguments, offset)
+
+
+def _started(started: Run, arguments: argparse.Namespace, offset: int) -> int:
+    """Print the id of a started run; with --follow print its log from byte `offset` on, and its outcome."""
+    if not arguments.json:
+        print(started.id, flush=True)
+    if not arguments.follow:
+        if arguments.json:
+            print_json({"id": started.id, "folder": str(started.path)})
+        return 0
+    for text in follow(started, offset):
+        print(text, end="", flush=True, file=sys.stderr if arguments.json else sys.stdout)
+    summary = started.summary()
+    if arguments.json:
+        print_json(_run_json(started))
+    else:
+        print(summary["sentence"])
+    return OUTCOMES.get(summary["state"], 1)
+
+
+def follow(followed: Run, offset: int) -> Iterator[str]:
+    """The log from byte `offset` on, as it grows, until the run has ended and everything was read."""
+    while True:
+        alive = followed.state in (*ALIVE, "new")
+        part = since(followed.path / LOG, offset, ended=not alive)
+        offset = part.end
+        if part.text:
+            yield part.text
+        elif not alive:
+            return
+        else:
+            time.sleep(POLL_SECONDS)
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """Print all runs, newest first."""
+    found = [r.summary() for r in runs(Path(arguments.runs))]
+    if arguments.json:
+        print_json(found)
+        return 0
+    for row in found:
+        print(f"{row['id']:48}  {row['state']:9}  {row['sentence']}")
+    if not found:
+        print(f"No runs in {arguments.runs}. Start one: footplate run first-run")
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print one run: its state, its options and its results."""
+    shown = _find_run(arguments)
+    about = _run_json(shown)
+    if arguments.json:
+        print_json(about)
+        return 0
+    print(f"{shown.id}\n{about['summary']['sentence']}\n\n{(shown.path / SPEC).read_text(encoding='utf-8')}")
+    for name in (
+        *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
+        "eval_reward_accuracy",
+        "eval_reward_margin",
+        "eval_loss",
+        "train_loss",
+        "seconds",
+    ):
+        if (value := about["result"].get(name)) is not None:
+            print(f"{name.replace('_', ' ')}: {value:.4g}")
+    if about["failure"]:
+        print(f"{about['failure']['sentence']} {about['failure']['help']}\n{about['failure']['traceback']}")
+    return 0
+
+
+def _run_json(shown: Run) -> dict[str, Any]:
+    return {
+        "summary": shown.summary(),
+        "progress": shown.progress(),
+        "result": shown.result(),
+        "failure": shown.failure(),
+        "checkpoints": shown.checkpoints(),
+        "folder": str(shown.path),
+        "command": shown.plan().command(),
+    }
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Request a run to stop, and wait until it has ended."""
+    stopped = _find_run(arguments)
+    stopped.stop(save=not arguments.no_save)
+    while stopped.state in ALIVE:
+        time.sleep(POLL_SECONDS)
+    if arguments.json:
+        print_json(stopped.summary())
+    else:
+        print(stopped.summary()["sentence"])
+    return 0
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """Print a run's log; with --follow until the run has ended."""
+    found = _find_run(arguments)
+    if arguments.follow:
+        for text in follow(found, 0):
+            print(text, end="", flush=True, file=sys.stderr if arguments.json else sys.stdout)
+        if arguments.json:
+            print_json(found.summary())
+        return 0
+    parts, offset, more = [], 0, True
+    while more:
+        part = since(found.path / LOG, offset, ended=True)
+        parts.append(part.text)
+        offset, more = part.end, part.more
+    if arguments.json:
+        print_json({"log": "".join(parts), "bytes": offset})
+    else:
+        print("".join(parts), end="")
+    return 0
+
+
+def metrics(arguments: argparse.Namespace) -> int:
+    """Print a run's logged metrics, one line per logging step; steps repeated by a resumed run appear once."""
+    reader = Metrics(_find_run(arguments).path / METRICS)
+    reader.read()
+    if arguments.json:
+        print_json(reader.points)
+        return 0
+    for point in reader.points:
+        print(
+            "  ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in point.items() if k != "time")
+        )
+    return 0
+
+
+def _find_run(arguments: argparse.Namespace) -> Run:
+    """The run that RUN names: an id, a unique prefix of one, or a folder. Raises RunError."""
+    root, name = Path(arguments.runs), arguments.run
+    if "/" in name or (Path(name) / SPEC).is_file():
+        return find(Path(name).resolve().parent, Path(name).resolve().name)
+    matches = [r for r in runs(root) if r.id.startswith(name)]
+    exact = [r for r in matches if r.id == name]
+    if len(exact or matches) == 1:
+        return (exact or matches)[0]
+    if matches:
+        raise RunError(f"{name!r} is the prefix of several runs: {', '.join(r.id for r in matches)}.")
+    return find(root, name)

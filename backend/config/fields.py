@@ -1,0 +1,154 @@
+"""How an option is declared: its label, when it is shown, and the kinds of values that a form or a shell may send.
+
+Floor 1. Imports: catalog.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from backend import registry
+from backend.config import merge
+
+Condition = Mapping[str, tuple[str, ...]]
+When = Condition | tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Ui:
+    """How an option is shown: its label, when (option -> allowed values, all must hold; of several conditions one
+    is enough), the widget's kind."""
+
+    label: str
+    when: When = field(default_factory=dict)
+    widget: Literal["", "lines", "text", "list"] = ""
+    unit: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)  # labels of a Literal's values
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The table that a text option chooses from."""
+
+    table: Mapping[str, registry.Choice]
+
+
+def one_of(table: Mapping[str, registry.Choice]) -> tuple[OneOf, AfterValidator]:
+    """Annotations for a text option whose value is a key of `table`."""
+
+    def known(value: str) -> str:
+        if value not in table:
+            raise ValueError(f"must be one of {', '.join(table)}")
+        return value
+
+    return OneOf(table), AfterValidator(known)
+
+
+def _parts(pattern: str) -> BeforeValidator:
+    """Accept one text for a list: a form's field, or a value on the command line."""
+
+    def split(value: Any) -> Any:
+        return tuple(p.strip() for p in re.split(pattern, value) if p.strip()) if isinstance(value, str) else value
+
+    return BeforeValidator(split)
+
+
+def _pairs(value: Any) -> Any:
+    """Accept lines of NAME=value for a table of environment variables."""
+    if not isinstance(value, str):
+        return value
+    pairs = {}
+    for line in filter(None, (line.strip() for line in value.splitlines())):
+        name, equals, text = line.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
+            raise ValueError(f"write one NAME=value a line, not {line!r}")
+        pairs[name.strip()] = text.strip()
+    return pairs
+
+
+def _named(value: dict[str, str]) -> dict[str, str]:
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name for an environment variable")
+    return value
+
+
+def word_like() -> tuple[AfterValidator]:
+    """Annotation for a name that becomes part of a command and of a file's path."""
+
+    def plain(value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
+            raise ValueError("must be a word of letters, digits, _, . and -")
+        return value
+
+    return (AfterValidator(plain),)
+
+
+def _json(text: str) -> str:
+    merge.parse(text)
+    return text
+
+
+JsonText = Annotated[str, AfterValidator(_json)]
+Lines = Annotated[tuple[str, ...], _parts(r"[\n]")]
+Names = Annotated[tuple[str, ...], _parts(r"[\s,]+")]
+Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _parts(r"[\s,]+")]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs), AfterValidator(_named)]
+
+
+class Section(BaseModel):
+    """A part of the spec; unknown names are refused, nothing is changed in place."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+def read_by(option: str) -> Condition:
+    """Shown for the optimizers that read this option."""
+    return {"train.optim": tuple(name for name, row in registry.OPTIMIZERS.items() if option in row.reads)}
+
+
+LORA: Condition = {"method.kind": ("lora",)}
+FREEZE: Condition = {"method.kind": ("freeze",)}
+SFT: Condition = {"train.stage": ("sft",)}
+PLAIN: Condition = {"train.stage": registry.PLAIN}
+TALKS: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "pretraining")}
+ANSWERS: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.answers)}
+DPO: Condition = {"train.stage": ("dpo",)}
+KTO: Condition = {"train.stage": ("kto",)}
+REWARD: Condition = {"train.stage": ("reward",)}
+HELD: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.reference)}
+WEIGHED: Condition = {"train.stage": ("dpo", "kto", "orpo")}
+SHUFFLED: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "kto")}
+DDP: Condition = {"parallel.strategy": ("ddp",)}
+MANY: Condition = {"parallel.strategy": registry.MANY}
+STARTED: Condition = {**MANY, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
+NODES: Condition = {**STARTED, "launch.rendezvous": ("static", "elastic")}
+STATIC: Condition = {**STARTED, "launch.rendezvous": ("static",)}
+ELASTIC: Condition = {**STARTED, "launch.rendezvous": ("elastic",)}
+HOSTS: Condition = {**MANY, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
+BUCKETS: Condition = {"parallel.strategy": ("ddp", *registry.DEEPSPEED)}
+OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
+ZERO: Condition = {"parallel.strategy": registry.DEEPSPEED}
+ZERO3: Condition = {"parallel.strategy": ("zero3",)}
+FSDP: Condition = {"parallel.strategy": registry.FSDP}
+ENGINE: Condition = {"parallel.strategy": (*registry.DEEPSPEED, *registry.FSDP)}
+FSDP1: Condition = {"parallel.strategy": ("fsdp1",)}
+FSDP2: Condition = {"parallel.strategy": ("fsdp2",)}
+TENSOR: Condition = {"parallel.strategy": ("tensor",)}
+NVME_WEIGHTS: Condition = {**ZERO3, "parallel.offload_param": ("nvme",)}
+NVME = ({**OFFLOADING, "parallel.offload_optimizer": ("nvme",)}, NVME_WEIGHTS)
+OFFLOADED = (
+    {**OFFLOADING, "parallel.offload_optimizer": ("cpu", "nvme")},
+    {**ZERO3, "parallel.offload_param": ("cpu", "nvme")},
+)
+OWN_DATA: Condition = {"data.source": ("files", "hub")}
+FP8: Condition = {"precision.compute": ("fp8",)}
+EVALUATED: Condition = {"eval.strategy": ("steps", "epoch")}
+SAVED: Condition = {"save.strategy": ("steps", "epoch")}

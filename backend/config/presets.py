@@ -1,0 +1,92 @@
+"""RunSpec <-> YAML: the presets, a run's spec.yaml, and the files that users import and export.
+
+Imports machine, options, config, paths. A YAML file has sections with only the options that differ from their defaults.
+It may start with `title`, `about` and `machine` (a name in presets/machines: the machine that the preset is for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.config import RunSpec
+from backend.config.options import Problem, SpecError, build, changes, nest
+from backend.machine import Machine, machines
+from backend.paths import PRESETS
+
+HEADER = ("title", "about", "machine")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A complete spec to start from, and the machine that it is for: there the checks report no error."""
+
+    name: str
+    title: str
+    about: str
+    machine_name: str
+    machine: Machine
+    spec: RunSpec
+
+
+def dump(spec: RunSpec) -> str:
+    """`spec` as YAML: the active options that differ from their defaults, by section."""
+    plain = {name: _plain(value) for name, value in changes(spec).items()}
+    return yaml.safe_dump(nest(plain), sort_keys=False, allow_unicode=True) if plain else "{}\n"
+
+
+def load(text: str) -> RunSpec:
+    """RunSpec from YAML text. Raises SpecError with the line, or with each invalid field."""
+    return build({k: v for k, v in _mapping(text).items() if k not in HEADER})
+
+
+def read(source: str | Path) -> RunSpec:
+    """RunSpec from a YAML file, or from the preset of that name. Raises SpecError with the file."""
+    path = Path(source)
+    if not path.is_file() and path.suffix not in (".yaml", ".yml") and (PRESETS / f"{source}.yaml").is_file():
+        path = PRESETS / f"{source}.yaml"
+    try:
+        return load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(p.name for p in presets())
+        raise SpecError([Problem("", f"{source}: no such file and no such preset (presets: {names})")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError([Problem("", f"cannot read {path}: {error}")]) from None
+    except SpecError as error:
+        raise SpecError([Problem(p.field, f"{p.message} ({path})") for p in error.problems]) from None
+
+
+def presets(folder: Path = PRESETS) -> list[Preset]:
+    """Every preset, the smallest machine first."""
+    found, known = [], machines()
+    order = list(known)
+    for path in folder.glob("*.yaml"):
+        head = _mapping(path.read_text(encoding="utf-8"))
+        title, about, machine_name = (str(head.get(key, "")) for key in HEADER)
+        found.append(Preset(path.stem, title, about, machine_name, known[machine_name], read(path)))
+    return sorted(found, key=lambda preset: (order.index(preset.machine_name), preset.name))
+
+
+def _mapping(text: str) -> Mapping[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or str(error)
+        raise SpecError([Problem("", f"invalid YAML: {where}{reason}")]) from None
+    value = {} if value is None else value
+    if not isinstance(value, dict):
+        raise SpecError([Problem("", "expected sections (model, data, ...) with options below them")])
+    for key, part in value.items():
+        if key not in HEADER and key in RunSpec.model_fields and not isinstance(part, dict):
+            raise SpecError([Problem(str(key), "is a section: put its options below it, one per line")])
+    return {str(key): part for key, part in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,39 @@
+"""Process counts and the rendezvous of a RunSpec: what follows from the spec alone.
+
+Imports registry, config. Everything that also needs the machine is in `backend/resolve.py`.
+"""
+
+from __future__ import annotations
+
+from backend import registry
+from backend.config import RunSpec
+
+DEFAULT_PORT = 29500  # torch's and DeepSpeed's default master port
+
+
+def nproc_per_node(spec: RunSpec) -> int:
+    """Processes on each node."""
+    return spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
+
+
+def nnodes(spec: RunSpec) -> int:
+    """Nodes that train together; of an elastic run, the most."""
+    launch = spec.launch
+    single = launch.rendezvous == "standalone" or launch.launcher == "python"
+    return 1 if single or spec.parallel.strategy not in registry.MANY else launch.nnodes
+
+
+def world_size(spec: RunSpec) -> int:
+    """Processes on all nodes together."""
+    return nproc_per_node(spec) * nnodes(spec)
+
+
+def rendezvous_port(spec: RunSpec) -> int:
+    """The port of this node on which the ranks meet, so that it must be free; 0 if another node listens, or the
+    launcher picks a free port."""
+    launch, one_node = spec.launch, nnodes(spec) == 1
+    if launch.launcher == "python" or launch.rendezvous == "elastic" or (one_node and launch.launcher == "accelerate"):
+        return 0
+    if not one_node and launch.node_rank:
+        return 0
+    return launch.master_port or (0 if one_node and launch.launcher == "torchrun" else DEFAULT_PORT)

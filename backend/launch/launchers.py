@@ -1,0 +1,86 @@
+"""Launchers: the command that starts the processes of one node.
+
+Imports registry, config, resolve, machine, runs. Pure. Each function returns the arguments after `python -m`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from backend import registry
+from backend.config import RunSpec
+from backend.launch import hostfile
+from backend.machine import Machine
+from backend.resolve import DEFAULT_PORT, ResolvedRun
+from backend.runs import ACCELERATE, HOSTFILE, JOIN, RANK_LOGS
+
+TRAINER = ("backend.train", ".")
+
+
+def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -> tuple[str, ...]:
+    """The command of the node with rank `node_rank`."""
+    return (machine.python, "-m", *LAUNCHERS[spec.launch.launcher](spec, run, node_rank))
+
+
+def other_commands(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, tuple[str, ...]]:
+    """The commands of the other nodes by the name of their script: one each, or one for all of an elastic run, whose
+    nodes have no fixed ranks."""
+    if run.nnodes == 1:
+        return {}
+    if spec.launch.rendezvous == "elastic":
+        return {JOIN: command(spec, run, machine, 0)}
+    ranks = (rank for rank in range(run.nnodes) if rank != spec.launch.node_rank)
+    return {f"{JOIN}-{rank}": command(spec, run, machine, rank) for rank in ranks}
+
+
+def _python(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
+    return TRAINER
+
+
+def _torchrun(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
+    each = (f"--nproc-per-node={run.nproc_per_node}", f"--log-dir={RANK_LOGS}", "--tee=3")
+    return ("torch.distributed.run", *_rendezvous(spec, node_rank), *each, "-m", *TRAINER)
+
+
+def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
+    """torchrun's arguments about nodes and the address where they meet."""
+    launch, port = spec.launch, spec.launch.master_port or DEFAULT_PORT
+    if launch.rendezvous == "static":
+        nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
+        return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")
+    if launch.rendezvous == "elastic":
+        endpoint = f"{launch.master_addr}:{port}" if launch.nnodes > 1 else f"localhost:{launch.master_port}"
+        nodes = (f"--nnodes={launch.min_nnodes}:{launch.nnodes}", f"--max-restarts={launch.max_restarts}")
+        return (*nodes, f"--rdzv-id={launch.rdzv_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    return (f"--master-port={launch.master_port}",) if launch.master_port else ("--standalone",)  # any free port
+
+
+def _accelerate(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
+    rank = (f"--machine_rank={node_rank}",) if run.nnodes > 1 else ()
+    each = (f"--log_dir={RANK_LOGS}", "--tee=3")
+    return ("accelerate.commands.launch", f"--config_file={ACCELERATE}", *rank, *each, "-m", *TRAINER)
+
+
+def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
+    launch, port = spec.launch, (f"--master_port={spec.launch.master_port or DEFAULT_PORT}",)
+    if run.nnodes > 1:
+        # Each node starts its own processes. Over ssh, DeepSpeed would end a run by `pkill -f backend.train` on every
+        # host, and with it every other run there.
+        hosts = hostfile.include_argument(spec)
+        where = (f"--hostfile={HOSTFILE}", *((f"--include={hosts}",) if hosts else ()))
+        where = (*where, "--no_ssh", f"--node_rank={node_rank}", f"--master_addr={launch.master_addr}")
+    else:
+        has_ids = registry.DEVICES[run.device].visible
+        local = hostfile.same_slots(("localhost",), run.device_ids) if has_ids else ""
+        # Without this argument it reads /job/hostfile if that exists, and starts the run on those hosts over ssh.
+        where = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")
+    quiet = ("--no_local_rank", "--log_level=error")
+    return ("deepspeed.launcher.runner", *where, *port, *quiet, "--module", *TRAINER)
+
+
+LAUNCHERS: Mapping[str, Callable[[RunSpec, ResolvedRun, int], tuple[str, ...]]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "python": _python,
+}

@@ -1,0 +1,122 @@
+"""Plan: the exact command, environment and files of a run.
+
+Imports registry, config, engines, resolve, machine, runs. Pure: no clock, no search for a free port, no environment, so
+equal input gives equal text. Preview and launch use the same Plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from packaging.version import InvalidVersion, Version
+
+from backend import registry
+from backend.config import RunSpec
+from backend.config.options import effective
+from backend.config.presets import dump
+from backend.inspect.facts import InputFacts
+from backend.launch import accelerate_config, launchers
+from backend.machine import Machine
+from backend.resolve import ResolvedRun, resolve, selected_gpus
+from backend.runs import ACCELERATE, ALIASES, DEEPSPEED, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
+
+# torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
+CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+NO_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+# Log lines start with the rank among all nodes instead of the rank on the node.
+GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
+# A node that joins later needs the address where the ranks meet, which torch 2.13 otherwise shares only in the first
+# round (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait a minute, then fail.
+SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# Shown above each file in the preview.
+ABOUT: Mapping[str, str] = {
+    SPEC: "The options that differ from the defaults. `footplate run spec.yaml` starts the same run.",
+    RESOLVED: "What follows from the options and the machine. The trainer compares it with what it finds on each rank.",
+    DEEPSPEED: 'The Trainer fills in "auto" from its own arguments, so that each value is set in one place. '
+    "Bucket sizes are in elements of two bytes.",
+    FSDP: "Precision and mesh are arguments of the Trainer. Layers to wrap are found in the model unless they are set. "
+    "cpu_ram_efficient_loading: rank 0 reads the weights and sends the others their shards.",
+    ACCELERATE: "Read by accelerate launch. The Trainer gets the same values, so neither overrides the other.",
+    HOSTFILE: "One node per line: its name and how many processes it may start.",
+}
+
+
+def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: ResolvedRun | None = None) -> Plan:
+    """What runs `spec` on `machine`. Never raises: combinations that cannot work are reported by the rules."""
+    spec = effective(spec)
+    run = run or resolve(spec, machine, facts)
+    return Plan(
+        argv=launchers.command(spec, run, machine, spec.launch.node_rank),
+        env=_env(spec, run, machine),
+        files=_files(spec, run),
+        notes=_notes(spec, run),
+        defaults=_defaults(spec, run, machine),
+        others=launchers.other_commands(spec, run, machine),
+    )
+
+
+def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:
+    files = {SPEC: dump(spec), RESOLVED: run.to_json()}
+    if run.engine.config_file:
+        files[run.engine.config_file] = run.engine.config_text(spec)
+    if spec.launch.launcher == "accelerate":
+        files[ACCELERATE] = accelerate_config.text(spec, run)
+    if spec.launch.hostfile:
+        files[HOSTFILE] = "\n".join(spec.launch.hostfile) + "\n"
+    return files
+
+
+def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
+    """Additions to the environment; what the user set wins."""
+    device, launcher = registry.DEVICES[run.device], spec.launch.launcher
+    env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, machine.cores // run.nproc_per_node))}
+    env["PYTHONUNBUFFERED"] = "1"  # so that the log is live
+    env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
+    if run.device == "cpu" and (run.engine.config_file == DEEPSPEED or launcher == "deepspeed"):
+        env["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed uses an accelerator if there is one
+    if device.visible and launcher != "deepspeed":  # its launcher sets the variable itself, from --include
+        env[device.visible] = ",".join(map(str, run.device_ids))
+    if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbered as by the driver; CUDA's default puts the fastest first
+    if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):
+        env |= GLOBAL_RANK_PREFIX
+    if run.nnodes > 1 and spec.launch.rendezvous == "elastic":
+        env |= SHARE_ADDRESS_AGAIN
+    return {**env, **spec.launch.env}
+
+
+def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
+    """Additions that are set only where the variable, under any of its names, is not set yet."""
+    if run.device != "cuda":
+        return {}
+    no_peers = NO_PEER_ACCESS if _lacks_peer_access(run, machine) else {}
+    found = {**(CUDA_DEFAULTS if spec.launch.cuda_env_defaults else {}), **no_peers}
+    own = spec.launch.env.keys()
+    return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & own}
+
+
+def _lacks_peer_access(run: ResolvedRun, machine: Machine) -> bool:
+    """Whether the selected GPUs cannot reach each other's memory, so that accelerate 1.15 state.py refuses to start on
+    them unless NCCL's variables are set: RTX 40 with a driver before 550.40.7."""
+    try:
+        old = Version(machine.driver) < Version("550.40.7")
+    except InvalidVersion:
+        return False
+    gpus = selected_gpus(run, machine) or machine.gpus
+    return old and any("RTX 40" in gpu.name for gpu in gpus)
+
+
+def _notes(spec: RunSpec, run: ResolvedRun) -> tuple[str, ...]:
+    label = registry.DEVICES[run.device].label
+    where = f"{run.nproc_per_node} x {label}" if run.nproc_per_node > 1 else label
+    where = f"{run.nnodes} nodes, each {where}" if run.nnodes > 1 else where
+    backend = f", {run.backend} backend" if run.backend else ""
+    notes = [f"Trains on {where}{backend}."]
+    if run.nnodes > 1:
+        script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"
+        notes.append(
+            f"Every node needs the same Python environment and this run's folder under the same path: start {script} "
+            "on each of the other nodes."
+        )
+    return tuple(notes)

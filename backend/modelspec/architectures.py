@@ -1,0 +1,266 @@
+"""config.json -> ModelShape, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backend import registry
+from backend.modelspec.modules import Leaf, ModelShape
+
+Config = Mapping[str, Any]
+
+
+class Unknown(ValueError):
+    """A config that cannot be counted, and why, as the end of a sentence."""
+
+
+def from_config(config: Config) -> ModelShape:
+    """The shape that a config.json describes. Raises Unknown with the reason."""
+    config = config.get("text_config") or config
+    kind = str(config.get("model_type") or "")
+    if not kind:
+        raise Unknown("config.json names no model_type")
+    mixed = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if mixed and not isinstance(FAMILIES.get(kind), Mixture):
+        raise Unknown(f"{kind} is a mixture of experts that Footplate cannot count")
+    if kind not in FAMILIES:
+        raise Unknown(f"Footplate does not know how a {kind} is built")
+    try:
+        return FAMILIES[kind](config)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, Unknown):
+            raise
+        raise Unknown(f"config.json of this {kind} holds a value that is no number: {error}") from None
+
+
+def _number(config: Config, *names: str, default: int | None = None) -> int:
+    """The first of several keys that is there. Raises Unknown naming it where none is."""
+    for name in names:
+        if config.get(name) is not None:
+            return int(config[name])
+    if default is None:
+        raise Unknown(f"config.json has no {names[0]}")
+    return default
+
+
+def _linear(path: str, inputs: int, outputs: int, bias: bool = False) -> Leaf:
+    return Leaf(path, inputs * outputs + (outputs if bias else 0), inputs, outputs)
+
+
+def _common(config: Config, head_dim: int | None = None, inner: str = "intermediate_size") -> dict[str, Any]:
+    """What nearly every config.json says, under any of its usual names."""
+    hidden = _number(config, "hidden_size", "n_embd")
+    heads = _number(config, "num_attention_heads", "n_head")
+    architectures = config.get("architectures") or [str(config["model_type"])]
+    return {
+        "layers": _number(config, "num_hidden_layers", "n_layer"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": _number(config, "num_key_value_heads", default=heads),
+        "head_dim": _number(config, "head_dim", default=head_dim or hidden // heads),
+        "intermediate": _number(config, inner, default=4 * hidden),
+        "vocabulary": _number(config, "vocab_size"),
+        "max_positions": _number(config, "max_position_embeddings", "n_positions", default=0),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "architecture": str(architectures[0]),
+        "model_type": str(config["model_type"]),
+        **_came_packed(config.get("quantization_config") or {}),
+        "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
+        "sliding": _slides(config),
+    }
+
+
+WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}  # of configs that do not say; in turns, for Gemma
+
+
+def _slides(config: Config) -> bool:
+    """Whether some layers see a window of the row; source: transformers 5.23 models/*/configuration_*.py."""
+    kind = str(config.get("model_type"))
+    if config.get("layer_types"):
+        return any(name != "full_attention" for name in config["layer_types"])
+    if kind in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):
+        return False
+    late = kind in ("qwen2", "qwen3") and _number(config, "num_hidden_layers") <= int(
+        config.get("max_window_layers", 28)
+    )
+    return bool(config.get("sliding_window", WINDOWS.get(kind))) and not late
+
+
+def _came_packed(found: Config) -> dict[str, int]:
+    """Bits and group of packed linear layers. What is unpacked while loading counts as its dtype says."""
+    row = registry.PACKED.get(str(found.get("quant_method") or ""))
+    if row is None or not row.adapters:
+        return {}
+    if row.label == "bitsandbytes":
+        return {"bits": 8, "group": 0} if found.get("load_in_8bit") else {"bits": 4, "group": 64}
+    inner = (found.get("quant_config") or {}).get("weight_quant_params") or {}  # HQQ's own nesting
+    group = int(found.get("group_size") or inner.get("group_size") or 128)
+    return {"bits": int(found.get("bits") or found.get("w_bit") or inner.get("nbits") or 4), "group": max(0, group)}
+
+
+@dataclass(frozen=True)
+class Llama:
+    """How a relative of Llama differs: biases, norms, defaults that config.json may leave out."""
+
+    qkv_bias: bool | None = None  # None: as attention_bias says
+    o_bias: bool | None = None
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    qk_norm: str = ""  # "head": width of a head; "all": width of all heads
+    tied: bool = False
+    head_dim: int | None = None
+    fused: bool = False  # one linear for q, k and v, one for gate and up
+
+    def __call__(self, config: Config) -> ModelShape:
+        """The shape of one such model."""
+        found = _common(config, self.head_dim)
+        hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
+        tied = bool(config.get("tie_word_embeddings", self.tied))
+        vocabulary = found["vocabulary"] * hidden
+        layer = (*self._attention(config, found), *self._mlp(config, found))
+        layer += tuple(Leaf(name, hidden) for name in self.norms)
+        if self.qk_norm:
+            narrow = found["kv_heads"] * found["head_dim"]
+            widths = (wide, narrow) if self.qk_norm == "all" else (found["head_dim"],) * 2
+            layer += (Leaf("self_attn.q_norm", widths[0]), Leaf("self_attn.k_norm", widths[1]))
+        outside = (
+            Leaf("model.embed_tokens", vocabulary),
+            Leaf("model.norm", hidden),
+            Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+        )
+        return ModelShape(**found, tied=tied, gated=True, layer=layer, outside=outside)
+
+    def _attention(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+        hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
+        narrow = found["kv_heads"] * found["head_dim"]
+        said = bool(config.get("attention_bias", False))
+        bias = said if self.qkv_bias is None else self.qkv_bias
+        output = _linear("self_attn.o_proj", wide, hidden, said if self.o_bias is None else self.o_bias)
+        if self.fused:
+            return _linear("self_attn.qkv_proj", hidden, wide + 2 * narrow, bias), output
+        parts = (("q", wide), ("k", narrow), ("v", narrow))
+        return *(_linear(f"self_attn.{name}_proj", hidden, size, bias) for name, size in parts), output
+
+    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+        hidden, inner = found["hidden"], found["intermediate"]
+        bias = bool(config.get("mlp_bias", False))
+        down = _linear("mlp.down_proj", inner, hidden, bias)
+        if self.fused:
+            return _linear("mlp.gate_up_proj", hidden, 2 * inner, bias), down
+        return *(_linear(f"mlp.{name}_proj", hidden, inner, bias) for name in ("gate", "up")), down
+
+
+@dataclass(frozen=True)
+class Mixture(Llama):
+    """A relative of Llama whose layers have experts, stacked in two weights, and a router."""
+
+    inner: str = "intermediate_size"  # the key of an expert's width
+
+    def __call__(self, config: Config) -> ModelShape:
+        """The shape of one such model."""
+        if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
+            raise Unknown("some of its layers have experts and others have none")
+        experts = _number(config, "num_experts", "num_local_experts")
+        active = _number(config, "num_experts_per_tok")
+        found = super().__call__(config)
+        return replace(found, experts=experts, active=active, intermediate=_number(config, self.inner))
+
+    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+        hidden, inner = found["hidden"], _number(config, self.inner)
+        experts = _number(config, "num_experts", "num_local_experts")
+        *up, down, router = registry.STACKED[found["model_type"]]
+        size = experts * inner * hidden
+        return (
+            Leaf("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),
+            Leaf("mlp.experts", size, inner, hidden, experts, (down,)),
+            Leaf("mlp.gate", experts * hidden, hidden, experts, 1, (router,)),
+        )
+
+
+def _gpt2(config: Config) -> ModelShape:
+    found = _common(config, inner="n_inner")
+    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", True))
+    layer = (
+        _linear("attn.c_attn", hidden, 3 * hidden, True),
+        _linear("attn.c_proj", hidden, hidden, True),
+        _linear("mlp.c_fc", hidden, inner, True),
+        _linear("mlp.c_proj", inner, hidden, True),
+        Leaf("ln_1", 2 * hidden),
+        Leaf("ln_2", 2 * hidden),
+    )
+    vocabulary = found["vocabulary"] * hidden
+    outside = (
+        Leaf("transformer.wte", vocabulary),
+        Leaf("transformer.wpe", found["max_positions"] * hidden),
+        Leaf("transformer.ln_f", 2 * hidden),
+        Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+    )
+    return ModelShape(**found, tied=tied, gated=False, stack="transformer.h", layer=layer, outside=outside)
+
+
+def _gpt_neox(config: Config) -> ModelShape:
+    found = _common(config)
+    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", False))
+    bias = bool(config.get("attention_bias", True))
+    layer = (
+        _linear("attention.query_key_value", hidden, 3 * hidden, bias),
+        _linear("attention.dense", hidden, hidden, bias),
+        _linear("mlp.dense_h_to_4h", hidden, inner, True),
+        _linear("mlp.dense_4h_to_h", inner, hidden, True),
+        Leaf("input_layernorm", 2 * hidden),
+        Leaf("post_attention_layernorm", 2 * hidden),
+    )
+    vocabulary = found["vocabulary"] * hidden
+    outside = (
+        Leaf("gpt_neox.embed_in", vocabulary),
+        Leaf("gpt_neox.final_layer_norm", 2 * hidden),
+        Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+    )
+    return ModelShape(**found, tied=tied, gated=False, stack="gpt_neox.layers", layer=layer, outside=outside)
+
+
+def _phi(config: Config) -> ModelShape:
+    found = _common(config)
+    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", False))
+    wide, narrow = found["heads"] * found["head_dim"], found["kv_heads"] * found["head_dim"]
+    layer = (
+        _linear("self_attn.q_proj", hidden, wide, True),
+        _linear("self_attn.k_proj", hidden, narrow, True),
+        _linear("self_attn.v_proj", hidden, narrow, True),
+        _linear("self_attn.dense", wide, hidden, True),
+        _linear("mlp.fc1", hidden, inner, True),
+        _linear("mlp.fc2", inner, hidden, True),
+        Leaf("input_layernorm", 2 * hidden),
+    )
+    vocabulary = found["vocabulary"] * hidden
+    outside = (
+        Leaf("model.embed_tokens", vocabulary),
+        Leaf("model.final_layernorm", 2 * hidden),
+        Leaf("lm_head", found["vocabulary"] + (0 if tied else vocabulary), hidden, found["vocabulary"]),
+    )
+    return ModelShape(**found, tied=tied, gated=False, layer=layer, outside=outside)
+
+
+_FOUR = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+FAMILIES: Mapping[str, Callable[[Config], ModelShape]] = {
+    "llama": Llama(),
+    "mistral": Llama(qkv_bias=False, o_bias=False),
+    "qwen2": Llama(qkv_bias=True, o_bias=False),
+    "qwen3": Llama(qk_norm="head", head_dim=128),
+    "smollm3": Llama(tied=True),
+    "granite": Llama(),
+    "olmo2": Llama(norms=_AFTER, qk_norm="all"),
+    "gemma": Llama(tied=True, head_dim=256),
+    "gemma2": Llama(norms=_FOUR, tied=True, head_dim=256),
+    "gemma3_text": Llama(norms=_FOUR, qk_norm="head", tied=True, head_dim=256),
+    "phi3": Llama(qkv_bias=False, o_bias=False, fused=True),
+    "phi": _phi,
+    "mixtral": Mixture(qkv_bias=False, o_bias=False),
+    "qwen3_moe": Mixture(qk_norm="head", inner="moe_intermediate_size"),
+    "olmoe": Mixture(qk_norm="all"),
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}

@@ -1,0 +1,301 @@
+"""Module table -> ModelShape: every decoder architecture that transformers can build.
+
+Floor 1. A table comes from `backend.train.describe_model` (by `backend.modelspec.worker`). Parameters, linear layers and
+everything that LoRA or freezing trains follow from the table exactly. What activations take is modelled for layers of
+attention and an MLP (or experts); for others `ModelShape.activations_unknown` says why it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from backend.modelspec.architectures import Unknown, _came_packed
+from backend.modelspec.modules import Leaf, ModelShape
+
+Table = Mapping[str, Any]
+Entry = Mapping[str, Any]
+
+KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "no text model"}
+ACTIVE = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
+)  # fmt: skip
+SHARE = 0.75  # of the layers must be alike for one of them to stand for all in the memory of activations
+# Layer types with an attention whose activations are modelled; others are state-space, linear attention, convolutions.
+ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+
+SECOND = re.compile(r"\.\d+\.|cross_att|encoder_att")  # in paths of layers with more than one attention block
+
+
+def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
+    """The shape of the model that `table` lists; `config` is its config.json. Raises Unknown with the reason."""
+    kind = str(table.get("model_type"))
+    if table.get("kind") != "decoder":
+        raise Unknown(f"{kind} is {KINDS.get(str(table.get('kind')), 'no text model')}, not a causal language model")
+    if not table.get("causal_lm"):
+        raise Unknown(f"transformers has no causal language model for {kind}")
+    try:
+        return Reading(table, config).shape()
+    except (KeyError, IndexError, TypeError) as error:
+        raise Unknown(f"the module table of this {kind} is incomplete: {type(error).__name__} {error}") from None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The quantities of one table."""
+
+    table: Table
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", self.table["facts"])
+
+    def shape(self) -> ModelShape:
+        """All of them."""
+        layers = self.table["layers"]
+        if not layers["count"] or not self.table["head"]:
+            raise Unknown(f"{self.table['class']} has no list of layers and no output layer that Footplate recognizes")
+        text = self.config.get("text_config") or self.config
+        dtype = next((str(c[n]) for c in (text, self.config) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
+        architectures = text.get("architectures") or self.config.get("architectures") or [self.table["class"]]
+        several = len(self.kinds) > 1
+        return ModelShape(
+            layers=int(layers["count"]),
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate=self.experts_inner if self.experts else self.dense_inner,
+            vocabulary=self._number("vocab_size") or self._embedding[0],
+            max_positions=max(0, self._number("max_position_embeddings")),
+            tied=self.tied,
+            gated=self.gated,
+            dtype=dtype.removeprefix("torch."),
+            architecture=str(architectures[0]),
+            model_type=str(text.get("model_type") or self.table["model_type"]),
+            activation=str(next((self.facts[n] for n in ACTIVATIONS if self.facts.get(n)), "")),
+            **_came_packed(text.get("quantization_config") or self.config.get("quantization_config") or {}),
+            sdpa=bool(self.table["sdpa"]),
+            sliding=self._slides(),
+            experts=self.experts,
+            active=self.active,
+            stack=str(layers["path"]),
+            layer=self.layer,
+            outside=self._outside(),
+            kinds=self.kinds if several else (),
+            order=tuple(layers["order"]) if several else (),
+            activations_unknown=self._why_unknown(),
+        )
+
+    # Modules.
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Leaf, ...], ...]:
+        """The leaf modules of each kind of layer."""
+        listed = self.table["layers"]["kinds"]
+        return tuple(tuple(leaf for entry in kind["modules"] for leaf in self._leaves(entry)) for kind in listed)
+
+    @cached_property
+    def _most(self) -> Mapping[str, Any]:
+        return max(self.table["layers"]["kinds"], key=lambda kind: int(kind["count"]))
+
+    @cached_property
+    def layer(self) -> tuple[Leaf, ...]:
+        """The leaf modules of the most frequent kind of layer."""
+        return self.kinds[self.table["layers"]["kinds"].index(self._most)]
+
+    def _outside(self) -> tuple[Leaf, ...]:
+        """The embeddings first, the output layer last."""
+        head, first = self.table["head"], self.table["embeddings"]
+        entries = sorted(self.table["outside"], key=lambda entry: (entry["path"] == head) - (entry["path"] == first))
+        if entries[-1]["path"] != head:
+            raise Unknown(f"the output layer {head} of {self.table['class']} has no weights of its own")
+        return tuple(leaf for entry in entries for leaf in self._leaves(entry))
+
+    def _leaves(self, entry: Entry) -> Iterator[Leaf]:
+        """A module as leaves: one, or one for each stacked parameter."""
+        path, shapes = entry["path"], entry["parameters"]
+        sizes = {name: 0 if name in entry.get("tied", ()) else math.prod(shape) for name, shape in shapes.items()}
+        weight = shapes.get("weight", ())
+        if names := self._names(f"{path}.weight") if len(weight) == 2 else ():
+            yield Leaf(path, sum(sizes.values()), weight[1], weight[0], 1, names)
+        elif entry["type"] in ("linear", "conv1d"):
+            out, into = weight if entry["type"] == "linear" else reversed(weight)
+            yield Leaf(path, sum(sizes.values()), into, out, adaptable=self._adaptable(path))
+        elif entry["type"] == "experts":
+            for name, shape in shapes.items():
+                if len(shape) == 3:
+                    yield Leaf(path, sizes.pop(name), shape[2], shape[1], shape[0], self._names(f"{path}.{name}"))
+            if sizes:
+                yield Leaf(path, sum(sizes.values()))
+        else:
+            yield Leaf(path, sum(sizes.values()))
+
+    def _names(self, parameter: str) -> tuple[str, ...]:
+        """Names by which peft adapts a parameter of a mixture of experts."""
+        targets, fused = self.table["expert_targets"], self.table["expert_fused"]
+        for new in dict.fromkeys(targets.values()):
+            if f".{parameter}".endswith(f".{new}"):
+                return tuple(fused.get(new) or (old for old, other in targets.items() if other == new))
+        return ()
+
+    def _adaptable(self, path: str) -> bool:
+        """Whether peft adapts a linear layer. In mixtures whose experts it knows by the names of linear layers, those
+        names no longer reach linear layers (peft 0.21 transformers_weight_conversion.py, _convert_peft_config_moe)."""
+        end = path.rpartition(".")[2]
+        return end not in self.table["expert_targets"] and end not in self.table["lora_refused"]
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the output layer's weight is that of the embeddings."""
+        both = {f"{self.table['head']}.weight", f"{self.table['embeddings']}.weight"}
+        return any(both <= set(names) for names in self.table["tied"])
+
+    # Widths.
+
+    def _number(self, *names: str) -> int:
+        """The first of several facts that is a number; 0 if none is."""
+        for name in names:
+            value = self.facts.get(name)
+            value = max(value, default=None) if isinstance(value, list) else value
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return 0
+
+    @cached_property
+    def _embedding(self) -> tuple[int, int]:
+        """Rows and columns of the embeddings."""
+        for entry in self.table["outside"]:
+            if entry["path"] == self.table["embeddings"] and "weight" in entry["parameters"]:
+                rows, columns = entry["parameters"]["weight"]
+                return int(rows), int(columns)
+        raise Unknown(f"{self.table['class']} has no embeddings that Footplate recognizes")
+
+    @cached_property
+    def hidden(self) -> int:
+        """The hidden size."""
+        return self._number("hidden_size") or self._embedding[1]
+
+    @cached_property
+    def heads(self) -> int:
+        """Attention heads; 0 for a model without attention."""
+        return self._number("num_attention_heads")
+
+    @cached_property
+    def kv_heads(self) -> int:
+        """Key and value heads. Multi-head latent attention expands its keys and values for every head."""
+        if self.facts.get("kv_lora_rank"):
+            return self.heads
+        if self.facts.get("multi_query") and not self.facts.get("new_decoder_architecture"):
+            return 1
+        return self._number("num_key_value_heads", "num_kv_heads") or self.heads
+
+    @cached_property
+    def head_dim(self) -> int:
+        """Width of a query head."""
+        latent = self._number("qk_nope_head_dim") + self._number("qk_rope_head_dim")
+        if self.facts.get("kv_lora_rank") and latent:
+            return latent
+        return self._number("head_dim") or (self.hidden // self.heads if self.heads else 0)
+
+    @cached_property
+    def _attention(self) -> list[Leaf]:
+        return [leaf for leaf in self.layer if leaf.inputs and "att" in leaf.path.lower()]
+
+    @cached_property
+    def _mlp(self) -> list[Leaf]:
+        return [leaf for leaf in self.layer if leaf.linear and "att" not in leaf.path.lower()]
+
+    @cached_property
+    def _stacked(self) -> list[Leaf]:
+        return [leaf for leaf in self.layer if leaf.stacked > 1]
+
+    @cached_property
+    def dense_inner(self) -> int:
+        """Inner width of the dense MLP: inputs of the linear layer that leads back to the hidden size."""
+        down = [leaf.inputs for leaf in self._mlp if leaf.outputs == self.hidden]
+        return max(down, default=self._number("intermediate_size"))
+
+    @cached_property
+    def experts(self) -> int:
+        """Experts of a layer; 0 if it has none."""
+        return max((leaf.stacked for leaf in self._stacked), default=0)
+
+    @cached_property
+    def _expert(self) -> int:
+        """Elements of the matrices of one expert, biases left out."""
+        return sum(leaf.inputs * leaf.outputs for leaf in self._stacked if leaf.stacked == self.experts)
+
+    @cached_property
+    def experts_inner(self) -> int:
+        """Inner width of one expert: the config's, if two or three matrices of that width have so many elements."""
+        for name in ("moe_intermediate_size", "intermediate_size"):
+            inner = self._number(name)
+            if self._expert and self._expert in (2 * inner * self.hidden, 3 * inner * self.hidden):
+                return inner
+        wide = [size for leaf in self._stacked for size in (leaf.inputs, leaf.outputs) if size != self.hidden]
+        return min(wide, default=self.hidden)
+
+    @cached_property
+    def active(self) -> int:
+        """Experts that work on a token; a dense MLP next to them (shared experts) counts as so many more."""
+        chosen = self._number(*ACTIVE)
+        shared = max((leaf.inputs for leaf in self._mlp if leaf.outputs == self.hidden), default=0)
+        return chosen + round(shared / self.experts_inner) if self.experts and chosen else 0
+
+    @cached_property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
+        if self.experts:
+            return self._expert >= 3 * self.experts_inner * self.hidden
+        up = sum(leaf.outputs for leaf in self._mlp if leaf.inputs == self.hidden and leaf.outputs != self.hidden)
+        return up >= 2 * self.dense_inner > 0
+
+    # What is said of the layers.
+
+    def _slides(self) -> bool:
+        """Whether some layers see a window of the sequence alone."""
+        if kinds := self.facts.get("layer_types"):
+            return any("sliding" in name or "chunked" in name for name in kinds)
+        return bool(self.facts.get("sliding_window")) and self.facts.get("use_sliding_window") is not False
+
+    def _why_unknown(self) -> str:
+        """Why the memory of activations is not known, as the end of a sentence; '' if it is."""
+        what = f"the activations of {self.table['class']} are not modelled"
+        odd = [name for name in self.facts.get("layer_types") or () if name not in ATTENTIONS]
+        share = self._most["count"] / self.table["layers"]["count"]
+        if odd:
+            return f"{what}: it has layers of type {odd[0]}"
+        if share < SHARE:
+            return f"{what}: its layers differ ({len(self.kinds)} kinds, none of them {SHARE:.0%} of the layers)"
+        for entry in self._most["modules"]:
+            if not _simple(entry):
+                return f"{what}: its layers have a {entry['class']}"
+        if any(leaf.stacked > 1 for leaf in self._attention):
+            return f"{what}: its attention has experts"
+        if any(SECOND.search(leaf.path) for leaf in self._attention):
+            return f"{what}: its layers have several attention blocks"
+        if self.experts and not self.active:
+            return f"{what}: config.json does not say how many experts work on a token"
+        wide = {leaf.inputs for leaf in self._attention if leaf.outputs == self.hidden}
+        known = {self.heads * self.head_dim, self.heads * self._number("v_head_dim")} - {0}
+        if not wide & known:
+            return f"{what}: the width of its attention heads is not known"
+        return "" if self.experts or self.dense_inner else f"{what}: its layers have no MLP"
+
+
+ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
+
+
+def _simple(entry: Entry) -> bool:
+    """Whether a module is what the estimate models: a linear layer, experts, a router, or vectors such as norms."""
+    if entry["type"] in ("linear", "conv1d", "experts"):
+        return True
+    name = entry["class"].lower()
+    flat = all(sum(size > 1 for size in shape) < 2 for shape in entry["parameters"].values())
+    return (flat and "conv" not in name) or "router" in name or "gate" in name

@@ -1,0 +1,1 @@
+"""Rules of distributed training: strategies, sharding, meshes, and extra engine configuration."""

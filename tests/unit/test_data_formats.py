@@ -1,0 +1,208 @@
+"""Every format becomes one kind of conversation, and every bad row is named by file, line and sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backend.config import Data
+from backend.data import DEFAULTS, RowError, columns, convert, expand, plain, problem, read_rows, recognise
+
+DATA = Data()
+USER = {"role": "user", "content": "When?"}
+ANSWER = {"role": "assistant", "content": "At nine."}
+ROWS = {
+    "messages": {"messages": [USER, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "When?"}, {"from": "gpt", "value": "At nine."}]},
+    "alpaca": {"instruction": "When?", "input": "", "output": "At nine."},
+    "prompt_completion": {"prompt": "When?", "completion": "At nine."},
+    "text": {"text": "At nine."},
+}
+
+
+@pytest.mark.parametrize("format", ROWS)
+def test_each_format_is_recognised_and_converted(format: str) -> None:
+    row = ROWS[format]
+    assert recognise(row) == format
+    assert problem(row, format, DATA) is None
+    assert convert(row, format, DATA) == ({"text": "At nine."} if format == "text" else {"messages": [USER, ANSWER]})
+    assert plain(convert(row, format, DATA)) == ("At nine." if format == "text" else "When?\n\nAt nine.")
+
+
+@pytest.mark.parametrize("format", [f for f in ROWS if f != "text"])
+def test_system_prompt_is_put_before_conversations_without_one(format: str) -> None:
+    said = Data(system_prompt="Be brief.")
+    assert convert(ROWS[format], format, said)["messages"][0] == {"role": "system", "content": "Be brief."}
+    own = {"messages": [{"role": "system", "content": "Own."}, USER, ANSWER]}
+    assert [t["content"] for t in convert(own, "messages", said)["messages"]] == ["Own.", "When?", "At nine."]
+    row = {**ROWS["alpaca"], "system": "Row's."}
+    assert convert(row, "alpaca", said)["messages"][0]["content"] == "Row's."
+
+
+def test_other_columns_are_taken_where_they_are_named() -> None:
+    data = Data(source="files", format="prompt_completion", prompt_column="question", completion_column="reply")
+    assert columns(data, "prompt_completion") == {"prompt_column": "question", "completion_column": "reply"}
+    assert convert({"question": "When?", "reply": "At nine."}, "prompt_completion", data)["messages"] == [
+        USER,
+        ANSWER,
+    ]
+    assert set(DEFAULTS) == set(ROWS)
+
+
+def test_alpaca_joins_instruction_and_input_and_takes_the_history() -> None:
+    row = {"instruction": "Do.", "input": "This.", "output": "Done.", "history": [["a", "b"]]}
+    assert [t["content"] for t in convert(row, "alpaca", DATA)["messages"]] == [
+        "a",
+        "b",
+        "Do.\n\nThis.",
+        "Done.",
+    ]
+
+
+def test_sharegpt_calls_and_observations_become_tool_turns() -> None:
+    turns = [
+        {"from": "human", "value": "When?"},
+        {"from": "function_call", "value": '{"name": "table", "arguments": {"train": "IC 5"}}'},
+        {"from": "observation", "value": "9:00"},
+        {"from": "gpt", "value": "At nine."},
+    ]
+    row = {"conversations": turns, "system": "S", "tools": '[{"name": "table"}]'}
+    converted = convert(row, "sharegpt", DATA)
+    assert [t["role"] for t in converted["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert converted["messages"][2]["tool_calls"][0]["function"]["arguments"] == {"train": "IC 5"}
+    assert converted["tools"] == [{"name": "table"}]
+
+
+def test_openai_parts_and_json_text_in_a_cell_are_read() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "When?"}]}, ANSWER]
+    assert convert({"messages": parts}, "messages", DATA)["messages"] == [USER, ANSWER]
+    cell = {"messages": json.dumps([USER, ANSWER])}
+    assert recognise(cell) == "messages"
+    assert convert(cell, "messages", DATA)["messages"] == [USER, ANSWER]
+
+
+BAD = [
+    ("alpaca", {"instruction": "a", "answer": "b"}, "no column output; the columns are: instruction, answer"),
+    ("alpaca", {"instruction": "a", "output": " "}, "output is empty"),
+    ("alpaca", {"instruction": "a", "output": None}, "output holds nothing"),
+    ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "input holds a number"),
+    ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "pairs of question and answer"),
+    ("prompt_completion", {"prompt": ["a"], "completion": "b"}, "prompt holds a list"),
+    ("text", {"text": 5}, "text holds a number"),
+    ("messages", {"messages": "hello"}, "text instead of a list"),
+    ("messages", {"messages": []}, "no turn"),
+    ("messages", {"messages": ["hello"]}, "turn 1 is text"),
+    ("messages", {"messages": [{"from": "human", "value": "a"}]}, "no role; its keys are: from, value"),
+    ("messages", {"messages": [{"role": "gpt", "content": "a"}]}, "unknown role 'gpt'"),
+    ("messages", {"messages": [USER]}, "no turn of the assistant"),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "turn 2 is an empty answer"),
+    ("messages", {"messages": [{"role": "user", "content": 1}, ANSWER]}, "content is a number"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "only text"),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        "function_call without a name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "row", "part"), BAD)
+def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, object], part: str) -> None:
+    told = problem(row, format, DATA)
+    assert told is not None
+    assert part in told
+
+
+@pytest.mark.parametrize("row", [{}, {"question": "a"}, {"messages": "no"}, {"text": 1}, {"instruction": "a"}])
+def test_what_is_no_format_of_ours_is_not_guessed(row: dict[str, object]) -> None:
+    assert recognise(row) is None
+
+
+FILES = {
+    "a.jsonl": '{"text": "one"}\n\n{"text": "two"}\n',
+    "b.json": '[\n {"text": "one"},\n\n {"text":\n "two"}]\n',
+    "c.json": '{"data": [\n\n{"text": "one"}, {"text": "two"}], "version": 1}',
+    "d.csv": 'text,n\r\n"one",1\r\ntwo,2\r\n',
+    "e.jsonl": '\ufeff{"text": "one"}\n{"text": "two"}',
+    "f.json": '[{"text": "one"}, {"text": "two"}]',
+}
+LINES = {"a": [1, 3], "b": [2, 4], "c": [3, 3], "d": [2, 3], "e": [1, 2], "f": [1, 1]}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_read_with_their_lines(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name], encoding="utf-8", newline="")
+    rows = list(read_rows(path))
+    assert [row["text"] for _, row in rows] == ["one", "two"]
+    assert [line for line, _ in rows] == LINES[name[0]]
+    assert list(read_rows(path, limit=1)) == rows[:1]
+
+
+def test_a_long_cell_and_lines_within_a_cell(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f'text\n"{"a" * 200_000}\n\nb"\nlast\n', encoding="utf-8")
+    rows = list(read_rows(path))
+    assert [(line, len(row["text"])) for line, row in rows] == [(2, 200_003), (5, 4)]
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"messages": [[USER, ANSWER]] * 3}), path)
+    rows = list(read_rows(path, limit=2))
+    assert [line for line, _ in rows] == [1, 2]
+    assert recognise(rows[0][1]) == "messages"
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(RowError, match="no Parquet file"):
+        list(read_rows(tmp_path / "b.parquet"))
+
+
+BROKEN = {
+    "a.jsonl": ('{"text": "one"}\n{"text": \n', 2),
+    "b.jsonl": ('{"text": "one"}\n[1]\n', 2),
+    "c.json": ('[{"text": "one"},\n{"text": oops}]', 2),
+    "d.json": ('[{"text": "one"}\n{"text": "two"}]', 2),
+    "e.json": ('[{"text": "one"},\n]', 2),
+    "f.json": ('[{"text": "one"}]\n{"text": "two"}', 2),
+    "g.json": ('[{"text": "one"},\n1]', 2),
+    "h.json": ('{"text": "one"}', 0),
+    "i.json": ("", 0),
+    "j.csv": ("text\none\na,b\n", 3),
+    "k.txt": ("text", 0),
+    "l.json": ('[{"text": "one"}', 1),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    text, line = BROKEN[name]
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RowError) as caught:
+        list(read_rows(path))
+    assert (caught.value.path, caught.value.line) == (str(path), line)
+    assert name in str(caught.value)
+    assert caught.value.sentence
+
+
+def test_other_ways_of_failing(tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "café"}'.encode("latin-1"))
+    with pytest.raises(RowError, match="UTF-8"):
+        list(read_rows(tmp_path / "latin.jsonl"))
+    with pytest.raises(RowError, match="No such file"):
+        list(read_rows(tmp_path / "none.jsonl"))
+
+
+def test_patterns_are_expanded_in_order_and_once(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"):
+        (tmp_path / name).touch()
+    assert [p.name for p in expand(["b.jsonl", "?.jsonl"], tmp_path)] == ["b.jsonl", "a.jsonl"]
+    assert [p.name for p in expand([str(tmp_path / "odd[1].jsonl")])] == ["odd[1].jsonl"]
+    with pytest.raises(RowError, match="no file matches"):
+        expand(["*.csv"], tmp_path)
+    with pytest.raises(RowError, match="no such file"):
+        expand(["c.csv"], tmp_path)

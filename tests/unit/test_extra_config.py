@@ -1,0 +1,165 @@
+"""Further keys: every row of the tables of what an engine or a launcher refuses, and its neighbour that it takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.rules import check
+from backend.rules.accelerate_launcher import KNOWN as KNOWN_TO_ACCELERATE
+from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
+
+KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
+ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
+    {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
+)
+HOSTED = {**ZERO2, "parallel.offload_optimizer": "cpu"}
+HALF = {"bf16_master_weights_and_grads": True}
+SHORT = {**HALF, "bf16_optimizer_states": True}
+LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
+LOOSE = {"train.max_grad_norm": 0.0}
+
+
+def codes(field: str, given: dict[str, Any], patch: dict[str, Any]) -> set[str]:
+    spec = edit(RunSpec(), {**patch, field: json.dumps(given)})
+    return {f.code for f in check(spec, EQUIPPED_TWO, KNOWN)}
+
+
+def zero(**given: Any) -> dict[str, Any]:
+    return {"zero_optimization": given}
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "patch", "raised"),
+    [
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), HOSTED, True),
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 1.0}), HOSTED, False),
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {**HOSTED, **ZERO3}, False),
+        ("STR040", {"gradient_allreduce_op": "SUM"}, ZERO3, True),
+        ("STR040", {"gradient_allreduce_op": "sum"}, ZERO2, False),
+        ("STR040", {"gradient_allreduce_op": "sum", "prescale_gradients": True}, ZERO2, False),
+        ("STR040", {"gradient_allreduce_op": "mean", "prescale_gradients": True}, ZERO2, True),
+        ("STR040", zero(compute_grad_norm=False), ZERO2, True),
+        ("STR040", zero(compute_grad_norm=False), {**ZERO2, **LOOSE}, False),
+        ("STR040", zero(compute_grad_norm=False), {**ZERO3, **LOOSE}, True),
+        ("STR040", zero(compute_grad_norm=False), {**HOSTED, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO1, **LOOSE}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO2, **LOOSE}, False),
+        ("STR040", {"bf16": HALF}, ZERO2, True),
+        ("STR040", {"bf16": HALF}, HOSTED, False),
+        ("STR040", {"bf16": SHORT}, ZERO2, False),
+        ("STR040", {"bf16": SHORT}, HOSTED, True),
+        ("STR040", {"bf16": SHORT}, ZERO0, True),
+        ("STR040", {"bf16": {"bf16_optimizer_states": True}}, ZERO2, True),
+        ("STR040", {"fp16": {"fp16_master_weights_and_grads": True}}, ZERO2, True),
+        ("STR040", {"data_types": {"param_dtype": "fp16"}}, ZERO2, True),
+        ("STR040", {"data_types": {"param_dtype": "bf16"}}, ZERO2, False),
+        ("STR040", {"data_types": {"grad_accum_dtype": "fp32"}}, ZERO0, True),
+        ("STR040", {"data_types": {"grad_accum_dtype": "fp32"}}, ZERO2, False),
+        ("STR040", {"gradient_predivide_factor": 2.0}, ZERO2, True),
+        ("STR040", {"gradient_predivide_factor": 1.0}, ZERO2, False),
+        ("STR040", {"prescale_gradients": True}, ZERO3, True),
+        ("STR040", {"prescale_gradients": True}, ZERO0, False),
+        ("STR040", {"prescale_gradients": True, **zero(reduce_scatter=False)}, ZERO3, False),
+        ("STR041", {"tensor_parallel": {"autotp_size": 2}}, ZERO2, True),
+        ("STR041", {"tensor_parallel": {"autotp_size": 1}}, ZERO2, False),
+        ("STR042", {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, FSDP2, True),
+        ("STR042", {"state_dict_type": "LOCAL_STATE_DICT"}, FSDP1, False),
+        ("STR042", {"reshard_after_forward": "FULL_SHARD"}, FSDP2, True),
+        ("STR042", {"reshard_after_forward": "false"}, FSDP2, False),
+        ("STR042", {"reshard_after_forward": True}, FSDP1, True),
+        ("STR042", {"reshard_after_forward": "SHARD_GRAD_OP"}, FSDP1, False),
+        ("STR042", {"auto_wrap_policy": "no_wrap"}, FSDP2, True),
+        ("STR042", {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, FSDP2, True),
+        ("STR042", {"transformer_layer_cls_to_wrap": "LlamaMLP,LlamaDecoderLayer"}, FSDP2, False),
+        ("STR042", {"cpu_ram_efficient_loading": True}, {**FSDP2, "precision.compute": "fp8"}, True),
+        ("STR042", {"cpu_ram_efficient_loading": True}, FSDP2, False),
+        ("STR042", {"xla": True}, FSDP2, True),
+        ("STR042", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}, FSDP2, True),
+        ("STR042", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10**9}, FSDP2, False),
+        ("STR042", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}, FSDP1, False),
+        ("STR043", {"use_orig_params": True}, FSDP2, True),
+        ("STR043", {"use_orig_params": True}, FSDP1, False),
+        ("STR043", {"fsdp_offload_params": True}, FSDP1, True),
+        ("STR044", {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, FSDP2, True),
+        ("STR044", {"auto_wrap_policy": "NO_WRAP"}, FSDP1, True),
+        ("STR036", {"fsdp_version": 1}, FSDP2, True),
+        ("STR036", {"version": 2}, FSDP2, False),
+        ("STR036", {"fsdp_cpu_offload": True}, FSDP2, True),
+        ("STR036", {"zero_optimization": 3}, ZERO2, True),
+    ],
+)
+def test_keys_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
+    assert (code in codes("parallel.extra_config", given, patch)) == raised
+
+
+NODES = {
+    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1", "launch.nproc_per_node": 2,
+}  # fmt: skip
+DDP = {"parallel.strategy": "ddp"}
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "patch", "raised"),
+    [
+        ("LCH013", {"num_processes": 4}, DDP, True),
+        (
+            "LCH013",
+            {"num_processes": 2, "gpu_ids": "all", "main_process_port": 1234, "rdzv_backend": "c10d"},
+            DDP,
+            False,
+        ),
+        ("LCH013", {"main_process_port": 1234}, NODES, True),
+        ("LCH013", {"rdzv_backend": "c10d"}, NODES, True),
+        ("LCH013", {"gpu_ids": "0"}, DDP, True),
+        ("LCH013", {"gpu_ids": "0,1"}, DDP, False),
+        ("LCH013", {"gpu_ids": "0,1"}, {**DDP, "launch.devices": (1, 0)}, True),
+        ("LCH013", {"use_cpu": True}, {**DDP, "launch.nproc_per_node": 1}, True),
+        ("LCH013", {"use_cpu": True}, DDP, False),
+        ("LCH014", {"use_cpu": True}, DDP, True),
+        ("LCH013", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.nproc_per_node": 1}, True),
+        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, {**DDP, "launch.nproc_per_node": 1}, False),
+        ("LCH014", {"mpirun_config": {"mpirun_hostfile": "hosts"}}, DDP, True),
+        ("LCH013", {"use_cpu": True}, {**DDP, "launch.device": "cpu"}, False),
+        ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "fp32"}, True),
+        ("LCH013", {"mixed_precision": "bf16"}, {**DDP, "precision.compute": "pure_bf16"}, True),
+        ("LCH013", {"mixed_precision": "no"}, {**DDP, "precision.compute": "fp32"}, False),
+        ("LCH013", {"mixed_precision": "fp16"}, DDP, False),  # the trainer says bf16 itself
+        ("LCH013", {"mixed_precision": "no"}, ZERO2, True),
+        ("LCH013", {"deepspeed_config": {"zero_stage": 2}}, ZERO2, True),
+        ("LCH013", {"deepspeed_config": {"deepspeed_moe_layer_cls_names": "X"}}, ZERO2, False),
+        ("LCH013", {"deepspeed_config": {"deepspeed_multinode_launcher": "pdsh"}}, ZERO2, False),
+        ("LCH013", {"deepspeed_config": {"deepspeed_multinode_launcher": "pdsh"}}, {**NODES, **ZERO2}, True),
+        ("LCH013", {"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"sync_module_states": False}}, FSDP1, False),
+        ("LCH013", {"fsdp_config": {"fsdp_activation_checkpointing": True}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"fsdp_offload_params": True}}, FSDP2, True),
+        ("LCH013", {"fsdp_config": {"offload_params": True}}, {**FSDP2, "parallel.cpu_offload": True}, False),
+        ("LCH013", {"fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaMLP"}}, FSDP2, True),
+        (
+            "LCH014",
+            {"fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaMLP"}},
+            {**FSDP2, "parallel.transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            True,
+        ),
+        ("LCH013", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, FSDP2, True),
+        ("LCH014", {"fp8_config": {"backend": "TE"}}, DDP, True),
+        ("LCH014", {"fsdp_config": {"forward_prefetch": True}}, FSDP2, True),
+        ("LCH014", {"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, False),  # refused, by another
+        ("LCH015", {"dynamo_config": {"backend": "INDUCTOR"}}, FSDP2, True),
+    ],
+)
+def test_keys_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
+    found = codes("launch.extra_accelerate_config", given, {**patch, "launch.launcher": "accelerate"})
+    assert (code in found) == raised
+
+
+def test_the_launcher_knows_what_the_rule_knows() -> None:
+    """The installed one: a newer version may have other names."""
+    assert {field.name for field in fields(ClusterConfig)} == KNOWN_TO_ACCELERATE

@@ -1,0 +1,208 @@
+"""Configurations of others fill the form, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from backend.config import RunSpec, importers, merge
+from backend.config.options import SpecError, changes
+from backend.engines import engine_of
+from backend.launch import accelerate_config
+from backend.machine import Machine
+from backend.resolve import resolve
+
+OFFLOADED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "zero_allow_untested_optimizer": True,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pin_memory": False, "buffer_count": 6},
+        "offload_param": {"device": "cpu", "pin_memory": False},
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32},
+    "wall_clock_breakdown": False,
+}
+
+
+def test_a_deepspeed_file_comes_back_as_it_was() -> None:
+    spec, kept = importers.read(json.dumps(OFFLOADED), RunSpec())
+    found = changes(spec)
+    assert found["parallel.strategy"] == "zero3"
+    assert (found["parallel.offload_optimizer"], found["parallel.offload_param"]) == ("nvme", "cpu")
+    assert (found["parallel.nvme_path"], found["parallel.nvme_buffer_count"]) == ("/nvme", 6)
+    assert (
+        found["train.per_device_train_batch_size"],
+        found["train.gradient_accumulation_steps"],
+        found["train.max_grad_norm"],
+    ) == (2, 8, 0.5)
+    assert (found["precision.compute"], found["parallel.pin_memory"]) == ("bf16", False)
+    assert (found["parallel.aio_block_size_kb"], found["parallel.aio_queue_depth"]) == (256, 32)
+    assert set(kept) == {
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "zero_optimization.sub_group_size",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+        "wall_clock_breakdown",
+    }
+    assert merge.beyond(importers._plain(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec)) == {}
+
+
+OWN = {
+    "zero_optimization": {"stage": 2},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.99], "eps": "auto", "weight_decay": 0.1, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 20, "total_num_steps": 500},
+    },
+}
+
+
+def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
+    """As further keys they would take the form's place, which a rule refuses."""
+    spec, kept = importers.read(json.dumps(OWN), RunSpec())
+    train = spec.train
+    assert (kept, spec.parallel.extra_config) == ([], "")
+    assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
+    assert (train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (0.8, 0.99, 1e-8)
+    assert (train.lr_scheduler_type, train.warmup_steps, train.duration, train.max_steps) == (
+        "linear",
+        20,
+        "steps",
+        500,
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "kept"),
+    [
+        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, ["optimizer.type", "optimizer.params.lr"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, None),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, ["scheduler.type", "scheduler.params"]),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None),
+    ],
+)
+def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
+    spec, found = importers.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    assert merge.parse(spec.parallel.extra_config) == block
+    assert found == (kept if kept is not None else merge.paths(block))
+    assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("said", "size", "accumulation", "kept"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 4, 8, []),
+        ({"gradient_accumulation_steps": 16}, 2, 16, []),
+        ({"train_micro_batch_size_per_gpu": 3}, 3, 1, ["train_batch_size"]),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 4, 2, ["train_batch_size"]),
+    ],
+)
+def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
+    """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
+    spec, found = importers.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, found) == (
+        size,
+        accumulation,
+        kept,
+    )
+
+
+def test_a_second_import_keeps_what_the_first_set() -> None:
+    spec, _ = importers.read(json.dumps(OFFLOADED), RunSpec())
+    again, kept = importers.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    assert (again.parallel.strategy, again.train.gradient_accumulation_steps, kept) == ("zero2", 8, [])
+    assert again.parallel.extra_config == ""
+
+
+ACCELERATE: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": True,
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,LlamaMLP",
+        "fsdp_activation_checkpointing": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+    },
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29501,
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 16,
+    "tpu_env": [],
+}
+
+
+def test_an_accelerate_file_fills_the_form() -> None:
+    spec, kept = importers.read(yaml.safe_dump(ACCELERATE), RunSpec())
+    found = changes(spec)
+    assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
+    assert (found.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
+    assert (found["launch.master_addr"], found["launch.master_port"], found["launch.node_rank"]) == (
+        "10.0.0.1",
+        29501,
+        1,
+    )
+    assert found["parallel.transformer_layer_cls_to_wrap"] == ("LlamaDecoderLayer", "LlamaMLP")
+    assert found["parallel.cpu_offload"] and found["train.activation_checkpointing"]
+    assert not spec.parallel.reshard_after_forward
+    assert (spec.parallel.state_dict_type, spec.precision.compute) == ("sharded", "bf16")
+    assert set(kept) == {"debug", "tpu_env"}
+    assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
+
+
+def test_a_file_that_lets_every_rank_read_is_heard() -> None:
+    """The Trainer reads fsdp.json, the launcher its own file: both say so."""
+    theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
+    spec, kept = importers.read(yaml.safe_dump(theirs), RunSpec())
+    assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
+    assert json.loads(engine_of(spec.parallel.strategy).config_text(spec))["cpu_ram_efficient_loading"] is False
+    said = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
+    assert said["fsdp_cpu_ram_efficient_loading"] is False
+
+
+@pytest.mark.parametrize(
+    ("theirs", "part"),
+    [
+        ({"zero_optimization": {"stage": 7}}, "stage must be"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "none, cpu or nvme"),
+        ({"distributed_type": "TPU"}, "none that Footplate starts"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            "import that file",
+        ),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_taken_is_said(theirs: dict[str, Any], part: str) -> None:
+    with pytest.raises(SpecError, match=part):
+        importers.read(json.dumps(theirs), RunSpec())
+
+
+def test_our_own_files_are_no_others() -> None:
+    assert importers.recognise("model:\n  builtin: tiny-llama\n") == ""
+    assert importers.recognise(": :") == ""
+    assert importers.recognise(json.dumps(OFFLOADED)) == "deepspeed"

@@ -1,0 +1,173 @@
+"""Reading: no byte lost or doubled, torn lines held back, buckets that keep the extremes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from backend.runs import metrics
+from backend.runs.metrics import Metrics, before, last_points, since, tail
+
+
+def log(folder: Path, data: bytes) -> Path:
+    path = folder / "log.txt"
+    path.write_bytes(data)
+    return path
+
+
+def test_no_file_is_an_empty_log(tmp_path: Path) -> None:
+    empty = metrics.Piece("", 0, 0, False)
+    assert tail(tmp_path / "no") == since(tmp_path / "no", 5) == before(tmp_path / "no", 5) == empty
+    assert not Metrics(tmp_path / "no").read()
+
+
+def test_tail_holds_a_torn_line_back_until_the_end(tmp_path: Path) -> None:
+    path = log(tmp_path, b"one\ntwo\nthr")
+    assert tail(path) == metrics.Piece("one\ntwo\n", 0, 8, False)
+    assert since(path, 8) == metrics.Piece("", 8, 8, False)
+    assert since(path, 8, ended=True) == metrics.Piece("thr", 8, 11, False)
+    assert tail(path, ended=True).text == "one\ntwo\nthr"
+
+
+def test_tail_and_before_meet_without_gap(tmp_path: Path) -> None:
+    data = "".join(f"line {i} \u00e4\u20ac\U0001f682\n" for i in range(500))
+    path = log(tmp_path, data.encode())
+    piece = tail(path, cap=700)
+    text = piece.text
+    while piece.more:
+        earlier = before(path, piece.start, cap=700)
+        assert earlier.end == piece.start
+        assert earlier.text.startswith("line") and earlier.text.endswith("\n")
+        piece, text = earlier, earlier.text + text
+    assert text == data
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_since_loses_and_doubles_nothing_while_the_log_grows(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    data = "".join(rng.choice(["x" * rng.randrange(60), "\u20ac\U0001f682", "\n", "\n"]) for _ in range(300)).encode()
+    path, written, offset, text = log(tmp_path, b""), 0, 0, ""
+    while True:
+        piece = since(path, offset, ended=written == len(data), cap=64)
+        assert piece.start == offset
+        offset, text = piece.end, text + piece.text
+        if offset == len(data):
+            break
+        if not piece.more:
+            step = rng.randrange(1, 90)
+            path.write_bytes(data[: written + step])
+            written = min(len(data), written + step)
+    assert text.encode() == data
+
+
+def test_a_line_longer_than_a_piece_goes_through_in_parts(tmp_path: Path) -> None:
+    path = log(tmp_path, "\u20ac".encode() * 100 + b"\nend\n")
+    text, offset = "", 0
+    while (piece := since(path, offset, cap=64)).end > offset:
+        text, offset = text + piece.text, piece.end
+    assert text == "\u20ac" * 100 + "\nend\n"
+    assert "\ufffd" not in tail(path, cap=64).text + before(path, 198, cap=64).text
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"  1%\r 50%\r100%\n", "100%\n"),
+        (b"a\r\nb\r\n", "a\nb\n"),
+        (b" 50%\r100%\r\n", "100%\n"),
+        (b"[default1]: 1%\r 9%\nx\n", "[default1]: 9%\nx\n"),
+        (b"\xff ok\n", "\ufffd ok\n"),
+    ],
+)
+def test_progress_bars_and_bytes_that_are_no_text(tmp_path: Path, raw: bytes, shown: str) -> None:
+    piece = tail(log(tmp_path, raw))
+    assert (piece.text, piece.end) == (shown, len(raw))
+
+
+def test_one_rank_of_the_log(tmp_path: Path) -> None:
+    path = log(tmp_path, b"[default0]:a\nlauncher\n[default1]:b\n[default0]:c\n")
+    assert tail(path, rank=0).text == "a\nc\n"
+    assert since(path, 0, rank=1) == metrics.Piece("b\n", 0, path.stat().st_size, False)
+
+
+def test_another_shorter_log_is_read_from_its_start(tmp_path: Path) -> None:
+    assert since(log(tmp_path, b"new\n"), 1000).text == "new\n"
+
+
+def points(path: Path, *rows: object, end: str = "\n") -> None:
+    with path.open("a") as file:
+        file.write("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + end)
+
+
+def test_metrics_take_whole_lines_only(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m")
+    points(metrics.path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', end="")
+    assert metrics.read() and [p["step"] for p in metrics.points] == [1]
+    etag = metrics.etag
+    assert not metrics.read() and metrics.etag == etag
+    points(metrics.path, 'ss": 1.5}')
+    assert metrics.read() and metrics.points[-1] == {"step": 2, "loss": 1.5} and metrics.etag != etag
+
+
+def test_metrics_pass_over_what_is_no_point_and_null_what_is_not_finite(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m")
+    points(metrics.path, "rubbish", "[1]", {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0, "note": "x"})
+    points(metrics.path, '{"step": 3, "lo{"step": 4, "loss": 0.5}')
+    metrics.read()
+    assert [p["step"] for p in metrics.points] == [1, 2, 4] and metrics.points[0]["loss"] is None
+    assert metrics.series()["series"] == {"loss": {"x": [2, 4], "y": [1.0, 0.5]}}
+
+
+def test_resumed_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m")
+    points(metrics.path, *({"step": s, "loss": float(s), "time": s} for s in range(1, 8)))
+    points(metrics.path, {"event": "resumed", "step": 4, "time": 90}, {"step": 5, "loss": 50.0, "time": 91})
+    metrics.read()
+    assert metrics.series()["series"]["loss"] == {"x": [1, 2, 3, 4, 5], "y": [1.0, 2.0, 3.0, 4.0, 50.0]}
+    assert [p["loss"] for p in metrics.points] == [1.0, 2.0, 3.0, 4.0, 50.0]
+    assert [p["step"] for p in last_points(metrics.path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_file_that_is_another_one_begins_anew(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m")
+    points(metrics.path, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0})
+    metrics.read()
+    etag = metrics.etag
+    metrics.path.write_text('{"step": 9, "loss": 3.0}\n')
+    assert metrics.read() and [p["step"] for p in metrics.points] == [9] and metrics.etag != etag
+
+
+def test_buckets_keep_the_extremes_and_their_places(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    metrics = Metrics(tmp_path / "m")
+    values = [rng.random() for _ in range(20_000)]
+    values[777], values[12_345] = 99.0, -99.0
+    few = [{"eval_loss": v} if i % 100 == 0 else {} for i, v in enumerate(values)]
+    points(metrics.path, *({"step": i, "loss": v, **few[i]} for i, v in enumerate(values)))
+    metrics.read()
+    drawn = metrics.series(500)
+    loss = drawn["series"]["loss"]
+    assert len(loss["x"]) <= 502 and loss["x"] == sorted(loss["x"]) and loss["x"][-1] == 19_999
+    assert loss["y"][loss["x"].index(777)] == 99.0 and loss["y"][loss["x"].index(12_345)] == -99.0
+    assert drawn["min"]["loss"] == -99.0 and drawn["max"]["loss"] == 99.0
+    assert len(drawn["series"]["eval_loss"]["x"]) == 200, "what is few is drawn whole"
+    zoomed = metrics.series(500, 700, 800)["series"]["loss"]
+    assert zoomed["x"] == list(range(699, 802)), "with a neighbour on each side"
+    points(metrics.path, {"step": 20_000, "loss": 0.5})
+    metrics.read()
+    grown = metrics.series(500)["series"]["loss"]
+    settled = [x for x in loss["x"] if x < 19_900]
+    assert grown["x"][: len(settled)] == settled, "a longer run moves no older point"
+
+
+def test_since_points_and_table(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    points(path, *({"step": s} for s in range(5)))
+    first, offset = metrics.since_points(path, 0, cap=3)
+    second, end = metrics.since_points(path, offset)
+    assert [p["step"] for p in first + second] == [0, 1, 2, 3, 4] and end == path.stat().st_size
+    rows = [{"step": 1, "loss": None}, {"step": 2, "eval_loss": 0.5}]
+    assert metrics.table(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"

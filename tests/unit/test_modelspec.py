@@ -1,0 +1,191 @@
+"""Shapes from config.json, against what transformers and peft count on models without storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend import registry
+from backend.config import Method, RunSpec
+from backend.config.method import Lora
+from backend.modelspec import FAMILIES, Unknown, adapted, from_config, trainable
+from backend.train import adapters
+
+SMALL = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+ELSE = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "llama": [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
+    "qwen2": [{}, {"tie_word_embeddings": True}],
+    "gpt2": [{}, {"n_inner": 200}],
+    "gpt_neox": [{}, {"attention_bias": False}],
+    "phi": [{"num_key_value_heads": 8}],
+}
+CASES = [(kind, more) for kind in FAMILIES for more in MORE.get(kind, [{}])]
+
+
+def built(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A config as it is saved, and a model of it on the meta device."""
+    wide = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "mixtral", "qwen3_moe")
+    drop = {*(() if kind in wide else ("head_dim",)), *(() if kind in MIXTURES else ELSE)}
+    config = AutoConfig.for_model(kind, **{k: v for k, v in {**SMALL, **more}.items() if k not in drop})
+    with torch.device("meta"):
+        return config.to_dict(), AutoModelForCausalLM.from_config(config)
+
+
+def count(model: Any, trainable: bool = False) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
+    config, model = built(kind, more)
+    shape = from_config(config)
+    assert shape.parameters == count(model)
+    names = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert {leaf.path for leaf in shape.leaves() if leaf.parameters} <= names
+    assert names - {leaf.path for leaf in shape.leaves()} == set()
+
+
+# peft warns of tied weights, GPT-2's transposed layers and stacked experts; none of it changes a count.
+CALM = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+
+
+@CALM
+@pytest.mark.parametrize(("kind", "more"), CASES)
+@pytest.mark.parametrize("targets", ["all-linear", "attention", "custom", "every"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
+    said, model = built(kind, more)
+    shape = from_config(said)
+    names = {"custom": shape.linear[:2], "every": shape.linear}.get(targets, ())
+    asked = "custom" if names else targets
+    lora = Lora(r=4, targets=asked, target_modules=names, use_dora=dora)
+    wanted = {leaf.path for leaf in adapted(lora, shape)}
+    modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
+    if names:
+        modules = list(names)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, use_dora=dora)
+    if kind in MIXTURES and targets in ("all-linear", "every") and dora:  # rule ADP007
+        with pytest.raises(ValueError, match="use_dora"):
+            get_peft_model(model, config)
+        return
+    adapter = get_peft_model(model, config)
+    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+
+
+@CALM
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -> None:
+    config, model = built(kind, more)
+    shape = from_config(config)
+    embedding = shape.outside[0].path.rpartition(".")[2]
+    for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
+        method = Method(kind="freeze", freeze_trainable_layers=layers, freeze_extra_modules=also)
+        chosen = set(adapters._trained(RunSpec(method=method), model))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
+        assert trainable(RunSpec(method=method), shape) == count(model, trainable=True)
+    lora = Lora(r=2, modules_to_save=(embedding, "lm_head"))
+    adapter = get_peft_model(
+        model,
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
+    )
+    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+
+
+@pytest.mark.parametrize("name", registry.MODELS)
+def test_builtin_models_are_known_before_they_are_made(name: str) -> None:
+    row = registry.MODELS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config))
+    assert from_config(row.config).parameters == row.parameters == count(model)
+
+
+def test_known_models_have_their_known_size() -> None:
+    qwen = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 24,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    assert from_config(qwen).parameters == 494_032_768
+    llama = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    assert from_config(llama).parameters == 8_030_261_248
+    assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
+    assert from_config(registry.HUB["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
+    assert from_config(registry.HUB["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
+    assert from_config(registry.HUB["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({}, "model_type"),
+        ({"model_type": "bert"}, "bert"),
+        ({"model_type": "llama"}, "hidden_size"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "no number"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0, "num_hidden_layers": 1}, "no number"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "others have none"),
+    ],
+)
+def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:
+    with pytest.raises(Unknown, match=word):
+        from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "slides"),
+    [
+        ({"model_type": "llama"}, False),
+        ({"model_type": "mistral"}, True),
+        ({"model_type": "mistral", "sliding_window": None}, False),
+        ({"model_type": "qwen2", "sliding_window": 4096}, False),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, False),  # from layer 28 on
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 1}, True),
+        ({"model_type": "gemma3_text"}, True),
+        ({"model_type": "phi3", "sliding_window": 2047}, True),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 2}, False),
+        ({"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"]}, True),
+    ],
+)
+def test_windows_of_attention_are_those_of_the_library(config: dict[str, Any], slides: bool) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    assert from_config({**small, "intermediate_size": 8, **config}).sliding == slides
+    made = AutoConfig.for_model(**small, **config)
+    types = getattr(made, "layer_types", None)
+    window = getattr(made, "sliding_window", None)
+    assert (any(name != "full_attention" for name in types) if types else bool(window)) == slides

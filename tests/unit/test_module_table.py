@@ -1,0 +1,463 @@
+"""Module tables: as ModelShapes, against the closed formulas; the client of the worker, with workers that misbehave.
+
+The real worker, and every architecture of transformers, are in tests/process/test_describe_model.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_modelspec import CASES, SMALL, built
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import architecture as reading
+from backend.inspect import inspect_inputs, wait_for_architecture
+from backend.machine import Machine
+from backend.memory import estimate
+from backend.modelspec import Leaf, ModelShape, Unknown, from_config, tensors, trainable
+from backend.modelspec.from_table import shape_from_table
+from backend.modelspec.worker import FORMAT, ModuleTables, cache_key
+from backend.rules import check
+from backend.rules.examples import gpus
+from backend.train import describe_model
+from backend.train.describe_model import describe
+
+RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "module_tables.json").read_text())
+
+# --- Against the closed formulas ---
+
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True, "num_key_value_heads": 8}),
+    ("llama", {"head_dim": 24, "tie_word_embeddings": True}),
+    ("mistral", {"tie_word_embeddings": True, "sliding_window": None}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+    ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("smollm3", {"tie_word_embeddings": False}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("gemma", {"tie_word_embeddings": False}),
+    ("gemma2", {"tie_word_embeddings": False, "attention_bias": True}),
+    ("gemma3_text", {"tie_word_embeddings": False}),
+    ("phi3", {"tie_word_embeddings": True}),
+    ("phi", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
+    ("mixtral", {"tie_word_embeddings": True}),
+    ("qwen3_moe", {"tie_word_embeddings": True, "num_experts": 8, "attention_bias": True}),
+    ("olmoe", {"tie_word_embeddings": True, "num_key_value_heads": 8}),
+    ("gpt2", {"tie_word_embeddings": False}),
+    ("gpt_neox", {"tie_word_embeddings": True}),
+]
+# The closed formulas do not know the class, leave out a default activation, and count Gemma 2's scores by its name.
+APART = {"architecture", "activation", "sdpa", "layer", "outside"}
+
+
+def both(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
+    config, _ = built(kind, more)
+    return from_config(config), shape_from_table(describe(config), config)
+
+
+@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
+def test_every_leaf_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
+    closed, read = both(kind, more)
+    assert Counter(read.leaves()) == Counter(closed.leaves())
+    assert (read.outside[0], read.outside[-1]) == (closed.outside[0], closed.outside[-1])
+    for part in fields(ModelShape):
+        if part.name not in APART:
+            assert getattr(read, part.name) == getattr(closed, part.name), part.name
+    assert (read.parameters, read.head) == (closed.parameters, closed.head)
+    assert set(read.linear) == set(closed.linear)
+    assert read.scoring.parameters == closed.scoring.parameters
+
+
+@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
+def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
+    closed, read = both(kind, more)
+    embedding = closed.outside[0].path.rpartition(".")[2]
+    methods = [
+        {"method.kind": "full"},
+        *({"method.kind": "freeze", "method.freeze_trainable_layers": layers} for layers in (-3, -1, 0, 2)),
+        {
+            "method.kind": "freeze",
+            "method.freeze_trainable_layers": 1,
+            "method.freeze_extra_modules": (embedding, "lm_head"),
+        },
+        *(
+            {"lora.targets": targets, "lora.use_dora": dora}
+            for targets in ("all-linear", "attention")
+            for dora in (False, True)
+        ),
+        *({"lora.targets": "custom", "lora.target_modules": names} for names in (closed.linear[:2], closed.linear)),
+        {"lora.modules_to_save": (embedding, "lm_head")},
+    ]
+    for changes in methods:
+        spec = edit(RunSpec(), changes)
+        assert trainable(spec, read) == trainable(spec, closed), changes
+        assert Counter(tensors(spec.method, spec.lora, read)) == Counter(tensors(spec.method, spec.lora, closed)), (
+            changes
+        )
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES)
+@pytest.mark.parametrize("changes", [{}, {"method.kind": "full"}, {"method.quantization": "nf4"}])
+def test_the_memory_estimate_is_that_of_the_closed_formula(
+    kind: str, more: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    closed, read = both(kind, more)
+    machine = gpus(1, "H100", 80, (9, 0))
+    found, known = (estimate(edit(RunSpec(), changes), machine, shape).rows for shape in (read, closed))
+    if kind not in ("gemma2", "gemma3_text"):  # their order of norms differs, which no sum depends on
+        assert [row.name for row in found] == [row.name for row in known]
+    assert sum(row.bytes for row in found) == sum(row.bytes for row in known)
+
+
+# --- Other architectures, from recorded tables ---
+
+
+def recorded(kind: str) -> ModelShape:
+    return shape_from_table(RECORDED[kind]["table"], RECORDED[kind]["config"])
+
+
+def test_the_recorded_tables_are_current() -> None:
+    for kind, row in RECORDED.items():
+        assert describe(row["config"]) == {**row["table"], "transformers": row["table"]["transformers"]}, kind
+    assert describe_model.FORMAT == FORMAT
+
+
+@pytest.mark.parametrize("kind", ["starcoder2", "deepseek_v3", "mamba", "gptj", "gpt_oss"])
+def test_parameters_are_those_of_the_model(kind: str) -> None:
+    shape = recorded(kind)
+    assert shape.parameters == RECORDED[kind]["table"]["parameters"] == sum(leaf.parameters for leaf in shape.leaves())
+    assert hash(shape) == hash(recorded(kind)) and shape == recorded(kind)
+
+
+def test_layers_of_two_kinds() -> None:
+    shape = recorded("deepseek_v3")
+    assert shape.layers == 5 and shape.order == (0, 1, 1, 1, 1) and len(shape.kinds) == 2
+    assert shape.layer == shape.kinds[1] and not shape.activations_unknown
+    assert shape.layer_parameters == max(sum(leaf.parameters for leaf in kind) for kind in shape.kinds)
+    paths = {leaf.path for leaf in shape.leaves()}
+    assert "model.layers.0.mlp.down_proj" in paths and "model.layers.1.mlp.experts" in paths
+    assert "model.layers.1.mlp.shared_experts.down_proj" in paths
+    # Multi-head latent attention; two chosen experts and the shared one, which is as wide as they are.
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.experts, shape.active) == (8, 8, 16, 4, 3)
+    assert (shape.intermediate, shape.gated) == (48, True)
+
+
+def test_names_that_peft_takes_for_experts_reach_no_linear_layer() -> None:
+    leaves = {leaf.path: leaf for leaf in recorded("deepseek_v3").leaves() if not leaf.stacked}
+    assert not leaves["model.layers.0.mlp.gate_proj"].adapts and leaves["model.layers.0.mlp.gate_proj"].linear
+    assert not leaves["model.layers.1.mlp.shared_experts.up_proj"].carries("up_proj")
+    assert leaves["model.layers.1.self_attn.q_b_proj"].adapts
+
+
+def test_experts_that_peft_does_not_know_carry_no_adapter() -> None:
+    shape = recorded("gpt_oss")
+    experts = [leaf for leaf in shape.layer if leaf.stacked]
+    assert len(experts) == 2 and not any(leaf.adapts or leaf.names for leaf in experts)
+    assert set(shape.linear) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert (shape.experts, shape.active, shape.intermediate, shape.gated) == (4, 2, 160, True)
+    assert not shape.sdpa and shape.sliding
+
+
+def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -> None:
+    shape = recorded("mamba")
+    assert shape.parameters > 0 and (shape.heads, shape.stack) == (0, "backbone.layers")
+    assert "not modelled" in shape.activations_unknown
+    found = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
+    assert found.fits is None and found.unknown == shape.activations_unknown
+    assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).adapts  # peft refuses it
+    assert trainable(RunSpec(), shape) > 0
+    assert (
+        0
+        < trainable(edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": 1}), shape)
+        < shape.parameters
+    )
+
+
+def test_attention_without_sdpa_keeps_its_scores() -> None:
+    machine, spec = gpus(1, "H100", 80, (9, 0)), edit(RunSpec(), {"data.max_length": 2048})
+    shape = recorded("gptj")
+    asked = edit(spec, {"model.attn_implementation": "eager"})
+    assert not shape.sdpa
+    assert estimate(spec, machine, shape).device_bytes == estimate(asked, machine, shape).device_bytes
+
+
+@pytest.mark.parametrize(("kind", "word"), [("bert", "an encoder"), ("t5", "an encoder-decoder model")])
+def test_what_is_no_causal_language_model_says_so(kind: str, word: str) -> None:
+    with pytest.raises(Unknown, match=f"{kind} is {word}, not a causal language model"):
+        recorded(kind)
+
+
+def test_a_table_that_lacks_something_is_unknown() -> None:
+    row = RECORDED["starcoder2"]
+    for name in ("facts", "layers", "outside", "expert_targets"):
+        with pytest.raises(Unknown, match="incomplete"):
+            shape_from_table({k: v for k, v in row["table"].items() if k != name}, row["config"])
+
+
+def test_dtype_and_quantization_come_from_the_config() -> None:
+    row = RECORDED["starcoder2"]
+    packed = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    shape = shape_from_table(row["table"], {**row["config"], "dtype": "bfloat16", "quantization_config": packed})
+    assert (shape.dtype, shape.bits, shape.group) == ("bfloat16", 4, 64)
+    assert cache_key({**row["config"], "dtype": "bfloat16"}) == cache_key(row["config"])
+    assert cache_key({**row["config"], "vocab_size": 301}) != cache_key(row["config"])
+
+
+def test_configs_that_cannot_be_read_say_why() -> None:
+    for config, word in (
+        ({}, "no model_type"),
+        ({"model_type": "nonsense"}, "no architecture nonsense"),
+        ({"model_type": "own", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "auto_map"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "invalid"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"model_type": "llama", "hidden_size": -5}, "invalid"),
+        ({"model_type": "nemotron"}, "cannot build it: TypeError"),  # head_dim has no default
+    ):
+        with pytest.raises(describe_model.Refused, match=word):
+            describe(config)
+
+
+# --- The client, with a worker that is no model builder ---
+
+TABLE = {"format": FORMAT, "kind": "decoder"}
+SAYS = """
+import json, os, sys, time
+print(json.dumps({"ready": os.getpid()}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    config = request["config"]
+    if config.get("do") == "crash":
+        print("deep trouble", file=sys.stderr)
+        os._exit(7)
+    if config.get("do") == "signal":
+        os.kill(os.getpid(), 9)
+    if config.get("do") == "large":
+        os._exit(3)
+    if config.get("do") == "sleep":
+        time.sleep(60)
+    if config.get("do") == "babble":
+        print("no json", flush=True)
+        continue
+    answer = {"error": "it is broken"} if config.get("do") == "error" else {"table": TABLE}
+    print(json.dumps({"id": request["id"], **answer}), flush=True)
+"""
+Make = Callable[..., ModuleTables]
+
+
+def gone(pid: int | None, seconds: float = 5.0) -> bool:
+    """Whether the process has ended and was waited for."""
+    until = time.monotonic() + seconds
+    while pid and Path(f"/proc/{pid}").exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[ModuleTables] = []
+
+    def tables(code: str = SAYS, folder: Path = tmp_path, **more: Any) -> ModuleTables:
+        command = (sys.executable, "-c", code.replace("TABLE", repr(TABLE)))
+        made.append(ModuleTables(folder, command=command, **more))
+        return made[-1]
+
+    yield tables
+    pids = [one.pid for one in made]
+    for one in made:
+        one.close()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_table_comes_later_and_stays(make: Make, tmp_path: Path) -> None:
+    tables, config = make(), {"model_type": "a"}
+    began = time.monotonic()
+    assert tables.get(config) is None
+    assert time.monotonic() - began < 0.5
+    assert tables.wait(config, 20) == TABLE
+    assert tables.get(config) == TABLE
+    pid = tables.pid
+    assert tables.wait({"model_type": "b"}, 20) == TABLE and tables.pid == pid, "one worker for all"
+    again = make()
+    assert again.get(config) == TABLE and again.pid is None, "from the disk"
+    (stored,) = (p for p in (tmp_path / "modeltables").iterdir() if p.stem == cache_key(config))
+    for text in ("{", "[]", '{"format": 0}'):
+        stored.write_text(text)
+        assert make().get(config, start=False) is None, "cut off, or of another format"
+
+
+@pytest.mark.parametrize(
+    ("do", "word"),
+    [
+        ("crash", "exit status 7: deep trouble"),
+        ("signal", "signal 9"),
+        ("large", "too much memory"),
+        ("sleep", "longer than 1 seconds"),
+        ("babble", "no json"),
+        ("error", "it is broken"),
+    ],
+)
+def test_a_worker_that_fails_gives_a_reason_and_the_next_config_a_table(make: Make, do: str, word: str) -> None:
+    tables = make(seconds=1)
+    found = tables.wait({"do": do}, 20)
+    assert isinstance(found, str) and word in found
+    assert tables.get({"do": do}) == found, "kept in memory"
+    assert tables.wait({"model_type": "a"}, 20) == TABLE
+    assert make().get({"do": do}, start=False) is None, "and not on disk"
+
+
+def test_a_worker_that_does_not_start_gives_a_reason(make: Make) -> None:
+    assert "start within 0.5 seconds" in str(make("import time; time.sleep(60)", start_seconds=0.5).wait({}, 20))
+    assert "exit status 1" in str(make("raise SystemExit(1)").wait({}, 20))
+    missing = ModuleTables(Path("/nowhere"), command=("/nowhere/python",))
+    assert "No such file" in str(missing.wait({}, 20))
+
+
+def test_waiting_has_an_end(make: Make) -> None:
+    tables = make()
+    began = time.monotonic()
+    assert "longer than 0.2 seconds" in str(tables.wait({"do": "sleep"}, 0.2))
+    assert time.monotonic() - began < 5
+    tables.close()
+    assert tables.pid is None
+
+
+def test_an_idle_worker_ends_and_starts_again(make: Make) -> None:
+    tables = make(idle_seconds=0.2)
+    assert tables.wait({"model_type": "a"}, 20) == TABLE
+    until = time.monotonic() + 10
+    while tables.pid and time.monotonic() < until:
+        time.sleep(0.05)
+    assert tables.pid is None
+    assert tables.wait({"model_type": "b"}, 20) == TABLE
+
+
+def test_a_cache_that_cannot_be_written_is_none(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tables = make(folder=tmp_path / "file")
+    assert tables.wait({"model_type": "a"}, 20) == TABLE
+    assert tables.get({"model_type": "a"}) == TABLE
+
+
+def test_many_ask_at_once(make: Make) -> None:
+    tables, found = make(), []
+    asked = [
+        threading.Thread(target=lambda n=n: found.append(tables.wait({"model_type": str(n % 4)}, 20)))
+        for n in range(16)
+    ]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join()
+    assert found == [TABLE] * 16 and len(list(tables.folder.glob("*.json"))) == 4
+
+
+# --- What a check makes of it ---
+
+
+def folder(path: Path, config: dict[str, Any]) -> RunSpec:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").touch()
+    (path / "tokenizer.json").touch()
+    return edit(RunSpec(), {"model.source": "path", "model.path": str(path)})
+
+
+@pytest.fixture
+def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
+    """A worker that gives the recorded tables; checks may start it."""
+    known = {row["config"]["model_type"]: row["table"] for row in RECORDED.values()}
+    tables = make(SAYS.replace('{"table": TABLE}', f'{{"table": {known!r}[config["model_type"]]}}'))
+    monkeypatch.setattr(reading, "_tables", lambda folder: tables)
+    monkeypatch.setenv(reading.SWITCH, "on")
+    return tables
+
+
+def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED["starcoder2"]["config"])
+    first = inspect_inputs(spec, tmp_path)
+    assert first.shape is None and "starcoder2 is being read" in first.unknown
+    wait_for_architecture(spec, tmp_path)
+    found = inspect_inputs(spec, tmp_path)
+    assert found.shape is not None and found.shape.parameters == RECORDED["starcoder2"]["table"]["parameters"]
+    assert found.shape is inspect_inputs(spec, tmp_path).shape
+    assert found.classes[0] == "Starcoder2DecoderLayer" and {"c_fc", "layers", "score"} <= found.attributes
+    wrong = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
+    assert "MTH002" in {f.code for f in check(wrong, Machine(), inspect_inputs(wrong, tmp_path))}
+
+
+def test_names_of_a_mixtures_experts_come_from_peft(answering: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED["deepseek_v3"]["config"])
+    wait_for_architecture(spec, tmp_path)
+    assert inspect_inputs(spec, tmp_path).stacked == ("gate_proj", "up_proj", "down_proj", "gate")
+
+
+def test_an_encoder_is_told_apart(answering: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED["bert"]["config"])
+    wait_for_architecture(spec, tmp_path)
+    assert inspect_inputs(spec, tmp_path).unknown == "bert is an encoder, not a causal language model"
+
+
+def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path) -> None:
+    small = {name: value for name, value in SMALL.items() if "expert" not in name}
+    spec = folder(tmp_path / "model", {"model_type": "llama", **small})
+    wait_for_architecture(spec, tmp_path)
+    assert inspect_inputs(spec, tmp_path).shape is not None and answering.pid is None
+
+
+def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
+    config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
+    assert "does not know" in inspect_inputs(trusted, tmp_path).unknown and answering.pid is None
+    wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
+    assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
+        "transformers' own class is used"
+    )
+
+
+def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {name: value for name, value in SMALL.items() if "expert" not in name}
+    text = {"model_type": "gemma3_text", **small}
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    spec = folder(tmp_path / "model", {"model_type": "gemma3", "text_config": text, "vision_config": tower})
+    table: dict[str, Any] = {}
+
+    class Tables:
+        def get(self, config: dict[str, Any], start: bool = True) -> Any:
+            return table or None
+
+    monkeypatch.setattr(reading, "_tables", lambda folder: Tables())
+    alone = inspect_inputs(spec, tmp_path).shape
+    table |= describe(json.loads((tmp_path / "model/config.json").read_text()))
+    whole = inspect_inputs(spec, tmp_path).shape
+    assert alone and whole and alone.parameters == from_config(text).parameters < whole.parameters
+    assert whole.parameters == table["parameters"] and whole.stack == "model.language_model.layers"
+
+
+def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
+    assert os.environ[reading.SWITCH] == "off"  # tests/conftest.py
+    found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
+    assert found.shape is None and found.unknown == "Footplate does not know how a starcoder2 is built"
+    assert "Starcoder2DecoderLayer" in found.classes
+
+
+def test_a_leaf_without_a_name_is_the_layer_itself() -> None:
+    shape = ModelShape(**{**vars_of(recorded("gptj")), "layer": (Leaf("", 3),), "layers": 2})
+    assert [leaf.path for leaf in shape.leaves()[:2]] == ["transformer.h.0", "transformer.h.1"]
+
+
+def vars_of(shape: ModelShape) -> dict[str, Any]:
+    return {part.name: getattr(shape, part.name) for part in fields(ModelShape)}
