@@ -1,4 +1,4 @@
-# run, test, check, soak, soak-cpu, gpu, bench, docs: each sets up what it needs.
+# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,9 +13,9 @@ export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 
 .PHONY: setup run test check soak soak-cpu gpu bench docs tools
 
-setup: $(VENV)/ready  ## a virtual environment with everything, from constraints.txt
+setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
 
-# torch first and exactly: a free range would take a build with gigabytes of CUDA on a machine without a GPU.
+# torch first, with its pinned version: an open range could select a build with several gigabytes of CUDA libraries.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
@@ -23,28 +23,30 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
 
-run: setup  ## the page, ready to train the default model
+run: setup  ## serves the page; converts the default model first
 	$(BIN)/python -m backend.train.builtin_models smollm2-135m-instruct
 	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS)
 
-check: setup  ## linter, types and the quick tests
+check: setup  ## linters, types and unit tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	tests/js/check.sh
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 # The second part of the tests runs even if the first one failed.
-test: setup tools  ## everything; CPU and THREADS as above
+test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	tests/js/check.sh
 	@trap 'exit 130' INT; failed=0; set -x; \
 	$(BIN)/pytest $(PARALLEL) -m "not alone and not soak and not gpu" || failed=1; \
 	$(BIN)/pytest -m "alone and not soak and not gpu" || failed=1; \
 	exit $$failed
 
-soak: setup tools  ## the long proofs
+soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.md
 	$(BIN)/pytest -m soak
 
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
@@ -62,16 +64,17 @@ soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with mor
 	exit $$failed
 
 gpu: setup tools  ## the proofs on NVIDIA GPUs, one or more; writes docs/gpu.md
+gpu: setup tools  ## tests on one or more NVIDIA GPUs; writes docs/gpu.md
 	$(BIN)/pytest -m gpu -rs
 
 bench: setup tools  ## timings, printed as tables
 	$(BIN)/python -m tests.bench
 
-docs: setup  ## what is generated: docs/options.md, docs/rules.md
+docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
 
-# What the tests need from the system: a browser; a compiler, Python's headers and libaio, since DeepSpeed builds parts of
-# itself on first use. Debian has package lists only after an update.
+# What the tests need from the system: a browser; a compiler, Python's headers and libaio, because DeepSpeed builds operators
+# on first use. A fresh Debian has no package lists until it is updated.
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 HEADERS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 tools:

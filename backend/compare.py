@@ -92,7 +92,7 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     other = Case(spec, case.machine, case.facts)
     found, shape = other.estimate, case.facts.shape
     assert shape is not None
-    account = Account(spec, case.machine, shape, case.facts.longest)
+    account = Account(spec, case.machine, shape, case.facts.longest_example)
     errors = [found.title for found in obstacles(other)]
     return Variant(
         name,
@@ -109,4 +109,4 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
 
 
 def _length(spec: RunSpec, case: Case) -> int:
-    return min(spec.data.max_length, case.facts.longest or spec.data.max_length)
+    return min(spec.data.max_length, case.facts.longest_example or spec.data.max_length)

@@ -102,11 +102,11 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
     sequence = engine.sequence_parallel_size(spec)
     data_parallel = max(1, world // (tensor * context * sequence))
     device = device_type(spec, machine)
-    examples = facts.training_rows(spec.data)
+    examples = facts.num_train_examples(spec.data)
     return ResolvedRun(
         strategy=spec.parallel.strategy,
         device=device,
-        device_ids=_device_ids(spec, machine) if registry.DEVICES[device].visible else (),
+        device_ids=_device_ids(spec, machine) if registry.DEVICES[device].visible_devices_env else (),
         nproc_per_node=nproc_per_node(spec),
         nnodes=nnodes(spec),
         world_size=world,
@@ -128,7 +128,7 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
         checkpoint_format=engine.checkpoint_format(spec),
         global_batch_size=global_batch_size(spec, data_parallel),
         num_train_examples=examples,
-        num_eval_examples=facts.validation_rows(spec.data),
+        num_eval_examples=facts.num_eval_examples(spec.data),
         steps_per_epoch=_steps_per_epoch(spec, examples, data_parallel),
         total_steps=total_steps(spec, examples, data_parallel),
     )

@@ -1,4 +1,4 @@
-"""The page: a Gradio form and the routes of its own that live data comes by. Start reading at `server.py`.
+"""The web page: a Gradio form, and API routes for everything that updates. Start reading at `server.py`.
 
-Floor 6. May import everything below; nothing below imports it.
+May import every backend module except backend.train and the command line; no backend module imports it.
 """

@@ -1,7 +1,7 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
-Floor 6. Imports: guard at once; server and gradio when address and folder are known to be good, so that what is
-wrong is said in a moment. Exit codes: 0 ended by the user, 2 refused with a sentence.
+Imports: auth at once; server and gradio only after address and folder are validated, so that an error shows at once.
+Exit codes: 0 stopped by the user, 2 not started.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import argparse
 import errno
 import gc
 import importlib
-import inspect
 import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from webui.auth import LOOPBACK, WILDCARD, Login, key_in
+from webui import gradio_internals
+from webui.auth import LOOPBACK, WILDCARD, Login, load_or_create_key
 
-SHORTEST_PASSWORD = 8
+MIN_PASSWORD_LENGTH = 8
 
 
-class Refused(Exception):
-    """Why the page is not served, with the way out."""
+class StartupError(Exception):
+    """Why the page cannot be served, and how to fix it."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Where to serve, and from which folder. An empty password asks for none."""
+class ServerOptions:
+    """Where to serve, and the folder of the runs. An empty password disables the login."""
 
     host: str
     port: int
@@ -45,40 +45,40 @@ class Wanted:
 
 def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = os.environ) -> int:
     try:
-        wanted = _wanted(argv, environment)
-        _calm(environment)
-        runs, listener = _folder(wanted.runs), _listen(wanted.host, wanted.port)
-        login = Login(wanted.password, key_in(runs)) if wanted.password else None
-    except (Refused, OSError) as error:
-        sys.stderr.write(f"Footplate is not started. {error}\n")
+        options = _parse_options(argv, environment)
+        _remove_gradio_settings(environment)
+        runs, listener = _runs_folder(options.runs), _listen(options.host, options.port)
+        login = Login(options.password, load_or_create_key(runs)) if options.password else None
+    except (StartupError, OSError) as error:
+        sys.stderr.write(f"Footplate did not start. {error}\n")
         return 2
-    server = _server_module()
-    app = server.make(runs, bound=wanted.host, hosts=wanted.hosts, login=login)
-    return _serve(app, listener, _address(wanted.host, listener), runs)
+    server = _import_server()
+    app = server.create_app(runs, bound=options.host, hosts=options.hosts, login=login)
+    return _serve(app, listener, _url(options.host, listener), runs)
 
 
-def _wanted(argv: list[str] | None, environment: MutableMapping[str, str]) -> Wanted:
-    """Arguments, else environment, else defaults. Raises Refused."""
-    parser = argparse.ArgumentParser(prog="python -m webui", description="The page of Footplate.")
+def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]) -> ServerOptions:
+    """From the arguments, then the environment, then defaults. Raises StartupError."""
+    parser = argparse.ArgumentParser(prog="python -m webui", description="Serve Footplate's web page.")
     parser.add_argument("--host", default=environment.get("HOST") or LOOPBACK[1], help="default: 127.0.0.1")
-    parser.add_argument("--port", default=environment.get("PORT") or "7860", help="default: 7860; 0 takes a free one")
-    parser.add_argument("--runs", default=environment.get("RUNS") or "runs", help="where runs are kept; default: runs")
+    parser.add_argument("--port", default=environment.get("PORT") or "7860", help="default: 7860; 0 picks a free port")
+    parser.add_argument("--runs", default=environment.get("RUNS") or "runs", help="folder of the runs; default: runs")
     arguments = parser.parse_args(argv)
     if not arguments.port.isdecimal() or int(arguments.port) > 65535:
-        raise Refused(f"PORT is {arguments.port!r}: it must be a number from 0 to 65535.")
-    password = environment.pop("FOOTPLATE_PASSWORD", "")  # no run needs to know it
-    if password and len(password) < SHORTEST_PASSWORD:
-        raise Refused(f"FOOTPLATE_PASSWORD is too short: take at least {SHORTEST_PASSWORD} characters.")
+        raise StartupError(f"PORT is {arguments.port!r}: it must be an integer from 0 to 65535.")
+    password = environment.pop("FOOTPLATE_PASSWORD", "")  # runs must not inherit it
+    if password and len(password) < MIN_PASSWORD_LENGTH:
+        raise StartupError(f"FOOTPLATE_PASSWORD is too short: use at least {MIN_PASSWORD_LENGTH} characters.")
     if not password and not _is_loopback(arguments.host):
-        raise Refused(
-            f"{arguments.host} can be reached from other machines, and whoever reaches the page can start processes "
-            f"here. Set FOOTPLATE_PASSWORD; or keep HOST at {LOOPBACK[1]} and reach it by "
+        raise StartupError(
+            f"{arguments.host} is reachable from other machines, and everyone who can open the page can start "
+            f"processes here. Set FOOTPLATE_PASSWORD, or keep HOST at {LOOPBACK[1]} and connect through "
             f"`ssh -L {arguments.port}:{LOOPBACK[1]}:{arguments.port}`."
         )
     hosts = tuple(environment.get("FOOTPLATE_HOSTS", "").replace(",", " ").split())
     if arguments.host in WILDCARD:
         hosts += (socket.gethostname(),)
-    return Wanted(arguments.host, int(arguments.port), Path(arguments.runs), password, hosts)
+    return ServerOptions(arguments.host, int(arguments.port), Path(arguments.runs), password, hosts)
 
 
 def _is_loopback(host: str) -> bool:
@@ -88,32 +88,32 @@ def _is_loopback(host: str) -> bool:
         return host == LOOPBACK[0]
 
 
-def _calm(environment: MutableMapping[str, str]) -> None:
-    """What stands in the environment for other Gradio apps must not open this one. Raises Refused."""
+def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
+    """Settings meant for other Gradio apps must not open this one to the network. Raises StartupError."""
     if environment.get("GRADIO_VIBE_MODE"):
-        raise Refused("GRADIO_VIBE_MODE lets a visitor change files and run code here: unset it.")
+        raise StartupError("GRADIO_VIBE_MODE lets every visitor change files and run code on this machine: unset it.")
     for name in [name for name in environment if name.startswith("GRADIO_") and name != "GRADIO_TEMP_DIR"]:
         del environment[name]
     environment["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 
-def _folder(runs: Path) -> Path:
-    """The runs folder, made and resolved. Raises Refused."""
+def _runs_folder(runs: Path) -> Path:
+    """The runs folder, created and resolved. Raises StartupError."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"The folder for runs, {runs}, cannot be made: {error.strerror}. Set RUNS to another.") from None
+        raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. Change RUNS.") from None
     if not os.access(runs, os.W_OK | os.X_OK):
-        raise Refused(f"The folder for runs, {runs}, cannot be written to. Set RUNS to another.")
+        raise StartupError(f"The runs folder {runs} is not writable. Change RUNS.")
     return runs.resolve()
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything slow begins. Raises Refused."""
+    """A listening socket, opened before the slow imports. Raises StartupError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:
-        raise Refused(f"HOST is {host!r}: this machine has no such address. Take 127.0.0.1.") from None
+        raise StartupError(f"HOST is {host!r}: this machine has no such address. Use 127.0.0.1.") from None
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,66 +122,45 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise Refused(f"Port {port} of {host} cannot be used: {_reason(error)}. Take another: "
+        raise StartupError(f"Port {port} of {host} cannot be used: {_reason(error)}. Use another one: "
                       f"`PORT={7861 if port == 7860 else 7860} make run`.") from None  # fmt: skip
     return listener
 
 
 def _reason(error: OSError) -> str:
     words = {
-        errno.EADDRINUSE: "another program, perhaps another Footplate, serves it",
-        errno.EACCES: "ports below 1024 need root's rights",
+        errno.EADDRINUSE: "another program uses it, perhaps another Footplate server",
+        errno.EACCES: "ports below 1024 require root",
     }
     return words.get(error.errno or 0, error.strerror or str(error))
 
 
-def _address(host: str, listener: socket.socket) -> str:
+def _url(host: str, listener: socket.socket) -> str:
     """The URL to open on this machine."""
     shown = {"0.0.0.0": LOOPBACK[1], "::": LOOPBACK[2]}.get(host, host)
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
 
 
-def _server_module() -> Any:
-    """webui.server with Gradio, imported quickly: nothing that is imported is garbage, so nobody looks for any."""
+def _import_server() -> Any:
+    """webui.server with Gradio. Garbage collection is off meanwhile: imports create no garbage, and it costs time."""
     gc.disable()
-    with without_stubs():
+    with gradio_internals.without_stub_files():
         importlib.import_module("gradio")
+    gradio_internals.check_version()
     module = importlib.import_module("webui.server")
     gc.freeze()
     gc.enable()
     return module
 
 
-@contextmanager
-def without_stubs() -> Iterator[None]:
-    """Half the time of `import gradio`, and no writing into its package.
-
-    At import each component reads and parses its own source to write a .pyi file beside it
-    (gradio.component_meta.create_or_modify_pyi), and lets be where there is no source. Inside this block
-    there is none. In a Gradio that works otherwise this changes nothing.
-    """
-    real = inspect.getfile
-
-    def getfile(thing: Any) -> str:
-        if type(thing).__name__ == "ComponentMeta" or getattr(thing, "__name__", "") == "BlocksEvents":
-            raise OSError("no stub is wanted")
-        return real(thing)
-
-    inspect.getfile = getfile  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        inspect.getfile = real
-
-
 class _Server(uvicorn.Server):
-    """Says where it is as soon as it answers."""
+    """Prints its URL as soon as it accepts requests."""
 
-    hello = ""
+    greeting = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        sys.stdout.write(self.hello)
+        sys.stdout.write(self.greeting)
         sys.stdout.flush()
 
 
@@ -189,14 +168,14 @@ def _serve(app: Any, listener: socket.socket, address: str, runs: Path) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            ws="none",  # nothing here speaks it
+            ws="none",  # the page uses no WebSockets
             log_level="warning",
-            proxy_headers=False,  # else any local program chooses the address that the login throttles
+            proxy_headers=False,  # otherwise any local program could forge the address that the login throttles
             server_header=False,
             timeout_graceful_shutdown=2,
         )
     )
-    server.hello = f"Footplate is at {address}\nRuns are kept in {runs}. Ctrl+C ends the page; runs go on without it.\n"
+    server.greeting = f"Footplate is at {address}\nRuns are stored in {runs}. Ctrl+C stops the page, not the runs.\n"
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

@@ -1,8 +1,8 @@
-"""Who may talk to the page: one ASGI class around every route and websocket, and the login.
+"""Access control: one ASGI middleware around every route and WebSocket, and the login.
 
-Floor 6. Imports nothing of ours. Without it any web page that the user visits could start processes here:
-a foreign name that resolves to this machine (Host), a form or script of a foreign page (Origin, fetch metadata),
-and, beyond this machine, anybody at all (login).
+Imports no other module of Footplate. Without it, any web page that the user visits could start processes here: through
+a host name that resolves to this machine (DNS rebinding: Host is checked), through a form or script of another site
+(cross-site requests: Origin and fetch metadata are checked), and, beyond this machine, anybody could (login).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-SAFE = ("GET", "HEAD", "OPTIONS")
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARD = ("0.0.0.0", "::")
-MOST_BODY_BYTES = 4 * 1024 * 1024
+MAX_BODY_BYTES = 4 * 1024 * 1024
 SESSION_SECONDS = 30 * 24 * 3600
-FREE_TRIES = 5
-LONGEST_WAIT_SECONDS = 300
-MOST_ADDRESSES = 1000
+FREE_ATTEMPTS = 5
+MAX_WAIT_SECONDS = 300
+MAX_ADDRESSES = 1000
 
-# Gradio compiles its templates with `new Function` and puts scripts and styles inline; nothing comes from elsewhere.
-POLICY = "; ".join(
+# Gradio compiles its templates with `new Function`, and uses inline scripts and styles. Nothing is loaded from other
+# hosts.
+CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'self' data: blob:",
         "script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:",
@@ -49,82 +50,82 @@ POLICY = "; ".join(
     )
 )
 HEADERS = (
-    (b"content-security-policy", POLICY.encode()),
+    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
-    # Not no-referrer: with it browsers send `Origin: null` when the login form is posted.
+    # Not no-referrer: with that, browsers send `Origin: null` when the login form is posted.
     (b"referrer-policy", b"same-origin"),
 )
 
 
 class Login:
-    """A password, and the signed cookie that stands for it. Sessions outlive the process: only the key is kept."""
+    """The password, and the signed session cookie. Sessions survive a restart: only the key is stored."""
 
     def __init__(self, password: str, key: bytes, clock: Callable[[], float] = time.time) -> None:
         self._password = password.encode()
-        # Another password, another key: changing it ends every session.
+        # The password is part of the key: changing it ends every session.
         self._key = hmac.digest(key, self._password, "sha256")
         self._clock = clock
-        self._failed: dict[str, tuple[int, float]] = {}
-        # Cookies do not know ports: two pages on one machine must not overwrite each other's.
+        self._failures: dict[str, tuple[int, float]] = {}
+        # Cookies ignore ports: two servers on one machine must not overwrite each other's cookie.
         self.cookie = "footplate_" + hashlib.sha256(key).hexdigest()[:8]
 
-    def ticket(self) -> str:
-        """A cookie's value: when it ends (unix seconds), and the signature of that."""
-        until = str(int(self._clock()) + SESSION_SECONDS)
-        return f"{until}.{self._sign(until)}"
+    def create_session(self) -> str:
+        """A cookie value: when the session expires (Unix seconds), and its signature."""
+        expires = str(int(self._clock()) + SESSION_SECONDS)
+        return f"{expires}.{self._sign(expires)}"
 
-    def valid(self, ticket: str) -> bool:
-        """Whether `ticket` was signed here and has not ended."""
-        until, _, signature = ticket.partition(".")
-        good = hmac.compare_digest(self._sign(until).encode(), signature.encode())
-        return good and until.isdecimal() and int(until) > self._clock()
+    def is_valid(self, session: str) -> bool:
+        """Whether `session` was signed with this key and has not expired."""
+        expires, _, signature = session.partition(".")
+        signed = hmac.compare_digest(self._sign(expires).encode(), signature.encode())
+        return signed and expires.isdecimal() and int(expires) > self._clock()
 
     def wait_seconds(self, address: str) -> int:
-        """Seconds until `address` may try again; 0 is now."""
-        _, until = self._failed.get(address, (0, 0.0))
+        """Seconds until `address` may try again; 0 means now."""
+        _, until = self._failures.get(address, (0, 0.0))
         return max(0, math.ceil(until - self._clock()))
 
-    def enter(self, address: str, password: str) -> bool:
-        """Whether `password` is right. A wrong one makes `address` wait: twice as long each time, after a few."""
+    def check_password(self, address: str, password: str) -> bool:
+        """Whether `password` is correct. After a few wrong ones, `address` has to wait twice as long each time."""
         if hmac.compare_digest(hashlib.sha256(password.encode()).digest(), hashlib.sha256(self._password).digest()):
-            self._failed.pop(address, None)
+            self._failures.pop(address, None)
             return True
-        failed = self._failed.pop(address, (0, 0.0))[0] + 1
-        wait = min(LONGEST_WAIT_SECONDS, 2 ** min(failed - FREE_TRIES, 16)) if failed >= FREE_TRIES else 0
-        self._failed[address] = (failed, self._clock() + wait)
-        while len(self._failed) > MOST_ADDRESSES:
-            self._failed.pop(next(iter(self._failed)))
+        failed = self._failures.pop(address, (0, 0.0))[0] + 1
+        wait = min(MAX_WAIT_SECONDS, 2 ** min(failed - FREE_ATTEMPTS, 16)) if failed >= FREE_ATTEMPTS else 0
+        self._failures[address] = (failed, self._clock() + wait)
+        while len(self._failures) > MAX_ADDRESSES:
+            self._failures.pop(next(iter(self._failures)))
         return False
 
     def _sign(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), "sha256").hexdigest()
 
 
-def key_in(folder: Path) -> bytes:
-    """The secret of this runs folder, made at first use, readable by its owner alone. Raises OSError."""
+def load_or_create_key(folder: Path) -> bytes:
+    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError."""
     path = folder / ".key"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         if key := path.read_bytes():
             return key
-        path.unlink()  # an earlier start was cut off before it wrote
-        return key_in(folder)
+        path.unlink()  # an earlier start was killed before it wrote the key
+        return load_or_create_key(folder)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
     return path.read_bytes()
 
 
 def known_hosts(bound: str, more: Iterable[str] = ()) -> frozenset[str]:
-    """The names that the page answers to: this machine's own, the one it is bound to, and what the user allows."""
+    """The host names that the page answers to: loopback, the one it is bound to, and those the user allows."""
     names = (h.lower() if _is_address(h) else host_name(h) for h in (*LOOPBACK, bound, *more))
     return frozenset(name for name in names if name)
 
 
-class Guard:
-    """Lets through what a page of this server, or a program of its user, asks; refuses the rest with a sentence.
+class AccessControl:
+    """Passes requests of this server's own page and of the user's programs; rejects all others with a sentence.
 
-    Ports are not compared: behind `ssh -L` the browser's is another. What counts is that Origin and Host agree.
+    Ports are not compared: behind `ssh -L` the browser uses a different one. Origin and Host must agree.
     """
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str], login: Login | None = None) -> None:
@@ -137,48 +138,50 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        guarded = _with_headers(send)
-        refused = self._foreign(scope, headers) or _oversized(scope, headers)
-        if refused is None and self.login is not None:
-            refused = await self._stranger(scope, receive, headers, self.login)
-        if refused is None:
-            await self.app(scope, receive, guarded)
+        send_with_headers = _with_headers(send)
+        rejected = self._reject_cross_site(scope, headers) or _reject_body(scope, headers)
+        if rejected is None and self.login is not None:
+            rejected = await self._require_login(scope, receive, headers, self.login)
+        if rejected is None:
+            await self.app(scope, receive, send_with_headers)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await refused(scope, receive, guarded)
+            await rejected(scope, receive, send_with_headers)
 
-    def _foreign(self, scope: Scope, headers: Headers) -> Response | None:
-        """The refusal of what another name, or another page, asks."""
+    def _reject_cross_site(self, scope: Scope, headers: Headers) -> Response | None:
+        """The response to a request with an unknown host name, or from another site; None if it may pass."""
         named = headers.getlist("host")
         name = host_name(named[0]) if len(named) == 1 else ""
         if not self._known(name):
-            return refusal(
+            return error_response(
                 421,
-                f"This page does not answer to the name {name[:80]!r}. Open it as http://127.0.0.1 with its port, or "
-                "start it with FOOTPLATE_HOSTS set to that name.",
+                f"Unknown host name {name[:80]!r}. Open the page at http://127.0.0.1 with its port, or start it with "
+                "FOOTPLATE_HOSTS set to that name.",
             )
         origins = headers.getlist("origin")
-        if any(not _same(origin, named[0]) for origin in origins):
-            return refusal(403, "Another page may not use this one.")
+        if any(not _is_same_origin(origin, named[0]) for origin in origins):
+            return error_response(403, "Requests from other sites are not allowed.")
         site = headers.get("sec-fetch-site", "none")
-        visit = scope["type"] == "http" and scope["method"] in SAFE and headers.get("sec-fetch-mode") == "navigate"
-        if site not in ("same-origin", "none") and not visit:
-            return refusal(403, "Another page may not use this one.")
+        link = (
+            scope["type"] == "http" and scope["method"] in SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"
+        )
+        if site not in ("same-origin", "none") and not link:
+            return error_response(403, "Requests from other sites are not allowed.")
         return None
 
     def _known(self, name: str) -> bool:
         if name in self.hosts:
             return True
-        # Bound to every address: nobody can make a browser call this machine by an address that is not its own.
+        # Bound to all addresses: a numeric host cannot be rebound by DNS, so it is this machine's own address.
         return any(h in self.hosts for h in WILDCARD) and _is_address(name)
 
-    async def _stranger(self, scope: Scope, receive: Receive, headers: Headers, login: Login) -> Response | None:
-        """The answer to somebody who has not logged in; None for who has."""
-        inside = login.valid(_cookies(headers).get(login.cookie, ""))
+    async def _require_login(self, scope: Scope, receive: Receive, headers: Headers, login: Login) -> Response | None:
+        """The response to a request without a valid session; None with one."""
+        logged_in = login.is_valid(_cookies(headers).get(login.cookie, ""))
         if scope["type"] == "http" and scope["path"] == "/login":
-            return await _login(Request(scope, receive), login, inside)
-        if inside:
+            return await _login(Request(scope, receive), login, logged_in)
+        if logged_in:
             return None
         if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             back = scope["path"].lstrip("/") + (
@@ -186,26 +189,26 @@ class Guard:
             )
             up = "../" * (scope["path"].count("/") - 1)
             return RedirectResponse(f"{up or './'}login?next={quote(back, safe='')}", 303)
-        return refusal(401, "Log in first: open this page in a browser.")
+        return error_response(401, "Not logged in: open the page in a browser and log in.")
 
 
-def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error as every route answers it."""
+def error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in the same format as the API's."""
     body = orjson.dumps({"error": sentence})
     return Response(body, status, media_type="application/json", headers=headers)
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets; '' if it is none."""
+    """The name in a Host header, without port and brackets; '' if the header is malformed."""
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises for a port that is no number
+        _ = parts.port  # raises for a port that is not a number
     except ValueError:
         return ""
     return (parts.hostname or "") if parts.netloc == host and "@" not in host else ""
 
 
-def _same(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     scheme, _, rest = origin.partition("://")
     return scheme in ("http", "https") and rest.lower() == host.lower()
 
@@ -218,30 +221,30 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _oversized(scope: Scope, headers: Headers) -> Response | None:
-    if scope["type"] != "http" or scope["method"] in SAFE:
+def _reject_body(scope: Scope, headers: Headers) -> Response | None:
+    if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
         return None
     length = headers.get("content-length", "0" if "transfer-encoding" not in headers else "")
     if not length.isdecimal():
-        return refusal(411, "Send the length of the body.")
-    if int(length) > MOST_BODY_BYTES:
-        return refusal(413, f"That is more than {MOST_BODY_BYTES // 1024**2} MB.")
+        return error_response(411, "The request needs a content-length header.")
+    if int(length) > MAX_BODY_BYTES:
+        return error_response(413, f"The request body exceeds {MAX_BODY_BYTES // 1024**2} MiB.")
     return None
 
 
 def _with_headers(send: Send) -> Send:
-    """`send`, with the page's headers on every answer and without leave for other origins, which Gradio gives."""
+    """`send` with the page's headers on every response, and without the CORS headers that Gradio adds."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [pair for pair in message.get("headers", ()) if not _replaced(pair[0].lower())]
-            message = {**message, "headers": [*kept, *HEADERS]}
+            others = [pair for pair in message.get("headers", ()) if not _is_replaced(pair[0].lower())]
+            message = {**message, "headers": [*others, *HEADERS]}
         await send(message)
 
     return sending
 
 
-def _replaced(name: bytes) -> bool:
+def _is_replaced(name: bytes) -> bool:
     return name.startswith(b"access-control-") or any(name == own for own, _ in HEADERS)
 
 
@@ -252,13 +255,13 @@ def _cookies(headers: Headers) -> dict[str, str]:
         return {}
 
 
-async def _login(request: Request, login: Login, inside: bool) -> Response:
-    """The login page; what it posts; and HEAD, by which it asks whether the cookie arrived after all."""
+async def _login(request: Request, login: Login, logged_in: bool) -> Response:
+    """The login page (GET), its form (POST), and HEAD, with which it asks whether the cookie arrives after all."""
     back = request.query_params.get("next", "").lstrip("/\\")
     back = "./" + quote(back, safe="/?&=%+,:;@~!$'()*-._")
     if request.method == "HEAD":
-        return Response(status_code=204 if inside else 200)  # an error would stand in the browser's console
-    if inside:
+        return Response(status_code=204 if logged_in else 200)  # an error status would show in the console
+    if logged_in:
         return RedirectResponse(back, 303)
     if request.method != "POST":
         return _login_page(back)
@@ -268,21 +271,21 @@ async def _login(request: Request, login: Login, inside: bool) -> Response:
         page.headers["retry-after"] = str(wait)
         return page
     fields: dict[str, list[Any]] = parse_qs((await request.body()).decode("utf-8", "replace"))
-    if not login.enter(address, str(fields.get("password", [""])[0])):
-        return _login_page(back, "That is not the password.", 401)
-    answer = RedirectResponse(back, 303)
-    answer.set_cookie(login.cookie, login.ticket(), SESSION_SECONDS, httponly=True, samesite="strict")
-    return answer
+    if not login.check_password(address, str(fields.get("password", [""])[0])):
+        return _login_page(back, "Wrong password.", 401)
+    response = RedirectResponse(back, 303)
+    response.set_cookie(login.cookie, login.create_session(), SESSION_SECONDS, httponly=True, samesite="strict")
+    return response
 
 
-def _login_page(back: str, wrong: str = "", status: int = 200) -> HTMLResponse:
-    alert = f'<p role="alert">{html.escape(wrong)}</p>' if wrong else ""
-    page = LOGIN.replace("{wrong}", alert).replace("{back}", html.escape(back))
+def _login_page(back: str, message: str = "", status: int = 200) -> HTMLResponse:
+    alert = f'<p role="alert">{html.escape(message)}</p>' if message else ""
+    page = LOGIN.replace("{message}", alert).replace("{back}", html.escape(back))
     return HTMLResponse(page, status, headers={"cache-control": "no-store"})
 
 
-# A link in a message arrives without the cookie (SameSite=Strict) although one is there: the page asks once more,
-# now from here, and goes on by itself.
+# A link on another site arrives without the cookie (SameSite=Strict) although the browser has one. The login page asks
+# again from this site, and continues by itself.
 LOGIN = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Footplate: log in</title>
 <meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
@@ -301,12 +304,12 @@ p{margin:0;color:light-dark(#b91c1c,#fca5a5)}
 <h1>Footplate</h1>
 <input name="username" value="footplate" autocomplete="username" hidden>
 <label>Password <input type="password" name="password" autocomplete="current-password" required autofocus></label>
-{wrong}
+{message}
 <button>Log in</button>
 </form>
 <script>
-fetch(location.pathname, {method: "HEAD"}).then(answer => {
-  if (answer.status === 204) location.replace(document.querySelector("form").dataset.back);
+fetch(location.pathname, {method: "HEAD"}).then((response) => {
+  if (response.status === 204) location.replace(document.querySelector("form").dataset.back);
 });
 </script>
 </body></html>

@@ -1,6 +1,6 @@
-"""Unsaved edits, one file a draft, so that they survive reload, a second tab and the server's restart.
+"""Unsaved form values, one file per draft, so that they survive a reload, a second tab and a restart of the server.
 
-Floor 6. Imports: backend.runs. Values are kept as the form sent them, also those that are no RunSpec yet.
+Imports: runs. Values are stored as the form sent them, also if they do not form a valid RunSpec yet.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ import orjson
 from backend.runs import replace_text
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MOST = 200
-MOST_BYTES = 256 * 1024
+MAX_DRAFTS = 200
+MAX_BYTES = 256 * 1024
 
 
 class DraftError(ValueError):
-    """A draft that cannot be kept, with the reason as a sentence."""
+    """A draft that cannot be stored, with the reason as a sentence."""
 
 
 class Drafts:
-    """The drafts in a folder, which is made when the first one is saved; the oldest make room."""
+    """The drafts in a folder, which is created with the first one. Beyond the maximum, the oldest are deleted."""
 
-    def __init__(self, folder: Path, most: int = MOST) -> None:
+    def __init__(self, folder: Path, max_drafts: int = MAX_DRAFTS) -> None:
         self.folder = folder
-        self.most = most
-        self._lock = threading.Lock()  # requests come in several threads
+        self.max_drafts = max_drafts
+        self._lock = threading.Lock()  # requests run in several threads
 
     def save(self, name: str, values: Mapping[str, Any]) -> None:
-        """Keep `values` under `name`. Raises DraftError for a name or a size that is none, OSError from the disk."""
+        """Store `values` under `name`. Raises DraftError for an invalid name or size, OSError from the disk."""
         path = self._path(name)
         text = orjson.dumps(values).decode()
-        if len(text) > MOST_BYTES:
-            raise DraftError(f"The form holds more than {MOST_BYTES // 1024} kB: put long texts into files.")
+        if len(text) > MAX_BYTES:
+            raise DraftError(f"The form holds more than {MAX_BYTES // 1024} kB of text: move long texts into files.")
         with self._lock:
             new = not path.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
             if new:
-                self._make_room()
+                self._delete_oldest()
 
     def load(self, name: str) -> dict[str, Any] | None:
-        """The values under `name`, or None. Raises DraftError for a name that is none."""
+        """The values stored under `name`, or None. Raises DraftError for an invalid name."""
         with suppress(OSError, orjson.JSONDecodeError):
             values = orjson.loads(self._path(name).read_bytes())
             if isinstance(values, dict):
@@ -56,10 +56,10 @@ class Drafts:
 
     def _path(self, name: str) -> Path:
         if not ID.fullmatch(name):
-            raise DraftError("A draft's id is up to 64 letters, digits, - and _.")
+            raise DraftError("A draft's id is 1 to 64 letters, digits, - and _.")
         return self.folder / f"{name}.json"
 
-    def _make_room(self) -> None:
-        found = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        for path in found[: max(0, len(found) - self.most)]:
+    def _delete_oldest(self) -> None:
+        drafts = sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        for path in drafts[: max(0, len(drafts) - self.max_drafts)]:
             path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Where each option sits. Plain Gradio that only places names; beauty stays in human hands.
+"""The order and sections of the form: where each option is placed.
 
-Floor 6. Imports: form, gradio.
+Imports: form, gradio.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from webui.form import Form
 
 @contextmanager
 def section(key: str, title: str) -> Iterator[None]:
-    """A part of the form with a heading that opens and closes it; closed, it says what is set."""
+    """A section of the form with a heading that opens and closes it; closed, it summarizes what is set."""
     with gr.Column(elem_id=f"fp-section-{key}", elem_classes=["fp-section"]):
         gr.HTML(
             f'<button type="button" class="fp-head" aria-expanded="true"><span class="fp-head-title">{title}</span>'
-            '<span class="fp-head-said"></span><span class="fp-chevron" aria-hidden="true"></span></button>',
+            '<span class="fp-head-summary"></span><span class="fp-chevron" aria-hidden="true"></span></button>',
             apply_default_css=False,
             padding=False,
         )
@@ -29,28 +29,28 @@ def section(key: str, title: str) -> Iterator[None]:
 
 @contextmanager
 def fields(more: bool = False) -> Iterator[None]:
-    """A grid of fields; with `more`, behind a small button for what is rarely changed."""
+    """A grid of fields; with `more`, hidden behind a button, for options that are rarely changed."""
     if more:
         gr.HTML(
             '<button type="button" class="fp-more" aria-expanded="false">More options</button>',
             apply_default_css=False,
             padding=False,
         )
-    with gr.Row(elem_classes=["fp-grid", "fp-rare"] if more else ["fp-grid"]):
+    with gr.Row(elem_classes=["fp-grid", "fp-advanced"] if more else ["fp-grid"]):
         yield
 
 
-def arrange(form: Form) -> None:
+def place_options(form: Form) -> None:
     """Place every option."""
     form.place("logging.run_name")
-    _learn(form)
+    _model_and_data(form)
     _method(form)
     _train(form)
     _launch(form)
-    _watch(form)
+    _outputs(form)
 
 
-def _learn(form: Form) -> None:
+def _model_and_data(form: Form) -> None:
     with section("model", "Model"):
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
@@ -146,7 +146,7 @@ def _launch(form: Form) -> None:
             form.place("launch.extra_accelerate_config")
 
 
-def _watch(form: Form) -> None:
+def _outputs(form: Form) -> None:
     with section("evaluation", "Evaluation"), fields():
         form.place("eval.strategy", "eval.steps", "eval.per_device_eval_batch_size", "eval.num_generations")
         form.place("eval.max_new_tokens")

@@ -1,8 +1,8 @@
-"""The page: one Blocks with three views (build, run, runs), switched by `body[data-tab]`.
+"""The page: one Gradio Blocks with three views (Build, Run, Runs), of which `body[data-tab]` shows one.
 
-Floor 6. Imports: form, layout, runpage, gradio. Gradio makes form, layout and look; what lives (verdict, log,
-charts, run list) is plain JS in static/ on the page's own routes. Templates are constant: data reaches the page
-by JSON and `textContent` only.
+Imports: form, layout, search_index, gradio. Gradio renders the form; everything that updates (check report, log,
+charts, list of runs) is JavaScript in static/ on the API's routes. HTML here is constant: data reaches the page as
+JSON, and the DOM by `textContent` only.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from typing import Any
 
 import gradio as gr
 
-from backend.config.options import options, text
-from webui.form import Form, deciding, shape, visibility_css
-from webui.layout import arrange
-from webui.run_page import run_html, runs_html
+from backend.config.options import by_name, text
+from webui.form import Form, controlling_options, field_kind, visibility_css
+from webui.layout import place_options
+from webui.search_index import search_index
 
-# Sent as one script: Gradio adds what belongs to the head while it runs, and several would come in any order.
-SCRIPT = "page.js"
-SCRIPTS = (
-    "vendor/uPlot.iife.min.js",
-    "core.js",
-    "poll.js",
-    "form.js",
-    "whatif.js",
-    "verdict.js",
-    "build.js",
-    "charts.js",
-    "log.js",
-    "run.js",
-    "runs.js",
+SCRIPT = "main.js"
+STYLES = (
+    "page.css",
+    "gradio.css",
+    "form.css",
+    "report.css",
+    "vendor/uPlot.min.css",
+    "run.css",
+    "charts.css",
+    "runs.css",
+    "responsive.css",
 )
-# The script may come later than the page that it serves.
-READY = "async () => { while (!window.FP) await new Promise((done) => setTimeout(done, 10)); FP.ready(%s); }"
-STYLES = ("page.css", "vendor/uPlot.min.css", "run.css")
+# Gradio adds the scripts of the head while it renders the page, in any order and possibly after this runs.
+START = """async () => {
+  while (!window.footplate || !window.uPlot) await new Promise((done) => setTimeout(done, 10));
+  await window.footplate.start(%s);
+}"""
 
 TOP = """
 <header class="fp-top">
@@ -43,37 +42,46 @@ TOP = """
     <a href="?tab=build" data-tab="build">Build</a>
     <a href="?tab=run" data-tab="run" hidden>Run</a>
     <a href="?tab=runs" data-tab="runs">Runs</a>
-    <a href="rules" class="fp-quiet" target="_blank" rel="noopener">Rules</a>
+    <a href="rules" target="_blank" rel="noopener">Rules</a>
   </nav>
-  <label class="fp-machine">For <select id="fp-machine" aria-label="The machine that it is for"></select></label>
-  <button type="button" class="fp-icon" id="fp-theme" aria-label="Light or dark" title="Light or dark"></button>
+  <label class="fp-machine">Machine <select id="fp-machine" aria-label="Machine to check for"></select></label>
+  <button type="button" class="fp-icon" id="fp-theme" aria-label="Switch between light and dark"
+    title="Switch between light and dark"></button>
 </header>
 """
 
-START_FROM = """
+PRESETS_AND_SEARCH = """
 <div class="fp-from">
-  <label>Start from <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
+  <label>Preset <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
   <span id="fp-preset-about" class="fp-dim"></span>
   <span class="fp-gap"></span>
-  <button type="button" class="fp-link" id="fp-import">Import</button>
-  <button type="button" class="fp-link" id="fp-export">Export</button>
+  <button type="button" class="fp-link" id="fp-import"
+    title="Load a Footplate YAML file, a DeepSpeed config or an accelerate config">Import</button>
+  <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
+</div>
+<div class="fp-search" role="search">
+  <input type="search" id="fp-search" placeholder="Search options, for example lora_alpha or ZeRO" autocomplete="off"
+    spellcheck="false" role="combobox" aria-label="Search options" aria-expanded="false"
+    aria-controls="fp-search-results" aria-autocomplete="list">
+  <kbd aria-hidden="true">/</kbd>
+  <div id="fp-search-results" role="listbox" aria-label="Matching options" hidden></div>
 </div>
 """
 
-SIDE = """
-<aside class="fp-side" aria-label="Verdict">
-  <section class="fp-verdict" id="fp-verdict" data-level="checking" role="status" aria-live="polite">
-    <p class="fp-verdict-text">Checking</p>
-    <p class="fp-verdict-more"></p>
-    <button type="button" class="fp-button" id="fp-fix-all" hidden>Fix everything</button>
+REPORT = """
+<aside class="fp-side" aria-label="Check report">
+  <section class="fp-status" id="fp-status" data-level="checking" role="status" aria-live="polite">
+    <p class="fp-status-text">Checking</p>
+    <p class="fp-status-more"></p>
+    <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
-    <button type="button" class="fp-start" id="fp-take" hidden disabled>Export</button>
+    <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
   </section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>
-  <section class="fp-card" id="fp-preview" aria-label="What will run">
-    <div class="fp-card-head"><h3>What will run</h3><span class="fp-gap"></span>
+  <section class="fp-card" id="fp-preview" aria-label="Launch preview">
+    <div class="fp-card-head"><h3>Launch preview</h3><span class="fp-gap"></span>
       <button type="button" class="fp-link" id="fp-copy-script">Copy as script</button></div>
     <div class="fp-tabs" id="fp-preview-tabs" role="tablist"></div>
     <pre class="fp-code" id="fp-preview-text" tabindex="0"></pre>
@@ -82,13 +90,16 @@ SIDE = """
 </aside>
 """
 
+RUN = '<div id="fp-run-page"></div>'
+RUNS = '<div id="fp-runs-page"></div>'
+
 THEME = gr.themes.Default(
     primary_hue="blue",
     neutral_hue="slate",
     font=["system-ui", "-apple-system", "Segoe UI", "sans-serif"],
     font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"],
 ).set(
-    # Gradio's help text misses the contrast of WCAG AA.
+    # The contrast of Gradio's help text is below WCAG AA.
     body_text_color_subdued="*neutral_600",
     block_info_text_color="*neutral_600",
     body_text_color_subdued_dark="*neutral_300",
@@ -97,76 +108,80 @@ THEME = gr.themes.Default(
 
 
 def build() -> gr.Blocks:
-    """The whole page, with nothing of any run in it."""
+    """The page, without the data of any run."""
     form = Form()
     with gr.Blocks(title="Footplate", analytics_enabled=False, fill_width=True) as page:
-        _still(TOP)
+        _static(TOP)
         with gr.Column(elem_id="fp-build", elem_classes=["fp-view"]), gr.Row(elem_classes=["fp-columns"]):
             with gr.Column(elem_classes=["fp-form"]):
-                _still(START_FROM)
-                arrange(form)
+                _static(PRESETS_AND_SEARCH)
+                place_options(form)
             with gr.Column(elem_classes=["fp-aside"]):
-                _still(SIDE)
+                _static(REPORT)
         with gr.Column(elem_id="fp-run", elem_classes=["fp-view"]):
-            _still(run_html())
+            _static(RUN)
         with gr.Column(elem_id="fp-runs", elem_classes=["fp-view"]):
-            _still(runs_html())
-        _wire(page, form)
+            _static(RUNS)
+        _add_events(page, form)
     if form.missing():
         raise ValueError(f"not placed in layout.py: {', '.join(form.missing())}")
     return page
 
 
-def _still(html: str) -> gr.HTML:
+def _static(html: str) -> gr.HTML:
     return gr.HTML(html, apply_default_css=False, padding=False)
 
 
-def _wire(page: gr.Blocks, form: Form) -> None:
-    """One js handler for the whole form; a hidden button writes values into it."""
-    widgets = list(form.widgets.values())
-    fill = gr.Button("fill", elem_id="fp-fill", elem_classes=["fp-hidden"])
-    quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+def _add_events(page: gr.Blocks, form: Form) -> None:
+    """One JavaScript handler for every edit; a hidden button through which JavaScript writes values into the form."""
+    components = list(form.components.values())
+    write = gr.Button("write", elem_id="fp-write", elem_classes=["fp-hidden"])
+    options: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     gr.on(
-        [w.input for w in widgets],
+        [c.input for c in components],
         None,
-        inputs=widgets,
-        js="(...values) => { FP.form.edited(values); }",
+        inputs=components,
+        js="(...values) => { window.footplate.edited(values); }",
         trigger_mode="multiple",
-        **quiet,
+        **options,
     )
-    fill.click(None, inputs=None, outputs=widgets, js="() => FP.form.filling()", **quiet)
-    page.load(None, inputs=None, js=READY % json.dumps(_described(form)), **quiet)
+    write.click(None, inputs=None, outputs=components, js="() => window.footplate.valuesToWrite()", **options)
+    page.load(None, inputs=None, js=START % json.dumps(_form_description(form)), **options)
 
 
-def _described(form: Form) -> dict[str, Any]:
-    """What the scripts need of the options: names in the order of the widgets, labels, defaults, deciding names."""
-    found = {o.name: o for o in options()}
+def _form_description(form: Form) -> dict[str, Any]:
+    """What the scripts need to know of the options. `names` is in the order of the components."""
+    known = by_name()
     return {
-        "names": list(form.widgets),
-        "deciding": deciding(),
+        "names": list(form.components),
+        "controlling": controlling_options(),
         "options": {
             name: {
-                "label": found[name].label,
-                "kind": found[name].kind,
-                "shape": shape(found[name]),
-                "unit": found[name].unit,
-                "default": text(found[name], found[name].default),
-                "choices": dict(found[name].choices),
-                "when": [{k: list(v) for k, v in c.items()} for c in found[name].when],
+                "label": known[name].label,
+                "kind": known[name].kind,
+                "field": field_kind(known[name]),
+                "unit": known[name].unit,
+                "default": text(known[name], known[name].default),
+                "choices": dict(known[name].choices),
+                "when": [{k: list(v) for k, v in c.items()} for c in known[name].when],
             }
-            for name in form.widgets
+            for name in form.components
         },
+        "search": search_index(list(form.components)),
     }
 
 
 def head() -> str:
-    """Scripts and styles for the page's head, and the CSS that follows from `when`."""
+    """Scripts and styles for the page's head, and the CSS that hides options without effect."""
     styles = "".join(f'<link rel="stylesheet" href="footplate/{name}">' for name in STYLES)
-    script = f'<script src="footplate/{SCRIPT}"></script>'
+    scripts = (
+        '<script src="footplate/vendor/uPlot.iife.min.js"></script>'
+        f'<script type="module" src="footplate/{SCRIPT}"></script>'
+    )
     icon = '<link rel="icon" href="footplate/icon.svg" type="image/svg+xml">'
-    return f"{icon}{styles}<style>{visibility_css()}</style>{script}"
+    return f"{icon}{styles}<style>{visibility_css()}</style>{scripts}"
 
 
-def mounting() -> dict[str, Any]:
-    """The arguments of `gr.mount_gradio_app` that belong to the look."""
+def mount_arguments() -> dict[str, Any]:
+    """The arguments of `gr.mount_gradio_app` that concern the page's look."""
     return {"theme": THEME, "head": head(), "footer_links": [], "run_history": False}

@@ -1,6 +1,6 @@
-"""A picture of a run to keep: loss, learning rate, and what came out.
+"""An image of a run: loss, learning rate, preference metrics and results.
 
-Floor 6. Imports matplotlib, so it is loaded when the first picture is asked for. No pyplot: nothing is kept open.
+Imports matplotlib, so it is imported with the first request. No pyplot, which would keep figures open.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from matplotlib.figure import Figure
 INCHES, DPI = (9.0, 5.6), 150
 INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
 TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
-# Series of stages that compare answers.
-COMPARED = (("reward_margin", "margin"), ("reward_accuracy", "better ahead"))
-MOST_DRAWN = 5000
-LONGEST_LINE = 130
-SMOOTHED_FROM = 20  # points; fewer are clear without
+# Metrics of preference training.
+PREFERENCE = (("reward_margin", "reward margin"), ("reward_accuracy", "reward accuracy"))
+MAX_POINTS = 5000
+MAX_LINE_LENGTH = 130
+MIN_POINTS_TO_SMOOTH = 20
 
 
-def picture(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> bytes:
-    """The PNG of a run: its summary, its points (see `reading`), its result ({} before the end)."""
+def draw(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> bytes:
+    """The PNG of a run from its summary, its metrics, and its result ({} before the end)."""
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
-    more = [(key, name) for key, name in COMPARED if column(points, key)[0]]
-    loss, *others = figure.subplots(2 + len(more), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(more))))
+    extra = [(key, name) for key, name in PREFERENCE if column(points, key)[0]]
+    loss, *others = figure.subplots(2 + len(extra), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(extra))))
     rate = others[-1]
-    # parse_math off: a name with dollar signs is a name.
+    # parse_math off: dollar signs in a name are not TeX.
     figure.suptitle(str(summary.get("name") or summary.get("id")), color=INK, weight="bold", parse_math=False)
     loss.set_title(outcome(summary, result), color=DIM, fontsize=9, loc="left", parse_math=False)
     _loss(loss, points)
@@ -38,53 +38,53 @@ def picture(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], res
     loss.set_ylabel("loss", color=DIM)
     rate.set_ylabel("learning rate", color=DIM)
     rate.set_xlabel("step", color=DIM)
-    for axes, (key, name) in zip(others, more, strict=False):
+    for axes, (key, name) in zip(others, extra, strict=False):
         _line(axes, *column(points, key), color=TRAIN, width=1.4)
         _line(axes, *column(points, f"eval_{key}"), color=EVAL, width=1.6, marker="o")
         axes.set_ylabel(name, color=DIM)
     for axes in (loss, *others):
-        _calm(axes)
+        _style_axes(axes)
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
 
 
 def outcome(summary: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """One line: method and model, how it ended, and the figures before and after."""
+    """One line: method and model, how the run ended, and the metrics before and after."""
     parts = [" ".join(str(summary[key]) for key in ("method", "model") if summary.get(key))]
     parts.append(str(summary.get("sentence", "")).rstrip("."))
     before, after = result.get("exact_match_before"), result.get("exact_match_after")
     if before is not None and after is not None:
-        parts.append(f"exact match {before:.0%} before, {after:.0%} after")
+        parts.append(f"exact match {before:.0%} before training, {after:.0%} after")
     if result.get("eval_reward_accuracy") is not None:
-        parts.append(f"better answer ahead in {result['eval_reward_accuracy']:.0%}")
+        parts.append(f"reward accuracy {result['eval_reward_accuracy']:.0%}")
     if result.get("eval_loss") is not None:
         parts.append(f"validation loss {result['eval_loss']:.4g}")
-    return textwrap.shorten(" | ".join(part for part in parts if part), LONGEST_LINE, placeholder=" ...")
+    return textwrap.shorten(" | ".join(part for part in parts if part), MAX_LINE_LENGTH, placeholder=" ...")
 
 
 def column(points: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of `key`, thinned to what a picture can show; null values are left out."""
-    found = [(point["step"], point[key]) for point in points if isinstance(point.get(key), int | float)]
-    every = -(-len(found) // MOST_DRAWN) or 1
-    kept = found[::every] + ([found[-1]] if found and (len(found) - 1) % every else [])
+    """Steps and values of `key`, subsampled to MAX_POINTS, without null values."""
+    pairs = [(point["step"], point[key]) for point in points if isinstance(point.get(key), int | float)]
+    every = -(-len(pairs) // MAX_POINTS) or 1
+    kept = pairs[::every] + ([pairs[-1]] if pairs and (len(pairs) - 1) % every else [])
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, a twentieth of all; no later and no earlier than the values."""
+    """A centered moving average over a twentieth of the values, without lag."""
     sums = list(itertools.accumulate(values, initial=0.0))
     reach = max(1, len(values) // 40)
-    found = []
+    means = []
     for i in range(len(values)):
-        near = min(reach, i, len(values) - 1 - i)  # as many on each side, so that an end does not lean
-        found.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
-    return found
+        near = min(reach, i, len(values) - 1 - i)  # symmetric, so that the ends are not biased
+        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
+    return means
 
 
 def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     steps, values = column(points, "loss")
-    many = len(values) >= SMOOTHED_FROM
+    many = len(values) >= MIN_POINTS_TO_SMOOTH
     _line(
         axes,
         steps,
@@ -101,15 +101,15 @@ def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
     if axes.has_data():
         axes.legend(frameon=False, labelcolor=INK)
     else:
-        axes.text(0.5, 0.5, "no loss has been logged", transform=axes.transAxes, ha="center", color=DIM)
+        axes.text(0.5, 0.5, "No loss was logged", transform=axes.transAxes, ha="center", color=DIM)
 
 
-def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: float, **look: Any) -> None:
+def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: float, **style: Any) -> None:
     if steps:
-        axes.plot(steps, values, linewidth=width, markersize=3, **look)
+        axes.plot(steps, values, linewidth=width, markersize=3, **style)
 
 
-def _calm(axes: Axes) -> None:
+def _style_axes(axes: Axes) -> None:
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=DIM, labelsize=8, length=0)

@@ -150,7 +150,10 @@ def estimate(arguments: argparse.Namespace) -> int:
         print(f"{row.bytes / 2**30:10.2f} GiB  {row.where:6}  {row.name:24}  {row.formula}")
     for where, total in (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes)):
         print(f"{total / 2**30:10.2f} GiB  {where:6}  total")
-    print(f"{found.capacity_bytes / 2**30:10.2f} GiB  device  capacity")
+    print(f"{found.capacity_bytes / 2**30:10.2f} GiB  device  free memory")
+    if not found.unknown:
+        low, high = (bytes_ / 2**30 for bytes_ in (found.low_bytes, found.high_bytes))
+        print(f"The peak per device is expected between {low:.2f} and {high:.2f} GiB.")
     return 0
 
 

@@ -163,9 +163,9 @@ def _fix_words(fix: Fix) -> str:
 
 def _outdated_section(outdated: Outdated) -> Iterator[str]:
     launched = f"a test launches it, `tests/process/{outdated.test}`"
-    yield f"### {outdated.pair}"
+    yield f"### {outdated.topic}"
     yield ""
-    yield f"Before: {outdated.belief} Now: {outdated.now}"
+    yield f"Before: {outdated.before} Now: {outdated.now}"
     yield ""
-    yield f"- Verified with: {outdated.seen}"
+    yield f"- Verified with: {outdated.verified_with}"
     yield f"- Proof: {launched if outdated.test else 'read in the source, not launched'}"

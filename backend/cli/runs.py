@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from backend.cli.commands import print_findings, print_json, read_spec, report_json
 from backend.machine import probe
 from backend.preflight import preflight
-from backend.runs import LOG, METRICS, SPEC
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
 from backend.runs.metrics import Metrics, since
 
@@ -34,7 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print_findings(report)
         return 1
-    created = Run.create(Path(arguments.runs), report.title, report.plan, datetime.now(), report.about, report.expected)
+    plan = report.plan
+    if not report.can_run:  # the trainer must not refuse what the user has chosen to start
+        plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})
+    created = Run.create(Path(arguments.runs), report.title, plan, datetime.now(), report.about, report.expected)
     created.start()
     return _started(created, arguments, 0)
 

@@ -56,7 +56,7 @@ class RunSpec(Section):
         before is asked of another one, which is let go again."""
         before, whole = self.preference.precompute_ref_log_probs, self.method.kind != "lora"
         held = self.parallel.strategy in registry.FSDP if before else whole
-        return registry.STAGES[self.train.stage].reference and held
+        return registry.STAGES[self.train.stage].uses_reference_model and held
 
     @property
     def has_param_groups(self) -> bool:

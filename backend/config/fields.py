@@ -117,28 +117,30 @@ def read_by(option: str) -> Condition:
 LORA: Condition = {"method.kind": ("lora",)}
 FREEZE: Condition = {"method.kind": ("freeze",)}
 SFT: Condition = {"train.stage": ("sft",)}
-PLAIN: Condition = {"train.stage": registry.PLAIN}
-TALKS: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "pretraining")}
-ANSWERS: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.answers)}
+NEXT_TOKEN: Condition = {"train.stage": registry.NEXT_TOKEN_STAGES}
+CHAT: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "pretraining")}
+GENERATING: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.generates)}
 DPO: Condition = {"train.stage": ("dpo",)}
 KTO: Condition = {"train.stage": ("kto",)}
 REWARD: Condition = {"train.stage": ("reward",)}
-HELD: Condition = {"train.stage": tuple(name for name, row in registry.STAGES.items() if row.reference)}
-WEIGHED: Condition = {"train.stage": ("dpo", "kto", "orpo")}
-SHUFFLED: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "kto")}
+WITH_REFERENCE: Condition = {
+    "train.stage": tuple(name for name, row in registry.STAGES.items() if row.uses_reference_model)
+}
+WITH_BETA: Condition = {"train.stage": ("dpo", "kto", "orpo")}
+SHUFFLING: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "kto")}
 DDP: Condition = {"parallel.strategy": ("ddp",)}
-MANY: Condition = {"parallel.strategy": registry.MANY}
-STARTED: Condition = {**MANY, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
-NODES: Condition = {**STARTED, "launch.rendezvous": ("static", "elastic")}
-STATIC: Condition = {**STARTED, "launch.rendezvous": ("static",)}
-ELASTIC: Condition = {**STARTED, "launch.rendezvous": ("elastic",)}
-HOSTS: Condition = {**MANY, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
+MULTI_PROCESS: Condition = {"parallel.strategy": registry.MULTI_PROCESS}
+WITH_LAUNCHER: Condition = {**MULTI_PROCESS, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
+MULTI_NODE: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("static", "elastic")}
+STATIC: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("static",)}
+ELASTIC: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("elastic",)}
+WITH_HOSTFILE: Condition = {**MULTI_PROCESS, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
 BUCKETS: Condition = {"parallel.strategy": ("ddp", *registry.DEEPSPEED)}
 OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
 ZERO: Condition = {"parallel.strategy": registry.DEEPSPEED}
 ZERO3: Condition = {"parallel.strategy": ("zero3",)}
 FSDP: Condition = {"parallel.strategy": registry.FSDP}
-ENGINE: Condition = {"parallel.strategy": (*registry.DEEPSPEED, *registry.FSDP)}
+WITH_ENGINE_CONFIG: Condition = {"parallel.strategy": (*registry.DEEPSPEED, *registry.FSDP)}
 FSDP1: Condition = {"parallel.strategy": ("fsdp1",)}
 FSDP2: Condition = {"parallel.strategy": ("fsdp2",)}
 TENSOR: Condition = {"parallel.strategy": ("tensor",)}
@@ -148,7 +150,7 @@ OFFLOADED = (
     {**OFFLOADING, "parallel.offload_optimizer": ("cpu", "nvme")},
     {**ZERO3, "parallel.offload_param": ("cpu", "nvme")},
 )
-OWN_DATA: Condition = {"data.source": ("files", "hub")}
+USER_DATA: Condition = {"data.source": ("files", "hub")}
 FP8: Condition = {"precision.compute": ("fp8",)}
-EVALUATED: Condition = {"eval.strategy": ("steps", "epoch")}
-SAVED: Condition = {"save.strategy": ("steps", "epoch")}
+EVALUATING: Condition = {"eval.strategy": ("steps", "epoch")}
+SAVING: Condition = {"save.strategy": ("steps", "epoch")}

@@ -143,7 +143,7 @@ def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
 
 
 # DeepSpeed's optimizers and schedules that are the form's too; source: transformers 5.23 docs/main_classes/deepspeed.
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw"}  # its Adam decays like AdamW, unless told otherwise
+OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}  # its Adam decays like AdamW, unless told otherwise
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 PLAIN = {"torch_adam": (True, False), "adam_w_mode": (True,), "bias_correction": (True,), "warmup_min_lr": (0, "auto"),
          "warmup_type": ("linear",)}  # fmt: skip

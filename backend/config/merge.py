@@ -46,13 +46,13 @@ def beyond(theirs: Table, ours: Table) -> dict[str, Any]:
     return found
 
 
-def clashes(theirs: Table, ours: Table) -> dict[str, Any]:
+def conflicts(theirs: Table, ours: Table) -> dict[str, Any]:
     """What both say, and differently; an "auto" of ours is no value."""
     found: dict[str, Any] = {}
     for key, value in theirs.items():
         mine = ours.get(key, value)
         if isinstance(value, Mapping) and isinstance(mine, Mapping):
-            if inner := clashes(value, mine):
+            if inner := conflicts(value, mine):
                 found[key] = inner
         elif mine not in (value, AUTO):
             found[key] = value

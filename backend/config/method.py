@@ -10,7 +10,7 @@ from backend import registry
 from backend.config.fields import (
     FREEZE,
     LORA,
-    PLAIN,
+    NEXT_TOKEN,
     Names,
     Section,
     Ui,
@@ -42,7 +42,7 @@ class Lora(Section):
     """Width of the adapter. 8 to 64 is usual; more learns more and costs more."""
     alpha: Annotated[float, Field(gt=0, le=65536), Ui("Alpha", when=LORA)] = 32.0
     """The adapter is scaled by alpha / rank, with rsLoRA by alpha / root of rank. Twice the rank is usual."""
-    dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when={**LORA, **PLAIN})] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), Ui("Dropout", when={**LORA, **NEXT_TOKEN})] = 0.0
     """Against learning by heart on small data; 0.05 is usual, 0 is quicker."""
     targets: Annotated[str, *one_of(registry.LORA_TARGETS), Ui("Adapted layers", when=LORA)] = "all-linear"
     """Where adapters are put."""

@@ -17,7 +17,7 @@ class Model(Section):
 
     source: Annotated[Literal["builtin", "path", "hub"], Ui("Model from")] = "builtin"
     """Built in needs no network; a folder holds config.json and weights; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(registry.MODELS), Ui("Model", when={"model.source": ("builtin",)})] = (
+    builtin: Annotated[str, *one_of(registry.BUILTIN_MODELS), Ui("Model", when={"model.source": ("builtin",)})] = (
         "smollm2-135m-instruct"
     )
     """Ready to train without an account."""

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from backend import registry
 from backend.config.fields import (
-    ANSWERS,
-    EVALUATED,
+    EVALUATING,
+    GENERATING,
     LORA,
-    SAVED,
+    SAVING,
     Section,
     Ui,
     one_of,
@@ -25,11 +25,11 @@ class Eval(Section):
     """The loss on validation rows, drawn beside the training loss."""
     steps: Annotated[int, Field(ge=1), Ui("Every", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
     """Steps between evaluations."""
-    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size", when=EVALUATED)] = 8
+    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size", when=EVALUATING)] = 8
     """Rows a device evaluates at once."""
-    num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=ANSWERS)] = 0
+    num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=GENERATING)] = 0
     """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=ANSWERS, unit="tokens")] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=GENERATING, unit="tokens")] = 128
     """Where an answer is cut."""
 
 
@@ -40,11 +40,11 @@ class Save(Section):
     """A stopped or failed run goes on from the last complete one."""
     steps: Annotated[int, Field(ge=1), Ui("Every", when={"save.strategy": ("steps",)}, unit="steps")] = 100
     """Steps between checkpoints."""
-    total_limit: Annotated[int, Field(ge=0), Ui("Keep", when=SAVED)] = 2
+    total_limit: Annotated[int, Field(ge=0), Ui("Keep", when=SAVING)] = 2
     """Older checkpoints are deleted; 0 keeps all."""
-    only_model: Annotated[bool, Ui("Weights only", when=SAVED)] = False
+    only_model: Annotated[bool, Ui("Weights only", when=SAVING)] = False
     """Smaller, but such a checkpoint cannot be resumed from."""
-    load_best_model_at_end: Annotated[bool, Ui("End with the best", when={**SAVED, **EVALUATED})] = False
+    load_best_model_at_end: Annotated[bool, Ui("End with the best", when={**SAVING, **EVALUATING})] = False
     """Load the checkpoint with the lowest validation loss at the end."""
     resume_from: Annotated[Literal["latest", "scratch", "path"], Ui("Start from")] = "latest"
     """Started again, a run continues from its last complete checkpoint, begins anew, or takes one that you name."""

@@ -10,16 +10,16 @@ from backend import registry
 from backend.config.fields import (
     BUCKETS,
     DDP,
-    ENGINE,
     FSDP,
     FSDP1,
     FSDP2,
-    MANY,
+    MULTI_PROCESS,
     NVME,
     NVME_WEIGHTS,
     OFFLOADED,
     OFFLOADING,
     TENSOR,
+    WITH_ENGINE_CONFIG,
     ZERO,
     ZERO3,
     JsonText,
@@ -39,7 +39,7 @@ class Parallel(Section):
     """For models whose parts are skipped in some steps. Costs time."""
     bucket_cap_mb: Annotated[int, Field(ge=1, le=4096), Ui("Gradient bucket", when=BUCKETS, unit="MB")] = 25
     """Gradients are sent in parcels of this size."""
-    ddp_timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=MANY, unit="s")] = 1800
+    ddp_timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=MULTI_PROCESS, unit="s")] = 1800
     """A rank that waits longer for the others ends the run."""
     offload_optimizer: Annotated[str, *one_of(registry.OFFLOADS), Ui("Optimizer state in", when=OFFLOADING)] = "none"
     """Away from the device it leaves room, and the step is made by the CPU."""
@@ -82,7 +82,7 @@ class Parallel(Section):
     """So many devices share a row's tokens, for long rows. Not proven without GPUs."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel", when=ZERO)] = 1
     """So many devices share a row's tokens (Ulysses): activations of long rows are divided."""
-    extra_config: Annotated[JsonText, Ui("Further keys", when=ENGINE, widget="text")] = ""
+    extra_config: Annotated[JsonText, Ui("Further keys", when=WITH_ENGINE_CONFIG, widget="text")] = ""
     """JSON, laid over the engine's own file: for what has no field here."""
 
     @property

@@ -9,10 +9,10 @@ from pydantic import Field
 from backend import registry
 from backend.config.fields import (
     DPO,
-    HELD,
     KTO,
     REWARD,
-    WEIGHED,
+    WITH_BETA,
+    WITH_REFERENCE,
     Section,
     Ui,
     one_of,
@@ -22,7 +22,7 @@ from backend.config.fields import (
 class Preference(Section):
     """How answers are compared, and how far the model may leave what it was."""
 
-    beta: Annotated[float, Field(gt=0, le=100), Ui("Beta", when=WEIGHED)] = 0.1
+    beta: Annotated[float, Field(gt=0, le=100), Ui("Beta", when=WITH_BETA)] = 0.1
     """DPO and KTO: how tightly the model is held to what it was; ORPO: how much preferring counts beside learning."""
     dpo_loss_type: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("Loss", when=DPO)] = "sigmoid"
     """How a pair is turned into a loss."""
@@ -40,7 +40,7 @@ class Preference(Section):
     """Raise it where good answers are the rarer ones."""
     undesirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Weight of bad answers", when=KTO)] = 1.0
     """Raise it where bad answers are the rarer ones."""
-    precompute_ref_log_probs: Annotated[bool, Ui("Reference computed beforehand", when=HELD)] = False
+    precompute_ref_log_probs: Annotated[bool, Ui("Reference computed beforehand", when=WITH_REFERENCE)] = False
     """What the untouched model says is computed once, before training: no second model in memory."""
     center_rewards_coefficient: Annotated[float, Field(ge=0, le=10), Ui("Centring of rewards", when=REWARD)] = 0.0
     """Above 0 it pulls the mean reward towards zero; 0.01 is usual."""

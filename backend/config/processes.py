@@ -13,14 +13,14 @@ DEFAULT_PORT = 29500  # torch's and DeepSpeed's default master port
 
 def nproc_per_node(spec: RunSpec) -> int:
     """Processes on each node."""
-    return spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
+    return spec.launch.nproc_per_node if spec.parallel.strategy in registry.MULTI_PROCESS else 1
 
 
 def nnodes(spec: RunSpec) -> int:
     """Nodes that train together; of an elastic run, the most."""
     launch = spec.launch
     single = launch.rendezvous == "standalone" or launch.launcher == "python"
-    return 1 if single or spec.parallel.strategy not in registry.MANY else launch.nnodes
+    return 1 if single or spec.parallel.strategy not in registry.MULTI_PROCESS else launch.nnodes
 
 
 def world_size(spec: RunSpec) -> int:

@@ -9,8 +9,8 @@ from pydantic import Field
 from backend import registry
 from backend.config.fields import (
     FP8,
-    PLAIN,
-    SHUFFLED,
+    NEXT_TOKEN,
+    SHUFFLING,
     Names,
     Section,
     Ui,
@@ -42,7 +42,7 @@ class Train(Section):
     """How the learning rate moves after warm-up."""
     warmup_steps: Annotated[float, Field(ge=0), Ui("Warm-up", when=read_by("warmup_steps"))] = 0.03
     """Steps of rising rate; below 1 it is a share of all steps."""
-    optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw"
+    optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw_torch"
     """Turns gradients into steps; its state takes memory."""
     weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay", when=read_by("weight_decay"))] = 0.0
     """Pulls weights towards zero; 0.01 to 0.1 is usual for full training."""
@@ -61,7 +61,7 @@ class Train(Section):
     update_proj_gap: Annotated[int, Field(ge=1), Ui("Steps a projection", when=read_by("update_proj_gap"))] = 200
     """After so many steps a new projection is made; GaLore's decomposes every matrix, which takes its time."""
     optim_targets: Annotated[
-        str, *one_of(registry.PROJECTED), Ui("Projected layers", when=read_by("optim_targets"))
+        str, *one_of(registry.PROJECTION_TARGETS), Ui("Projected layers", when=read_by("optim_targets"))
     ] = "all-linear"
     """Other weights keep a full state."""
     optim_target_modules: Annotated[
@@ -102,18 +102,18 @@ class Train(Section):
         int, Field(ge=1), Ui("Steps a layer", when=read_by("badam_switch_block_every"))
     ] = 50
     """After so many steps the next layer's turn comes; 50 to 100 is usual."""
-    neftune_noise_alpha: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise", when=PLAIN)] = 0.0
+    neftune_noise_alpha: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise", when=NEXT_TOKEN)] = 0.0
     """Noise on the embeddings, often better answers on small data; 5 is usual, 0 is off."""
     train_sampling_strategy: Annotated[
         Literal["random", "group_by_length"],
-        Ui("Sampling", when=SHUFFLED, choices={"group_by_length": "Group by length"}),
+        Ui("Sampling", when=SHUFFLING, choices={"group_by_length": "Group by length"}),
     ] = "random"
     """Rows of like length together: less padding, a less random order."""
     activation_checkpointing: Annotated[bool, Ui("Activation checkpointing")] = False
     """Compute activations twice instead of keeping them: far less memory, about a third slower."""
     use_liger_kernel: Annotated[bool, Ui("Liger kernels")] = False
     """Norms, rotary embeddings and MLPs in kernels of their own: less memory, quicker; GPUs."""
-    use_unsloth: Annotated[bool, Ui("Unsloth", when={**PLAIN, "method.kind": ("lora", "full")})] = False
+    use_unsloth: Annotated[bool, Ui("Unsloth", when={**NEXT_TOKEN, "method.kind": ("lora", "full")})] = False
     """Loaded and computed by Unsloth: less memory and quicker on one GPU."""
     torch_compile: Annotated[bool, Ui("torch.compile", when={"parallel.strategy": ("single", "ddp")})] = False
     """Compile the model: quicker steps on GPUs, after a first one that takes minutes."""

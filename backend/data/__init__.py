@@ -1,17 +1,29 @@
-"""The data formats: how a row is read, recognised, checked, and turned into a conversation, a text or a preference.
+"""Data formats: reading files, detecting the format of an example, validating it, converting it.
 
-Floor 1. Imports spec. Used by the training and by the glance before it: both say the same about a row. reading (files),
-turns (what every format is made of), formats (rows with one answer), preferences (rows that compare answers).
+Imports config. Training and inspection use the same code, so both report the same problems. reading: files; chat:
+conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions.
 """
 
 from __future__ import annotations
 
-from backend.data.chat import Row, Unfit
-from backend.data.formats import DEFAULTS, columns, convert, plain, problem, recognise
-from backend.data.preferences import PREFERENCES, unpaired
-from backend.data.reading import SUFFIXES, RowError, expand, read_rows
+from backend.data.chat import Example, InvalidExample
+from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns, to_text
+from backend.data.preferences import PREFERENCES, unpair
+from backend.data.reading import SUFFIXES, DataFileError, expand, read_examples
 
 __all__ = [
-    "DEFAULTS", "PREFERENCES", "SUFFIXES", "Row", "RowError", "Unfit",
-    "columns", "convert", "expand", "plain", "problem", "read_rows", "recognise", "unpaired",
+    "DEFAULTS",
+    "PREFERENCES",
+    "SUFFIXES",
+    "DataFileError",
+    "Example",
+    "InvalidExample",
+    "convert",
+    "detect_format",
+    "example_problem",
+    "expand",
+    "read_examples",
+    "required_columns",
+    "to_text",
+    "unpair",
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""Turns and texts of a row, checked: what is wrong is one plain sentence. Floor 1. Imports nothing of ours."""
+"""Conversations and texts of an example, validated: a problem is an InvalidExample with a plain message.
+
+Imports nothing from Footplate.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Row = Mapping[str, Any]
+Example = Mapping[str, Any]
 Turns = list[dict[str, Any]]
 ROLES = {
     "messages": {
@@ -31,135 +34,140 @@ ROLES = {
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 
 
-class Unfit(ValueError):
-    """A row that is not of its format, in one plain sentence."""
+class InvalidExample(ValueError):
+    """An example that does not match its data format. The message completes "FILE, line N: "."""
 
 
-def said(role: str, content: str) -> dict[str, Any]:
-    """One turn."""
+def turn(role: str, content: str) -> dict[str, Any]:
+    """One turn of a conversation."""
     return {"role": role, "content": content}
 
 
-def talk(row: Row, column: str, layout: str = "") -> Turns:
-    """The turns in a column, written as `layout` (a key of KEYS; empty: as the first turn is). Raises Unfit."""
-    found = unpacked(row[column])
-    if isinstance(found, Mapping) and not layout:
-        found = [found]  # one answer
+def conversation(example: Example, column: str, turn_format: str = "") -> Turns:
+    """The turns in a column, in `turn_format` (a key of KEYS; '': by its first turn). Raises InvalidExample."""
+    found = parse_json(example[column])
+    if isinstance(found, Mapping) and not turn_format:
+        found = [found]  # a single turn
     if not isinstance(found, list):
-        raise Unfit(f"column {column} holds {kind(found)} instead of a list of turns")
+        raise InvalidExample(f"column {column} contains {type_name(found)}; expected a list of turns")
     if not found:
-        raise Unfit(f"column {column} holds no turn")
-    layout = layout or layout_of(found) or "messages"
-    return [_turn(turn, number, layout) for number, turn in enumerate(found, 1)]
+        raise InvalidExample(f"column {column} is an empty list; expected at least one turn")
+    turn_format = turn_format or turn_format_of(found) or "messages"
+    return [_turn(item, number, turn_format) for number, item in enumerate(found, 1)]
 
 
-def layout_of(value: Any) -> str:
-    """messages or sharegpt, by the keys of the first of several turns (or of one); empty if it is neither."""
-    value = unpacked(value)
+def turn_format_of(value: Any) -> str:
+    """messages or sharegpt, by the keys of a turn or of the first turn of a list; '' if it is neither."""
+    value = parse_json(value)
     first = value[0] if isinstance(value, list) and value else value
     named = (name for name, keys in KEYS.items() if isinstance(first, Mapping) and keys[0] in first)
     return next(named, "")
 
 
-def _turn(turn: Any, number: int, layout: str) -> dict[str, Any]:
-    who, what = KEYS[layout]
-    if not isinstance(turn, Mapping):
-        raise Unfit(f"turn {number} is {kind(turn)} instead of {{{who}, {what}}}")
-    if who not in turn:
-        raise Unfit(f"turn {number} has no {who}; its keys are: {', '.join(str(key) for key in turn)}")
-    name, roles = str(turn[who]), ROLES[layout]
+def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
+    role_key, content_key = KEYS[turn_format]
+    if not isinstance(value, Mapping):
+        raise InvalidExample(f"turn {number} is {type_name(value)}; expected an object {{{role_key}, {content_key}}}")
+    if role_key not in value:
+        keys = ", ".join(str(key) for key in value)
+        raise InvalidExample(f"turn {number} has no key {role_key}; its keys are {keys}")
+    name, roles = str(value[role_key]), ROLES[turn_format]
     if name not in roles:
-        raise Unfit(f"turn {number} has the unknown role {name!r}; known are {', '.join(roles)}")
-    role, calls = roles[name], turn.get("tool_calls")
+        raise InvalidExample(f"turn {number} has the unknown role {name!r}; supported roles are {', '.join(roles)}")
+    role, calls = roles[name], value.get("tool_calls")
     if name == "function_call":
-        calls = _calls(turn.get(what), number)
-    content = "" if name == "function_call" else _content(turn.get(what), number, what)
+        calls = _calls(value.get(content_key), number)
+    content = "" if name == "function_call" else _content(value.get(content_key), number, content_key)
     if role == "assistant" and not content.strip() and not calls:
-        raise Unfit(f"turn {number} is an empty answer")
-    more = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
-    return {**said(role, content), **({"tool_calls": calls} if calls else {}), **more}
+        raise InvalidExample(f"turn {number} is an empty assistant turn")
+    more = {key: value[key] for key in ("name", "tool_call_id") if value.get(key)}
+    return {**turn(role, content), **({"tool_calls": calls} if calls else {}), **more}
 
 
 def _calls(value: Any, number: int) -> list[dict[str, Any]]:
-    """ShareGPT's function_call: one call, or a list of them, as JSON."""
-    found = unpacked(value)
+    """ShareGPT's function_call: one call or a list of calls, as JSON."""
+    found = parse_json(value)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise Unfit(f"turn {number} is a function_call without a name: it must be JSON with name and arguments")
+        raise InvalidExample(f"turn {number} is a function_call without a name; expected JSON with name and arguments")
     return [{"type": "function", "function": dict(call)} for call in calls]
 
 
-def _content(value: Any, number: int, what: str) -> str:
-    """Text, or OpenAI's list of text parts; None (beside tool calls) is empty."""
+def _content(value: Any, number: int, key: str) -> str:
+    """Text, or OpenAI's list of text parts; None (next to tool calls) is empty."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         other = [str(part.get("type")) for part in value if part.get("type") != "text"]
         if other:
-            raise Unfit(f"turn {number} has a part of type {other[0]}; only text can be learned")
+            raise InvalidExample(f"turn {number} has a content part of type {other[0]}; only text parts are supported")
         return "".join(str(part.get("text", "")) for part in value)
     if not isinstance(value, str):
-        raise Unfit(f"turn {number}: {what} is {kind(value)} instead of text")
+        raise InvalidExample(f"the {key} of turn {number} is {type_name(value)}; expected text")
     return value
 
 
-def instruction(row: Row, column: str) -> Turns:
-    """Alpaca's question: history, then instruction and input. Raises Unfit."""
+def alpaca_prompt(example: Example, column: str) -> Turns:
+    """Alpaca's prompt: the history, then instruction and input. Raises InvalidExample."""
     turns = []
-    history = unpacked(row.get("history")) or []
+    history = parse_json(example.get("history")) or []
     if not isinstance(history, list):
-        raise Unfit(f"column history holds {kind(history)} instead of pairs of question and answer")
+        raise InvalidExample(
+            f"column history contains {type_name(history)}; expected a list of [prompt, response] pairs"
+        )
     for pair in history:
         if not isinstance(pair, list | tuple) or [type(part) for part in pair] != [str, str]:
-            raise Unfit("column history must hold pairs of question and answer")
-        turns += [said("user", pair[0]), said("assistant", pair[1])]
-    asked = [text(row, column), optional(row, "input")]
-    return [*turns, said("user", "\n\n".join(part for part in asked if part))]
+            raise InvalidExample("column history must be a list of [prompt, response] pairs")
+        turns += [turn("user", pair[0]), turn("assistant", pair[1])]
+    parts = [required_text(example, column), optional_text(example, "input")]
+    return [*turns, turn("user", "\n\n".join(part for part in parts if part))]
 
 
-def opened(turns: Turns, system: str) -> Turns:
-    """The turns behind a system prompt, unless they bring one."""
-    return [said("system", system), *turns] if system and turns[0]["role"] != "system" else turns
+def with_system_prompt(turns: Turns, system: str) -> Turns:
+    """The turns after a system prompt, unless they have their own."""
+    return [turn("system", system), *turns] if system and turns[0]["role"] != "system" else turns
 
 
-def tools(row: Row) -> dict[str, Any]:
-    """{"tools"} where the row brings some."""
-    found = unpacked(row.get("tools"))
+def tools(example: Example) -> dict[str, Any]:
+    """{"tools"} if the example has some."""
+    found = parse_json(example.get("tools"))
     return {"tools": found} if isinstance(found, list) and found else {}
 
 
-def need(row: Row, names: Iterable[str]) -> None:
-    """Raise Unfit naming the columns that are missing."""
-    missing = [name for name in names if name not in row]
+def require_columns(example: Example, names: Iterable[str]) -> None:
+    """Raise InvalidExample naming the columns that the example lacks."""
+    missing = [name for name in names if name not in example]
     if missing:
-        raise Unfit(f"has no column {' and no column '.join(missing)}; the columns are: {listed(row)}")
+        raise InvalidExample(
+            f"has no column {' and no column '.join(missing)}; its columns are: {column_names(example)}"
+        )
 
 
-def listed(row: Row) -> str:
-    """The names of a row's columns."""
-    return ", ".join(str(name) for name in row) or "none"
+def column_names(example: Example) -> str:
+    """The names of an example's columns, for a message."""
+    return ", ".join(str(name) for name in example) or "none"
 
 
-def text(row: Row, column: str) -> str:
-    """A text that says something. Raises Unfit."""
-    value = row[column]
+def required_text(example: Example, column: str) -> str:
+    """The text of a column that must not be empty. Raises InvalidExample."""
+    value = example[column]
     if not isinstance(value, str):
-        raise Unfit(f"column {column} holds {kind(value)} instead of text")
+        raise InvalidExample(f"column {column} contains {type_name(value)}; expected text")
     if not value.strip():
-        raise Unfit(f"column {column} is empty")
+        raise InvalidExample(f"column {column} is empty")
     return value
 
 
-def optional(row: Row, column: str) -> str:
-    """A text that may be missing. Raises Unfit."""
-    value = row.get(column)
+def optional_text(example: Example, column: str) -> str:
+    """The text of a column that may be missing. Raises InvalidExample."""
+    value = example.get(column)
     if value is not None and not isinstance(value, str):
-        raise Unfit(f"column {column} holds {kind(value)} instead of text")
+        raise InvalidExample(f"column {column} contains {type_name(value)}; expected text")
     return value or ""
 
 
-def unpacked(value: Any) -> Any:
-    """A value, or what its JSON text holds: a CSV file can only hold text."""
+def parse_json(value: Any) -> Any:
+    """The value of a JSON text, or the value itself: CSV columns can only contain text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -168,12 +176,12 @@ def unpacked(value: Any) -> Any:
     return value
 
 
-def kind(value: Any) -> str:
-    """The type of a value in a person's words."""
+def type_name(value: Any) -> str:
+    """The type of a value, with its article."""
     if value is None:
-        return "nothing"
+        return "null"
     if isinstance(value, bool):
-        return "true or false"
+        return "a boolean"
     words = {
         int: "a number",
         float: "a number",

@@ -1,6 +1,6 @@
-"""Rows with one answer: every format but plain text becomes {"messages": [{"role", "content"}, ...]}.
+"""Data formats with one completion: all except plain text are converted to {"messages": [{"role", "content"}, ...]}.
 
-Floor 1. Imports spec, turns, preferences.
+Imports config. DEFAULTS: format -> column option -> the column's usual name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from backend.config import Data
 from backend.data import chat
-from backend.data.chat import Row, Turns, Unfit
+from backend.data.chat import Example, InvalidExample, Turns
 from backend.data.preferences import PREFERENCES
 
 DEFAULTS = {
@@ -22,77 +22,77 @@ DEFAULTS = {
 }
 
 
-def recognise(row: Row, wanted: Iterable[str] = ()) -> str | None:
-    """The format of `row` from its column names and value types, tried in the order of `wanted`, then the others; None
-    if it is none of ours."""
-    every = dict.fromkeys((*wanted, *PREFERENCES, *DEFAULTS))
-    return next((format for format in every if _is(row, format)), None)
+def detect_format(example: Example, preferred: Iterable[str] = ()) -> str | None:
+    """The format of `example` by its column names and value types. `preferred` formats are tried first; None if none
+    matches."""
+    formats = dict.fromkeys((*preferred, *PREFERENCES, *DEFAULTS))
+    return next((format for format in formats if _matches(example, format)), None)
 
 
-def _is(row: Row, format: str) -> bool:
+def _matches(example: Example, format: str) -> bool:
     if format in PREFERENCES:
-        return PREFERENCES[format].seen(row)
+        return PREFERENCES[format].matches(example)
     names = DEFAULTS[format]
     if format in chat.KEYS:
-        found = chat.unpacked(row.get(names["messages_column"]))
-        return isinstance(found, list) and chat.layout_of(found) == format
-    return all(isinstance(row.get(column), str) for column in names.values())
+        found = chat.parse_json(example.get(names["messages_column"]))
+        return isinstance(found, list) and chat.turn_format_of(found) == format
+    return all(isinstance(example.get(column), str) for column in names.values())
 
 
-def columns(data: Data, format: str) -> dict[str, str]:
-    """Option -> the column that a row of `format` must have: the one that `data` names, or the usual one."""
+def required_columns(data: Data, format: str) -> dict[str, str]:
+    """Option -> the column that an example of `format` must have: the one set in `data`, or the usual one."""
     return {option: getattr(data, option) or usual for option, usual in DEFAULTS[format].items()}
 
 
-def problem(row: Row, format: str, data: Data) -> str | None:
-    """What is wrong with `row` as a row of `format`, in a sentence; None if it can be learned from."""
+def example_problem(example: Example, format: str, data: Data) -> str | None:
+    """Why `example` is not a valid example of `format`; None if it is valid."""
     try:
-        convert(row, format, data)
-    except Unfit as error:
+        convert(example, format, data)
+    except InvalidExample as error:
         return str(error)
     return None
 
 
-def convert(row: Row, format: str, data: Data) -> dict[str, Any]:
+def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences; else
-    {"messages"}; and "tools" where the row brings some. Raises Unfit."""
-    if not isinstance(row, Mapping):
-        raise Unfit(f"is {chat.kind(row)} and no row: a row has named columns")
+    {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
+    if not isinstance(example, Mapping):
+        raise InvalidExample(f"is {chat.type_name(example)}; expected an object with named columns")
     if format in PREFERENCES:
-        return PREFERENCES[format].convert(row, data)
-    names = columns(data, format)
-    chat.need(row, names.values())
+        return PREFERENCES[format].convert(example, data)
+    names = required_columns(data, format)
+    chat.require_columns(example, names.values())
     if format == "text":
-        return {"text": chat.text(row, names["text_column"])}
-    found = _CONVERSATIONS[format](row, names)
+        return {"text": chat.required_text(example, names["text_column"])}
+    found = _CONVERSATIONS[format](example, names)
     if not any(turn["role"] == "assistant" for turn in found):
-        raise Unfit("has no turn of the assistant, so there is no answer to learn")
-    system = chat.optional(row, "system") if format != "messages" else ""
-    return {"messages": chat.opened(found, system or data.system_prompt), **chat.tools(row)}
+        raise InvalidExample("has no assistant turn, so there is no completion to train on")
+    system = chat.optional_text(example, "system") if format != "messages" else ""
+    return {"messages": chat.with_system_prompt(found, system or data.system_prompt), **chat.tools(example)}
 
 
-def plain(converted: Row) -> str:
-    """A converted row as plain text, for pre-training: what was said, blank lines between the turns."""
+def to_text(converted: Example) -> str:
+    """A converted example as plain text, for pretraining: the content of its turns, separated by blank lines."""
     if "text" in converted:
         return str(converted["text"])
     return "\n\n".join(turn["content"] for turn in converted["messages"] if turn["content"])
 
 
-def _pair(row: Row, names: Mapping[str, str]) -> Turns:
-    return [chat.said("user", chat.text(row, names["prompt_column"])), _answer(row, names)]
+def _prompt_completion(example: Example, names: Mapping[str, str]) -> Turns:
+    return [chat.turn("user", chat.required_text(example, names["prompt_column"])), _completion(example, names)]
 
 
-def _alpaca(row: Row, names: Mapping[str, str]) -> Turns:
-    return [*chat.instruction(row, names["prompt_column"]), _answer(row, names)]
+def _alpaca(example: Example, names: Mapping[str, str]) -> Turns:
+    return [*chat.alpaca_prompt(example, names["prompt_column"]), _completion(example, names)]
 
 
-def _answer(row: Row, names: Mapping[str, str]) -> dict[str, Any]:
-    return chat.said("assistant", chat.text(row, names["completion_column"]))
+def _completion(example: Example, names: Mapping[str, str]) -> dict[str, Any]:
+    return chat.turn("assistant", chat.required_text(example, names["completion_column"]))
 
 
-_CONVERSATIONS: Mapping[str, Callable[[Row, Mapping[str, str]], Turns]] = {
-    "messages": lambda row, names: chat.talk(row, names["messages_column"], "messages"),
-    "sharegpt": lambda row, names: chat.talk(row, names["messages_column"], "sharegpt"),
+_CONVERSATIONS: Mapping[str, Callable[[Example, Mapping[str, str]], Turns]] = {
+    "messages": lambda example, names: chat.conversation(example, names["messages_column"], "messages"),
+    "sharegpt": lambda example, names: chat.conversation(example, names["messages_column"], "sharegpt"),
     "alpaca": _alpaca,
-    "prompt_completion": _pair,
+    "prompt_completion": _prompt_completion,
 }

@@ -1,7 +1,7 @@
-"""Rows that compare answers: two to one question, or one with a label. Floor 1. Imports spec, turns.
+"""Preference formats: a chosen and a rejected completion of one prompt, or one completion with a label.
 
-Question and answers may each be a text, a turn or a list of turns, {role, content} or {from, value}. Without a
-question of their own two whole conversations share one: what both begin with.
+Imports config. Prompt and completions may each be a text, a turn or a list of turns, {role, content} or {from, value}.
+Without a prompt column, two whole conversations share the turns that both begin with (TRL's implicit prompt).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from backend.config import Data
 from backend.data import chat
-from backend.data.chat import Row, Turns, Unfit
+from backend.data.chat import Example, InvalidExample, Turns
 
-# Columns that may hold a part, first come, first served, where none is named.
+# Columns that may contain a part, where no column is set: the first that exists is used.
 PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 COMPLETIONS = ("completion", "output", "response")
 LABELS = ("label", "kto_tag")
@@ -23,52 +23,64 @@ TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of one kind are known, and turned."""
+    """How examples of one preference format are detected and converted."""
 
-    seen: Callable[[Row], bool]
-    convert: Callable[[Row, Data], dict[str, Any]]
+    matches: Callable[[Example], bool]
+    convert: Callable[[Example, Data], dict[str, Any]]
 
 
-def _pairs(row: Row, data: Data) -> dict[str, Any]:
+def _pairs(example: Example, data: Data) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}, each a list of turns."""
     names = data.chosen_column or "chosen", data.rejected_column or "rejected"
-    chat.need(row, names)
-    chosen, rejected = (_answer(row, name) for name in names)
+    chat.require_columns(example, names)
+    chosen, rejected = (_completion(example, name) for name in names)
     if chosen[0]["role"] != "assistant" and rejected[0]["role"] != "assistant":
         shared = _shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if not prompt:
-            raise Unfit(f"{names[0]} and {names[1]} begin with different questions")
+            raise InvalidExample(f"columns {names[0]} and {names[1]} begin with different prompts")
     else:
-        prompt = _prompt(row, data)
-    for name, answer in zip(names, (chosen, rejected), strict=True):
-        if answer[0]["role"] != "assistant":
-            raise Unfit(f"column {name} goes on with a turn of the {answer[0]['role']} instead of an answer")
-    return {"prompt": _opened(prompt, row, data), "chosen": chosen, "rejected": rejected, **chat.tools(row)}
+        prompt = _prompt(example, data)
+    for name, completion in zip(names, (chosen, rejected), strict=True):
+        if completion[0]["role"] != "assistant":
+            raise InvalidExample(
+                f"column {name} begins with a {completion[0]['role']} turn after the prompt; expected an assistant turn"
+            )
+    return {
+        "prompt": _with_system_prompt(prompt, example, data),
+        "chosen": chosen,
+        "rejected": rejected,
+        **chat.tools(example),
+    }
 
 
-def _labels(row: Row, data: Data) -> dict[str, Any]:
-    """{"prompt", "completion", "label"}: lists of turns, and whether the answer is a good one."""
-    label = _first(row, data.label_column, LABELS)
-    chat.need(row, [label])
-    answer = _first(row, data.completion_column, COMPLETIONS)
-    prompt = _prompt(row, data)
-    if answer in row:
-        completion = _answer(row, answer)
+def _labels(example: Example, data: Data) -> dict[str, Any]:
+    """{"prompt", "completion", "label"}: two lists of turns, and whether the completion is desirable."""
+    label = _first(example, data.label_column, LABELS)
+    chat.require_columns(example, [label])
+    column = _first(example, data.completion_column, COMPLETIONS)
+    prompt = _prompt(example, data)
+    if column in example:
+        completion = _completion(example, column)
     elif data.completion_column or prompt[-1]["role"] != "assistant":
-        raise Unfit(f"has no column {answer}, and no conversation that ends with an answer")
+        raise InvalidExample(f"has no column {column}, and its prompt does not end with an assistant turn")
     else:
         prompt, completion = prompt[:-1], prompt[-1:]
     if completion[0]["role"] != "assistant":
-        raise Unfit(f"column {answer} begins with a turn of the {completion[0]['role']} instead of an answer")
+        raise InvalidExample(f"column {column} begins with a {completion[0]['role']} turn; expected an assistant turn")
     if not prompt:
-        raise Unfit("has an answer and no question")
-    good = _label(row[label], label)
-    return {"prompt": _opened(prompt, row, data), "completion": completion, "label": good, **chat.tools(row)}
+        raise InvalidExample("has a completion but no prompt")
+    desirable = _label(example[label], label)
+    return {
+        "prompt": _with_system_prompt(prompt, example, data),
+        "completion": completion,
+        "label": desirable,
+        **chat.tools(example),
+    }
 
 
-def unpaired(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A converted row as labelled answers: of a pair the chosen one is good, the rejected one is not."""
+def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A converted example as labeled completions: of a pair, the chosen one is desirable, the rejected one not."""
     if "chosen" not in converted:
         return [dict(converted)]
     shared = {key: converted[key] for key in ("prompt", "tools") if key in converted}
@@ -76,52 +88,52 @@ def unpaired(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shared(one: Turns, other: Turns) -> int:
-    """Turns that both conversations begin with; at least one of each is left as its answer."""
+    """The number of turns that both conversations begin with; at least one turn of each is left as its completion."""
     most = min(len(one), len(other)) - 1
     return next((n for n in range(most) if one[n] != other[n]), most)
 
 
-def _opened(prompt: Turns, row: Row, data: Data) -> Turns:
-    return chat.opened(prompt, chat.optional(row, "system") or data.system_prompt)
+def _with_system_prompt(prompt: Turns, example: Example, data: Data) -> Turns:
+    return chat.with_system_prompt(prompt, chat.optional_text(example, "system") or data.system_prompt)
 
 
-def _prompt(row: Row, data: Data) -> Turns:
-    name = _first(row, data.prompt_column, PROMPTS)
-    if name not in row:
-        wanted = data.prompt_column or "prompt"
-        raise Unfit(f"has no column {wanted}, so nobody knows what is answered; the columns are: {chat.listed(row)}")
+def _prompt(example: Example, data: Data) -> Turns:
+    name = _first(example, data.prompt_column, PROMPTS)
+    if name not in example:
+        expected = data.prompt_column or "prompt"
+        raise InvalidExample(f"has no prompt column {expected}; its columns are: {chat.column_names(example)}")
     if name == "instruction":
-        return chat.instruction(row, name)
-    if chat.layout_of(row[name]):
-        return chat.talk(row, name)
-    return [chat.said("user", chat.text(row, name))]
+        return chat.alpaca_prompt(example, name)
+    if chat.turn_format_of(example[name]):
+        return chat.conversation(example, name)
+    return [chat.turn("user", chat.required_text(example, name))]
 
 
-def _answer(row: Row, name: str) -> Turns:
-    if isinstance(chat.unpacked(row[name]), list) or chat.layout_of(row[name]):
-        return chat.talk(row, name)
-    return [chat.said("assistant", chat.text(row, name))]
+def _completion(example: Example, name: str) -> Turns:
+    if isinstance(chat.parse_json(example[name]), list) or chat.turn_format_of(example[name]):
+        return chat.conversation(example, name)
+    return [chat.turn("assistant", chat.required_text(example, name))]
 
 
-def _first(row: Row, named: str, usual: Sequence[str]) -> str:
-    """The column that is named, else the first of the usual ones that is there, else the first."""
-    return named or next((name for name in usual if row.get(name) is not None), usual[0])
+def _first(example: Example, configured: str, usual: Sequence[str]) -> str:
+    """The column that is set, else the first of the usual ones that exists, else the first one."""
+    return configured or next((name for name in usual if example.get(name) is not None), usual[0])
 
 
 def _label(value: Any, column: str) -> bool:
-    said = str(value).strip().lower()
-    if said not in TRUE + FALSE:
-        raise Unfit(f"column {column} holds {value!r} instead of true or false")
-    return said in TRUE
+    text = str(value).strip().lower()
+    if text not in TRUE + FALSE:
+        raise InvalidExample(f"column {column} contains {value!r}; expected true or false")
+    return text in TRUE
 
 
-def _labelled(row: Row) -> bool:
-    label = row.get(_first(row, "", LABELS))
-    asked = any(name in row for name in PROMPTS)
-    return asked and str(label).strip().lower() in TRUE + FALSE
+def _is_labeled(example: Example) -> bool:
+    label = example.get(_first(example, "", LABELS))
+    has_prompt = any(name in example for name in PROMPTS)
+    return has_prompt and str(label).strip().lower() in TRUE + FALSE
 
 
 PREFERENCES: Mapping[str, Format] = {
-    "pairs": Format(lambda row: "chosen" in row and "rejected" in row, _pairs),
-    "labels": Format(_labelled, _labels),
+    "pairs": Format(lambda example: "chosen" in example and "rejected" in example, _pairs),
+    "labels": Format(_is_labeled, _labels),
 }

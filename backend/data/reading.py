@@ -1,4 +1,4 @@
-"""Files of rows: found, and read line by line. Floor 1. Imports turns."""
+"""Data files: path and glob expansion, and reading of .jsonl, .json, .csv and .parquet files, example by example."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from backend.data.chat import Row, kind
+from backend.data.chat import Example, type_name
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-class RowError(ValueError):
-    """What is wrong with a file, or with one row of it: `line` counts from 1, 0 means the whole file."""
+class DataFileError(ValueError):
+    """A data file that cannot be read, or one invalid example: `line` counts from 1, 0 is the whole file. The message
+    completes "FILE, line N: "."""
 
-    def __init__(self, path: str | Path, line: int, sentence: str) -> None:
-        super().__init__(f"{path}, line {line}: {sentence}" if line else f"{path}: {sentence}")
-        self.path, self.line, self.sentence = str(path), line, sentence
+    def __init__(self, path: str | Path, line: int, message: str) -> None:
+        super().__init__(f"{path}, line {line}: {message}" if line else f"{path}: {message}")
+        self.path, self.line, self.message = str(path), line, message
 
 
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
-    """The files that paths and shell patterns name, each once; relative ones lie below `base`."""
+    """The files that paths and glob patterns match, without duplicates; relative ones are resolved against `base`."""
     found: dict[Path, None] = {}
     for name in files:
         pattern = str((base or Path()) / Path(name).expanduser())
         paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         if not paths:
-            raise RowError(name, 0, "no file matches" if glob.has_magic(name) else "no such file")
+            raise DataFileError(name, 0, "matches no file" if glob.has_magic(name) else "does not exist")
         found.update(dict.fromkeys(map(Path, paths)))
     return list(found)
 
 
-def read_rows(path: Path, limit: int = 0) -> Iterator[tuple[int, Row]]:
-    """(line number, row) of each row, at most `limit` of them (0: all). Raises RowError naming file and line.
+def read_examples(path: Path, limit: int = 0) -> Iterator[tuple[int, Example]]:
+    """(line number, example) of each example, `limit` of them at most (0: all). Raises DataFileError.
 
-    A row's line is the one it begins in; Parquet has no lines, there it is the row's number.
+    The line is the one that an example begins in; of a Parquet file, the number of the row.
     """
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise RowError(path, 0, f"is of no kind that can be read; those are {', '.join(SUFFIXES)}")
+        raise DataFileError(path, 0, f"has an unsupported file type; supported are {', '.join(SUFFIXES)}")
     try:
-        for count, (line, row) in enumerate(reader(path), 1):
-            if not isinstance(row, Mapping):
-                raise RowError(path, line, f"is {kind(row)} and no row: a row is an object with named columns")
-            yield line, row
+        for count, (line, example) in enumerate(reader(path), 1):
+            if not isinstance(example, Mapping):
+                raise DataFileError(path, line, f"is {type_name(example)}; expected an object with named columns")
+            yield line, example
             if count == limit:
                 return
-    except UnicodeDecodeError as error:
-        raise RowError(path, 0, f"is not UTF-8 text (byte {error.start} of a part of it)") from None
+    except UnicodeDecodeError:
+        raise DataFileError(path, 0, "is not UTF-8 text; convert it with iconv -t utf-8") from None
     except OSError as error:
-        raise RowError(path, 0, f"cannot be read: {error.strerror or error}") from None
+        raise DataFileError(path, 0, f"cannot be read: {error.strerror or error}") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -67,31 +68,33 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield line, json.loads(text)
             except ValueError as error:
-                raise RowError(path, line, f"is no JSON: {_reason(error)}") from None
+                raise DataFileError(path, line, f"is not valid JSON: {_reason(error)}") from None
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """A list of rows, or {"data": [rows]}; walked element by element, so that each row's line is known."""
+    """A list of examples, or {"data": [...]}; decoded element by element, so that the line of each example is known."""
     text = path.read_text(encoding="utf-8-sig")
     begin = _LIST.match(text)
     if begin is None:
-        raise RowError(path, 0, 'must hold a list of rows, or {"data": [rows]} (one object a line is .jsonl)')
+        raise DataFileError(
+            path, 0, 'must contain a list of examples, or {"data": [...]}; one object per line is a .jsonl file'
+        )
     at, line, counted, more = begin.end(), 1, 0, False
     while text[at : at + 1] != "]" or more:
         line, counted = line + text.count("\n", counted, at), at
         try:
             row, at = _DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise RowError(path, error.lineno, f"is no JSON: {_reason(error)}") from None
+            raise DataFileError(path, error.lineno, f"is not valid JSON: {_reason(error)}") from None
         yield line, row
         at = _skip(text, at)
         more = text[at : at + 1] == ","
         if not more and text[at : at + 1] != "]":
-            raise RowError(path, text.count("\n", 0, at) + 1, "is no JSON: a comma or ] is missing")
+            raise DataFileError(path, text.count("\n", 0, at) + 1, "is not valid JSON: a comma or ] is missing")
         at = _skip(text, at + 1) if more else at
     rest = _skip(text, at + 1)
     if "{" not in begin.group() and rest < len(text):
-        raise RowError(path, text.count("\n", 0, rest) + 1, "is no JSON: something stands after the list")
+        raise DataFileError(path, text.count("\n", 0, rest) + 1, "is not valid JSON: there is text after the list")
 
 
 _LIST = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[\s*')
@@ -100,35 +103,33 @@ _DECODER = json.JSONDecoder()
 
 
 def _skip(text: str, at: int) -> int:
-    """Where the blanks from `at` on end."""
+    """The position of the first character at or after `at` that is not whitespace."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the usual limit of 128 kB is shorter than some answers
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default limit of 128 KiB is shorter than some completions
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         line = 2
         try:
             for row in reader:
                 if None in row:
-                    raise RowError(
-                        path,
-                        line,
-                        f"has more cells than the {len(reader.fieldnames or ())} columns of line 1",
-                    )
+                    columns = len(reader.fieldnames or ())
+                    message = f"has more fields than the {columns} columns of line 1; quote fields that contain commas"
+                    raise DataFileError(path, line, message)
                 yield line, row
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise RowError(path, line, f"is no CSV: {error}") from None
+            raise DataFileError(path, line, f"is not valid CSV: {error}") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        parquet = importlib.import_module("pyarrow.parquet")  # only who reads such a file pays for it
+        parquet = importlib.import_module("pyarrow.parquet")  # imported here: 0.2 s, and most data is not Parquet
     except ImportError:
-        raise RowError(path, 0, "needs the package pyarrow: pip install pyarrow") from None
+        raise DataFileError(path, 0, "cannot be read without pyarrow: pip install pyarrow") from None
     try:
         number = 0
         with parquet.ParquetFile(path) as file:
@@ -137,11 +138,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
                     number += 1
                     yield number, row
     except ValueError as error:  # pyarrow's errors are ValueErrors
-        raise RowError(path, 0, f"is no Parquet file: {error}") from None
+        raise DataFileError(path, 0, f"is not a valid Parquet file: {error}") from None
 
 
 def _reason(error: ValueError) -> str:
-    """json's own words without the position, which stands before them already."""
+    """The message of the json module with the column only: the location already has the line."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg[:1].lower()}{error.msg[1:]} (column {error.colno})"
     return str(error)

@@ -1,11 +1,13 @@
-"""Engine: what one way of training over several processes shards, offloads, loads and writes.
+"""Engine: what a strategy's implementation shards, offloads, loads, saves and supports.
 
-Imports registry and config. Pure: no torch, no machine. `backend/train/engines` has the part that runs.
+Imports registry and config. No torch, no machine: `backend/train/engines` has the part that runs. Rules, launch plan
+and memory estimate ask these facts instead of comparing names, so that a new engine needs no change there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,10 +20,17 @@ class Engine:
     """One process, and the base of all engines. `strategy` is the registry row that selected the engine."""
 
     strategy: Strategy
-    config_file: ClassVar[str] = ""
+    config_file: ClassVar[str] = (
+        ""  # the engine's configuration file in the run folder; parallel.extra_config adds to it
+    )
     uses_autocast: ClassVar[bool] = True  # in the forward pass; other engines cast the parameters beforehand
-    accelerate_type: ClassVar[str] = ""  # distributed_type in accelerate.yaml; '' where processes alone decide
-    has_buckets: ClassVar[bool] = False  # gradients travel in buckets of parallel.bucket_cap_mb
+    has_buckets: ClassVar[bool] = False  # gradients are communicated in buckets of parallel.bucket_cap_mb
+    needs_collectives: ClassVar[bool] = False  # a single process initializes torch.distributed too
+    needs_several_processes: ClassVar[bool] = False  # refuses to start with a world size of 1
+    resumes_with_optimizer: ClassVar[bool] = False  # loads a checkpoint only along with its optimizer state
+    can_resume: ClassVar[bool] = True  # from a checkpoint, with the optimizer state
+    supports_lora: ClassVar[bool] = True
+    waits_for_all_gradients: ClassVar[bool] = False  # a parameter without a gradient blocks or fails the next step
 
     @property
     def zero_stage(self) -> int:
@@ -43,9 +52,60 @@ class Engine:
         """Whether the optimizer sees flat 1-D tensors instead of matrices."""
         return False
 
+    @property
+    def is_recommended(self) -> bool:
+        """False if another strategy does the same, and better. Comparison and suggestions leave such a strategy out."""
+        return True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the optimizer state is divided among processes, so that more devices need less memory each."""
+        return False
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether the model generates text during training. Engines with sharded parameters gather them before."""
+        return True
+
+    @property
+    def step_slowdown(self) -> int:
+        """How much longer a step takes than with DDP, in percent; a rough figure, used for sorting only."""
+        return 0
+
+    @property
+    def offload_slowdown(self) -> int:
+        """As `step_slowdown`, with `offload_patch` applied."""
+        return 0
+
+    @property
+    def offload_patch(self) -> Mapping[str, Any]:
+        """Options that offload as much as the engine can to host RAM; empty if it cannot, or need not, offload."""
+        return {}
+
     def configuration(self, spec: RunSpec) -> dict[str, Any]:
         """The content of `config_file`; empty for an engine without one."""
         return {}
+
+    def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
+        """The engine's keys of accelerate.yaml. Without distributed_type, device and number of processes decide it."""
+        return {"mixed_precision": mixed_precision}
+
+    def protected_values(self, spec: RunSpec) -> dict[str, Any]:
+        """Dotted keys of `config_file` with the values that options set and rules and estimate rely on. Extra config
+        must not change them."""
+        return {}
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Environment variables that the engine needs on this type of device."""
+        return {}
+
+    def compiles_kernels(self, spec: RunSpec, device: str) -> bool:
+        """Whether C++ kernels are compiled on first use."""
+        return False
+
+    def mesh_divisor(self, spec: RunSpec) -> int:
+        """The world size must be a multiple of this: the product of all mesh dimensions but the sharding."""
+        return 1
 
     def config_text(self, spec: RunSpec) -> str:
         """`configuration` as the text of a file."""
@@ -88,11 +148,11 @@ class Engine:
         return ""
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
-        """Whether rank 0 alone reads the weights and sends the others their shards."""
+        """Whether only rank 0 reads the weights, and sends the other ranks their shards."""
         return False
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """Who writes the optimizer state of a checkpoint, and so who can read it."""
+        """The format of a checkpoint's optimizer state, which decides which strategies can load it."""
         return "ddp"
 
 
@@ -100,27 +160,46 @@ class Engine:
 class DDP(Engine):
     """torch's DistributedDataParallel: a full replica on each device."""
 
-    accelerate_type: ClassVar[str] = ""  # distributed_type in accelerate.yaml; '' where processes alone decide
     has_buckets: ClassVar[bool] = True
+    waits_for_all_gradients: ClassVar[bool] = True  # unless ddp_find_unused_parameters is set
 
 
 @dataclass(frozen=True)
 class TensorParallel(Engine):
-    """transformers' tensor parallelism, with FSDP2 over the groups where there are more processes than one group."""
+    """transformers' tensor parallelism; FSDP2 shards over the groups if there are several. peft creates adapters in the
+    shapes of unsharded layers, and the Trainer cannot resume such a model."""
+
+    needs_several_processes: ClassVar[bool] = True
+    can_resume: ClassVar[bool] = False
+    supports_lora: ClassVar[bool] = False
 
     @property
     def uses_dtensor(self) -> bool:
-        """Each sharded parameter is one."""
+        """Each sharded parameter is a DTensor."""
         return True
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Along with the parameters."""
+        return True
+
+    @property
+    def step_slowdown(self) -> int:
+        """Two all-reduces per layer in each direction."""
+        return 40
+
+    def mesh_divisor(self, spec: RunSpec) -> int:
+        """Groups of tensor_parallel_size."""
+        return spec.parallel.tensor_parallel_size
 
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
         """All processes."""
         return max(1, world_size)
 
     def tensor_parallel_size(self, spec: RunSpec) -> int:
-        """As set."""
+        """parallel.tensor_parallel_size."""
         return spec.parallel.tensor_parallel_size
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """It cannot be resumed, so nobody reads it."""
+        """Its own: no strategy can resume it."""
         return "tensor"

@@ -1,11 +1,12 @@
 """DeepSpeed: ZeRO stages 0 to 3 with CPU and NVMe offload, and its configuration file deepspeed.json.
 
-Imports registry, config, runs. Pure. "auto" is filled in by the Trainer from its own arguments, so that batch size,
-clipping and precision are written in one place only.
+Imports registry, config, runs. The Trainer fills in "auto" from its own arguments, so that batch size, gradient
+clipping and precision are set in one place only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,45 +24,94 @@ class DeepSpeed(Engine):
     """ZeRO: stage 1 shards the optimizer state, stage 2 the gradients too, stage 3 the parameters too."""
 
     config_file: ClassVar[str] = DEEPSPEED
-    accelerate_type: ClassVar[str] = "DEEPSPEED"
     uses_autocast: ClassVar[bool] = False
     has_buckets: ClassVar[bool] = True
+    needs_collectives: ClassVar[bool] = True
+    resumes_with_optimizer: ClassVar[bool] = True
 
     @property
     def flattens_parameters(self) -> bool:
-        """At every stage: deepspeed 0.19 runtime/zero and bf16_optimizer.py."""
+        """At every ZeRO stage: deepspeed 0.19 runtime/zero and bf16_optimizer.py."""
         return True
 
+    @property
+    def is_recommended(self) -> bool:
+        """Stage 0 does what DDP does."""
+        return self.zero_stage > 0
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """From stage 1 on."""
+        return self.zero_stage > 0
+
+    @property
+    def step_slowdown(self) -> int:
+        """Stage 3 gathers the parameters of every layer twice in each step."""
+        return {0: 0, 1: 4, 2: 6, 3: 30}[self.zero_stage]
+
+    @property
+    def offload_slowdown(self) -> int:
+        """The CPU updates the parameters; at stage 3 the parameters are also copied from host RAM for every layer."""
+        return {0: 0, 1: 80, 2: 80, 3: 200}[self.zero_stage]
+
+    @property
+    def offload_patch(self) -> Mapping[str, Any]:
+        """None for stage 1: stage 2 also offloads the gradients."""
+        optimizer = {"parallel.offload_optimizer": "cpu"}
+        return {2: optimizer, 3: {**optimizer, "parallel.offload_param": "cpu"}}.get(self.zero_stage, {})
+
     def configuration(self, spec: RunSpec) -> dict[str, Any]:
-        """The keys of deepspeed.json, with the user's extra configuration merged over them."""
+        """The keys of deepspeed.json, overridden by the user's extra config."""
         return configuration(self, spec)
 
+    def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
+        """accelerate refuses settings that are in deepspeed.json too, precision among them."""
+        config = {"deepspeed_config_file": DEEPSPEED, "deepspeed_multinode_launcher": "standard"}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": config}
+
+    def protected_values(self, spec: RunSpec) -> dict[str, Any]:
+        """ZeRO stage and offload devices."""
+        return {
+            "zero_optimization.stage": self.zero_stage,
+            "zero_optimization.offload_optimizer.device": self.optimizer_offload(spec),
+            "zero_optimization.offload_param.device": self.param_offload(spec),
+        }
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Without the variable, DeepSpeed uses an accelerator if the machine has one."""
+        return {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+
+    def compiles_kernels(self, spec: RunSpec, device: str) -> bool:
+        """Shared-memory collectives on a CPU, and the CPU Adam of an offloaded optimizer; source: deepspeed 0.19
+        comm/torch.py, build_shm_op, and ops/op_builder/cpu/cpu_adam.py."""
+        return device == "cpu" or self.optimizer_offload(spec) != NONE
+
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
-        """All processes at stage 3."""
+        """The world size at stage 3."""
         return max(1, world_size) if self.zero_stage == 3 else 1
 
     def gradient_shards(self, spec: RunSpec, world_size: int) -> int:
-        """All processes from stage 2 on."""
+        """The world size from stage 2 on."""
         return max(1, world_size) if self.zero_stage >= 2 else 1
 
     def optimizer_shards(self, spec: RunSpec, world_size: int) -> int:
-        """All processes from stage 1 on."""
+        """The world size from stage 1 on."""
         return max(1, world_size) if self.zero_stage else 1
 
     def optimizer_offload(self, spec: RunSpec) -> str:
-        """From stage 1 on as set."""
+        """parallel.offload_optimizer, from stage 1 on."""
         return spec.parallel.offload_optimizer if self.zero_stage else NONE
 
     def param_offload(self, spec: RunSpec) -> str:
-        """At stage 3 as set."""
+        """parallel.offload_param, at stage 3."""
         return spec.parallel.offload_param if self.zero_stage == 3 else NONE
 
     def sequence_parallel_size(self, spec: RunSpec) -> int:
-        """As set."""
+        """parallel.sequence_parallel_size."""
         return spec.parallel.sequence_parallel_size
 
     def resize_obstacle(self, spec: RunSpec) -> str:
-        """What DeepSpeed's universal checkpoints cannot convert; source: deepspeed 0.19 checkpoint/ds_to_universal.py,
+        """What universal checkpoints do not support; source: deepspeed 0.19 checkpoint/ds_to_universal.py,
         runtime/engine.py and runtime/sequence_parallel."""
         if not self.zero_stage:
             return self.strategy.label
@@ -69,17 +119,17 @@ class DeepSpeed(Engine):
             return "state offloaded to NVMe"
         if spec.parallel.sequence_parallel_size > 1:
             return "sequence parallelism"
-        return "" if registry.OPTIMIZERS[spec.train.optim].moments else "an optimizer other than AdamW"
+        return "" if registry.OPTIMIZERS[spec.train.optim].has_adamw_state else "an optimizer other than AdamW"
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """Its own: a shard per rank."""
+        """DeepSpeed's: a shard per rank."""
         return "deepspeed"
 
 
 def configuration(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
     """The keys that DeepSpeed reads; sources: deepspeed 0.19 runtime/zero/config.py, transformers 5.23
     integrations/deepspeed.py."""
-    bucket = spec.parallel.bucket_cap_mb * MIB // 2  # DeepSpeed counts numbers; they travel in two bytes each
+    bucket = spec.parallel.bucket_cap_mb * MIB // 2  # in elements of two bytes
     zero: dict[str, Any] = {
         "stage": engine.zero_stage,
         "reduce_bucket_size": bucket,
@@ -98,7 +148,7 @@ def configuration(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # any of the Trainer's optimizers
+        "zero_allow_untested_optimizer": True,  # otherwise DeepSpeed accepts Adam, AdamW and Adagrad only
     }
     if NVME in (engine.optimizer_offload(spec), engine.param_offload(spec)):
         found["aio"] = _aio(spec)
@@ -106,7 +156,7 @@ def configuration(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
 
 
 def _offload(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
-    """Where state and weights lie; source: deepspeed 0.19 runtime/zero/offload_config.py."""
+    """Where optimizer state and parameters are kept; source: deepspeed 0.19 runtime/zero/offload_config.py."""
     found: dict[str, Any] = {}
     parallel = spec.parallel
     disk = {"nvme_path": parallel.nvme_path, "buffer_count": parallel.nvme_buffer_count}
@@ -117,12 +167,12 @@ def _offload(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
         if device != NONE:
             found[key] = {"device": device, "pin_memory": parallel.pin_memory, **(disk if device == NVME else {})}
     if engine.param_offload(spec) == NVME:
-        found["offload_param"]["buffer_size"] = parallel.nvme_buffer_size_mb * MIB // 2  # numbers of two bytes
+        found["offload_param"]["buffer_size"] = parallel.nvme_buffer_size_mb * MIB // 2  # elements of two bytes
     return found
 
 
 def _aio(spec: RunSpec) -> dict[str, Any]:
-    """How the disk is asked; source: deepspeed 0.19 runtime/swap_tensor/constants.py."""
+    """Settings of asynchronous disk I/O; source: deepspeed 0.19 runtime/swap_tensor/constants.py."""
     parallel = spec.parallel
     return {
         "block_size": parallel.aio_block_size_kb * 1024,

@@ -1,11 +1,12 @@
 """FSDP2 and FSDP1: fully sharded data parallel, and its configuration file fsdp.json.
 
-Imports registry, config, runs. Pure. The Trainer reads the file as its `fsdp_config`; precision and mesh are the
+Imports registry, config, runs. The Trainer reads the file as its `fsdp_config`; precision and mesh are the
 Trainer's own arguments (`backend/train/engines`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from backend.config import RunSpec, merge
 from backend.engines.base import Engine
 from backend.runs import FSDP as CONFIG_FILE
 
+LAUNCHER_KEYS = {"cpu_offload": "offload_params"}  # transformers' key -> accelerate's, where they differ
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 
 
@@ -21,8 +23,9 @@ class FSDP(Engine):
     """PyTorch's FSDP: parameters, gradients and optimizer state are sharded; layers are gathered one by one."""
 
     config_file: ClassVar[str] = CONFIG_FILE
-    accelerate_type: ClassVar[str] = "FSDP"
     uses_autocast: ClassVar[bool] = False
+    needs_several_processes: ClassVar[bool] = True
+    resumes_with_optimizer: ClassVar[bool] = True
 
     @property
     def uses_dtensor(self) -> bool:
@@ -31,16 +34,46 @@ class FSDP(Engine):
 
     @property
     def flattens_parameters(self) -> bool:
-        """FSDP1 puts the parameters of a unit into one flat tensor."""
+        """FSDP1 concatenates the parameters of a unit into one flat tensor."""
         return self.fsdp_version == 1
 
+    @property
+    def is_recommended(self) -> bool:
+        """FSDP1 is deprecated in favor of FSDP2."""
+        return self.fsdp_version == 2
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Along with the parameters."""
+        return True
+
+    @property
+    def can_generate(self) -> bool:
+        """Gathering all parameters for generation is verified with FSDP2 only."""
+        return self.fsdp_version == 2
+
+    @property
+    def step_slowdown(self) -> int:
+        """The parameters of every layer are gathered twice in each step."""
+        return 25
+
+    @property
+    def offload_slowdown(self) -> int:
+        """Parameters are copied from host RAM for every layer, and the CPU updates them."""
+        return 150
+
+    @property
+    def offload_patch(self) -> Mapping[str, Any]:
+        """Parameters, gradients and optimizer state."""
+        return {"parallel.cpu_offload": True}
+
     def configuration(self, spec: RunSpec) -> dict[str, Any]:
-        """The keys of fsdp.json, with the user's extra configuration merged over them; source: transformers 5.23
-        training_args.py, _process_fsdp_args."""
+        """The keys of fsdp.json, overridden by the user's extra config; source: transformers 5.23 training_args.py,
+        _process_fsdp_args."""
         parallel, version = spec.parallel, self.fsdp_version
         reshard = parallel.reshard_after_forward if version == 2 else parallel.sharding_strategy.upper()
         found: dict[str, Any] = {
-            "version": version,  # always written: accelerate's launcher defaults to 1, the Trainer to 2
+            "version": version,  # explicit: accelerate's launcher defaults to 1, the Trainer to 2
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": reshard,
             "cpu_offload": parallel.cpu_offload,
@@ -51,28 +84,45 @@ class FSDP(Engine):
             found["transformer_layer_cls_to_wrap"] = list(parallel.transformer_layer_cls_to_wrap)
         return merge.over(found, merge.parse(parallel.extra_config))
 
+    def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
+        """fsdp.json with the launcher's names, because the launcher defaults to FSDP1 and to loading on rank 0."""
+        config = self.configuration(spec)
+        settings = {f"fsdp_{LAUNCHER_KEYS.get(key, key)}": value for key, value in config.items()}
+        if layers := config.get("transformer_layer_cls_to_wrap"):
+            settings["fsdp_transformer_layer_cls_to_wrap"] = ",".join(layers)
+        return {"distributed_type": "FSDP", "fsdp_config": settings, "mixed_precision": mixed_precision}
+
+    def protected_values(self, spec: RunSpec) -> dict[str, Any]:
+        """Version and CPU offload, under transformers' names and accelerate's."""
+        values = {"version": self.fsdp_version, "cpu_offload": spec.parallel.cpu_offload}
+        return {**values, **{f"fsdp_{key}": value for key, value in values.items()}}
+
+    def mesh_divisor(self, spec: RunSpec) -> int:
+        """With FSDP2, replicas and context parallel groups."""
+        return spec.parallel.replicate_size * self.context_parallel_size(spec) if self.fsdp_version == 2 else 1
+
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
-        """All processes; with HSDP those of one replica; with NO_SHARD none."""
+        """The world size; with HSDP the processes of one replica; 1 with NO_SHARD."""
         if self.fsdp_version == 1:
             return 1 if spec.parallel.sharding_strategy == "no_shard" else max(1, world_size)
         return max(1, world_size // spec.parallel.replicate_size)
 
     def optimizer_offload(self, spec: RunSpec) -> str:
-        """With CPU offload everything is kept in host RAM."""
+        """cpu with parallel.cpu_offload, which offloads parameters, gradients and optimizer state."""
         return "cpu" if spec.parallel.cpu_offload else "none"
 
     def param_offload(self, spec: RunSpec) -> str:
-        """With CPU offload everything is kept in host RAM."""
+        """cpu with parallel.cpu_offload, which offloads parameters, gradients and optimizer state."""
         return "cpu" if spec.parallel.cpu_offload else "none"
 
     def context_parallel_size(self, spec: RunSpec) -> int:
-        """As set, with FSDP2."""
+        """parallel.context_parallel_size, with FSDP2."""
         return spec.parallel.context_parallel_size if self.fsdp_version == 2 else 1
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
-        """FSDP2 does, unless loading modifies the weights (quantization, fp8, adapters initialized from them)."""
+        """With FSDP2, unless loading modifies the weights (quantization, fp8, adapters initialized from them)."""
         return self.fsdp_version == 2 and not spec.modifies_loaded_weights
 
     def checkpoint_format(self, spec: RunSpec) -> str:
-        """One file, or a shard per rank."""
+        """One file (full state dict), or a shard per rank."""
         return "sharded" if spec.parallel.state_dict_type == "sharded" else "fsdp"

@@ -1,34 +1,31 @@
-"""Glance: what a quick look at the files of a spec shows, before anything is loaded.
+"""Inspection of a run's input files before the run: model folder, data files, checkpoint, NVMe folder, port.
 
-Floor 2. Imports: options, spec, and the rooms below. Rules read a Glance and never a file.
+Imports config, engines, data, modelspec, paths. Rules read the InputFacts found here and open no file themselves.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend import registry
 from backend.config import Data, RunSpec
 from backend.config.options import edit
-from backend.config.processes import rendezvous_port, world_size
-from backend.engines import engine_of
-from backend.inspect.data_files import look_at_data
-from backend.inspect.disk import look_at_disk
+from backend.config.processes import rendezvous_port
+from backend.inspect.checkpoint import checkpoint_problem
+from backend.inspect.data_files import inspect_data_files
+from backend.inspect.disk import inspect_nvme_folder
 from backend.inspect.facts import DataIssue, InputFacts
-from backend.inspect.hub_download import fetch
-from backend.inspect.model_folder import look_at_model, wait_for_architecture
-from backend.inspect.ports import look_at_port
+from backend.inspect.hub_download import download_config
+from backend.inspect.model_folder import inspect_model, wait_for_architecture
+from backend.inspect.ports import inspect_port
 
-__all__ = ["DataIssue", "InputFacts", "fetch", "inspect_inputs", "resolve_paths", "wait_for_architecture"]
+__all__ = ["DataIssue", "InputFacts", "download_config", "inspect_inputs", "resolve_paths", "wait_for_architecture"]
 
 
 def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
-    """`spec` with every path made absolute, starting at `base`: a run works in its own folder."""
+    """`spec` with every relative path resolved against `base`: a run's working directory is its own folder."""
 
     def absolute(text: str) -> str:
         return os.path.normpath(base / Path(text).expanduser()) if text else text
@@ -44,114 +41,37 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
         if value and absolute(value) != value
     }
     for name, files in (("data.files", spec.data.files), ("data.validation_files", spec.data.validation_files)):
-        settled = tuple(absolute(file) for file in files)
-        if settled != files:
-            patch[name] = settled
+        resolved = tuple(absolute(file) for file in files)
+        if resolved != files:
+            patch[name] = resolved
     return edit(spec, patch) if patch else spec
 
 
 def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
-    """Look at every file that `spec` names; relative paths start at `base`. Never raises."""
+    """Inspect every file that `spec` names; relative paths are resolved against `base`. Never raises."""
     return InputFacts(
-        **look_at_model(spec, base, environment),
-        **look_at_data(spec, base),
-        template=_template(spec.data, base),
-        checkpoint=_checkpoint(spec, base),
-        **look_at_disk(spec, base),
-        **look_at_port(rendezvous_port(spec)),
+        **inspect_model(spec, base, environment),
+        **inspect_data_files(spec, base),
+        template_problem=_template_problem(spec.data, base),
+        checkpoint_problem=checkpoint_problem(spec, base),
+        **inspect_nvme_folder(spec, base),
+        **inspect_port(rendezvous_port(spec)),
     )
 
 
-def _template(data: Data, base: Path) -> str:
+def _template_problem(data: Data, base: Path) -> str:
+    """What is wrong with the chat template file, a sentence; '' if nothing is."""
     if data.chat_template != "file":
         return ""
     if not data.chat_template_file:
-        return "No template file is named."
+        return "data.chat_template_file is empty: set the path of a Jinja chat template."
     path = base / Path(data.chat_template_file).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
+        return f"The chat template file {path} cannot be read: {error.strerror or error}."
     except UnicodeDecodeError:
-        return f"{path} is no text."
-    return "" if "messages" in text else f"{path} never names messages, so it is no chat template."
-
-
-def _checkpoint(spec: RunSpec, base: Path) -> str:
-    """What is wrong with the named checkpoint, in a sentence."""
-    if spec.save.resume_from != "path":
-        return ""
-    if not spec.save.resume_path:
-        return "No checkpoint folder is named."
-    folder = base / Path(spec.save.resume_path).expanduser()
-    if not (folder / "trainer_state.json").is_file():
-        return f"{folder} is no checkpoint: name a checkpoint-N folder of a run."
-    if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
-        return f"{folder} was cut off while it was written: take an earlier one."
-    if wrong := _engine(spec, folder):
-        return wrong
-    sharded = (folder / WRITERS["sharded"][0]).exists()  # says nothing of adapters
-    if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
-        other = "whole weights" if spec.method.kind == "lora" else "an adapter"
-        return f"{folder} holds {other}, which {registry.METHODS[spec.method.kind].label} cannot go on from."
-    return _adapter(spec, folder) if spec.method.kind == "lora" else ""
-
-
-def _adapter(spec: RunSpec, folder: Path) -> str:
-    """How the adapter in a checkpoint was made otherwise: its weights would then mean something else."""
-    asked = {
-        "r": spec.lora.r,
-        "lora_alpha": spec.lora.alpha,
-        "use_dora": spec.lora.use_dora,
-        "use_rslora": spec.lora.use_rslora,
-        "init_lora_weights": registry.LORA_INITS[spec.lora.init].name,
-    }
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        for key, value in asked.items():
-            if found.get(key, value) != value:
-                return f"{folder} holds an adapter with {key} {found[key]}, and {value} is asked for."
+        return f"The chat template file {path} is not UTF-8 text."
+    if "messages" not in text:
+        return f"The file {path} is not a chat template: it never uses the variable messages."
     return ""
-
-
-# What each engine writes of the optimizer's state, and who can go on from it.
-WRITERS = {
-    "deepspeed": ("global_step*/*zero_pp_rank_*_optim_states.pt", "DeepSpeed"),
-    "fsdp": ("optimizer.bin", "FSDP"),
-    "sharded": ("optimizer_0", "FSDP, sharded"),
-    "ddp": ("optimizer.pt", "DDP or one process"),
-}
-SPREAD = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: weights, a part a rank
-SWAPPED = "global_step*/offloaded_tensors"  # state that lay on a disk
-
-
-def _engine(spec: RunSpec, folder: Path) -> str:
-    """What is wrong with the optimizer's state in a checkpoint: each engine has files of its own."""
-    row = registry.STRATEGIES[spec.parallel.strategy]
-    found = {kind: list(folder.glob(pattern)) for kind, (pattern, _) in WRITERS.items()}
-    writer = next((kind for kind, files in found.items() if files), "")
-    if not writer:
-        return f"{folder} holds weights only, so training cannot go on from it."
-    own = engine_of(spec.parallel.strategy).checkpoint_format(spec)
-    if own != writer:
-        label = row.label if own != "fsdp" or writer != "sharded" else "a checkpoint in one file"
-        return f"{folder} was written by {WRITERS[writer][1]}, which {label} cannot read."
-    return _parts(spec, folder, len(found["deepspeed"])) if own == "deepspeed" else ""
-
-
-def _parts(spec: RunSpec, folder: Path, parts: int) -> str:
-    """What is wrong with the parts of a DeepSpeed checkpoint: each stage has its own kind of them. Of another number
-    than there are processes, the trainer can convert what holds AdamW's moments."""
-    row = registry.STRATEGIES[spec.parallel.strategy]
-    if (row.zero_stage == 3) != any(folder.glob(SPREAD)):
-        other = "ZeRO-1 or ZeRO-2" if row.zero_stage == 3 else "ZeRO-3"
-        return f"{folder} was written by {other}, which {row.label} cannot read."
-    on_disk = any(folder.glob(SWAPPED))
-    wrong = (
-        ""
-        if parts == world_size(spec)
-        else "its state on a disk"
-        if on_disk
-        else engine_of(spec.parallel.strategy).resize_obstacle(spec)
-    )
-    return wrong and f"{folder} was written by {parts} processes: with {wrong} DeepSpeed goes on with as many."

@@ -1,7 +1,7 @@
-"""A look at data files: format, columns, rows, lengths, wrongs. Floor 2. Imports catalog, paths, rows, spec, facts.
+"""Inspection of data files: format, columns, number of examples, token lengths, invalid examples.
 
-A look is bounded (64 MB and 0.2 s of rows, the rest is counted or estimated) and remembered as long as a file's time
-and size stay.
+Imports registry, config, data, paths. An inspection reads at most 64 MiB and 0.2 s of examples; the rest is counted or
+estimated. Results are cached until a file's size or modification time changes.
 """
 
 from __future__ import annotations
@@ -17,212 +17,234 @@ from typing import Any
 
 from backend import registry
 from backend.config import Data, RunSpec
-from backend.data import RowError, Unfit, convert, expand, read_rows, recognise
+from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, read_examples
 from backend.inspect.facts import DataIssue
 from backend.paths import ASSETS
 
-MOST_BYTES = 64 * 2**20
-MOST_SECONDS = 0.2
-MOST_TROUBLES = 3  # a file
-MOST_LENGTHS = 2000  # a file
-MARKS = 3  # tokens by which a template opens and closes a turn, beside those that _tokens counts
-SINGLE = re.compile(r"[^\sA-Za-z]")
+MAX_BYTES = 64 * 2**20
+MAX_SECONDS = 0.2
+MAX_ISSUES = 3  # per file
+MAX_LENGTHS = 2000  # per file
+TURN_TOKENS = 3  # special tokens of a chat template around a turn, in addition to those that _count_tokens adds
+SINGLE_TOKEN = re.compile(r"[^\sA-Za-z]")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What rows are read as: the formats that the stage takes, the one that is named, the columns, a system prompt."""
+class _ReadAs:
+    """How examples are read: the formats that the stage accepts, the format and columns that are set, the system
+    prompt."""
 
-    wanted: tuple[str, ...]
+    formats: tuple[str, ...]
     format: str
     columns: tuple[str, ...]
-    system: str
+    system_prompt: str
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What was seen of one file."""
+class _FileFacts:
+    """The result for one file."""
 
-    rows: int
-    exact: bool
+    num_examples: int
+    count_is_exact: bool
     format: str
     columns: tuple[str, ...]
-    lengths: tuple[int, ...]
+    token_lengths: tuple[int, ...]
     min_prompt_tokens: int
-    labels: tuple[int, int]
-    issues: tuple[tuple[str, str, bool], ...]  # where, sentence, row
+    label_counts: tuple[int, int]
+    issues: tuple[tuple[str, str, bool], ...]  # location, message, is_example
 
 
-COLUMNS = tuple(name for name in Data.model_fields if name.endswith("_column"))
+COLUMN_OPTIONS = tuple(name for name in Data.model_fields if name.endswith("_column"))
 
 
-def look_at_data(spec: RunSpec, base: Path) -> dict[str, Any]:
-    """The fields of a Glance that speak of rows."""
-    data, wanted = spec.data, registry.STAGES[spec.train.stage].formats
+def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
+    """The InputFacts about the data."""
+    data, formats = spec.data, registry.STAGES[spec.train.stage].formats
     if data.source == "hub":
         return {}
-    until = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     if data.source == "builtin":
-        folder, plain = ASSETS / data.builtin, Data()
-        train = _files((str(folder / "train.jsonl"),), "data.builtin", plain, wanted, base, until)
-        held = _files((str(folder / "validation.jsonl"),), "data.builtin", plain, wanted, base, until)
+        folder, defaults = ASSETS / data.builtin, Data()
+        train = _files((str(folder / "train.jsonl"),), "data.builtin", defaults, formats, base, deadline)
+        validation = _files((str(folder / "validation.jsonl"),), "data.builtin", defaults, formats, base, deadline)
     else:
-        train = _files(data.files, "data.files", data, wanted, base, until)
+        train = _files(data.files, "data.files", data, formats, base, deadline)
         names = data.validation_files if data.validation == "files" else ()
-        held = _files(names, "data.validation_files", data, wanted, base, until)
-    first = next((seen for seen in train[0] if seen.columns), None)
-    format = next((seen.format for seen in train[0] if seen.format), "")
-    each = 2 if spec.train.stage == "kto" and format == "pairs" else 1  # two labelled answers
-    lengths = sorted(length for seen in train[0] for length in seen.lengths)
+        validation = _files(names, "data.validation_files", data, formats, base, deadline)
+    first = next((facts for facts in train[0] if facts.columns), None)
+    format = next((facts.format for facts in train[0] if facts.format), "")
+    # KTO trains on two labeled completions for each pair.
+    per_example = 2 if spec.train.stage == "kto" and format == "pairs" else 1
+    labels = tuple(map(sum, zip(*(facts.label_counts for facts in train[0]), strict=True))) if train[0] else None
     return {
-        "issues": (*train[1], *held[1]),
+        "data_issues": (*train[1], *validation[1]),
         "format": format,
         "columns": first.columns if first else (),
-        "rows": each * sum(seen.rows for seen in train[0]) if train[0] else None,
-        "held": each * sum(seen.rows for seen in held[0]) if held[0] else None,
-        "exact": all(seen.exact for seen in (*train[0], *held[0])),
-        "lengths": tuple(lengths),
-        "min_prompt_tokens": min((seen.min_prompt_tokens for seen in train[0]), default=0),
-        "labels": tuple(map(sum, zip(*(seen.labels for seen in train[0]), strict=True))) if train[0] else None,
+        "num_examples": per_example * sum(facts.num_examples for facts in train[0]) if train[0] else None,
+        "num_validation_examples": (
+            per_example * sum(facts.num_examples for facts in validation[0]) if validation[0] else None
+        ),
+        "counts_are_exact": all(facts.count_is_exact for facts in (*train[0], *validation[0])),
+        "token_lengths": tuple(sorted(length for facts in train[0] for length in facts.token_lengths)),
+        "min_prompt_tokens": min((facts.min_prompt_tokens for facts in train[0]), default=0),
+        "label_counts": labels,
     }
 
 
 def _files(
-    names: tuple[str, ...], field: str, data: Data, wanted: tuple[str, ...], base: Path, until: float
-) -> tuple[list[_Seen], list[DataIssue]]:
-    """What was seen of the files that paths and patterns name, and what is wrong with them."""
-    seen: list[_Seen] = []
+    names: tuple[str, ...], field: str, data: Data, formats: tuple[str, ...], base: Path, deadline: float
+) -> tuple[list[_FileFacts], list[DataIssue]]:
+    """The facts and issues of the files that paths and glob patterns match; `field` is the option that lists them."""
+    found: list[_FileFacts] = []
     issues: list[DataIssue] = []
-    asked = Asked(wanted, data.format, tuple(getattr(data, name) for name in COLUMNS), data.system_prompt)
+    columns = tuple(getattr(data, name) for name in COLUMN_OPTIONS)
+    read_as = _ReadAs(formats, data.format, columns, data.system_prompt)
     for name in names:
         try:
             for path in expand([name], base):
                 stat = path.stat()
                 if path.is_dir():
-                    issues.append(DataIssue(field, name, "is a folder: name its files, such as folder/*.jsonl"))
+                    issues.append(
+                        DataIssue(field, name, f"is a folder; list its files instead, such as {name}/*.jsonl")
+                    )
                     continue
-                found = _file(path, stat.st_mtime_ns, stat.st_size, asked, until)
-                seen.append(found)
-                issues += [DataIssue(field, where, sentence, row) for where, sentence, row in found.issues]
-        except RowError as error:
-            issues.append(DataIssue(field, name, error.sentence))
+                facts = _file(path, stat.st_mtime_ns, stat.st_size, read_as, deadline)
+                found.append(facts)
+                issues += [DataIssue(field, *issue) for issue in facts.issues]
+        except DataFileError as error:
+            issues.append(DataIssue(field, name, error.message))
         except OSError as error:
             issues.append(DataIssue(field, name, f"cannot be read: {error.strerror or error}"))
-    return seen, issues
+    return found, issues
 
 
-_SEEN: dict[tuple[Any, ...], _Seen] = {}
+_CACHE: dict[tuple[Any, ...], _FileFacts] = {}
 
 
-def _file(path: Path, stamp: int, size: int, asked: Asked, until: float) -> _Seen:
-    """What a look at one file shows; remembered for as long as its time and size stay."""
-    key = (path, stamp, size, asked)
-    if key not in _SEEN:
-        if len(_SEEN) >= 256:
-            _SEEN.clear()
-        _SEEN[key] = _look_into(path, size, asked, until)
-    return _SEEN[key]
+def _file(path: Path, modified_ns: int, size: int, read_as: _ReadAs, deadline: float) -> _FileFacts:
+    """The facts of one file, cached until its modification time or size changes."""
+    key = (path, modified_ns, size, read_as)
+    if key not in _CACHE:
+        if len(_CACHE) >= 256:
+            _CACHE.clear()
+        _CACHE[key] = _inspect_file(path, size, read_as, deadline)
+    return _CACHE[key]
 
 
-def _look_into(path: Path, size: int, asked: Asked, until: float) -> _Seen:
-    if path.suffix.lower() == ".json" and size > MOST_BYTES:
-        return _Seen(0, False, "", (), (), 0, (0, 0), ())  # it could only be read as a whole
-    data = Data().model_copy(update={**dict(zip(COLUMNS, asked.columns, strict=True)), "system_prompt": asked.system})
-    look = _Look(path, data, asked.wanted, "" if asked.format == "auto" else asked.format)
-    exact = True
+def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _FileFacts:
+    if path.suffix.lower() == ".json" and size > MAX_BYTES:
+        return _FileFacts(0, False, "", (), (), 0, (0, 0), ())  # a .json file can only be parsed as a whole
+    columns = dict(zip(COLUMN_OPTIONS, read_as.columns, strict=True))
+    data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
+    inspection = _Inspection(path, data, read_as.formats, "" if read_as.format == "auto" else read_as.format)
+    is_exact = True
     try:
-        for line, row in read_rows(path):
-            if not look.at(line, row):
+        for line, example in read_examples(path):
+            if not inspection.add(line, example):
                 break
-            if look.count >= 50 and (time.monotonic() > until or look.characters > MOST_BYTES):
-                exact = False
+            if inspection.count >= 50 and (time.monotonic() > deadline or inspection.characters > MAX_BYTES):
+                is_exact = False
                 break
-    except RowError as error:
-        where = f"{path}, line {error.line}" if error.line else str(path)
-        look.issues.append((where, error.sentence, bool(error.line)))
-    count = look.count if exact else _count(path, size, look.count, look.characters)
-    if not count and not look.issues:
-        look.issues.append((str(path), "holds no rows", False))
-    labels, lengths = (look.passes_on, look.fails_on), tuple(look.lengths)
-    return _Seen(count, exact, look.format, look.columns, lengths, look.min_prompt_tokens, labels, tuple(look.issues))
+    except DataFileError as error:
+        location = f"{path}, line {error.line}" if error.line else str(path)
+        inspection.issues.append((location, error.message, bool(error.line)))
+    count = inspection.count
+    if not is_exact:
+        count = _count_examples(path, size, inspection.count, inspection.characters)
+    if not count and not inspection.issues:
+        inspection.issues.append((str(path), "contains no examples", False))
+    return _FileFacts(
+        count,
+        is_exact,
+        inspection.format,
+        inspection.columns,
+        tuple(inspection.token_lengths),
+        inspection.min_prompt_tokens,
+        (inspection.desirable, inspection.undesirable),
+        tuple(inspection.issues),
+    )
 
 
 @dataclass
-class _Look:
-    """What one file has shown so far."""
+class _Inspection:
+    """The inspection of one file, example by example."""
 
     path: Path
     data: Data
-    wanted: tuple[str, ...]
+    formats: tuple[str, ...]
     format: str
     columns: tuple[str, ...] = ()
     count: int = 0
     characters: int = 0
-    passes_on: int = 0
-    fails_on: int = 0
-    lengths: list[int] = field(default_factory=list)
-    min_prompt_tokens: int = 0  # the least
+    desirable: int = 0
+    undesirable: int = 0
+    token_lengths: list[int] = field(default_factory=list)
+    min_prompt_tokens: int = 0
     issues: list[tuple[str, str, bool]] = field(default_factory=list)
 
-    def at(self, line: int, row: Mapping[str, Any]) -> bool:
-        """Take one row in; False if the others need not be read."""
+    def add(self, line: int, example: Mapping[str, Any]) -> bool:
+        """Inspect one example; False if the rest of the file need not be read."""
         self.count += 1
-        self.columns = self.columns or tuple(str(name) for name in row)
-        self.format = self.format or recognise(row, self.wanted) or ""
+        self.columns = self.columns or tuple(str(name) for name in example)
+        self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
-            said = f"no known format has the columns {', '.join(self.columns)}"
-            self.issues.append((str(self.path), said, False))
+            columns = ", ".join(self.columns)
+            message = f"matches no data format by its columns ({columns}); set data.format and the column options"
+            self.issues.append((str(self.path), message, False))
             return False
-        texts = _texts(row)
+        texts = _texts(example)
         self.characters += sum(map(len, texts))
         try:
-            found = convert(row, self.format, self.data)
-        except Unfit as error:
-            if len(self.issues) < MOST_TROUBLES:
+            converted = convert(example, self.format, self.data)
+        except InvalidExample as error:
+            if len(self.issues) < MAX_ISSUES:
                 self.issues.append((f"{self.path}, line {line}", str(error), True))
             return True
-        if len(self.lengths) < MOST_LENGTHS:
-            length, prompt_tokens = self._length(found, texts)
-            self.lengths.append(length)
+        if len(self.token_lengths) < MAX_LENGTHS:
+            length, prompt_tokens = self._length(converted, texts)
+            self.token_lengths.append(length)
             self.min_prompt_tokens = min(prompt_tokens, self.min_prompt_tokens or prompt_tokens)
         return True
 
-    def _length(self, found: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
-        """Tokens of a converted row, and of what stands before its first answer, about; of two answers the longer one
-        counts, and labels are counted."""
-        if "text" in found:
-            return _tokens(texts), 0
-        if "label" in found:
-            self.passes_on, self.fails_on = self.passes_on + found["label"], self.fails_on + (not found["label"])
-        if "messages" in found:
-            return _said(found["messages"]), _said(_before(found["messages"])) + MARKS
-        answers = [found[name] for name in ("chosen", "rejected", "completion") if name in found]
-        return max(_said([*found["prompt"], *answer]) for answer in answers), _said(found["prompt"]) + MARKS
+    def _length(self, converted: Mapping[str, Any], texts: list[str]) -> tuple[int, int]:
+        """Estimated tokens of a converted example (of a pair, the longer sequence) and of its prompt; counts labels."""
+        if "text" in converted:
+            return _count_tokens(texts), 0
+        if "label" in converted:
+            self.desirable += converted["label"]
+            self.undesirable += not converted["label"]
+        if "messages" in converted:
+            turns = converted["messages"]
+            return _turn_tokens(turns), _turn_tokens(_turns_before_completion(turns)) + TURN_TOKENS
+        completions = [converted[name] for name in ("chosen", "rejected", "completion") if name in converted]
+        prompt = converted["prompt"]
+        longest = max(_turn_tokens([*prompt, *completion]) for completion in completions)
+        return longest, _turn_tokens(prompt) + TURN_TOKENS
 
 
-def _said(turns: list[dict[str, Any]]) -> int:
-    """Tokens of turns in a template, about."""
-    return _tokens(_texts([turn["content"] for turn in turns])) + MARKS * len(turns)
+def _turn_tokens(turns: list[dict[str, Any]]) -> int:
+    """Estimated tokens of turns in a chat template."""
+    return _count_tokens(_texts([turn["content"] for turn in turns])) + TURN_TOKENS * len(turns)
 
 
-def _before(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns until the first answer."""
+def _turns_before_completion(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns before the first assistant turn."""
     return list(takewhile(lambda turn: turn["role"] != "assistant", turns))
 
 
-def _count(path: Path, size: int, seen: int, read: int) -> int:
-    """Rows of a file that was not read to the end: lines where they are rows and few enough, else by proportion."""
-    if path.suffix.lower() == ".jsonl" and size <= 4 * MOST_BYTES:
+def _count_examples(path: Path, size: int, count: int, characters: int) -> int:
+    """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated."""
+    if path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:
         with suppress(OSError), path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-    return max(seen, round(seen * size / max(1, read)))
+    return max(count, round(count * size / max(1, characters)))
 
 
-def _tokens(texts: list[str]) -> int:
-    """Tokens of a row, about: one for each digit, sign and letter beyond ASCII, one for five others, and the marks of
-    the chat template. Within 15 % of real tokenizers on English prose, code and JSON."""
+def _count_tokens(texts: list[str]) -> int:
+    """Estimated tokens: one for each digit, punctuation mark and non-ASCII letter, one for five other characters, and
+    two special tokens for each text. Within 15 % of real tokenizers on English prose, code and JSON."""
     text = "".join(texts)
-    single = len(SINGLE.findall(text))
+    single = len(SINGLE_TOKEN.findall(text))
     return single + (len(text) - single) // 5 + 2 * len(texts)
 
 

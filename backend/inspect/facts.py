@@ -1,4 +1,4 @@
-"""What a look can show. Floor 2. Imports spec, shape."""
+"""InputFacts: what is known about a run's input files before the run. Imports config, modelspec."""
 
 from __future__ import annotations
 
@@ -10,70 +10,75 @@ from backend.modelspec import ModelShape
 
 @dataclass(frozen=True)
 class DataIssue:
-    """Something wrong with a file: the option that names it, the file and line, and a sentence about it."""
+    """Something wrong with a data file: the option that names it, the location (file and line), and a message that
+    completes the location: "data.jsonl, line 3: is not valid JSON"."""
 
     field: str
-    where: str
-    sentence: str
-    row: bool = False  # one row of a file that can be read
+    location: str
+    message: str
+    is_example: bool = False  # one example of a readable file
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.sentence}"
+        return f"{self.location}: {self.message}"
 
 
 @dataclass(frozen=True)
 class InputFacts:
-    """Facts about the files. None or '' means that nobody can know before the run."""
+    """Facts about the input files of a spec. None or '' where they cannot be known before the run.
+
+    The `*_problem` fields are complete sentences; '' if nothing is wrong. Token counts are estimates, without a
+    tokenizer.
+    """
 
     shape: ModelShape | None = None
-    unknown: str = "the model was not looked at"  # why there is no shape, as the end of a sentence
-    model: str = ""  # what is wrong with the model's folder
-    packed: str = ""  # the format of weights that came packed, as config.json's quant_method
-    stacked: tuple[str, ...] = ()  # of a mixture: layers that peft knows as stacked weights (catalog.STACKED)
-    is_multimodal: bool = False  # the model sees or hears by layers that text does not reach
-    has_template: bool | None = None  # the tokenizer brings a chat template
-    is_downloaded: bool = True  # nothing has to be downloaded
-    issues: tuple[DataIssue, ...] = ()  # of data files
-    format: str = ""  # of the rows: the one asked for, or recognised
+    shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
+    model_problem: str = ""  # of the model folder
+    quant_method: str = ""  # of a prequantized checkpoint: quantization_config.quant_method of its config.json
+    stacked_modules: tuple[str, ...] = ()  # names by which peft adapts stacked experts (registry.STACKED_EXPERTS)
+    is_multimodal: bool = False  # AutoModelForCausalLM loads vision or audio towers too
+    has_chat_template: bool | None = None  # the tokenizer has one
+    is_downloaded: bool = True  # False: the run downloads the model
+    data_issues: tuple[DataIssue, ...] = ()
+    format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
-    rows: int | None = None  # in the data files, before a part is kept back
-    held: int | None = None  # in the validation files
-    exact: bool = True  # rows and held were counted to the end
-    labels: tuple[int, int] | None = None  # good and bad answers that were seen, of labelled ones
-    lengths: tuple[int, ...] = ()  # tokens of rows that were seen, about, ascending
-    min_prompt_tokens: int = 0  # tokens before the first answer, about, in the row that has fewest
-    template: str = ""  # what is wrong with the template file
-    checkpoint: str = ""  # what is wrong with the checkpoint folder
-    nvme: str = ""  # what is wrong with the NVMe folder
-    nvme_slow: str = ""  # why it is no fast disk
-    taken: int = 0  # the port at which the ranks would meet, if something holds it
-    spare: int = 0  # one that is free instead
-    classes: tuple[str, ...] = ()  # of the model's modules, those with weights first; empty if nobody knows
-    attributes: frozenset[str] = frozenset()  # without a shape: all that modules may be called, if anybody knows
+    num_examples: int | None = None  # in the training files, before a validation split
+    num_validation_examples: int | None = None  # in the validation files
+    counts_are_exact: bool = True  # False: the number of examples is estimated from the size of a file
+    label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
+    token_lengths: tuple[int, ...] = ()  # of the examples that were read, ascending
+    min_prompt_tokens: int = 0  # tokens before the first completion, of the example that has the fewest
+    template_problem: str = ""  # of the chat template file
+    checkpoint_problem: str = ""  # of save.resume_path
+    nvme_problem: str = ""  # of parallel.nvme_path
+    nvme_slow_reason: str = ""  # why parallel.nvme_path is not on a fast local disk, a sentence
+    port_in_use: int = 0  # the run's master port, if another process listens on it
+    free_port: int = 0  # the next free port, where `port_in_use` is set
+    module_classes: tuple[str, ...] = ()  # class names of the model's modules, layers first; empty if unknown
+    module_attributes: frozenset[str] = frozenset()  # without a shape: all attribute names that modules have
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest row seen, about; 0 if none was."""
-        return self.lengths[-1] if self.lengths else 0
+    def longest_example(self) -> int:
+        """Tokens of the longest example that was read; 0 without any."""
+        return self.token_lengths[-1] if self.token_lengths else 0
 
-    def training_rows(self, data: Data) -> int | None:
-        """Rows that are trained on."""
-        if self.rows is None:
+    def num_train_examples(self, data: Data) -> int | None:
+        """Examples in the training set, after the validation split and data.max_samples."""
+        if self.num_examples is None:
             return None
-        kept = self.rows - (self.validation_rows(data) or 0 if splits(data) else 0)
-        return min(kept, data.max_samples) if data.max_samples else kept
+        count = self.num_examples - (self.num_eval_examples(data) or 0 if has_validation_split(data) else 0)
+        return min(count, data.max_samples) if data.max_samples else count
 
-    def validation_rows(self, data: Data) -> int | None:
-        """Rows that are kept back or named for validation."""
+    def num_eval_examples(self, data: Data) -> int | None:
+        """Examples in the validation set."""
         if data.source != "builtin" and data.validation == "none":
             return 0
-        if splits(data):
-            if self.rows is None or self.rows < 2:
-                return None if self.rows is None else 0
-            return min(self.rows - 1, max(1, round(self.rows * data.validation_split)))
-        return self.held
+        if has_validation_split(data):
+            if self.num_examples is None or self.num_examples < 2:
+                return None if self.num_examples is None else 0
+            return min(self.num_examples - 1, max(1, round(self.num_examples * data.validation_split)))
+        return self.num_validation_examples
 
 
-def splits(data: Data) -> bool:
-    """Whether a part of the rows is kept back."""
+def has_validation_split(data: Data) -> bool:
+    """Whether the validation set is split off the training data."""
     return data.source != "builtin" and data.validation == "split"

@@ -1,7 +1,6 @@
-"""The config.json of a model on the Hugging Face Hub, fetched into the library's cache when a person asks for it.
+"""Download of a model's config.json from the Hugging Face Hub into its cache, on the user's request.
 
-Floor 2. Imports nothing of ours. The library runs in a process of its own: it takes a second to import, and a minute
-to give up.
+Imports nothing from Footplate. It runs huggingface_hub in a child process, which is stopped after a minute.
 """
 
 from __future__ import annotations
@@ -10,33 +9,34 @@ import re
 import subprocess
 import sys
 
-SECONDS = 60
+TIMEOUT_SECONDS = 60
 CODE = """
 import sys
 from huggingface_hub import hf_hub_download
 hf_hub_download(sys.argv[1], "config.json", revision=sys.argv[2])
 """
-# What the library's exceptions mean, in their order.
-SENTENCES = {
-    "GatedRepoError": "it is open only to those who were let in: ask for access on its page, then run hf auth login",
-    "RepositoryNotFoundError": "the hub has no such model, or it is private: then run hf auth login",
-    "RevisionNotFoundError": "the model has no such revision",
-    "EntryNotFoundError": "it has no config.json: it is no model of transformers",
-    "HFValidationError": "an id is organisation/name",
+# Exceptions of huggingface_hub.errors -> reason. The first one that the traceback names counts.
+REASONS = {
+    "GatedRepoError": "it is gated: request access on its page, then run hf auth login",
+    "RepositoryNotFoundError": "the Hub has no model of this id, or it is private: run hf auth login to use your token",
+    "RevisionNotFoundError": "the model has no such revision (branch, tag or commit)",
+    "EntryNotFoundError": "the repository has no config.json, so it is not a transformers model",
+    "HFValidationError": "the id is not valid: it must be organization/name",
 }
 
 
-def fetch(hub_id: str, revision: str) -> str:
-    """Fetch the config.json; '' or, as the end of a sentence, why it could not be had. Takes up to a minute."""
+def download_config(hub_id: str, revision: str) -> str:
+    """Download config.json; returns '' or the reason for a failure, as the end of a sentence. Takes up to a minute."""
     try:
-        ended = subprocess.run(
-            [sys.executable, "-c", CODE, hub_id, revision], capture_output=True, text=True, timeout=SECONDS, check=False
-        )
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, hub_id, revision],
+            capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "the hub does not answer"
-    if not ended.returncode:
+        return f"the Hub did not answer within {TIMEOUT_SECONDS} seconds"
+    if not done.returncode:
         return ""
     return next(
-        (said for name, said in SENTENCES.items() if re.search(rf"\b{name}\b", ended.stderr)),
-        "the hub cannot be reached",
+        (reason for name, reason in REASONS.items() if re.search(rf"\b{name}\b", done.stderr)),
+        "the Hub cannot be reached",
     )

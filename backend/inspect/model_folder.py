@@ -1,5 +1,4 @@
-"""A look at a model's folder: its config.json, weights and chat template. Floor 2. Imports paths, spec and
-architecture."""
+"""Inspection of a model: its config.json, weight files and chat template. Imports registry, config, paths."""
 
 from __future__ import annotations
 
@@ -16,112 +15,121 @@ from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
 from backend.paths import model_folder
 
-# Of these AutoModelForCausalLM makes the whole; transformers 5.23 models/auto/modeling_auto.py.
-TOWERS = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "phi4_multimodal")
+# Model types whose vision and audio towers AutoModelForCausalLM loads too; transformers 5.23
+# models/auto/modeling_auto.py.
+MULTIMODAL_CAUSAL_LM = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "phi4_multimodal")
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}
 
 
-def look_at_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Glance that speak of the model, as the stage has it."""
-    found = _look(spec, base, environment)
-    if registry.STAGES[spec.train.stage].scores and found.get("shape"):
-        found = {**found, "shape": found["shape"].scoring}
-    return found
+def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The InputFacts about the model, with the scalar head that a reward model has."""
+    facts = _model_facts(spec, base, environment)
+    if registry.STAGES[spec.train.stage].is_reward_model and facts.get("shape"):
+        facts = {**facts, "shape": facts["shape"].scoring}
+    return facts
 
 
-def _look(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    found = dict(_files(spec, base, environment))
-    config = found.pop("config", None)
-    return {**read_architecture(config, environment, spec.model.trust_remote_code), **found} if config else found
+def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    facts = dict(_file_facts(spec, base, environment))
+    config = facts.pop("config", None)
+    return {**read_architecture(config, environment, spec.model.trust_remote_code), **facts} if config else facts
 
 
 def wait_for_architecture(
     spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
 ) -> None:
-    """Wait until the architecture of the model of `spec` has been read, so that `look` knows it; for callers that may
-    take the time."""
-    if config := _files(spec, base, environment).get("config"):
+    """Wait until the architecture of the model of `spec` has been read, at most `seconds`, so that `inspect_inputs`
+    knows it. For callers that can wait: the command line and Start."""
+    if config := _file_facts(spec, base, environment).get("config"):
         await_architecture(config, environment, seconds)
 
 
-def _files(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the model's files show: fields of a Glance, and under `config` its config.json, if there is one."""
+def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:
+    """The InputFacts that follow from the model's files, and under `config` its config.json if there is one."""
     model = spec.model
     if model.source == "builtin":
-        row = registry.MODELS[model.builtin]
-        there = (model_folder(model.builtin, environment) / "config.json").is_file()
-        return {"config": row.config, "has_template": True, "is_downloaded": there or not row.download_bytes}
+        builtin = registry.BUILTIN_MODELS[model.builtin]
+        exists = (model_folder(model.builtin, environment) / "config.json").is_file()
+        is_downloaded = exists or not builtin.download_bytes
+        return {"config": builtin.config, "has_chat_template": True, "is_downloaded": is_downloaded}
     if model.source == "hub":
-        folder = _cached(model.hub_id, model.revision, environment)
+        folder = _hub_cache_folder(model.hub_id, model.revision, environment)
         if folder is None:
-            known = registry.HUB.get(model.hub_id.lower())
-            told = {"config": known} if known else {"unknown": "the model was not downloaded yet"}
-            return {**told, "is_downloaded": False}
-        found = _folder(folder)
-        return {
-            **found,
-            "model": "",
-            "is_downloaded": not found.get("model"),
-        }  # what is missing is downloaded by the run
+            config = registry.HUB_CONFIGS.get(model.hub_id.lower())
+            known = {"config": config} if config else {"shape_unknown_reason": "the model is not downloaded yet"}
+            return {**known, "is_downloaded": False}
+        facts = _folder_facts(folder)  # the run downloads files that the cache does not have
+        return {**facts, "model_problem": "", "is_downloaded": not facts.get("model_problem")}
     if not model.path:
-        return {"unknown": "no model folder is named", "model": "No model folder is named."}
-    return _folder(base / Path(model.path).expanduser())
+        return {
+            "shape_unknown_reason": "model.path is empty",
+            "model_problem": "model.path is empty: set the folder that contains the model's config.json.",
+        }
+    return _folder_facts(base / Path(model.path).expanduser())
 
 
-def _cached(hub_id: str, revision: str, environment: Mapping[str, str]) -> Path | None:
-    """The folder of a hub's model in the library's cache, if it is there."""
+def _hub_cache_folder(hub_id: str, revision: str, environment: Mapping[str, str]) -> Path | None:
+    """The snapshot folder of a Hub model that has a config.json in the Hugging Face cache of `environment`."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - takes 0.1 s, and most specs do not need it
+
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
-    store = hub / f"models--{hub_id.replace('/', '--')}"
-    with suppress(OSError):
-        name = (store / "refs" / revision).read_text().strip() if (store / "refs" / revision).is_file() else revision
-        if (store / "snapshots" / name / "config.json").is_file():
-            return store / "snapshots" / name
+    cache = Path(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    with suppress(OSError, ValueError):  # an id or a revision that is not valid
+        config = try_to_load_from_cache(hub_id, "config.json", cache_dir=cache, revision=revision)
+        return Path(config).parent if isinstance(config, str) else None
     return None
 
 
-def _folder(folder: Path) -> dict[str, Any]:
-    """Facts about a folder that should hold a model."""
+def _folder_facts(folder: Path) -> dict[str, Any]:
+    """Facts about a folder that should contain a model."""
     try:
-        stamp = folder.stat().st_mtime_ns
+        modified_ns = folder.stat().st_mtime_ns
         config = (folder / "config.json").stat() if (folder / "config.json").is_file() else None
     except OSError:
-        return {"unknown": "there is no such folder", "model": f"There is no folder {folder}."}
-    return _folder_seen(folder, stamp, config.st_mtime_ns if config else 0)
+        return {"shape_unknown_reason": "the folder does not exist", "model_problem": f"{folder} does not exist."}
+    return _cached_folder_facts(folder, modified_ns, config.st_mtime_ns if config else 0)
 
 
 @lru_cache(maxsize=64)
-def _folder_seen(folder: Path, stamp: int, config_stamp: int) -> dict[str, Any]:
-    """`stamp` and `config_stamp` make the answer current: they change with the folder."""
+def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int) -> dict[str, Any]:
+    """As `_folder_facts`; the modification times are keys of the cache."""
     if not folder.is_dir():
-        return {"unknown": "it is no folder", "model": f"{folder} is a file: name the folder that it lies in."}
-    if not config_stamp:
+        problem = f"{folder} is a file: set the folder that contains it."
+        return {"shape_unknown_reason": "model.path is a file", "model_problem": problem}
+    if not config_modified_ns:
         adapter = (folder / "adapter_config.json").is_file()
-        what = "holds an adapter alone: merge it into its model first" if adapter else "has no config.json"
-        return {"unknown": "there is no config.json", "model": f"{folder} {what}."}
+        content = (
+            "contains only a LoRA adapter: merge it into its base model first" if adapter else "has no config.json"
+        )
+        return {"shape_unknown_reason": "there is no config.json", "model_problem": f"{folder} {content}."}
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it holds no table")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
-        said = f"{folder / 'config.json'} cannot be read: {error}."
-        return {"unknown": "config.json cannot be read", "model": said}
-    towers = config.get("model_type") in TOWERS and bool({"vision_config", "audio_config"} & config.keys())
-    packed = str((config.get("quantization_config") or {}).get("quant_method") or "")
-    found = {"config": config, "packed": packed, "is_multimodal": towers}
-    return {**found, "model": _missing(folder), "has_template": _has_template(folder)}
+        problem = f"{folder / 'config.json'} cannot be read: {error}."
+        return {"shape_unknown_reason": "config.json cannot be read", "model_problem": problem}
+    has_towers = bool({"vision_config", "audio_config"} & config.keys())
+    return {
+        "config": config,
+        "quant_method": str((config.get("quantization_config") or {}).get("quant_method") or ""),
+        "is_multimodal": config.get("model_type") in MULTIMODAL_CAUSAL_LM and has_towers,
+        "model_problem": _missing_files(folder),
+        "has_chat_template": _has_chat_template(folder),
+    }
 
 
-def _missing(folder: Path) -> str:
-    """What a model's folder lacks, in a sentence."""
+def _missing_files(folder: Path) -> str:
+    """Which files a model folder lacks, a sentence; '' for none."""
     names = {path.name for path in folder.iterdir()}
     if not any(name.endswith((".safetensors", ".bin")) and "adapter" not in name for name in names):
-        return f"{folder} holds no weights (*.safetensors)."
-    if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}:
-        return f"{folder} holds no tokenizer (tokenizer.json)."
+        return f"{folder} contains no weights (*.safetensors)."
+    if not names & TOKENIZER_FILES:
+        return f"{folder} contains no tokenizer (tokenizer.json)."
     return ""
 
 
-def _has_template(folder: Path) -> bool | None:
+def _has_chat_template(folder: Path) -> bool | None:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     with suppress(OSError, ValueError):

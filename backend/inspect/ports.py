@@ -1,26 +1,27 @@
-"""A look at the port where the ranks of a run would meet. Floor 2. Imports nothing of ours."""
+"""Inspection of the master port, on which the ranks of a run rendezvous. Imports nothing from Footplate."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
 
-FAR = 200  # ports to try
+PORTS_TO_TRY = 200
 
 
-def look_at_port(port: int) -> dict[str, Any]:
-    """The fields of a Glance that speak of the port; 0 is any free one."""
-    if not port or _free(port):
+def inspect_port(port: int) -> dict[str, Any]:
+    """The InputFacts about the master port; port 0 is any free port."""
+    if not port or is_free(port):
         return {}
-    return {"taken": port, "spare": next((p for p in range(port + 1, min(port + FAR, 65536)) if _free(p)), 0)}
+    candidates = range(port + 1, min(port + PORTS_TO_TRY, 65536))
+    return {"port_in_use": port, "free_port": next((p for p in candidates if is_free(p)), 0)}
 
 
-def _free(port: int) -> bool:
-    """Whether it can be listened at, as torch's store does."""
+def is_free(port: int) -> bool:
+    """Whether a server can listen on the port, tested as torch's TCPStore binds it."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as probe:
         try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
             probe.bind(("", port))
             probe.listen()
         except OSError:

@@ -1,7 +1,7 @@
 """accelerate's configuration: the file accelerate.yaml of a plan.
 
-Imports registry, config, engines, resolve, runs. Pure. What the launcher writes into the environment must agree with
-what the trainer is told: the same precision, the same DeepSpeed file, the same FSDP settings.
+Imports config and resolve. The environment that the launcher sets must agree with the Trainer's arguments: the same
+precision, the same DeepSpeed file, the same FSDP settings.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import yaml
 
 from backend.config import RunSpec, merge
 from backend.resolve import DEFAULT_PORT, ResolvedRun
-from backend.runs import DEEPSPEED
 
-NAMES = {"cpu_offload": "offload_params"}
-# A CPU's processes are started like a GPU's: MULTI_CPU would ask for mpirun.
-TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}
+# CPU processes are started as MULTI_GPU: accelerate starts MULTI_CPU with mpirun.
+DISTRIBUTED_TYPES = {"npu": "MULTI_NPU", "xpu": "MULTI_XPU"}
 
 
 def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
@@ -27,7 +25,7 @@ def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
         "distributed_type": "NO",
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
-        "gpu_ids": "all",  # of those that the environment leaves visible
+        "gpu_ids": "all",  # that CUDA_VISIBLE_DEVICES leaves visible
         "machine_rank": spec.launch.node_rank,
         "main_training_function": "main",
         "num_machines": run.nnodes,
@@ -35,12 +33,13 @@ def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": run.device == "cpu",
-        **_meeting(spec, run),
+        **_rendezvous(spec, run),
         **_engine(spec, run),
     }
 
 
-def _meeting(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
+def _rendezvous(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
+    """Address and port where the processes meet."""
     launch = spec.launch
     if run.nnodes == 1:
         return {"main_process_port": launch.master_port}  # 0: any free port
@@ -48,32 +47,19 @@ def _meeting(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
 
 
 def _engine(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
-    """The distributed type with its settings. DeepSpeed's own file sets the precision, which must not be set twice."""
-    kind = run.engine.accelerate_type
-    if kind == "DEEPSPEED":
-        config = {"deepspeed_config_file": DEEPSPEED, "deepspeed_multinode_launcher": "standard"}
-        return {"distributed_type": kind, "deepspeed_config": config}
-    if kind == "FSDP":
-        return {"distributed_type": kind, "fsdp_config": _fsdp(spec, run), "mixed_precision": _precision(run)}
-    multi = {"distributed_type": TYPES.get(run.device, "MULTI_GPU")} if run.world_size > 1 else {}
-    return {**multi, "mixed_precision": _precision(run)}
+    """The distributed type and the engine's settings."""
+    settings = run.engine.accelerate_settings(spec, _mixed_precision(run))
+    if run.world_size == 1 or "distributed_type" in settings:
+        return settings
+    return {"distributed_type": DISTRIBUTED_TYPES.get(run.device, "MULTI_GPU"), **settings}
 
 
-def _precision(run: ResolvedRun) -> str:
-    """With fp32 master weights; without them the Trainer would take the launcher's value for mixed precision."""
+def _mixed_precision(run: ResolvedRun) -> str:
+    """The autocast dtype; "no" without fp32 master weights, where the Trainer would apply the launcher's dtype."""
     return "no" if run.compute_dtype == "fp32" or not run.fp32_master_weights else run.compute_dtype
 
 
-def _fsdp(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
-    """fsdp.json with the launcher's names. Its own defaults are FSDP1, and weights loaded on rank 0."""
-    config = run.engine.configuration(spec)
-    found = {f"fsdp_{NAMES.get(key, key)}": value for key, value in config.items()}
-    if layers := config.get("transformer_layer_cls_to_wrap"):
-        found["fsdp_transformer_layer_cls_to_wrap"] = ",".join(layers)
-    return found
-
-
 def text(spec: RunSpec, run: ResolvedRun) -> str:
-    """`configuration` with the user's extra configuration merged over it, as the text of a file."""
+    """`configuration`, overridden by the user's extra config, as the text of a file."""
     extra = merge.parse(spec.launch.extra_accelerate_config)
     return yaml.safe_dump(merge.over(configuration(spec, run), extra))

@@ -70,7 +70,7 @@ def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ..
         where = (f"--hostfile={HOSTFILE}", *((f"--include={hosts}",) if hosts else ()))
         where = (*where, "--no_ssh", f"--node_rank={node_rank}", f"--master_addr={launch.master_addr}")
     else:
-        has_ids = registry.DEVICES[run.device].visible
+        has_ids = registry.DEVICES[run.device].visible_devices_env
         local = hostfile.same_slots(("localhost",), run.device_ids) if has_ids else ""
         # Without this argument it reads /job/hostfile if that exists, and starts the run on those hosts over ssh.
         where = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")

@@ -75,8 +75,8 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
     if run.device == "cpu" and (run.engine.config_file == DEEPSPEED or launcher == "deepspeed"):
         env["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed uses an accelerator if there is one
-    if device.visible and launcher != "deepspeed":  # its launcher sets the variable itself, from --include
-        env[device.visible] = ",".join(map(str, run.device_ids))
+    if device.visible_devices_env and launcher != "deepspeed":  # its launcher sets the variable itself, from --include
+        env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbered as by the driver; CUDA's default puts the fastest first
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):

@@ -67,7 +67,7 @@ def disk_free(folder: Path) -> int:
 
 def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
     for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
-        gpus = visible(find(), os.environ.get(registry.DEVICES[family].visible))
+        gpus = visible(find(), os.environ.get(registry.DEVICES[family].visible_devices_env))
         if gpus:
             return family, gpus
     return "cpu", ()

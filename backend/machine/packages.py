@@ -18,7 +18,7 @@ TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel", "unsloth",
-    *(name for row in registry.PACKED.values() for name in row.packages),
+    *(name for row in registry.PREQUANTIZED.values() for name in row.packages),
     *(row.package for table in TABLES for row in table.values() if row.package),
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ class Activations(Spread):
     @cached_property
     def sequences(self) -> int:
         """Sequences that a device works on at once: a row that compares two answers makes two."""
-        return self.spec.train.per_device_train_batch_size * self.stage_row.sequences
+        return self.spec.train.per_device_train_batch_size * self.stage_row.sequences_per_example
 
     @cached_property
     def tokens(self) -> int:
@@ -69,7 +69,7 @@ class Activations(Spread):
     @cached_property
     def masked(self) -> bool:
         """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
-        fused = self.spec.model.attn_implementation in (*registry.FLASH, "flex_attention")
+        fused = self.spec.model.attn_implementation in (*registry.FLASH_ATTENTIONS, "flex_attention")
         return (self.spec.data.packing or self.sequences > 1) and not fused
 
     @cached_property
@@ -186,7 +186,7 @@ class Activations(Spread):
         `done`: layers that the backward pass has behind it, and with them what was kept at the end."""
         spec, shape, each = self.spec, self.shape, self._layer
         layers = max(1, self._layers() - done)
-        both = " x 2 answers" if self.stage_row.sequences == 2 else ""
+        both = " x 2 answers" if self.stage_row.sequences_per_example == 2 else ""
         size = f"{spec.train.per_device_train_batch_size}{both} x {self.length} tokens"
         # The last norm's input in fp32 and, scaled, its own; the learned tokens' states, chosen.
         ends = 0 if done else self.tokens * shape.hidden * (4 + self.stream * (2 if spec.method.kind == "full" else 1))
@@ -267,7 +267,7 @@ class Activations(Spread):
 
     def _loss(self) -> Row:
         shape, width = self.shape, self.width
-        if self.stage_row.scores:
+        if self.stage_row.is_reward_model:
             return Row("Loss", self.tokens * 4, f"{self.tokens:,} tokens x 4 bytes: a score for each")
         if self.spec.train.stage == "orpo":
             each = ORPO_COPIES + 2 * width

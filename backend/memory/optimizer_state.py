@@ -62,10 +62,10 @@ class State:
         if self.flat:
             states = 1 if self.row.factored else self.row.states
             return round(trainable(self.spec, self.shape) * states * self._number(SMALL, False))
-        if self.row.layout == "block":
+        if self.row.state_layout == "one_block":
             return 12 * self.block
         train, weights = self.spec.train, alike(self.spec.method, self.spec.lora, self.shape)
-        if self.row.layout == "low_rank" and train.optim_targets == "custom":  # which may tell layers apart
+        if self.row.state_layout == "low_rank" and train.optim_targets == "custom":  # which may tell layers apart
             weights = Counter(self.weights)
         return round(sum(count * self._beside(leaf) for leaf, count in weights.items()))
 
@@ -76,16 +76,16 @@ class State:
         each = f"{row.state_bytes * (self.width / 4 if row.bits == 0 and not self.flat else 1):.3g} bytes"
         if self.flat:
             said = f"{count:,} x {each} for {row.label}"
-        elif row.layout == "block":
+        elif row.state_layout == "one_block":
             said = f"{self.block:,} of one layer x 12 bytes: a copy in fp32 and two moments"
-        elif row.layout == "low_rank":
+        elif row.state_layout == "low_rank":
             said = f"rank {rank} beside projected matrices, {each} beside each other weight"
             said = f"rank {rank} beside projected matrices, rows and columns beside others" if row.factored else said
         elif row.factored:
             said = f"a row and a column of fp32 beside each matrix of {count:,} weights"
-        elif row.layout == "matrices":
+        elif row.state_layout == "matrix_momentum":
             said = f"{self.width} bytes beside the layers' matrices, {2 * self.width} beside other weights"
-        elif row.layout == "heads":
+        elif row.state_layout == "per_head":
             said = f"{count:,} x {self.width} bytes, and one number a row"
         else:
             said = f"{count:,} x {each} for {row.label}"
@@ -106,15 +106,15 @@ class State:
         """Bytes beside one tensor."""
         row, count, rows, columns = self.row, leaf.parameters, leaf.outputs, leaf.inputs
         embedding = leaf.path.endswith(EMBEDDINGS)
-        if row.layout == "low_rank" and self.projected(leaf):
+        if row.state_layout == "low_rank" and self.projected(leaf):
             low, projector = self._low(rows, columns)
             state = 4 * sum(low) if row.factored else row.states * low[0] * low[1] * self._number(SMALL, False)
             return state + projector * (4 if row.factored else self.width)  # Adafactor works in fp32
         if row.factored:
             return 4 * ((rows + columns) * max(1, leaf.stacked) or count)
-        if row.layout == "matrices":
+        if row.state_layout == "matrix_momentum":
             return count * self.width * (1 if self.whole(leaf) else 2)
-        if row.layout == "heads":
+        if row.state_layout == "per_head":
             return count * self.width + (rows or 1) * self.width
         states = row.states + (row.kahan and self.width == 2)
         return states * count * self._number(count, embedding)
@@ -122,10 +122,10 @@ class State:
     def whole(self, leaf: Leaf) -> bool:
         """Whether the step works on it as one matrix: a projection, or Muon, which leaves AdamW what is none, as a
         heap of experts or a single row, and what the words go in and out by."""
-        if self.row.layout == "low_rank":
+        if self.row.state_layout == "low_rank":
             return self.projected(leaf)
         inside = not leaf.path.endswith(EMBEDDINGS) and leaf.path != self.shape.head
-        return self.row.layout == "matrices" and min(leaf.outputs, leaf.inputs) > 1 and leaf.stacked < 2 and inside
+        return self.row.state_layout == "matrix_momentum" and min(leaf.outputs, leaf.inputs) > 1 and leaf.stacked < 2 and inside
 
     def projected(self, leaf: Leaf) -> bool:
         """Whether its gradients are projected: linear layers, the output layer among them."""

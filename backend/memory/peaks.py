@@ -112,7 +112,7 @@ class Passes(Activations):
     def _embeddings(self) -> list[Row]:
         """The end of the backward pass: the embeddings' gradient."""
         full = (self._kept_gradients() or [self.full_gradients()])[0]
-        if self.spec.method.kind != "full" or self.state.row.layout == "block" or self.state.row.inside:
+        if self.spec.method.kind != "full" or self.state.row.state_layout == "one_block" or self.state.row.steps_in_backward:
             return [full]
         size, times = self.shape.vocabulary * self.shape.hidden, 2 if self.shape.tied else 1
         if not self.shards:
@@ -197,10 +197,10 @@ class Passes(Activations):
     def full_gradients(self) -> Row:
         """Gradients when the backward pass has ended, or is in the midst of steps of its own."""
         row, state = self.state.row, self.state
-        if row.inside:
+        if row.steps_in_backward:
             size, words = self._gradients(state.largest)
             return Row("Gradients", size, f"{words} of the largest matrix: each is freed once it was used")
-        if row.layout == "block":
+        if row.state_layout == "one_block":
             size, words = self._gradients(state.block)
             return Row("Gradients", size, f"{words} of one layer")
         return Row("Gradients", *self._gradients(self.trained))
@@ -208,9 +208,9 @@ class Passes(Activations):
     def _head_gradient(self) -> int:
         """Parameters of the output layer, if it is trained: its gradient comes while activations are full."""
         size = self.shape.vocabulary * self.shape.hidden
-        if self.stage_row.scores:
+        if self.stage_row.is_reward_model:
             return self.shape.hidden
         if self.spec.method.kind == "full":
-            return 0 if self.state.row.layout == "block" else size
+            return 0 if self.state.row.state_layout == "one_block" else size
         names = self.spec.lora.modules_to_save if self.adapter else self.spec.method.freeze_extra_modules
         return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0

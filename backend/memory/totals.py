@@ -77,7 +77,7 @@ class Account(Passes):
 
     def _reference(self) -> list[Row]:
         """What the model is held to: a second one; of an adapter a copy, since without it the model is as it was."""
-        if not self.stage_row.reference or self.weights_away:
+        if not self.stage_row.uses_reference_model or self.weights_away:
             return []
         if self.adapter and not self.spec.needs_reference_model:
             return [Row("Reference adapter", self.trained * 4, f"{self.trained:,} x 4 bytes: as the adapter began")]
@@ -109,7 +109,7 @@ class Account(Passes):
 
     def _step(self) -> list[Row]:
         """The optimizer's step."""
-        adam = self.spec.train.optim == "adamw"
+        adam = self.spec.train.optim == "adamw_torch"
         largest = max((leaf.parameters for leaf in (*self.shape.layer, *self.shape.outside)), default=0)
         work = min(self.trained, largest) * 2 if self.cpu else self.trained if adam else 0
         work = 0 if self.optimizer_away else work // self.sharers
@@ -122,13 +122,13 @@ class Account(Passes):
         """The loss of an evaluation's batch, which may be larger than one of training."""
         if self.spec.eval.strategy == "no":
             return []
-        batch = self.spec.eval.per_device_eval_batch_size * self.stage_row.sequences
+        batch = self.spec.eval.per_device_eval_batch_size * self.stage_row.sequences_per_example
         tokens = batch * self.length
         rows, words = min(tokens, TILE_TOKENS), min(self.shape.vocabulary, TILE_WORDS)
         each = self.width + (TILE_FORWARD if self._plain_loss() else 0)
         if self.spec.train.stage == "orpo":
             rows, words, each = tokens, self.shape.vocabulary, self.width + ORPO_COPIES
-        tile = 0 if self.stage_row.scores else rows * words * each
+        tile = 0 if self.stage_row.is_reward_model else rows * words * each
         size = tile + tokens * self._layer
         said = f"{batch} x {self.length} tokens: a layer, and a tile of the loss"
         return [Row("Evaluation", size, said), *self.merged(1), *self.gathered(1, 2)]
@@ -136,7 +136,7 @@ class Account(Passes):
     def _answers(self) -> list[Row]:
         """Held-out rows being answered, by weights that every device has whole, or its slice of them."""
         spec, shape, width = self.spec, self.shape, self.width
-        if not spec.eval.num_generations or not self.stage_row.answers:
+        if not spec.eval.num_generations or not self.stage_row.generates:
             return []
         tokens = spec.eval.per_device_eval_batch_size * (self.length + spec.eval.max_new_tokens)
         each = 2 * shape.layers * shape.kv_heads * shape.head_dim
@@ -205,7 +205,7 @@ class Account(Passes):
         wide = self.state.width
         weights = self.trained * wide + (0 if self.adapter else self.frozen * self.width)
         if spec.save.strategy != "no":
-            copied = self.trained * wide if self.adapter and self.stage_row.reference else 0
+            copied = self.trained * wide if self.adapter and self.stage_row.uses_reference_model else 0
             state = 0 if spec.save.only_model else self.state.bytes
             count = self._written(rows)
             each = weights + copied + state + PAPERS

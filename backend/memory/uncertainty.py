@@ -29,7 +29,7 @@ def shares(it: Spread) -> tuple[float, float]:
 def _followed(it: Spread) -> bool:
     """Whether it is like what was held to a tracker or to real runs."""
     spec, parallel = it.spec, it.spec.parallel
-    usual = spec.train.stage in registry.PLAIN and spec.train.optim == "adamw" and not spec.data.packing
+    usual = spec.train.stage in registry.NEXT_TOKEN_STAGES and spec.train.optim == "adamw_torch" and not spec.data.packing
     plain = not (
         it.packed or spec.lora.use_dora or spec.lora.dropout or spec.train.use_liger_kernel or spec.train.use_unsloth
     )
@@ -37,6 +37,6 @@ def _followed(it: Spread) -> bool:
     whole = not (
         parallel.cpu_offload or it.run.token_shards > 1 or spec.train.torch_compile or spec.precision.compute == "fp8"
     )
-    attention = spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH)
+    attention = spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH_ATTENTIONS)
     known = it.shape.model_type in FAMILIES and not (it.cpu and it.shape.experts)
     return usual and plain and engine and whole and attention and known

@@ -90,8 +90,8 @@ def _slides(config: Config) -> bool:
 
 def _came_packed(found: Config) -> dict[str, int]:
     """Bits and group of packed linear layers. What is unpacked while loading counts as its dtype says."""
-    row = registry.PACKED.get(str(found.get("quant_method") or ""))
-    if row is None or not row.adapters:
+    row = registry.PREQUANTIZED.get(str(found.get("quant_method") or ""))
+    if row is None or not row.is_trainable:
         return {}
     if row.label == "bitsandbytes":
         return {"bits": 8, "group": 0} if found.get("load_in_8bit") else {"bits": 4, "group": 64}
@@ -169,7 +169,7 @@ class Mixture(Llama):
     def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
         hidden, inner = found["hidden"], _number(config, self.inner)
         experts = _number(config, "num_experts", "num_local_experts")
-        *up, down, router = registry.STACKED[found["model_type"]]
+        *up, down, router = registry.STACKED_EXPERTS[found["model_type"]]
         size = experts * inner * hidden
         return (
             Leaf("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),

@@ -13,7 +13,15 @@ from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
-from backend.registry.stages import NEXT_TOKEN_FORMATS, PREFERENCE_STAGES, DATASETS, DPO_LOSSES, KTO_LOSSES, NEXT_TOKEN_STAGES, STAGES
+from backend.registry.stages import (
+    DATASETS,
+    DPO_LOSSES,
+    KTO_LOSSES,
+    NEXT_TOKEN_FORMATS,
+    NEXT_TOKEN_STAGES,
+    PREFERENCE_STAGES,
+    STAGES,
+)
 from backend.registry.strategies import DEEPSPEED, FSDP, MULTI_PROCESS, OFFLOADS, SHARDINGS, STATE_DICTS, STRATEGIES
 from backend.registry.types import (
     Attention,
@@ -23,19 +31,53 @@ from backend.registry.types import (
     Device,
     Init,
     Optimizer,
-    PrequantizedFormat,
     Precision,
+    PrequantizedFormat,
     Quantization,
     Stage,
     Strategy,
 )
 
 __all__ = [
-    "NEXT_TOKEN_FORMATS", "ATTENTIONS", "ATTENTION_MODULES", "PREFERENCE_STAGES", "DATASETS", "DEEPSPEED", "DPO_LOSSES",
-    "FLASH_ATTENTIONS", "FOUR_BIT", "FSDP", "HUB_CONFIGS", "KTO_LOSSES", "LORA_INITS", "LORA_TARGETS", "MULTI_PROCESS", "BUILTIN_MODELS", "OFFLOADS",
-    "OPTIMIZERS", "PREQUANTIZED", "NEXT_TOKEN_STAGES", "QUANTIZATIONS", "SHARDINGS", "SEQUENCE_PARALLEL_ATTENTIONS", "STACKED_EXPERTS", "STAGES", "STATE_DICTS",
-    "STRATEGIES", "Attention", "BuiltinModel", "Choice", "Dataset", "Device", "Init", "Optimizer", "PrequantizedFormat",
-    "Precision", "Quantization", "Stage", "Strategy",
+    "ATTENTIONS",
+    "ATTENTION_MODULES",
+    "BUILTIN_MODELS",
+    "DATASETS",
+    "DEEPSPEED",
+    "DPO_LOSSES",
+    "FLASH_ATTENTIONS",
+    "FOUR_BIT",
+    "FSDP",
+    "HUB_CONFIGS",
+    "KTO_LOSSES",
+    "LORA_INITS",
+    "LORA_TARGETS",
+    "MULTI_PROCESS",
+    "NEXT_TOKEN_FORMATS",
+    "NEXT_TOKEN_STAGES",
+    "OFFLOADS",
+    "OPTIMIZERS",
+    "PREFERENCE_STAGES",
+    "PREQUANTIZED",
+    "QUANTIZATIONS",
+    "SEQUENCE_PARALLEL_ATTENTIONS",
+    "SHARDINGS",
+    "STACKED_EXPERTS",
+    "STAGES",
+    "STATE_DICTS",
+    "STRATEGIES",
+    "Attention",
+    "BuiltinModel",
+    "Choice",
+    "Dataset",
+    "Device",
+    "Init",
+    "Optimizer",
+    "Precision",
+    "PrequantizedFormat",
+    "Quantization",
+    "Stage",
+    "Strategy",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {
@@ -120,7 +162,9 @@ TEMPLATES: Mapping[str, Choice] = {
 
 DEVICES: Mapping[str, Device] = {
     "cuda": Device("CUDA (or ROCm) GPU", visible_devices_env="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
-    "npu": Device("Ascend NPU", package="torch_npu", visible_devices_env="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)),
+    "npu": Device(
+        "Ascend NPU", package="torch_npu", visible_devices_env="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)
+    ),
     "xpu": Device("Intel XPU", visible_devices_env="ZE_AFFINITY_MASK", backends=("xccl", "ccl")),
     "mps": Device("Apple GPU", bf16=True, fp16=False),
     "cpu": Device("CPU", fp16=False),

@@ -38,4 +38,8 @@ ATTENTIONS: Mapping[str, Attention] = {
     ),
 }
 FLASH_ATTENTIONS = tuple(name for name, row in ATTENTIONS.items() if row.package)
-SEQUENCE_PARALLEL_ATTENTIONS = ("auto", "sdpa", *FLASH_ATTENTIONS)  # whose heads DeepSpeed's sequence parallel can share out
+SEQUENCE_PARALLEL_ATTENTIONS = (
+    "auto",
+    "sdpa",
+    *FLASH_ATTENTIONS,
+)  # whose heads DeepSpeed's sequence parallel can share out

@@ -44,8 +44,12 @@ PREQUANTIZED: Mapping[str, PrequantizedFormat] = {
     "bitsandbytes": PrequantizedFormat("bitsandbytes", is_trainable=True, packages={"bitsandbytes": BNB_MIN_VERSION}),
     "gptq": PrequantizedFormat("GPTQ", is_trainable=True, packages={"gptqmodel": "", "optimum": ""}),
     "awq": PrequantizedFormat("AWQ", is_trainable=True, packages={"gptqmodel": "5.0.0"}),
-    "hqq": PrequantizedFormat("HQQ", is_trainable=True, packages={"hqq": "0.2.1"}, devices=("cuda", "npu", "xpu", "mps")),
+    "hqq": PrequantizedFormat(
+        "HQQ", is_trainable=True, packages={"hqq": "0.2.1"}, devices=("cuda", "npu", "xpu", "mps")
+    ),
     "mxfp4": PrequantizedFormat("MXFP4", dequantized_on_load=True),
     "fp8": PrequantizedFormat("FP8", dequantized_on_load=True),
-    "compressed-tensors": PrequantizedFormat("compressed-tensors", dequantized_on_load=True, packages={"compressed-tensors": "0.15.0"}),
+    "compressed-tensors": PrequantizedFormat(
+        "compressed-tensors", dequantized_on_load=True, packages={"compressed-tensors": "0.15.0"}
+    ),
 }

@@ -48,7 +48,9 @@ STAGES: Mapping[str, Stage] = {
         is_reward_model=True,
     ),
 }
-NEXT_TOKEN_STAGES = tuple(name for name, row in STAGES.items() if row.formats is NEXT_TOKEN_FORMATS)  # every row is one answer or text
+NEXT_TOKEN_STAGES = tuple(
+    name for name, row in STAGES.items() if row.formats is NEXT_TOKEN_FORMATS
+)  # every row is one answer or text
 PREFERENCE_STAGES = tuple(name for name in STAGES if name not in NEXT_TOKEN_STAGES)
 
 DPO_LOSSES: Mapping[str, Choice] = {

@@ -1,7 +1,4 @@
-"""What a row of each table holds.
-
-Floor 0.
-"""
+"""The row types of the registry's tables. Imports nothing from Footplate."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Choice:
-    """One row: what a person reads (`label`, `help`) and the package it needs beyond the installed base."""
+    """One value of an option: its label and help, and what it requires (package, device type, GPU generation)."""
 
     label: str
     help: str = ""
@@ -25,26 +22,31 @@ class Choice:
 
 @dataclass(frozen=True)
 class Stage(Choice):
-    """`formats` that its rows may have, first the one it is made for; whether the model still `answers` in words or
-    `scores` them; whether it is held to a `reference`; `sequences` that one row makes."""
+    """A training stage.
+
+    `formats`: the data formats that it accepts, its usual one first. `generates`: the trained model generates text, so
+    its generations can be evaluated. `is_reward_model`: it is trained with a scalar head instead of the LM head.
+    `uses_reference_model`: the loss needs log-probabilities of the initial model. `sequences_per_example`: 2 where each
+    example is a chosen and a rejected sequence in one batch.
+    """
 
     formats: tuple[str, ...] = ()
-    answers: bool = False
-    scores: bool = False
-    reference: bool = False
-    sequences: int = 1
+    generates: bool = False
+    is_reward_model: bool = False
+    uses_reference_model: bool = False
+    sequences_per_example: int = 1
 
 
 @dataclass(frozen=True)
 class Dataset(Choice):
-    """An embedded dataset: the `format` of its rows."""
+    """A built-in dataset and its data `format`."""
 
     format: str = ""
 
 
 @dataclass(frozen=True)
 class BuiltinModel(Choice):
-    """A model that needs no hub. `config` is what its config.json says, known before it was made or fetched."""
+    """A model that needs no Hugging Face Hub. `config` is the content of its config.json, known before it exists."""
 
     parameters: int = 0
     download_bytes: int = 0
@@ -53,55 +55,56 @@ class BuiltinModel(Choice):
 
 @dataclass(frozen=True)
 class Optimizer(Choice):
-    """What turns gradients into steps. `name` is the Trainer's `optim`; '' for one that `backend.train` makes itself.
+    """An optimizer. `trainer_optim` is the Trainer's `optim`; '' for one that `backend.train` builds itself.
 
-    Beside each trained weight stand `states` numbers of `bits` each (0: as wide as the weight). `layout` says where
-    there are fewer: low_rank in projected matrices, matrices one instead of two, heads one of two, block for one block
-    only; `factored`: rows and columns instead of matrices. `reads` are the options of `train` that it looks at.
+    The state of each trained parameter is `states` elements of `bits` bits each (0: the parameter's own dtype).
+    `state_layout` says where there is less: `low_rank`: of projected gradients; `matrix_momentum`: one element instead
+    of two for matrices (Muon); `per_head`: one second moment per attention head or output row (Adam-mini); `one_block`:
+    of one transformer layer at a time (BAdam). `factored`: row and column sums instead of a full second moment.
+    `reads` are the options of section `train` that it uses.
     """
 
-    name: str = ""
+    trainer_optim: str = ""
     states: float = 0.0
     bits: int = 0
-    layout: Literal["", "low_rank", "matrices", "heads", "block"] = ""
+    state_layout: Literal["", "low_rank", "matrix_momentum", "per_head", "one_block"] = ""
     factored: bool = False
     reads: frozenset[str] = frozenset()
     arguments: Mapping[str, str] = field(default_factory=dict)  # the Trainer's optim_args
-    inside: bool = False  # steps within the backward pass: each gradient is used and freed at once
-    paged: bool = False  # its state may leave for the host's RAM
-    state_on_cpu: bool = False  # its state lies in the host's RAM, and travels at each step
-    loses_state_on_save: bool = False  # its checkpoints do not hold its state
-    rounding: str = ""  # how it keeps small updates of bf16 weights
-    compiled: bool = False  # torch.compile builds its kernels at the first step
-    early: bool = False  # its state is made with it, before an engine changes the weights
-    kahan: bool = False  # one more number a bf16 weight, for what was rounded away
+    steps_in_backward: bool = False  # updates each parameter in the backward pass and frees its gradient at once
+    paged: bool = False  # state is in CUDA unified memory, which the driver evicts to CPU memory
+    state_on_cpu: bool = False  # state is kept in CPU memory and copied at every step
+    loses_state_on_save: bool = False  # its state is not in its checkpoints
+    rounding: str = ""  # how it keeps small updates of bf16 parameters
+    compiled: bool = False  # torch.compile compiles its kernels at the first step
+    allocates_state_at_init: bool = False  # in its constructor, before an engine replaces the parameters
+    kahan: bool = False  # one more state element for each bf16 parameter: the rounding error (Kahan summation)
 
     @property
-    def moments(self) -> bool:
-        """Whether its state is AdamW's two moments and no more: DeepSpeed deals out no other anew."""
-        return self.name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
+    def has_adamw_state(self) -> bool:
+        """Whether its state is AdamW's two moments and nothing else: DeepSpeed can reshard no other state."""
+        return self.trainer_optim in ("adamw_torch", "adamw_torch_fused", "adamw_torch_npu_fused")
 
-    def plain(self, masters: bool) -> bool:
-        """Whether it takes ordinary tensors alone, and fails on the weights of FSDP2 and tensor parallel, which are in
-        fp32 where there are `masters`."""
-        packed = self.package == "torchao" and (self.bits == 4 or not masters)
-        return self.factored or packed or self.package in ("bitsandbytes", "apollo-torch")
+    def needs_plain_tensors(self, fp32_master_weights: bool) -> bool:
+        """Whether it fails on DTensor parameters, which FSDP2 and tensor parallelism use. torchao's 8-bit state fails
+        only on bf16 DTensors."""
+        torchao = self.package == "torchao" and (self.bits == 4 or not fp32_master_weights)
+        return self.factored or torchao or self.package in ("bitsandbytes", "apollo-torch")
 
     @property
     def swaps_weights_for_eval(self) -> bool:
-        """Whether it holds other weights while it trains than those that are evaluated and saved."""
+        """Whether the weights during training differ from those that are evaluated and saved (optimizer.eval())."""
         return self.package == "schedulefree"
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of state an ordinary weight in fp32; a number of 8 or 4 bits shares the scale of its block."""
+        """Bytes of state per fp32 parameter, with the scale of each block of 256 (8-bit) or 128 (4-bit) elements."""
         return self.states * {0: 4, 32: 4, 8: 1 + 4 / 256, 4: 0.5 + 4 / 128}[self.bits]
 
 
 @dataclass(frozen=True)
 class Precision(Choice):
-    """In what numbers a run computes: bf16, fp16 or fp32 ('' for the device's best), and whether trained weights are
-    held in fp32 all the same."""
+    """A precision: its compute dtype ('' for the best of the device), and whether trained weights stay in fp32."""
 
     compute_dtype: str = ""
     fp32_master_weights: bool = True
@@ -109,9 +112,9 @@ class Precision(Choice):
 
 @dataclass(frozen=True)
 class Device(Choice):
-    """A family of devices: the variable that selects them, and the collective backends in order of preference."""
+    """A device type, the environment variable that selects devices, and its torch.distributed backends, best first."""
 
-    visible: str = ""
+    visible_devices_env: str = ""
     backends: tuple[str, ...] = ("gloo",)
     bf16: bool = True
     fp16: bool = True
@@ -119,7 +122,7 @@ class Device(Choice):
 
 @dataclass(frozen=True)
 class Init(Choice):
-    """How adapters begin: peft's `init_lora_weights`, and whether it takes a part out of the base weights."""
+    """A LoRA initialization: peft's `init_lora_weights`, and whether it subtracts the initial adapter from the base."""
 
     name: str | bool = True
     changes_base_weights: bool = False
@@ -135,27 +138,25 @@ class Attention(Choice):
 
 @dataclass(frozen=True)
 class Quantization(Choice):
-    """How many bits a packed base weight has; 0 is not packed."""
+    """A quantization of the base model: bits per weight, 0 for none."""
 
     bits: int = 0
 
 
 @dataclass(frozen=True)
 class PrequantizedFormat(Choice):
-    """A format that a model may come in: whether adapters are trained on it, whether it is unpacked while loading so
-    that anything can be trained, and the packages that it needs."""
+    """A quantization format of published checkpoints: whether adapters can be trained on it (transformers'
+    HfQuantizer.is_trainable), or whether it is dequantized while loading, so that every method works."""
 
-    adapters: bool = False
-    unpacked: bool = False
+    is_trainable: bool = False
+    dequantized_on_load: bool = False
     packages: Mapping[str, str] = field(default_factory=dict)  # package -> minimum version, '' for any
 
 
 @dataclass(frozen=True)
 class Strategy(Choice):
-    """How processes work together: the engine that does it ('' for one process) and its ZeRO stage.
-
-    `spread`: no process holds the weights whole between steps.
-    """
+    """A distributed strategy: its engine ('' for one process), ZeRO stage and FSDP version. `shards_weights`: no
+    process holds all weights between steps."""
 
     engine: Literal["", "ddp", "deepspeed", "fsdp", "tensor"] = ""
     zero_stage: int = 0

@@ -1,8 +1,8 @@
-"""The catalogue of rules, and `check`: what cannot work, what works but not as asked, and what would be better.
+"""The catalog of rules, and `check`, which applies them to a spec.
 
-Floor 3. Imports: below. One rule is one function in the file of its family, with its reason, source, fixes and
-examples. Levels: error (cannot work: Start is refused), warning (works, but not as asked), advice. None changes a
-spec; a fix is a patch that a person applies.
+Imports everything below rules. A rule is a function in the module of its family, with a reason, a source, fixes and
+examples. Levels: error (the run cannot work, so Start is refused), warning (it works, but not as requested), advice.
+Rules never change a spec: a fix is a patch that the user applies.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from backend.rules import (
     accelerate_launcher,
     adapter,
     data,
-    hardware,
     kernels,
     launch,
-    machine_state,
+    machine,
     memory,
     method,
+    model,
     nodes,
     optimizer,
-    optimizer_settings,
+    precision,
     quantization,
     requirements,
     stages,
     training,
     unsloth,
 )
-from backend.rules.base import RULES as _ADDED
+from backend.rules.base import RULES as _REGISTERED
 from backend.rules.base import Case, Example, Finding, Fix, Rule, Violation
 from backend.rules.distributed import (
+    ddp,
+    deepspeed,
+    deepspeed_extra_config,
     extra_config,
-    extra_config_conflicts,
+    fsdp,
+    fsdp_extra_config,
     sequence_parallel,
-    sharding,
     strategy,
+    tensor_parallel,
 )
 from backend.rules.examples import DEMO, LAPTOP
 from backend.rules.outdated import OUTDATED, Outdated
@@ -61,43 +65,58 @@ __all__ = [
 ]  # fmt: skip
 
 LEVELS = {"error": 0, "warning": 1, "advice": 2}
-RULES: tuple[Rule, ...] = tuple(sorted(_ADDED, key=lambda rule: rule.code))
+RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
-    "DAT": (data, "Rows"),
-    "HW": ((hardware, machine_state, requirements), "Machine"),
-    "KRN": (kernels, "Attention and kernels"),
+    "DAT": (data, "Data"),
+    "HW": ((machine, requirements), "Hardware and packages"),
+    "KRN": ((kernels, requirements), "Attention and kernels"),
     "LCH": ((launch, accelerate_launcher), "Launch"),
-    "MDL": (method, "Model and template"),
+    "MDL": (model, "Model and chat template"),
     "MEM": (memory, "Memory"),
-    "MTH": (method, "Method"),
-    "NOD": (nodes, "Nodes"),
-    "OPT": ((optimizer, optimizer_settings), "Optimizer"),
-    "OUT": (training, "What is kept"),
-    "PRC": ((hardware, kernels), "Precision"),
-    "QNT": (quantization, "Packed weights"),
-    "STG": (stages, "Stage"),
-    "STR": ((strategy, sharding, sequence_parallel, extra_config, extra_config_conflicts), "Strategy"),
+    "MTH": (method, "Fine-tuning method"),
+    "NOD": ((nodes, requirements), "Multi-node"),
+    "OPT": ((optimizer, requirements), "Optimizer"),
+    "OUT": (training, "Saved output"),
+    "PRC": ((precision, requirements), "Precision"),
+    "QNT": ((quantization, requirements), "Quantization"),
+    "STG": (stages, "Training stage"),
+    "STR": (
+        (
+            strategy,
+            ddp,
+            deepspeed,
+            fsdp,
+            tensor_parallel,
+            sequence_parallel,
+            extra_config,
+            deepspeed_extra_config,
+            fsdp_extra_config,
+        ),
+        "Distributed training",
+    ),
     "TRN": (training, "Training and checkpoints"),
     "UNS": (unsloth, "Unsloth"),
 }
 
 
 def check(spec: RunSpec, machine: Machine, facts: InputFacts) -> tuple[Finding, ...]:
-    """Every finding on `spec`, errors first, in the order of codes."""
+    """All findings about `spec`: errors first, each level sorted by code."""
     return examine(Case(effective(spec), machine, facts))
 
 
-def examine(case: Case) -> tuple[Finding, ...]:
-    """As `check`. The case's spec is effective: hidden options have no effect, so they raise nothing."""
-    found = [finding for rule in RULES if (finding := rule.finding(case)) is not None]
+def examine(case: Case, at_start: bool = True) -> tuple[Finding, ...]:
+    """As `check`, for a case whose spec is effective: options that are hidden, and so have no effect, are at their
+    defaults. Without `at_start`, rules about the moment before launch (ports, free disk, busy devices) are left out."""
+    rules = (rule for rule in RULES if at_start or not rule.at_start)
+    found = [finding for rule in rules if (finding := rule.finding(case)) is not None]
     return tuple(sorted(found, key=lambda finding: (LEVELS[finding.level], finding.code)))
 
 
 @cache
 def example_findings() -> Mapping[str, Finding]:
-    """Code -> what each rule finds in its failing example. Many fixes are computed for the case, so a rule alone does
-    not have them."""
+    """Code -> the finding of each rule in its failing example. Documents list its fixes: many are computed per case,
+    so a rule alone does not have them."""
     found = {}
     for rule in RULES:
         spec = effective(edit(RunSpec(), rule.fails_on.patch))

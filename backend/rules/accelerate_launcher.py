@@ -1,7 +1,4 @@
-"""Rules of further keys for accelerate's launcher: what it refuses, and what would run something else than the form.
-
-Floor 3. Imports: below.
-"""
+"""Rules about extra config for the accelerate launcher: keys that it refuses, ignores, or that change the run."""
 
 from __future__ import annotations
 
@@ -13,185 +10,196 @@ from backend import registry
 from backend.config import merge
 from backend.launch import accelerate_config
 from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
-from backend.rules.distributed.extra_config import dropping
+from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import TWO_H100
 
-KEYS = "launch.extra_accelerate_config"
-# accelerate 1.15 commands/config/config_args.py, ClusterConfig: any other name is refused.
-KNOWN = {
+EXTRA_ACCELERATE_CONFIG = "launch.extra_accelerate_config"
+# accelerate 1.15 commands/config/config_args.py, ClusterConfig: any other key is refused.
+ACCELERATE_KEYS = {
     "command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type",
     "downcast_bf16", "dynamo_config", "enable_cpu_affinity", "fp8_config", "fsdp_config", "gpu_ids", "machine_rank",
     "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config", "mixed_precision",
     "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend", "same_network", "tpu_env",
     "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu",
 }  # fmt: skip
-WORLD = ("num_processes", "num_machines", "distributed_type", "compute_environment", "gpu_ids")
-MEETING = ("main_process_ip", "main_process_port", "rdzv_backend", "same_network")
-# utils/dataclasses.py, _deepspeed_config_checks: they stand in DeepSpeed's own file.
-TWICE = {
+PROCESS_KEYS = ("num_processes", "num_machines", "distributed_type", "compute_environment", "gpu_ids")
+RENDEZVOUS_KEYS = ("main_process_ip", "main_process_port", "rdzv_backend", "same_network")
+# accelerate 1.15 utils/dataclasses.py, _deepspeed_config_checks: these belong in DeepSpeed's own file.
+DEEPSPEED_FILE_KEYS = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
     "offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model",
 }  # fmt: skip
-UNREAD = ("fp8_config", "megatron_lm_config", "mpirun_config", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone")
-# accelerate 1.15 utils/dataclasses.py, FullyShardedDataParallelPlugin: what the environment says where the trainer says
-# nothing. For most the form has a field.
-AGAIN = "use train.activation_checkpointing, which draws dropout alike"
-FIELDS = {
-    "activation_checkpointing": AGAIN,
-    "activation_checkpointing_offload": AGAIN,
+IGNORED_KEYS = ("fp8_config", "megatron_lm_config", "mpirun_config", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone")
+# accelerate 1.15 utils/dataclasses.py, FullyShardedDataParallelPlugin: it reads these from the environment where the
+# trainer does not set them. Most have an option.
+USE_ACTIVATION_CHECKPOINTING = "use train.activation_checkpointing, which restores the RNG state for dropout"
+FSDP_OPTIONS = {
+    "activation_checkpointing": USE_ACTIVATION_CHECKPOINTING,
+    "activation_checkpointing_offload": USE_ACTIVATION_CHECKPOINTING,
     "offload_params": "use parallel.cpu_offload",
     "transformer_layer_cls_to_wrap": "use parallel.transformer_layer_cls_to_wrap",
 }
-HEARD = (*FIELDS, "ignored_modules")
-DDP, FSDP2 = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp2"}
+FSDP_ENVIRONMENT_KEYS = (*FSDP_OPTIONS, "ignored_modules")
+DDP_SPEC, FSDP2_SPEC = {"parallel.strategy": "ddp"}, {"parallel.strategy": "fsdp2"}
 
 
-def _bad(given: Mapping[str, Any], **more: Any) -> Example:
-    return Example({**DDP, "launch.launcher": "accelerate", KEYS: json.dumps(given), **more}, TWO_H100)
+def _example(extra: Mapping[str, Any], **more: Any) -> Example:
+    spec = {**DDP_SPEC, "launch.launcher": "accelerate", EXTRA_ACCELERATE_CONFIG: json.dumps(extra), **more}
+    return Example(spec, TWO_H100)
 
 
-def _given(case: Case) -> dict[str, Any]:
+def _extra_config(case: Case) -> dict[str, Any]:
     launch = case.spec.launch
     return merge.parse(launch.extra_accelerate_config) if launch.launcher == "accelerate" else {}
 
 
-def _table(given: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
-    """A table among the keys, by names without the prefix that accelerate puts before them."""
-    found = given.get(name)
-    return {k.removeprefix(prefix): v for k, v in found.items()} if isinstance(found, Mapping) else {}
+def _section(config: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
+    """A section of the config, its keys without the prefix that accelerate gives them."""
+    found = config.get(name)
+    return {key.removeprefix(prefix): value for key, value in found.items()} if isinstance(found, Mapping) else {}
 
 
-def _alone(case: Case) -> bool:
-    """Whether the launcher starts one plain process: with several it tells them of no device."""
+def _is_single_process(case: Case) -> bool:
+    """Whether the launcher starts one plain process; only then it passes a device choice on."""
     return bool(accelerate_config.configuration(case.spec, case.run)["distributed_type"] == "NO")
 
 
-def _otherwise(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
-    """Keys at the top that ask for another run than the form, and why."""
+def _conflicting_keys(case: Case, extra: Mapping[str, Any]) -> dict[str, str]:
+    """Top-level keys that would start a different run than the options, and why."""
     ours = accelerate_config.configuration(case.spec, case.run)
-    asked = (*WORLD, *MEETING) if case.run.nnodes > 1 else WORLD
+    compared = (*PROCESS_KEYS, *RENDEZVOUS_KEYS) if case.run.nnodes > 1 else PROCESS_KEYS
     found = {
-        name: f"{given[name]} there, {ours[name]} in the form"
-        for name in asked
-        if given.get(name) is not None and name in ours and given[name] != ours[name]
+        name: f"the extra config has {extra[name]}, the options result in {ours[name]}"
+        for name in compared
+        if extra.get(name) is not None and name in ours and extra[name] != ours[name]
     }
-    if str(given.get("gpu_ids")).replace(" ", "") == ",".join(map(str, case.run.device_ids)):
+    if str(extra.get("gpu_ids")).replace(" ", "") == ",".join(map(str, case.run.device_ids)):
         found.pop("gpu_ids", None)
-    if given.get("use_cpu") is True and _alone(case) and case.run.device != "cpu":
-        found["use_cpu"] = f"the form takes {registry.DEVICES[case.run.device].label}"
-    if given.get("mpirun_config") and _alone(case):
-        found["mpirun_config"] = "mpirun would start it"
-    if given.get("parallelism_config"):
-        found["parallelism_config"] = "the mesh is the form's"
+    if extra.get("use_cpu") is True and _is_single_process(case) and case.run.device != "cpu":
+        found["use_cpu"] = f"the options select {registry.DEVICES[case.run.device].label}"
+    if extra.get("mpirun_config") and _is_single_process(case):
+        found["mpirun_config"] = "accelerate would start the run with mpirun"
+    if extra.get("parallelism_config"):
+        found["parallelism_config"] = "the device mesh follows from the parallel options"
     if case.strategy.engine == "deepspeed":
-        if given.get("mixed_precision") is not None:
-            found["mixed_precision"] = "it stands in DeepSpeed's file"
-    elif given.get("mixed_precision") not in (None, "no") and ours.get("mixed_precision") == "no":
-        found["mixed_precision"] = "the form computes in other numbers"
+        if extra.get("mixed_precision") is not None:
+            found["mixed_precision"] = "with DeepSpeed, precision is set in deepspeed.json"
+    elif extra.get("mixed_precision") not in (None, "no") and ours.get("mixed_precision") == "no":
+        precision = registry.PRECISIONS[case.spec.precision.compute].label
+        found["mixed_precision"] = f"the extra config has {extra['mixed_precision']}, precision.compute is {precision}"
     return found
 
 
-def _inside(case: Case, given: Mapping[str, Any]) -> dict[str, str]:
-    """Keys within the engine's table that are refused, or change what is learned, and why."""
+def _conflicting_engine_keys(case: Case, extra: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of the engine's section that accelerate refuses or that would change the training, and why."""
     found: dict[str, str] = {}
     if case.strategy.engine == "deepspeed":
-        zero = _table(given, "deepspeed_config")
-        found |= {f"deepspeed_config.{name}": "it stands in DeepSpeed's file" for name in zero if name in TWICE}
-        if case.run.nnodes > 1 and zero.get("deepspeed_multinode_launcher", "standard") != "standard":
-            found["deepspeed_config.deepspeed_multinode_launcher"] = "each node starts its own part"
+        section = _section(extra, "deepspeed_config")
+        refused = [name for name in section if name in DEEPSPEED_FILE_KEYS]
+        found |= {f"deepspeed_config.{name}": "accelerate requires it in deepspeed.json instead" for name in refused}
+        if case.run.nnodes > 1 and section.get("deepspeed_multinode_launcher", "standard") != "standard":
+            found["deepspeed_config.deepspeed_multinode_launcher"] = "each node starts its own processes"
     if case.strategy.engine == "fsdp":
-        shards = _table(given, "fsdp_config", "fsdp_")
-        ours = _shards(case)
-        once = shards.get("cpu_ram_efficient_loading", ours["cpu_ram_efficient_loading"])
-        if shards.get("sync_module_states") is False and once:
-            found["fsdp_config.fsdp_sync_module_states"] = "it must be on where one process reads the weights"
-        for name, why in FIELDS.items():
-            if shards.get(name) and not ours.get(name):
-                found[f"fsdp_config.fsdp_{name}"] = why
+        section = _section(extra, "fsdp_config", "fsdp_")
+        ours = _fsdp_config(case)
+        loads_on_rank0 = section.get("cpu_ram_efficient_loading", ours["cpu_ram_efficient_loading"])
+        if section.get("sync_module_states") is False and loads_on_rank0:
+            found["fsdp_config.fsdp_sync_module_states"] = "it must be true when only rank 0 loads the weights"
+        for name, advice in FSDP_OPTIONS.items():
+            if section.get(name) and not ours.get(name):
+                found[f"fsdp_config.fsdp_{name}"] = advice
     return found
 
 
-def _shards(case: Case) -> dict[str, Any]:
-    """What the form says of FSDP, in the launcher's words."""
-    return _table(accelerate_config.configuration(case.spec, case.run), "fsdp_config", "fsdp_")
+def _fsdp_config(case: Case) -> dict[str, Any]:
+    """The generated fsdp_config, its keys without prefix."""
+    return _section(accelerate_config.configuration(case.spec, case.run), "fsdp_config", "fsdp_")
 
 
-def _paths(given: Mapping[str, Any], found: Mapping[str, str]) -> list[str]:
-    """As they were given: accelerate takes FSDP's names with and without the prefix."""
-    return [path for name in found for path in (name, name.replace(".fsdp_", "."))]
+def _with_bare_keys(paths: Mapping[str, str]) -> list[str]:
+    """The paths with and without FSDP's prefix: accelerate accepts both."""
+    return [spelling for path in paths for spelling in (path, path.replace(".fsdp_", "."))]
 
 
 @rule(
     "LCH013",
     "error",
-    fields=(KEYS,),
-    title="The launcher would refuse this, or start another run",
+    fields=(EXTRA_ACCELERATE_CONFIG,),
+    title="The extra accelerate config is refused or conflicts with the options",
     source="accelerate 1.15 commands/config/config_args.py from_yaml_file, utils/launch.py prepare_multi_gpu_env and "
-    "utils/dataclasses.py _deepspeed_config_checks: ValueError; mixed_precision replaces fp32 without a word",
-    fails_on=_bad({"ipex_config": {}}),
-    passes_on=_bad({"downcast_bf16": "no"}),
+    "utils/dataclasses.py _deepspeed_config_checks: ValueError; mixed_precision silently replaces fp32",
+    fails_on=_example({"ipex_config": {}}),
+    passes_on=_example({"downcast_bf16": "no"}),
 )
-def other_launch(case: Case) -> Violation | None:
-    """The launcher refuses names that its version does not know, and values that stand twice. Others win over the form:
-    another number of processes, another device, another precision."""
-    given = _given(case)
-    if not given:
+def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
+    """The launcher refuses keys that it does not know and values that are set in two places. Other keys override the
+    options: another number of processes, another device or another precision."""
+    extra = _extra_config(case)
+    if not extra:
         return None
-    found = {name: "accelerate does not know it" for name in given if name not in KNOWN}
-    found |= _otherwise(case, given) | _inside(case, given)
+    found = {name: "accelerate does not know this key" for name in extra if name not in ACCELERATE_KEYS}
+    found |= _conflicting_keys(case, extra) | _conflicting_engine_keys(case, extra)
     if not found:
         return None
-    fix = Fix("As the form says", dropping(given, _paths(given, found), KEYS), safe=False)
-    return Violation(reasons(found.items()), (fix,))
+    patch = without_keys(extra, _with_bare_keys(found), EXTRA_ACCELERATE_CONFIG)
+    return Violation(reasons(found.items()), (Fix("Remove these keys", patch, safe=False),))
 
 
 @rule(
     "LCH014",
     "warning",
-    fields=(KEYS,),
-    title="Keys of accelerate's without effect",
-    source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, and not the launcher's words; "
-    "accelerate 1.15 utils/launch.py hands other tables on for their own kind of run alone",
-    fails_on=_bad({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2),
-    passes_on=_bad({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2),
+    fields=(EXTRA_ACCELERATE_CONFIG,),
+    title="Keys of the extra accelerate config have no effect",
+    source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, not the launcher's variables; "
+    "accelerate 1.15 utils/launch.py passes other sections on for their own kind of run alone",
+    fails_on=_example({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2_SPEC),
+    passes_on=_example({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2_SPEC),
 )
-def unheard(case: Case) -> Violation | None:
-    """What FSDP is told stands in fsdp.json: parallel.extra_config lays keys over that. Tables of other engines are
-    passed over."""
-    given = _given(case)
-    if not given:
+def extra_accelerate_config_ignored(case: Case) -> Violation | None:
+    """The Trainer takes FSDP settings from fsdp.json, to which parallel.extra_config adds keys, and ignores most of the
+    launcher's. Sections of other engines are ignored too."""
+    extra = _extra_config(case)
+    if not extra:
         return None
-    shards = given.get("fsdp_config")
-    inner = shards if isinstance(shards, Mapping) and case.strategy.engine == "fsdp" else {}
-    refused = _inside(case, given) if inner else {}
-    found = [name for name in given if name in UNREAD and given[name] and name not in _otherwise(case, given)]
-    if given.get("use_cpu") is True and not _alone(case) and case.run.device != "cpu":
+    section = extra.get("fsdp_config")
+    fsdp = section if isinstance(section, Mapping) and case.strategy.engine == "fsdp" else {}
+    refused = _conflicting_engine_keys(case, extra) if fsdp else {}
+    found = [
+        name for name in extra if name in IGNORED_KEYS and extra[name] and name not in _conflicting_keys(case, extra)
+    ]
+    if extra.get("use_cpu") is True and not _is_single_process(case) and case.run.device != "cpu":
         found.append("use_cpu")
-    ours = _shards(case) if inner else {}
-    for name in inner:
+    ours = _fsdp_config(case) if fsdp else {}
+    for name in fsdp:
         bare = name.removeprefix("fsdp_")
-        if (bare not in HEARD or (bare in FIELDS and ours.get(bare))) and f"fsdp_config.fsdp_{bare}" not in refused:
+        ignored = bare not in FSDP_ENVIRONMENT_KEYS or (bare in FSDP_OPTIONS and ours.get(bare))
+        if ignored and f"fsdp_config.fsdp_{bare}" not in refused:
             found.append(f"fsdp_config.{name}")
-    return Violation(f"{names(found)}.", (Fix("Without", dropping(given, found, KEYS)),)) if found else None
+    if not found:
+        return None
+    fix = Fix("Remove these keys", without_keys(extra, found, EXTRA_ACCELERATE_CONFIG))
+    return Violation(f"launch.extra_accelerate_config sets {names(found)}, which this run ignores.", (fix,))
 
 
 @rule(
     "LCH015",
     "warning",
-    fields=(KEYS, "train.torch_compile"),
-    title="The launcher would compile the model",
+    fields=(EXTRA_ACCELERATE_CONFIG, "train.torch_compile"),
+    title="The extra accelerate config turns on torch.compile",
     source="accelerate 1.15 utils/launch.py prepare_multi_gpu_env: ACCELERATE_DYNAMO_BACKEND, which prepare_model "
     "follows",
-    fails_on=_bad({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
-    passes_on=_bad({"dynamo_config": {"dynamo_backend": "NO"}}),
+    fails_on=_example({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}),
+    passes_on=_example({"dynamo_config": {"dynamo_backend": "NO"}}),
 )
-def compiled_by_launcher(case: Case) -> Violation | None:
-    """Checks and estimate know of train.torch_compile alone, and a run looks whether that was done."""
-    given = _given(case)
-    backend = str(_table(given, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
+def dynamo_backend_in_extra_config(case: Case) -> Violation | None:
+    """The launcher compiles the model when dynamo_backend is set. The preflight check and the memory estimate consider
+    train.torch_compile only, and the trainer verifies that option."""
+    extra = _extra_config(case)
+    backend = str(_section(extra, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
     if backend == "NO":
         return None
-    patch: dict[str, Any] = dropping(given, ["dynamo_config"], KEYS)
+    patch: dict[str, Any] = without_keys(extra, ["dynamo_config"], EXTRA_ACCELERATE_CONFIG)
     if case.strategy.engine in ("", "ddp"):
         patch["train.torch_compile"] = True
-    return Violation(f"dynamo_config asks for {backend}.", (Fix("By the form", patch),))
+    fix = Fix("Use train.torch_compile instead" if "train.torch_compile" in patch else "Remove dynamo_config", patch)
+    return Violation(f"dynamo_config sets the torch.compile backend to {backend}, next to train.torch_compile.", (fix,))

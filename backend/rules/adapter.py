@@ -1,6 +1,6 @@
-"""Rules of the kin of LoRA: how adapters begin, are scaled and learn.
+"""Rules about LoRA and its variants: initialization, scaling, DoRA, LoRA+, and adapters on experts.
 
-Floor 3. Imports: below.
+Imports registry, modelspec and rules.base.
 """
 
 from __future__ import annotations
@@ -10,203 +10,240 @@ from dataclasses import replace
 
 from backend import registry
 from backend.modelspec import adapted, trainable
-from backend.rules.base import Case, Example, Fix, Violation, rule
-from backend.rules.common_fixes import ATTENTION
-from backend.rules.examples import DEMO, GPT2, H100, MIXTURE
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.common_fixes import ATTENTION_ONLY
+from backend.rules.examples import DEMO, GPT2, H100, MOE
 
-ZERO = Fix("The usual start", {"lora.init": "default"}, safe=False, cost="learns a little slower")
-MOVING = tuple(name for name, row in registry.LORA_INITS.items() if row.changes_base_weights)
+DEFAULT_INIT = Fix("Use the default initialization", {"lora.init": "default"}, safe=False, cost="slower convergence")
+INITS_FROM_WEIGHTS = tuple(name for name, row in registry.LORA_INITS.items() if row.changes_base_weights)
+MAX_LORA_B_RATE = 2e-2  # learning rate of LoRA+'s B matrices
+MAX_RSLORA_SCALE = 10
 
 
-def _lora(case: Case) -> bool:
+def _uses_lora(case: Case) -> bool:
     return case.spec.method.kind == "lora"
+
+
+def _init_label(case: Case) -> str:
+    return registry.LORA_INITS[case.spec.lora.init].label
 
 
 @rule(
     "ADP001",
     "error",
     fields=("lora.r", "lora.init"),
-    title="An orthogonal start needs an even rank",
-    source="peft 0.21 lora/layer.py: orthogonal_init refuses an odd rank",
+    title="Orthogonal LoRA initialization needs an even rank",
+    source="peft 0.21 lora/layer.py: orthogonal_init rejects an odd rank",
     fails_on=Example({"lora.init": "orthogonal", "lora.r": 5}),
     passes_on=Example({"lora.init": "orthogonal", "lora.r": 6}),
     proof="launch",
 )
-def odd_rank(case: Case) -> Violation | None:
-    """Half of the directions go to A and the other half to B, so that together they cancel out."""
+def orthogonal_init_with_odd_rank(case: Case) -> Violation | None:
+    """Orthogonal initialization gives one half of an orthonormal basis to A and the other half to B, so that B(A(x)) is
+    zero at the first step. PEFT raises an error if the rank cannot be halved."""
     rank = case.spec.lora.r
-    if not _lora(case) or case.spec.lora.init != "orthogonal" or rank % 2 == 0:
+    if not _uses_lora(case) or case.spec.lora.init != "orthogonal" or rank % 2 == 0:
         return None
-    return Violation(f"{rank} cannot be halved.", (Fix(f"Rank {rank + 1}", {"lora.r": rank + 1}, False), ZERO))
+    even = Fix(f"Set the LoRA rank to {rank + 1}", {"lora.r": rank + 1}, False, "slightly more trainable parameters")
+    return Violation(f"lora.init is orthogonal and lora.r is {rank}, which is odd.", (even, DEFAULT_INIT))
 
 
 @rule(
     "ADP002",
     "error",
     fields=("lora.r", "lora.init"),
-    title="A start with more directions than a layer has",
-    source="seen with peft 0.21: the adapter silently gets a smaller rank than its configuration says, and cannot "
+    title="LoRA rank exceeds the rank of an adapted layer",
+    source="verified with peft 0.21: the adapter silently gets a smaller rank than its configuration says, and cannot "
     "be loaded again",
     fails_on=Example({"lora.init": "pissa", "lora.r": 1024, "lora.alpha": 1024.0}),
     passes_on=Example({"lora.init": "pissa", "lora.r": 64}),
     proof="launch",
 )
-def rank_beyond_layer(case: Case) -> Violation | None:
-    """PiSSA and OLoRA take their start out of each weight, which has no more directions than its shorter side."""
-    shape = case.shape
-    if not _lora(case) or case.spec.lora.init not in MOVING or shape is None:
+def init_rank_exceeds_layer(case: Case) -> Violation | None:
+    """PiSSA and OLoRA take A and B from a decomposition of the base weight, whose rank is at most the smaller dimension
+    of the layer. PEFT then creates a smaller adapter than adapter_config.json says, and the adapter cannot be loaded
+    again."""
+    shape, rank = case.shape, case.spec.lora.r
+    if not _uses_lora(case) or case.spec.lora.init not in INITS_FROM_WEIGHTS or shape is None:
         return None
-    narrow = min((min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape)), default=case.spec.lora.r)
-    if case.spec.lora.r <= narrow:
+    smallest = min((min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape)), default=rank)
+    if rank <= smallest:
         return None
-    message = f"Rank {case.spec.lora.r}; the narrowest adapted layer has {narrow} directions."
-    return Violation(message, (Fix(f"Rank {narrow}", {"lora.r": narrow}, False), ZERO))
+    message = (
+        f"lora.r is {rank}, but the smallest adapted layer has only {smallest} input or output features: "
+        f"{_init_label(case)} cannot provide {rank} components."
+    )
+    fix = Fix(f"Set the LoRA rank to {smallest}", {"lora.r": smallest}, False, "fewer trainable parameters")
+    return Violation(message, (fix, DEFAULT_INIT))
 
 
 @rule(
     "ADP003",
     "error",
     fields=("lora.init",),
-    title="OLoRA does not know this model's layers",
+    title="OLoRA does not support GPT-2's Conv1D layers",
     source="peft 0.21 lora/layer.py: olora_init does not transpose the weights of a Conv1D",
-    fixes=(ZERO, Fix("PiSSA", {"lora.init": "pissa"}, safe=False, cost="a minute at the start")),
+    fixes=(DEFAULT_INIT, Fix("Use PiSSA", {"lora.init": "pissa"}, safe=False, cost="an SVD of each weight at startup")),
     fails_on=Example({"lora.init": "olora"}, facts=replace(DEMO, shape=GPT2)),
     passes_on=Example({"lora.init": "pissa"}, facts=replace(DEMO, shape=GPT2)),
 )
-def olora_transposed(case: Case) -> str | None:
-    """GPT-2 stores its weights the other way round, and the adapter would not fit them."""
-    asked = _lora(case) and case.spec.lora.init == "olora"
-    return "GPT-2's layers are transposed." if asked and case.shape and case.shape.model_type == "gpt2" else None
+def olora_with_conv1d(case: Case) -> str | None:
+    """GPT-2 stores its weights transposed, as Conv1D. peft's olora_init decomposes them without transposing them, and
+    the first forward pass fails because the shapes of A and B do not match the layer."""
+    if not _uses_lora(case) or case.spec.lora.init != "olora" or not case.shape or case.shape.model_type != "gpt2":
+        return None
+    return "lora.init is olora, and the model is a GPT-2, whose linear layers are Conv1D modules."
 
 
 @rule(
     "ADP004",
     "warning",
     fields=("lora.loraplus_lr_ratio", "train.learning_rate"),
-    title="The B matrices would learn very fast",
-    source="Hayou et al. 2024, LoRA+: a ratio of 16, at a rate somewhat below LoRA's own",
+    title="LoRA+ learning rate of the B matrices is very high",
+    source="Hayou et al. 2024, LoRA+: a ratio of 16, with a learning rate somewhat below that of LoRA",
     fails_on=Example({"lora.loraplus_lr_ratio": 256.0}),
     passes_on=Example({"lora.loraplus_lr_ratio": 16.0}),
 )
-def fast_b(case: Case) -> Violation | None:
-    """LoRA+ multiplies the learning rate of the B matrices. Too high a rate makes the loss rise."""
+def loraplus_rate_too_high(case: Case) -> Violation | None:
+    """LoRA+ multiplies the learning rate of the B matrices by loraplus_lr_ratio. If the product is too high, the loss
+    diverges."""
     ratio, rate = case.spec.lora.loraplus_lr_ratio, case.spec.train.learning_rate
-    if not _lora(case) or ratio == 1 or ratio * rate <= 2e-2:
+    if not _uses_lora(case) or ratio == 1 or ratio * rate <= MAX_LORA_B_RATE:
         return None
-    fix = Fix("Ratio 16", {"lora.loraplus_lr_ratio": 16.0}, False)
-    slower = Fix("A fitting rate", {"train.learning_rate": float(f"{5e-3 / ratio:.1g}")}, False)
-    return Violation(f"{rate:g} x {ratio:g} is {rate * ratio:.2g}.", (fix,) if rate * 16 <= 2e-2 else (slower,))
+    lower = float(f"{5e-3 / ratio:.1g}")
+    if rate * 16 <= MAX_LORA_B_RATE:
+        fix = Fix("Set loraplus_lr_ratio to 16", {"lora.loraplus_lr_ratio": 16.0}, False)
+    else:
+        fix = Fix(f"Set the learning rate to {lower:g}", {"train.learning_rate": lower}, False)
+    message = (
+        f"A learning rate of {rate:g} times a loraplus_lr_ratio of {ratio:g} gives {rate * ratio:.2g} for the B "
+        f"matrices; values above {MAX_LORA_B_RATE:g} usually diverge."
+    )
+    return Violation(message, (fix,))
 
 
 @rule(
     "ADP005",
     "advice",
     fields=("lora.alpha", "lora.use_rslora"),
-    title="An adapter with a large scale",
-    source="Kalajdzievski 2023, rsLoRA: the scale is alpha / root of rank",
+    title="rsLoRA scaling factor is very large",
+    source="Kalajdzievski 2023, rsLoRA: the scaling factor is alpha / sqrt(rank)",
     fails_on=Example({"lora.use_rslora": True, "lora.r": 64, "lora.alpha": 128.0}),
     passes_on=Example({"lora.use_rslora": True, "lora.r": 64, "lora.alpha": 16.0}),
 )
-def large_scale(case: Case) -> Violation | None:
-    """With rsLoRA an alpha of twice the rank is far more than with LoRA, and acts like a learning rate that is too
-    high."""
-    scale = case.spec.lora.alpha / math.sqrt(case.spec.lora.r)
-    if not _lora(case) or not case.spec.lora.use_rslora or scale <= 10:
+def rslora_scale_too_large(case: Case) -> Violation | None:
+    """With rsLoRA alpha is divided by the square root of the rank, not by the rank. The usual alpha of twice the rank
+    then scales the adapter far more than in LoRA and acts like a learning rate that is too high."""
+    alpha, rank = case.spec.lora.alpha, case.spec.lora.r
+    scale = alpha / math.sqrt(rank)
+    if not _uses_lora(case) or not case.spec.lora.use_rslora or scale <= MAX_RSLORA_SCALE:
         return None
-    alpha = float(round(2 * math.sqrt(case.spec.lora.r)))
-    message = f"{case.spec.lora.alpha:g} / root of {case.spec.lora.r} is {scale:.3g}; about 2 is usual."
-    return Violation(message, (Fix(f"Alpha {alpha:g}", {"lora.alpha": alpha}, False),))
+    usual = float(round(2 * math.sqrt(rank)))
+    message = f"The scaling factor is {alpha:g} / sqrt({rank}) = {scale:.3g}; about 2 is usual."
+    return Violation(message, (Fix(f"Set lora.alpha to {usual:g}", {"lora.alpha": usual}, False),))
 
 
 @rule(
     "ADP006",
     "advice",
     fields=("lora.use_dora", "lora.dropout"),
-    title="DoRA with dropout computes every base layer twice",
-    source="peft 0.21 lora/variants.py: with dropout the base result cannot be used again",
-    fixes=(Fix("Without dropout", {"lora.dropout": 0.0}, safe=False),),
+    title="DoRA with dropout computes each base layer twice",
+    source="peft 0.21 lora/variants.py: with dropout the output of the base layer cannot be reused",
+    fixes=(Fix("Set lora.dropout to 0", {"lora.dropout": 0.0}, safe=False),),
     fails_on=Example({"lora.use_dora": True, "lora.dropout": 0.1}),
     passes_on=Example({"lora.use_dora": True}),
 )
-def dora_dropout(case: Case) -> str | None:
-    """Its lengths are applied to what the base layer makes of the dropped input."""
-    return (
-        f"Dropout is {case.spec.lora.dropout:g}."
-        if _lora(case) and case.spec.lora.use_dora and case.spec.lora.dropout
-        else None
-    )
+def dora_with_dropout(case: Case) -> str | None:
+    """DoRA scales the base layer's output for the input after dropout. Without dropout PEFT reuses the output of the
+    base layer's forward pass; with dropout it multiplies by the base weight a second time."""
+    dropout = case.spec.lora.dropout
+    if not _uses_lora(case) or not case.spec.lora.use_dora or not dropout:
+        return None
+    return f"lora.use_dora is set and lora.dropout is {dropout:g}, so every training step is slower."
 
 
-NAMED = {"lora.targets": "custom"}
-STACKED = registry.STACKED["qwen3_moe"]
-MIXED = replace(DEMO, shape=MIXTURE, stacked=STACKED)
-SHAPELESS = replace(DEMO, shape=None, stacked=STACKED, unknown="it is a mixture of experts")
+CUSTOM_TARGETS = {"lora.targets": "custom"}
+EXPERT_LAYERS = registry.STACKED_EXPERTS["qwen3_moe"]
+KNOWN_MOE = replace(DEMO, shape=MOE, stacked_modules=EXPERT_LAYERS)
+UNKNOWN_MOE = replace(
+    DEMO, shape=None, stacked_modules=EXPERT_LAYERS, shape_unknown_reason="it is a mixture of experts"
+)
 
 
 @rule(
     "ADP007",
     "error",
     fields=("lora.targets", "lora.dropout", "lora.use_dora", "lora.init"),
-    title="Adapters on experts are plain ones",
-    source="peft 0.21 lora/layer.py, ParamWrapper: refuses dropout and DoRA, and has no weight to take a start out of",
+    title="LoRA on experts supports neither dropout, DoRA nor weight-based initialization",
+    source="peft 0.21 lora/layer.py, ParamWrapper: rejects dropout and DoRA, and has no weight attribute to initialize "
+    "from",
     fixes=(
-        ATTENTION,
+        ATTENTION_ONLY,
         Fix(
-            "Plain adapters",
+            "Use plain LoRA",
             {"lora.dropout": 0.0, "lora.use_dora": False, "lora.init": "default"},
             safe=False,
-            cost="learns a little slower",
+            cost="no dropout or DoRA; slower convergence",
         ),
     ),
-    fails_on=Example({"lora.use_dora": True}, facts=SHAPELESS),
-    passes_on=Example({"lora.use_dora": True, "lora.targets": "attention"}, facts=SHAPELESS),
+    fails_on=Example({"lora.use_dora": True}, facts=UNKNOWN_MOE),
+    passes_on=Example({"lora.use_dora": True, "lora.targets": "attention"}, facts=UNKNOWN_MOE),
 )
-def experts_are_plain(case: Case) -> str | None:
-    """The experts of a layer are one stacked parameter. An adapter on it is added to the weights before they are used,
-    so that there is no input to drop from, and no row to measure."""
-    asked = case.spec.adapts_experts(case.facts.stacked) and not case.spec.lora.is_plain
-    return "The model is a mixture of experts, and they would carry adapters." if asked else None
+def lora_variant_on_experts(case: Case) -> str | None:
+    """The experts of a layer are one stacked parameter, not linear modules. PEFT adds the adapter to that parameter
+    before the forward pass, so it has no layer input for dropout and no weight matrix for DoRA, PiSSA or OLoRA."""
+    lora = case.spec.lora
+    if not case.spec.adapts_experts(case.facts.stacked_modules) or lora.is_plain:
+        return None
+    used = [name for name, on in (("dropout", lora.dropout), ("DoRA", lora.use_dora)) if on]
+    if lora.init not in ("default", "gaussian"):
+        used.append(f"the {_init_label(case)} initialization")
+    return f"The adapters would include the experts of this mixture-of-experts model, with {names(used)}."
 
 
 @rule(
     "ADP008",
     "error",
     fields=("lora.target_modules",),
-    title="Two layers of an expert are one weight",
+    title="Only one of two fused expert layers is a LoRA target",
     source="peft 0.21 utils/transformers_weight_conversion.py: Cannot convert PEFT target(s) without also targeting",
-    fails_on=Example({**NAMED, "lora.target_modules": ("q_proj", STACKED[0])}, facts=SHAPELESS),
-    passes_on=Example({**NAMED, "lora.target_modules": STACKED}, facts=SHAPELESS),
+    fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", EXPERT_LAYERS[0])}, facts=UNKNOWN_MOE),
+    passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": EXPERT_LAYERS}, facts=UNKNOWN_MOE),
 )
-def half_a_weight(case: Case) -> Violation | None:
-    """The experts of a layer are kept as one weight, in which two of their linear layers lie side by side. An adapter
-    lies on both or on none."""
-    pair = case.facts.stacked[:2]
-    asked = case.spec.lora.target_modules if _lora(case) and case.spec.lora.targets == "custom" else ()
-    there = [name for name in pair if name in asked]
-    if len(there) != 1:
+def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
+    """The gate and up projections of all experts are stored as one fused parameter. PEFT can adapt that parameter only
+    as a whole, so both projections must be targets, or neither."""
+    fused = case.facts.stacked_modules[:2]
+    targets = case.spec.lora.target_modules if _uses_lora(case) and case.spec.lora.targets == "custom" else ()
+    named = [name for name in fused if name in targets]
+    if len(named) != 1:
         return None
-    (other,) = set(pair) - set(there)
-    kept = tuple(name for name in asked if name not in pair)
+    (missing,) = set(fused) - set(named)
+    kept = tuple(name for name in targets if name not in fused)
     field = "lora.target_modules"
-    both = Fix(f"Name {other} too", {field: (*asked, other)}, safe=False, cost="a larger adapter")
-    less = Fix(f"Leave out {there[0]}", {field: kept}, safe=False, cost="a smaller adapter")
-    return Violation(f"{there[0]} is named, and {other} is not.", (both, less) if kept else (both,))
+    both = Fix(f"Add {missing}", {field: (*targets, missing)}, safe=False, cost="a larger adapter")
+    neither = Fix(f"Remove {named[0]}", {field: kept}, safe=False, cost="a smaller adapter")
+    message = f"lora.target_modules has {named[0]} but not {missing}, and the model stores them as one parameter."
+    return Violation(message, (both, neither) if kept else (both,))
 
 
 @rule(
     "ADP009",
     "advice",
     fields=("lora.targets", "lora.r"),
-    title="Adapters on every expert",
-    source="peft 0.21 lora/layer.py ParamWrapper: a rank for each expert; weights and adapter are added at each pass",
-    fixes=(ATTENTION,),
-    fails_on=Example({}, H100, MIXED),
-    passes_on=Example({"lora.targets": "attention"}, H100, MIXED),
+    title="LoRA on every expert trains many parameters and is slow",
+    source="peft 0.21 lora/layer.py ParamWrapper: A and B for each expert; base weight and adapter are added in every "
+    "forward pass",
+    fixes=(ATTENTION_ONLY,),
+    fails_on=Example({}, H100, KNOWN_MOE),
+    passes_on=Example({"lora.targets": "attention"}, H100, KNOWN_MOE),
 )
-def on_every_expert(case: Case) -> str | None:
-    """An adapter on stacked experts has its rank once for each of them, and is added to a copy of their weights before
-    they are used: many trained weights, the memory of a second model without checkpointing, and slow steps."""
+def lora_on_every_expert(case: Case) -> str | None:
+    """An adapter on stacked experts has its rank once for each expert. PEFT adds it to a copy of the expert weights in
+    every forward pass, which slows down each step and, without activation checkpointing, takes the memory of a second
+    model."""
     shape = case.shape
-    if shape is None or not shape.experts or not case.spec.adapts_experts(case.facts.stacked):
+    if shape is None or not shape.experts or not case.spec.adapts_experts(case.facts.stacked_modules):
         return None
-    return f"{shape.experts} experts a layer; {trainable(case.spec, shape):,} weights are trained."
+    count = trainable(case.spec, shape)
+    return f"The adapters cover {shape.experts} experts in each layer: {count:,} trainable parameters."

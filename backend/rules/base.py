@@ -1,8 +1,8 @@
-"""What a rule is: a function with a code, a reason, a source, fixes, and examples that prove it.
+"""Rule: a function with a code, a reason, a source, fixes, and an example that fails and one that passes.
 
-Imports everything below rules. `@rule(...)` adds a function of a Case to RULES; the function's docstring is the reason,
-its name with dashes is the rule's slug. It returns None if the rule does not apply, else the message (a sentence with
-the values of this case), or a Violation with fixes made for this case.
+Imports everything below rules. `@rule(...)` adds a function of a Case to RULES. The function's docstring is the reason,
+its name with dashes is the rule's slug. It returns None if the rule does not apply, otherwise the message (sentences
+with the values of this case) or a Violation, which also has fixes computed for this case.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Patch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Fix:
-    """One click: a patch of the spec. `safe`: the training result stays the same; `cost`: what else is given up, in a
-    few words; `peak`: bytes on each device afterwards, where the fix is about memory."""
+    """A patch of the spec that the user applies with one click. `safe`: it does not change the training result; `cost`:
+    what it costs, in a few words; `peak`: the estimated bytes on each device afterwards, of a fix that saves memory."""
 
     label: str
     patch: Patch
@@ -39,7 +39,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that applies to a spec. `message` has the values of this case, `reason` says why it matters."""
+    """A rule that applies to a spec. `message` has the values of this case, `reason` the mechanism."""
 
     code: str
     slug: str
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """What rules look at: a spec on a machine, what inspection found, and what follows from them."""
+    """The input of a rule: a spec, a machine, the inspected input files, and what follows from them."""
 
     spec: RunSpec
     machine: Machine
@@ -62,7 +62,7 @@ class Case:
 
     @cached_property
     def run(self) -> ResolvedRun:
-        """What follows from spec, machine and facts."""
+        """The run that spec, machine and facts resolve to."""
         return resolve(self.spec, self.machine, self.facts)
 
     @property
@@ -82,21 +82,21 @@ class Case:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The memory of this spec."""
+        """The memory estimate of this spec."""
         return self.estimated(self.spec)
 
     def estimated(self, spec: RunSpec) -> Estimate:
-        """The memory of a changed spec."""
+        """The memory estimate of a changed spec."""
         facts = self.facts
-        rows = facts.training_rows(spec.data)
-        return estimate(spec, self.machine, facts.shape, facts.unknown, facts.longest, rows)
+        examples = facts.num_train_examples(spec.data)
+        return estimate(spec, self.machine, facts.shape, facts.shape_unknown_reason, facts.longest_example, examples)
 
     def resolved(self, spec: RunSpec) -> ResolvedRun:
-        """What follows from a changed spec."""
+        """The run that a changed spec resolves to."""
         return resolve(spec, self.machine, self.facts)
 
     def takes(self, patch: Patch) -> bool:
-        """Whether a patch changes the spec and stays within the limits of the options."""
+        """Whether a patch changes the spec and is valid."""
         if all(get(self.spec, name) == value for name, value in patch.items()):
             return False
         try:
@@ -112,7 +112,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Violation:
-    """What a rule returns along with fixes made for this case, or with other fields than the rule's own."""
+    """What a rule returns if it has fixes computed for this case, or fields different from those of the rule."""
 
     message: str
     fixes: tuple[Fix, ...] = ()
@@ -133,8 +133,8 @@ Check = Callable[[Case], "str | Violation | None"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One preflight rule. `manual_fix` says what to do where no option of Footplate is a fix; `at_start`: it is about
-    the moment before launch (ports, free disk, busy devices) and is not repeated by the trainer."""
+    """A preflight rule. `manual_fix`: what to do outside Footplate; `proof`: a test launches `fails_on` and it fails, or
+    needs a GPU for that; `at_start`: it holds at the moment before launch only (ports, free disk, busy devices)."""
 
     code: str
     slug: str
@@ -152,11 +152,12 @@ class Rule:
     check: Check
 
     def finding(self, case: Case) -> Finding | None:
-        """The finding of `case`, or None. Fixes that change nothing are left out; what would not fit comes last."""
-        answer = self.check(case)
-        if answer is None:
+        """The finding about `case`, or None. Fixes that change nothing are left out; fixes after which the run would
+        not fit into memory come last."""
+        result = self.check(case)
+        if result is None:
             return None
-        violation = answer if isinstance(answer, Violation) else Violation(answer)
+        violation = result if isinstance(result, Violation) else Violation(result)
         fixes = tuple(f for f in (*violation.fixes, *self.fixes) if case.takes(f.patch))
         if len(fixes) > 1 and case.estimate.fits:
             large = [fix for fix in fixes if case.estimated(effective(case.with_patch(fix.patch))).fits is False]
@@ -184,7 +185,7 @@ def rule(
     proof: Literal["", "launch", "gpu"] = "",
     at_start: bool = False,
 ) -> Callable[[Check], Check]:
-    """Add a rule; the function's docstring is the reason that people read, its name the slug."""
+    """Add a rule to RULES. The function's docstring becomes the reason, its name the slug."""
 
     def add(check: Check) -> Check:
         reason, slug = " ".join((check.__doc__ or "").split()), check.__name__.replace("_", "-")
@@ -200,23 +201,23 @@ def rule(
 
 
 def names(items: object) -> str:
-    """Things in a row: 'a, b and c'."""
+    """An enumeration: 'a, b and c'."""
     words = [str(item) for item in items] if isinstance(items, list | tuple | set | frozenset) else [str(items)]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else "nothing"
 
 
 def reasons(found: Iterable[tuple[str, str]]) -> str:
-    """What is wrong with each of some things, in a sentence: 'this: why; that: why.'"""
+    """Keys with what is wrong with each, as a sentence: 'key: reason; other_key: other reason.'"""
     return "; ".join(f"{name}: {why}" for name, why in found) + "."
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things: '1 step', '60,000 steps', '2 processes'."""
+    """A number with a noun in the singular or plural: '1 step', '60,000 steps', '2 processes'."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}{'es' if thing.endswith('s') else 's'}"
 
 
 def amount(count: float) -> str:
-    """Bytes in the units of the memory bar: 3.2 GiB."""
+    """Bytes in binary units: '3.2 GiB'."""
     for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,17 +1,18 @@
-"""Fixes that many rules offer, each with what it costs.
-
-Floor 3. Imports: base.
-"""
+"""Fixes that several rules offer, each with its cost. Imports rules.base."""
 
 from __future__ import annotations
 
 from backend.rules.base import Fix
 
-DDP = Fix("DDP", {"parallel.strategy": "ddp"}, cost="a full copy on each device")
-ZERO2 = Fix("ZeRO-2", {"parallel.strategy": "zero2"}, cost="whole weights on each device")
-ZERO3 = Fix("ZeRO-3", {"parallel.strategy": "zero3"}, cost="slower: more is sent")
-FSDP2 = Fix("FSDP2", {"parallel.strategy": "fsdp2"}, cost="slower than whole copies")
-ONE = Fix("One process", {"parallel.strategy": "single"}, safe=False, cost="one device, fewer rows a step")
-ADAMW = Fix("AdamW", {"train.optim": "adamw"}, safe=False, cost="two numbers of state a weight")
-ATTENTION = Fix("Adapters on attention", {"lora.targets": "attention"}, safe=False, cost="experts stay as they are")
-BF16 = Fix("bf16", {"precision.compute": "bf16"}, safe=False, cost="rounds more coarsely")
+DDP = Fix("Use DDP", {"parallel.strategy": "ddp"}, cost="a full replica of the model on each device")
+ZERO2 = Fix("Use ZeRO-2", {"parallel.strategy": "zero2"}, cost="all model weights on each device")
+ZERO3 = Fix("Use ZeRO-3", {"parallel.strategy": "zero3"}, cost="slower: weights are gathered for every layer")
+FSDP2 = Fix("Use FSDP2", {"parallel.strategy": "fsdp2"}, cost="slower than DDP: weights are gathered for every layer")
+SINGLE_PROCESS = Fix(
+    "Run a single process", {"parallel.strategy": "single"}, safe=False, cost="one device; smaller global batch size"
+)
+ADAMW = Fix("Use AdamW", {"train.optim": "adamw_torch"}, safe=False, cost="two moments per trainable parameter in memory")
+ATTENTION_ONLY = Fix(
+    "Adapt only the attention layers", {"lora.targets": "attention"}, safe=False, cost="experts are not adapted"
+)
+BF16 = Fix("Use bf16", {"precision.compute": "bf16"}, safe=False, cost="7 mantissa bits; fp16 has 10, fp32 has 23")

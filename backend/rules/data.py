@@ -1,6 +1,6 @@
-"""Rules of the rows: files, formats, lengths, counts.
+"""Rules about the dataset: files, formats, sequence lengths, packing, validation set.
 
-Floor 3. Imports: below.
+Imports registry, inspect and rules.base.
 """
 
 from __future__ import annotations
@@ -10,252 +10,288 @@ from dataclasses import replace
 from backend import registry
 from backend.inspect import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
-from backend.rules.examples import DEMO, FILES, GPT2, H100, OWN, trouble
+from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
 
-DEMO_DATA = Fix("The demo's rows", {"data.source": "builtin"}, safe=False, cost="not your data")
-NO_VALIDATION = Fix("Without validation", {"eval.strategy": "no"})
+BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
+NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
 
 
 @rule(
     "DAT001",
     "error",
     fields=("data.files",),
-    title="No data file is named",
+    title="No data file is set",
     source="arithmetic: nothing to read",
-    fixes=(DEMO_DATA,),
-    fails_on=Example({"data.source": "files"}, facts=replace(FILES, rows=None)),
-    passes_on=Example(OWN, facts=FILES),
+    fixes=(BUILTIN_DATA,),
+    manual_fix="Add one path per line to data.files.",
+    fails_on=Example({"data.source": "files"}, facts=replace(USER_DATA_FACTS, num_examples=None)),
+    passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",
 )
-def no_files(case: Case) -> str | None:
-    """Name at least one .json, .jsonl, .csv or .parquet file."""
+def missing_data_files(case: Case) -> str | None:
+    """Training needs at least one .json, .jsonl, .csv or .parquet file, or another data source."""
     data = case.spec.data
-    return "Name a file, one path a line." if data.source == "files" and not data.files else None
+    return "data.source is files and data.files is empty." if data.source == "files" and not data.files else None
 
 
 @rule(
     "DAT002",
     "error",
     fields=("data.files",),
-    title="A data file cannot be used",
+    title="A data file cannot be read",
     source="the file itself",
-    fails_on=Example(OWN, facts=trouble("data.files", "no such file")),
-    passes_on=Example(OWN, facts=FILES),
+    fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "no such file")),
+    passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",
 )
-def bad_files(case: Case) -> Violation | None:
-    """Every file that is named must be there, readable, and hold rows of a known format."""
-    found = [t for t in _troubles(case, "data.files") if not t.row]
-    if not found:
+def unreadable_data_file(case: Case) -> Violation | None:
+    """Every file in data.files must exist, be readable, and contain examples in one of the supported formats."""
+    issues = [issue for issue in _issues(case, "data.files") if not issue.is_example]
+    if not issues:
         return None
     data = case.spec.data
-    kept = tuple(name for name in data.files if not any(t.where == name for t in found))
-    fixes = [_format(case)] if case.facts.columns and not case.facts.format else []
+    kept = tuple(name for name in data.files if not any(issue.location == name for issue in issues))
+    fixes = [_guessed_format(case)] if case.facts.columns and not case.facts.format else []
     if kept and len(kept) < len(data.files):
-        fixes.append(Fix("Leave these files out", {"data.files": kept}, False))
+        fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
-    return Violation(_said(found), (*fixes, DEMO_DATA), fields)
+    return Violation(_summary(issues), (*fixes, BUILTIN_DATA), fields)
 
 
-def _troubles(case: Case, field: str) -> list[DataIssue]:
-    return [t for t in case.facts.issues if t.field == field]
+def _issues(case: Case, option: str) -> list[DataIssue]:
+    return [issue for issue in case.facts.data_issues if issue.field == option]
 
 
-def _said(found: list[DataIssue]) -> str:
-    more = f" And {len(found) - 3} more." if len(found) > 3 else ""
-    return " ".join(f"{t}." for t in found[:3]) + more
+def _summary(issues: list[DataIssue]) -> str:
+    """The first three issues, and how many more there are."""
+    more = f" {len(issues) - 3} more examples or files have errors." if len(issues) > 3 else ""
+    return " ".join(f"{issue}." for issue in issues[:3]) + more
 
 
-QUESTIONS = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
-ANSWERS = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
+PROMPT_NAMES = ("question", "query", "input", "prompt", "instruction", "source", "problem", "text")
+COMPLETION_NAMES = ("answer", "response", "output", "completion", "target", "solution", "summary", "label")
 
 
-def _format(case: Case) -> Fix:
-    """A guess at columns that no format has: a question with an answer, else the first one as text."""
-    there = {name.lower(): name for name in case.facts.columns}
-    asked = next((there[word] for word in QUESTIONS if word in there), "")
-    answer = next((there[word] for word in ANSWERS if word in there and there[word] != asked), "")
-    if asked and answer:
-        patch = {"data.format": "prompt_completion", "data.prompt_column": asked, "data.completion_column": answer}
-        return Fix(f"{asked} as prompt, {answer} as completion", patch, False)
-    first = asked or case.facts.columns[0]
-    return Fix(f"{first} as plain text", {"data.format": "text", "data.text_column": first}, False)
+def _guessed_format(case: Case) -> Fix:
+    """A format for columns that no supported format has: a prompt with a completion, or the first column as text."""
+    columns = {name.lower(): name for name in case.facts.columns}
+    prompt = next((columns[name] for name in PROMPT_NAMES if name in columns), "")
+    completion = next((columns[name] for name in COMPLETION_NAMES if name in columns and columns[name] != prompt), "")
+    if prompt and completion:
+        patch = {
+            "data.format": "prompt_completion",
+            "data.prompt_column": prompt,
+            "data.completion_column": completion,
+        }
+        return Fix(f"Use column {prompt} as the prompt and {completion} as the completion", patch, False)
+    text = prompt or case.facts.columns[0]
+    return Fix(f"Use column {text} as plain text", {"data.format": "text", "data.text_column": text}, False)
 
 
 @rule(
     "DAT003",
     "error",
     fields=("data.files", "data.format"),
-    title="Rows that cannot be learned",
+    title="Some examples do not match the data format",
     source="the file itself",
-    manual_fix="Mend or delete these rows.",
-    fails_on=Example(OWN, facts=trouble("data.files", "column messages holds a number", 3)),
-    passes_on=Example(OWN, facts=FILES),
+    manual_fix="Correct or delete these examples.",
+    fails_on=Example(USER_DATA, facts=with_data_issue("data.files", "column messages holds a number", 3)),
+    passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
     proof="launch",
 )
-def bad_rows(case: Case) -> Violation | None:
-    """A row that is not of its format stops the run while it prepares the data."""
-    found = [t for t in _troubles(case, "data.files") if t.row]
-    if not found:
+def malformed_examples(case: Case) -> Violation | None:
+    """An example that does not match its format stops the run while the dataset is prepared."""
+    issues = [issue for issue in _issues(case, "data.files") if issue.is_example]
+    if not issues:
         return None
-    fixes = []
-    if case.spec.data.format != "auto":
-        fixes.append(Fix("Recognise the format", {"data.format": "auto"}, False))
-    return Violation(_said(found), tuple(fixes))
+    detect = (Fix("Detect the format automatically", {"data.format": "auto"}, False),)
+    return Violation(_summary(issues), detect if case.spec.data.format != "auto" else ())
 
 
 @rule(
     "DAT004",
     "error",
     fields=("data.hub_id",),
-    title="No dataset id is named",
+    title="No dataset id is set",
     source="arithmetic: nothing to download",
-    fixes=(DEMO_DATA,),
-    fails_on=Example({"data.source": "hub"}, facts=replace(FILES, rows=None)),
-    passes_on=Example({"data.source": "hub", "data.hub_id": "trl-lib/Capybara"}, facts=replace(FILES, rows=None)),
+    fixes=(BUILTIN_DATA,),
+    manual_fix="Set data.hub_id to organization/name.",
+    fails_on=Example({"data.source": "hub"}, facts=replace(USER_DATA_FACTS, num_examples=None)),
+    passes_on=Example(
+        {"data.source": "hub", "data.hub_id": "trl-lib/Capybara"}, facts=replace(USER_DATA_FACTS, num_examples=None)
+    ),
     proof="launch",
 )
-def no_dataset(case: Case) -> str | None:
-    """A dataset of the hub is named as organisation/name."""
+def missing_dataset_hub_id(case: Case) -> str | None:
+    """A dataset is downloaded from the Hugging Face Hub by its id, organization/name."""
     data = case.spec.data
-    return "Write organisation/name." if data.source == "hub" and not data.hub_id.strip() else None
+    return "data.source is hub and data.hub_id is empty." if data.source == "hub" and not data.hub_id.strip() else None
 
 
-FROM_FILES = {**OWN, "data.validation": "files"}
-SPLIT = Fix("Keep a part of the data back", {"data.validation": "split"}, safe=False, cost="fewer rows to learn from")
+VALIDATION_FILES = {**USER_DATA, "data.validation": "files"}
+VALIDATION_SPLIT = Fix(
+    "Split off a validation set", {"data.validation": "split"}, safe=False, cost="fewer training examples"
+)
 
 
 @rule(
     "DAT005",
     "error",
     fields=("data.validation_files",),
-    title="Validation files that cannot be used",
+    title="The validation files cannot be used",
     source="the file itself",
     fixes=(
-        Fix("No validation", {"data.validation": "none", "eval.strategy": "no"}, cost="nothing is measured"),
-        SPLIT,
+        Fix("Train without a validation set", NO_EVALUATION, cost="no eval loss"),
+        VALIDATION_SPLIT,
     ),
-    fails_on=Example(FROM_FILES, facts=FILES),
-    passes_on=Example({**FROM_FILES, "data.validation_files": ("v.jsonl",)}, facts=replace(FILES, held=20)),
+    fails_on=Example(VALIDATION_FILES, facts=USER_DATA_FACTS),
+    passes_on=Example(
+        {**VALIDATION_FILES, "data.validation_files": ("v.jsonl",)},
+        facts=replace(USER_DATA_FACTS, num_validation_examples=20),
+    ),
     proof="launch",
 )
-def bad_validation(case: Case) -> str | None:
-    """Validation rows must be there and of the same format as the others."""
+def unusable_validation_files(case: Case) -> str | None:
+    """Validation files must exist, and their examples must have the same format as the training examples."""
     data = case.spec.data
     if data.source == "builtin" or data.validation != "files":
         return None
-    found = _troubles(case, "data.validation_files")
-    return _said(found) if found else None if data.validation_files else "No file is named."
+    if issues := _issues(case, "data.validation_files"):
+        return _summary(issues)
+    return None if data.validation_files else "data.validation is files and data.validation_files is empty."
 
 
 @rule(
     "DAT006",
     "error",
     fields=("data.validation", "data.validation_split"),
-    title="One row cannot be split",
-    source="arithmetic: a part kept back leaves nothing to learn",
-    fixes=(Fix("No validation", {"data.validation": "none", "eval.strategy": "no", "eval.num_generations": 0}),),
-    fails_on=Example(OWN, facts=replace(FILES, rows=1)),
-    passes_on=Example(OWN, facts=replace(FILES, rows=2)),
+    title="A dataset of one example cannot be split",
+    source="arithmetic: a validation set would leave no training example",
+    fixes=(Fix("Train without a validation set", {**NO_EVALUATION, "eval.num_generations": 0}),),
+    fails_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_examples=1)),
+    passes_on=Example(USER_DATA, facts=replace(USER_DATA_FACTS, num_examples=2)),
     proof="launch",
 )
-def one_row(case: Case) -> str | None:
-    """Keeping validation rows back needs at least two rows."""
+def validation_split_of_one_example(case: Case) -> str | None:
+    """A validation split needs at least two examples: one for the training set and one for the validation set."""
     data = case.spec.data
-    splits = data.source == "files" and data.validation == "split"
-    return "There is 1 row." if splits and case.facts.rows == 1 else None
+    if data.source != "files" or data.validation != "split" or case.facts.num_examples != 1:
+        return None
+    return "data.validation is split, and the data files contain 1 example."
 
 
-UNVALIDATED = {**OWN, "data.validation": "none"}
+NO_VALIDATION = {**USER_DATA, "data.validation": "none"}
 
 
 @rule(
     "DAT007",
     "warning",
     fields=("eval.strategy", "data.validation", "save.load_best_model_at_end"),
-    title="Nothing to evaluate on",
-    source="transformers 5.23: evaluation needs rows that are not trained on",
+    title="Evaluation is on, but there is no validation set",
+    source="transformers 5.23: evaluation needs an eval_dataset",
     fixes=(
-        Fix("No evaluation", {"eval.strategy": "no", "save.load_best_model_at_end": False}, cost="nothing is measured"),
-        SPLIT,
+        Fix("Turn evaluation off", {"eval.strategy": "no", "save.load_best_model_at_end": False}, cost="no eval loss"),
+        VALIDATION_SPLIT,
     ),
-    fails_on=Example(UNVALIDATED, facts=FILES),
-    passes_on=Example({**UNVALIDATED, "eval.strategy": "no"}, facts=FILES),
+    fails_on=Example(NO_VALIDATION, facts=USER_DATA_FACTS),
+    passes_on=Example({**NO_VALIDATION, "eval.strategy": "no"}, facts=USER_DATA_FACTS),
 )
-def nothing_to_evaluate(case: Case) -> str | None:
-    """Without validation rows there is no evaluation curve, and no best checkpoint to end with."""
-    data = case.spec.data
-    if case.spec.eval.strategy == "no" or data.source == "builtin" or data.validation != "none":
+def evaluation_without_validation_set(case: Case) -> str | None:
+    """Without validation examples there is no eval loss, so no evaluation curve and no best checkpoint to load at the
+    end."""
+    strategy, data = case.spec.eval.strategy, case.spec.data
+    if strategy == "no" or data.source == "builtin" or data.validation != "none":
         return None
-    return "Evaluation is on, and no rows are kept back for it."
+    return f"eval.strategy is {strategy} and data.validation is none. No evaluation would run."
 
 
 @rule(
     "DAT008",
     "warning",
     fields=("eval.num_generations", "data.validation"),
-    title="Fewer validation rows than answers asked for",
+    title="num_generations exceeds the validation set",
     source="arithmetic",
     fails_on=Example({"eval.num_generations": 100}),
     passes_on=Example({"eval.num_generations": 24}),
 )
-def too_many_samples(case: Case) -> Violation | None:
-    """The answers before and after are given to validation rows."""
-    wanted, held = case.spec.eval.num_generations, case.run.num_eval_examples
-    if not registry.STAGES[case.spec.train.stage].answers or held is None or wanted <= held or not case.facts.exact:
+def more_generations_than_examples(case: Case) -> Violation | None:
+    """Each generation uses the prompt of a different validation example, so there cannot be more generations than
+    validation examples."""
+    count, available = case.spec.eval.num_generations, case.run.num_eval_examples
+    if not registry.STAGES[case.spec.train.stage].generates or available is None or not case.facts.counts_are_exact:
         return None
-    fix = Fix(counted(held, "answer") if held else "No answers", {"eval.num_generations": held})
-    return Violation(f"{counted(wanted, 'answer')}, and {counted(held, 'validation row')}.", (fix,))
+    if count <= available:
+        return None
+    label = f"Set num_generations to {available}" if available else "Generate nothing"
+    message = (
+        f"eval.num_generations is {count}, and the validation set has {counted(available, 'example')}; only "
+        f"{available} would be generated."
+    )
+    return Violation(message, (Fix(label, {"eval.num_generations": available}),))
+
+
+MAX_TRUNCATED_SHARE = 0.1
 
 
 @rule(
     "DAT009",
     "warning",
     fields=("data.max_length",),
-    title="Many rows are cut off",
-    source="the rows: tokens are estimated from their characters",
+    title="Many examples exceed max_length",
+    source="the examples: tokens are estimated from their characters",
     fails_on=Example({"data.max_length": 64}),
     passes_on=Example({"data.max_length": 512}),
 )
-def cut_off(case: Case) -> Violation | None:
-    """What lies behind the cut is not learned, and an answer is mostly what lies behind. Rows whose answer is cut
-    away whole are dropped."""
-    lengths, cut = case.facts.lengths, case.spec.data.max_length
-    over = sum(length > cut for length in lengths)
-    if not lengths or over < 0.1 * len(lengths) or case.spec.train.stage == "pretraining":
+def many_truncated_examples(case: Case) -> Violation | None:
+    """Tokens after max_length are dropped, and they are mostly tokens of the completion. An example that loses its
+    whole completion is dropped."""
+    lengths, limit = case.facts.token_lengths, case.spec.data.max_length
+    over = sum(length > limit for length in lengths)
+    if not lengths or over < MAX_TRUNCATED_SHARE * len(lengths) or case.spec.train.stage == "pretraining":
         return None
-    target = _room(case)
-    fixes = (Fix(counted(target, "token"), {"data.max_length": target}, False),) if target > cut else ()
-    share = f"About {over / len(lengths):.0%} of the rows are longer than {cut:,} tokens"
-    return Violation(f"{share}; the longest seen has about {case.facts.longest:,}.", fixes)
+    fitting = _fitting_max_length(case)
+    fixes = (_max_length_fix(fitting),) if fitting > limit else ()
+    message = (
+        f"About {over / len(lengths):.0%} of the examples are longer than data.max_length ({limit:,} tokens); the "
+        f"longest has about {case.facts.longest_example:,} tokens."
+    )
+    return Violation(message, fixes)
+
+
+def _max_length_fix(tokens: int) -> Fix:
+    return Fix(f"Set max_length to {tokens}", {"data.max_length": tokens}, False)
 
 
 @rule(
     "DAT017",
     "error",
     fields=("data.max_length",),
-    title="Every answer is cut away",
-    source="the rows: tokens are estimated from their characters; rows with nothing left to learn are dropped",
+    title="max_length leaves no completion in any example",
+    source="the examples: tokens are estimated from their characters; examples without a trainable token are dropped",
     fails_on=Example({"data.max_length": 16}, facts=replace(DEMO, min_prompt_tokens=40)),
     passes_on=Example({"data.max_length": 64}, facts=replace(DEMO, min_prompt_tokens=40)),
     proof="launch",
 )
-def no_answer_left(case: Case) -> Violation | None:
-    """A row is learned from its first answer on. Where the cut comes before that in every row, none is left. Pairs for
-    a reward model are not cut: those that are longer are dropped."""
-    facts, stage, cut = case.facts, case.spec.train.stage, case.spec.data.max_length
-    learned = stage in registry.COMPARING or (stage == "sft" and case.spec.data.loss_on == "completions")
-    least = min(facts.lengths, default=0) if stage == "reward" else facts.min_prompt_tokens * learned
-    if not facts.exact or cut >= 0.8 * least:  # as far as estimates are trusted
+def no_completion_within_max_length(case: Case) -> Violation | None:
+    """The loss starts at the first completion token of an example. If max_length truncates every example before that
+    token, the training set is empty. A reward model's pairs are not truncated: longer pairs are dropped."""
+    facts, stage, limit = case.facts, case.spec.train.stage, case.spec.data.max_length
+    trains_completions = stage in registry.PREFERENCE_STAGES or (
+        stage == "sft" and case.spec.data.loss_on == "completions"
+    )
+    shortest = (
+        min(facts.token_lengths, default=0) if stage == "reward" else facts.min_prompt_tokens * trains_completions
+    )
+    if not facts.counts_are_exact or limit >= 0.8 * shortest:  # token counts are estimates: allow 20 percent
         return None
-    said = "The shortest row has" if stage == "reward" else "The shortest question takes"
-    fix = Fix("Room for every row", {"data.max_length": _room(case)}, False)
-    return Violation(f"{said} about {least:,} tokens; the cut is at {cut:,}.", (fix,))
+    what = "shortest pair" if stage == "reward" else "shortest prompt"
+    message = f"The {what} has about {shortest:,} tokens, and data.max_length is {limit:,}."
+    return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
 
 
-def _room(case: Case) -> int:
-    """Tokens that the longest row seen fits in, with a quarter to spare, or as many as the model counts."""
-    enough = 64 * -(-case.facts.longest * 5 // (4 * 64))
+def _fitting_max_length(case: Case) -> int:
+    """A max_length for the longest example that was read, with a quarter to spare, within the model's positions."""
+    enough = 64 * -(-case.facts.longest_example * 5 // (4 * 64))
     most = case.shape.max_positions if case.shape else 0
     return min(enough, most) if most else enough
 
@@ -264,143 +300,154 @@ def _room(case: Case) -> int:
     "DAT010",
     "error",
     fields=("data.max_length",),
-    title="Longer than the model can count",
-    source="transformers 5.23 modeling_gpt2.py: positions are rows of a table, and there are no more",
+    title="max_length exceeds the model's position embeddings",
+    source="transformers 5.23 modeling_gpt2.py: wpe is an embedding with n_positions rows",
     fails_on=Example({"data.max_length": 2048}, facts=replace(DEMO, shape=GPT2)),
     passes_on=Example({"data.max_length": 1024}, facts=replace(DEMO, shape=GPT2)),
 )
-def beyond_table(case: Case) -> Violation | None:
-    """This model looks positions up in a table; a token beyond its end stops the run."""
-    shape, cut = case.shape, case.spec.data.max_length
-    if shape is None or shape.model_type != "gpt2" or not shape.max_positions or cut <= shape.max_positions:
+def max_length_exceeds_position_embeddings(case: Case) -> Violation | None:
+    """GPT-2 learns one embedding per position. The first position beyond the table raises an IndexError, on a GPU a
+    device-side assert."""
+    if case.shape is None or case.shape.model_type != "gpt2":
         return None
-    fix = Fix(counted(shape.max_positions, "token"), {"data.max_length": shape.max_positions}, False)
-    return Violation(f"{cut:,} tokens; the table ends at {shape.max_positions:,}.", (fix,))
+    return _too_many_positions(case.shape.max_positions, case, "position embeddings")
+
+
+def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
+    limit = case.spec.data.max_length
+    if not most or limit <= most:
+        return None
+    return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))
 
 
 @rule(
     "DAT011",
     "warning",
     fields=("data.max_length",),
-    title="Longer than the model was trained for",
+    title="max_length exceeds the model's context length",
     source="config.json: max_position_embeddings",
     fails_on=Example({"data.max_length": 16_384}),
     passes_on=Example({"data.max_length": 8192}),
 )
-def beyond_training(case: Case) -> Violation | None:
-    """Beyond the length it was trained for a model's attention loses its way; it runs, and learns badly."""
-    shape, cut = case.shape, case.spec.data.max_length
-    if shape is None or shape.model_type == "gpt2" or not shape.max_positions or cut <= shape.max_positions:
+def max_length_exceeds_context(case: Case) -> Violation | None:
+    """Rotary position embeddings can be computed for any position, so the run works, but attention at positions that
+    the model has never seen is poor and the loss is high."""
+    if case.shape is None or case.shape.model_type == "gpt2":
         return None
-    fix = Fix(counted(shape.max_positions, "token"), {"data.max_length": shape.max_positions}, False)
-    return Violation(f"{cut:,} tokens; the model was trained for {shape.max_positions:,}.", (fix,))
+    return _too_many_positions(case.shape.max_positions, case, "positions (max_position_embeddings)")
 
 
 @rule(
     "DAT012",
     "warning",
     fields=("data.packing", "train.train_sampling_strategy"),
-    title="Grouping rows that are all full",
-    source="arithmetic: packed rows have one length",
-    fixes=(Fix("Without grouping", {"train.train_sampling_strategy": "random"}),),
+    title="Grouping by length has no use with packing",
+    source="arithmetic: packed sequences all have one length",
+    fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}),),
     fails_on=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),
     passes_on=Example({"data.packing": True}, H100),
 )
-def grouped_packs(case: Case) -> str | None:
-    """Packing fills every row to the cut-off length, so there is nothing left to group; the order only gets worse."""
-    both = case.spec.data.packing and case.spec.train.train_sampling_strategy == "group_by_length"
-    return "Packed rows are of one length already." if both else None
+def group_by_length_with_packing(case: Case) -> str | None:
+    """Packing fills every sequence up to max_length, so there is no padding for grouping to save. Grouping only makes
+    the order of the examples less random."""
+    if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
+        return None
+    return "data.packing is on and train.train_sampling_strategy is group_by_length."
+
+
+MAX_PACKED_TOKENS = 8192
 
 
 @rule(
     "DAT013",
     "warning",
     fields=("data.packing", "train.per_device_train_batch_size", "data.max_length"),
-    title="Packing makes one very long row of a batch",
+    title="Packing with a large batch makes attention slow",
     source="transformers 5.23 masking_utils.py: without flash attention a mask of tokens x tokens is built",
     fails_on=Example({"data.packing": True, "train.per_device_train_batch_size": 8, "data.max_length": 2048}, H100),
     passes_on=Example({"data.packing": True, "train.per_device_train_batch_size": 1, "data.max_length": 2048}, H100),
 )
-def long_packs(case: Case) -> Violation | None:
-    """The packed rows of a batch lie one behind the other, and attention computes every pair of their tokens,
-    masked or not. Twice the batch takes four times the time and memory; accumulation does not."""
+def packed_batch_too_long(case: Case) -> Violation | None:
+    """The packed sequences of a batch are concatenated into one, and without FlashAttention every pair of its tokens is
+    computed, masked or not. Twice the batch size then takes four times the time and memory; gradient accumulation does
+    not."""
     train, data = case.spec.train, case.spec.data
-    if (
-        not data.packing
-        or train.per_device_train_batch_size == 1
-        or train.per_device_train_batch_size * data.max_length <= 8192
-    ):
+    batch, tokens = train.per_device_train_batch_size, train.per_device_train_batch_size * data.max_length
+    if not data.packing or batch == 1 or tokens <= MAX_PACKED_TOKENS:
         return None
     patch = {
         "train.per_device_train_batch_size": 1,
-        "train.gradient_accumulation_steps": train.gradient_accumulation_steps * train.per_device_train_batch_size,
+        "train.gradient_accumulation_steps": train.gradient_accumulation_steps * batch,
     }
-    tokens = train.per_device_train_batch_size * data.max_length
-    return Violation(f"Attention over {tokens:,} tokens at once.", (Fix("Accumulate instead", patch),))
+    message = f"{batch} packed sequences of {data.max_length:,} tokens become one sequence of {tokens:,} tokens."
+    return Violation(message, (Fix("Use gradient accumulation instead", patch),))
+
+
+PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))
 
 
 @rule(
     "DAT014",
     "advice",
     fields=("data.loss_on",),
-    title="Plain text has no answers",
-    source="the rows: no turn is marked as an answer",
+    title="Plain text has no completions",
+    source="the examples: plain text does not mark any part as a completion",
     fixes=(
-        Fix("Every token", {"data.loss_on": "all_tokens"}),
-        Fix("Pre-training", {"train.stage": "pretraining"}, False, "no chat"),
+        Fix("Train on all tokens", {"data.loss_on": "all_tokens"}),
+        Fix("Use the pre-training stage", {"train.stage": "pretraining"}, False, "no chat format"),
     ),
-    fails_on=Example({**OWN, "data.format": "text"}, facts=replace(FILES, format="text", columns=("text",))),
-    passes_on=Example(
-        {**OWN, "data.format": "text", "data.loss_on": "all_tokens"},
-        facts=replace(FILES, format="text", columns=("text",)),
-    ),
+    fails_on=Example({**USER_DATA, "data.format": "text"}, facts=PLAIN_TEXT),
+    passes_on=Example({**USER_DATA, "data.format": "text", "data.loss_on": "all_tokens"}, facts=PLAIN_TEXT),
 )
-def text_without_answers(case: Case) -> str | None:
-    """Every token of plain text is learned, whatever is chosen here."""
-    sft = case.spec.train.stage == "sft" and case.spec.data.loss_on == "completions"
-    return "The rows are plain text: every token is learned." if sft and case.facts.format == "text" else None
+def completion_loss_on_plain_text(case: Case) -> str | None:
+    """Plain text is not divided into prompts and completions, so the loss covers every token, whatever data.loss_on
+    says."""
+    if case.spec.train.stage != "sft" or case.spec.data.loss_on != "completions" or case.facts.format != "text":
+        return None
+    return "data.loss_on is completions and the data format is plain text. Every token would be trained on."
 
 
 @rule(
     "DAT015",
     "advice",
     fields=("data.dataset_num_proc", "train.dataloader_num_workers"),
-    title="More helpers than cores",
+    title="More worker processes than CPU cores",
     source="arithmetic",
     fails_on=Example({"data.dataset_num_proc": 64}),
     passes_on=Example({"data.dataset_num_proc": 4}),
 )
-def many_workers(case: Case) -> Violation | None:
-    """Processes that prepare or load rows want cores of their own; beyond that they take turns."""
-    cores, prepare = case.machine.cores, case.spec.data.dataset_num_proc
-    load = case.spec.train.dataloader_num_workers * case.run.nproc_per_node
+def more_workers_than_cores(case: Case) -> Violation | None:
+    """Each process that tokenizes or loads examples needs a CPU core. With more than two processes per core they wait
+    for each other and are slower."""
+    cores, train, ranks = case.machine.cores, case.spec.train, case.run.nproc_per_node
+    tokenizing, loading = case.spec.data.dataset_num_proc, train.dataloader_num_workers * ranks
     patch: dict[str, int] = {}
-    if prepare > 2 * cores:
+    used = []
+    if tokenizing > 2 * cores:
         patch["data.dataset_num_proc"] = cores
-    if load > 2 * cores:
-        patch["train.dataloader_num_workers"] = max(1, cores // case.run.nproc_per_node)
-        if patch["train.dataloader_num_workers"] * case.run.nproc_per_node > 2 * cores:
-            patch["train.dataloader_num_workers"] = 0
+        used.append(f"{tokenizing} tokenization processes")
+    if loading > 2 * cores:
+        workers = max(1, cores // ranks)
+        patch["train.dataloader_num_workers"] = workers if workers * ranks <= 2 * cores else 0
+        used.append(f"{loading} dataloader workers ({train.dataloader_num_workers} for each of {ranks} ranks)")
     if not patch:
         return None
-    return Violation(
-        f"{counted(max(prepare, load), 'process')} beside the training, on {counted(cores, 'core')}.",
-        (Fix("Fewer", patch),),
-        tuple(patch),
-    )
+    message = f"The run would start {' and '.join(used)} on {counted(cores, 'CPU core')}."
+    settings = " and ".join(f"{name.partition('.')[2]} to {count}" for name, count in patch.items())
+    return Violation(message, (Fix(f"Set {settings}", patch),), tuple(patch))
 
 
 @rule(
     "DAT016",
     "error",
     fields=("data.builtin",),
-    title="The demo's rows are missing",
+    title="The files of the demo dataset are missing",
     source="the assets folder of this installation",
-    manual_fix="Install Footplate again: its own files are not complete.",
-    fails_on=Example(facts=replace(DEMO, issues=(DataIssue("data.builtin", "train.jsonl", "no such file"),))),
+    manual_fix="Install Footplate again: its files are incomplete.",
+    fails_on=Example(facts=replace(DEMO, data_issues=(DataIssue("data.builtin", "train.jsonl", "no such file"),))),
     passes_on=Example(),
 )
-def no_demo(case: Case) -> str | None:
-    """The demo's rows come with Footplate."""
-    found = _troubles(case, "data.builtin")
-    return _said(found) if found and case.spec.data.source == "builtin" else None
+def missing_builtin_dataset(case: Case) -> str | None:
+    """The built-in datasets are part of the Footplate package."""
+    issues = _issues(case, "data.builtin")
+    return _summary(issues) if issues and case.spec.data.source == "builtin" else None

@@ -1,6 +1,6 @@
-"""Named machines and glances that the rules' examples stand on.
+"""Machines and inspection results that the examples of the rules use.
 
-Floor 3. Imports: catalog, glance, machine, shape.
+Imports registry, inspect, machine and modelspec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALLED = {
 
 
 def gpus(count: int, name: str, gib: int, capability: tuple[int, int], device: str = "cuda") -> Machine:
-    """A machine with `count` equal devices."""
+    """A machine with `count` identical devices."""
     found = tuple(Gpu(i, name, gib * GIB, gib * GIB, capability) for i in range(count))
     ram = 64 * count * GIB
     return Machine(
@@ -41,22 +41,22 @@ def gpus(count: int, name: str, gib: int, capability: tuple[int, int], device: s
 
 
 LAPTOP = Machine(cores=8, ram_bytes=32 * GIB, ram_free_bytes=24 * GIB, versions=INSTALLED, name="laptop")
-SMALL = replace(LAPTOP, cores=2, ram_bytes=4 * GIB, ram_free_bytes=1 * GIB, name="small laptop")
+SMALL_LAPTOP = replace(LAPTOP, cores=2, ram_bytes=4 * GIB, ram_free_bytes=1 * GIB, name="small laptop")
 H100 = gpus(1, "H100", 80, (9, 0))
 TWO_H100 = gpus(2, "H100", 80, (9, 0))
 T4 = gpus(1, "T4", 16, (7, 5))
 NPU = gpus(1, "Ascend 910B", 64, (0, 0), "npu")
 FULL_DISK = replace(LAPTOP, disk_free_bytes=GIB)
-BARE = replace(LAPTOP, versions={"torch": "2.13.0"})
+TORCH_ONLY = replace(LAPTOP, versions={"torch": "2.13.0"})
 
-# With every package that an optimizer or a precision may ask for.
+# With every optional package of the optimizers and FP8 backends installed.
 EXTRAS = {row.package: "9" for t in (registry.OPTIMIZERS, registry.FP8_BACKENDS) for row in t.values() if row.package}
 EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO = (
     replace(machine, versions={**INSTALLED, **EXTRAS}) for machine in (LAPTOP, H100, TWO_H100)
 )
 
-SMOL: ModelShape = from_config(registry.MODELS["smollm2-135m-instruct"].config)
-TINY: ModelShape = from_config(registry.MODELS["tiny-llama"].config)
+SMOL: ModelShape = from_config(registry.BUILTIN_MODELS["smollm2-135m-instruct"].config)
+TINY: ModelShape = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
 LLAMA_8B: ModelShape = from_config(
     {
         "model_type": "llama",
@@ -75,26 +75,26 @@ GPT2: ModelShape = from_config(
     {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024}
 )
 
-MIXTURE: ModelShape = from_config(registry.HUB["allenai/olmoe-1b-7b-0924"])
+MOE: ModelShape = from_config(registry.HUB_CONFIGS["allenai/olmoe-1b-7b-0924"])
 
-# The demo: 400 rows to learn from and 60 to validate on, about 60 to 180 tokens long.
+# The demo dataset: 400 training examples and 60 eval examples of about 60 to 180 tokens.
 DEMO = InputFacts(
     shape=SMOL,
-    unknown="",
-    has_template=True,
+    shape_unknown_reason="",
+    has_chat_template=True,
     format="messages",
     columns=("messages",),
-    rows=400,
-    held=60,
-    lengths=tuple(range(60, 180, 3)),
+    num_examples=400,
+    num_validation_examples=60,
+    token_lengths=tuple(range(60, 180, 3)),
 )
-# The same rows in files of one's own.
-OWN = {"data.source": "files", "data.files": ("rows.jsonl",)}
-FILES = replace(DEMO, held=None)
-PATH = {"model.source": "path", "model.path": "model"}
+# The same examples in the user's files: the options, and what inspection finds.
+USER_DATA = {"data.source": "files", "data.files": ("data.jsonl",)}
+USER_DATA_FACTS = replace(DEMO, num_validation_examples=None)
+LOCAL_MODEL = {"model.source": "path", "model.path": "model"}
 
 
-def trouble(field: str, sentence: str, line: int = 0, name: str = "rows.jsonl") -> InputFacts:
-    """The demo's rows in files, with something wrong."""
+def with_data_issue(field: str, sentence: str, line: int = 0, name: str = "data.jsonl") -> InputFacts:
+    """USER_DATA_FACTS with an issue in a file; of one example, where `line` is given."""
     where = f"{name}, line {line}" if line else name
-    return replace(FILES, issues=(DataIssue(field, where, sentence, bool(line)),))
+    return replace(USER_DATA_FACTS, data_issues=(DataIssue(field, where, sentence, bool(line)),))

@@ -1,7 +1,4 @@
-"""Rules of the launch: processes, devices, threads, environment.
-
-Floor 3. Imports: below.
-"""
+"""Rules about the launch: launcher, process count, device ids, CPU threads and environment variables."""
 
 from __future__ import annotations
 
@@ -10,30 +7,44 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
-from backend.rules.common_fixes import ONE
+from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
 
-ROOMY = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
-DDP = {"parallel.strategy": "ddp"}
+LARGE_LAPTOP = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
+DDP_SPEC = {"parallel.strategy": "ddp"}
+ANY_DEVICES = {"launch.devices": ()}
+# torchrun sets these for every process; the supervisor finds the run's processes by FOOTPLATE_RUN.
+RESERVED_VARIABLES = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "FOOTPLATE_RUN",
+}  # fmt: skip
+VISIBLE_DEVICES_VARIABLES = tuple(
+    row.visible_devices_env for row in registry.DEVICES.values() if row.visible_devices_env
+)
+# accelerate 1.15 reads these when it starts: state.py, accelerator.py, utils/dataclasses.py. PET_ is torchrun's.
+ENGINE_VARIABLE_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_")
+ALLOWED_ENGINE_VARIABLES = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
+
+
+# --- Processes ---
 
 
 @rule(
     "LCH001",
     "error",
     fields=("launch.launcher", "parallel.strategy"),
-    title="python starts one process only",
+    title="The python launcher starts a single process",
     source="arithmetic: python -m starts no other process",
-    fixes=(Fix("Start with torchrun", {"launch.launcher": "torchrun"}), ONE),
-    fails_on=Example({**DDP, "launch.launcher": "python"}),
-    passes_on=Example({**DDP, "launch.launcher": "torchrun"}),
+    fixes=(Fix("Use torchrun", {"launch.launcher": "torchrun"}), SINGLE_PROCESS),
+    fails_on=Example({**DDP_SPEC, "launch.launcher": "python"}),
+    passes_on=Example({**DDP_SPEC, "launch.launcher": "torchrun"}),
     proof="launch",
 )
-def python_launcher(case: Case) -> str | None:
-    """DDP needs one process for each device. The plain python launcher starts a single one, so the run would train
-    alone, on one device, with a smaller batch than asked for, and say nothing."""
+def python_launcher_with_many_processes(case: Case) -> str | None:
+    """Distributed training needs one process per device. The python launcher starts one process, which would silently
+    train alone on one device, with a smaller global batch size than configured."""
     if case.spec.launch.launcher != "python" or case.run.nproc_per_node == 1:
         return None
-    return f"{counted(case.run.nproc_per_node, 'process')} were asked for; python starts 1."
+    return f"nproc_per_node is {case.run.nproc_per_node}, and the python launcher starts 1 process."
 
 
 @rule(
@@ -42,186 +53,74 @@ def python_launcher(case: Case) -> str | None:
     fields=("launch.nproc_per_node",),
     title="More processes than devices",
     source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
-    fails_on=Example({**DDP, "launch.nproc_per_node": 4}, TWO_H100),
-    passes_on=Example({**DDP, "launch.nproc_per_node": 2}, TWO_H100),
+    fails_on=Example({**DDP_SPEC, "launch.nproc_per_node": 4}, TWO_H100),
+    passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 2}, TWO_H100),
 )
-def too_many_processes(case: Case) -> Violation | None:
-    """Each process needs a device of its own: two on one GPU abort in NCCL, or run out of memory together."""
-    there = len(case.machine.gpus)
-    if case.run.device == "cpu" or case.run.device != case.machine.device or case.run.nproc_per_node <= max(there, 1):
+def more_processes_than_devices(case: Case) -> Violation | None:
+    """Each process needs a device of its own. Two processes on one GPU abort in NCCL or run out of memory together."""
+    processes, devices = case.run.nproc_per_node, len(case.machine.gpus)
+    if case.run.device == "cpu" or case.run.device != case.machine.device or processes <= max(devices, 1):
         return None
-    fixes = (_together(case, there) if there > 1 else _one(case),)
-    return Violation(f"{counted(case.run.nproc_per_node, 'process')}, and {counted(there, 'device')}.", fixes)
+    fix = _fewer_processes(case, devices) if devices > 1 else _single_process(case)
+    found = counted(devices, "device") if devices else "1 device"
+    return Violation(f"nproc_per_node is {processes}, and this machine has {found}.", (fix,))
 
 
-def _one(case: Case, more: Mapping[str, object] = {}) -> Fix:
-    """One process; the batch of a step stays if it can."""
+def _single_process(case: Case, more: Mapping[str, object] = {}) -> Fix:
+    """A fix that runs one process. It keeps the global batch size by gradient accumulation, if it can."""
     patch = {"parallel.strategy": "single", **more}
-    whole = {
-        **patch,
-        "train.gradient_accumulation_steps": case.spec.train.gradient_accumulation_steps * case.run.data_parallel_size,
-    }
-    same = case.takes(whole) and not registry.OPTIMIZERS[case.spec.train.optim].inside
-    return Fix("One process", whole if same else patch, same, "one device does it all")
+    accumulation = case.spec.train.gradient_accumulation_steps * case.run.data_parallel_size
+    same_batch = {**patch, "train.gradient_accumulation_steps": accumulation}
+    safe = case.takes(same_batch) and not registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward
+    return Fix("Run a single process", same_batch if safe else patch, safe, "one device does all the work")
 
 
-def _together(case: Case, count: int) -> Fix:
-    """As many processes as devices; the batch of a step stays if it can."""
+def _fewer_processes(case: Case, count: int) -> Fix:
+    """A fix that runs `count` processes. It keeps the global batch size by gradient accumulation, if it can."""
     patch: dict[str, object] = {"launch.nproc_per_node": count}
-    whole = case.spec.train.gradient_accumulation_steps * case.run.nproc_per_node
-    if whole % count == 0:
-        patch["train.gradient_accumulation_steps"] = whole // count
+    accumulation = case.spec.train.gradient_accumulation_steps * case.run.nproc_per_node
+    if accumulation % count == 0:
+        patch["train.gradient_accumulation_steps"] = accumulation // count
     if len(case.spec.launch.devices) > count:
         patch["launch.devices"] = case.spec.launch.devices[:count]
-    return Fix(counted(count, "process"), patch, safe=whole % count == 0)
-
-
-@rule(
-    "LCH003",
-    "error",
-    fields=("launch.devices",),
-    title="A device id that is not there",
-    source="torch 2.13 cuda/__init__.py: the list of visible devices ends at the first id that is not there",
-    fails_on=Example({"launch.devices": (0, 9)}, TWO_H100),
-    passes_on=Example({"launch.devices": (1,)}, TWO_H100),
-)
-def unknown_device(case: Case) -> Violation | None:
-    """CUDA ignores every id from the first wrong one on, so the run would silently see fewer GPUs, or none."""
-    known = [gpu.id for gpu in case.machine.gpus]
-    wrong = [i for i in case.spec.launch.devices if i not in known]
-    if not case.run.on_gpu or not known or not wrong:
-        return None
-    fixes = [Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")]
-    right = tuple(dict.fromkeys(i for i in case.spec.launch.devices if i in known))
-    if len(right) == case.run.nproc_per_node:
-        fixes.insert(0, Fix(f"Only {names(right)}", {"launch.devices": right}))
-    if len(known) < case.run.nproc_per_node:
-        fixes = []  # fewer devices than processes: another rule's fix comes first
-        if len(known) > 1:
-            fixes = [
-                Fix(
-                    f"{counted(len(known), 'process')} on all",
-                    {"launch.devices": (), "launch.nproc_per_node": len(known)},
-                    False,
-                )
-            ]
-        else:
-            fixes = [_one(case, {"launch.devices": ()})]
-    return Violation(f"There is no device {names(wrong)}; there are {names(known)}.", tuple(fixes))
-
-
-@rule(
-    "LCH004",
-    "error",
-    fields=("launch.devices",),
-    title="A device id named twice",
-    source="torch 2.13 cuda/__init__.py: a repeated id makes the whole list empty",
-    fails_on=Example({**DDP, "launch.devices": (0, 0)}, TWO_H100),
-    passes_on=Example({**DDP, "launch.devices": (0, 1)}, TWO_H100),
-)
-def repeated_device(case: Case) -> Violation | None:
-    """A repeated id makes CUDA see no device at all."""
-    ids = case.spec.launch.devices
-    if not case.run.on_gpu or len(set(ids)) == len(ids):
-        return None
-    once = tuple(dict.fromkeys(ids))
-    fix = Fix("Each once", {"launch.devices": once})
-    if len(once) < case.run.nproc_per_node:
-        fix = Fix("The first ones", {"launch.devices": ()}, cost="ids are left to torch")
-    return Violation(f"Devices {names(ids)}: each id may stand once.", (fix,))
-
-
-@rule(
-    "LCH005",
-    "error",
-    fields=("launch.devices", "launch.nproc_per_node"),
-    title="Fewer device ids than processes",
-    source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
-    fails_on=Example({**DDP, "launch.devices": (1,), "launch.nproc_per_node": 2}, TWO_H100),
-    passes_on=Example({**DDP, "launch.devices": (0, 1), "launch.nproc_per_node": 2}, TWO_H100),
-)
-def too_few_ids(case: Case) -> Violation | None:
-    """Only the named devices are visible to the run, and each process needs one."""
-    ids = tuple(dict.fromkeys(case.spec.launch.devices))
-    if (
-        not case.run.on_gpu
-        or not ids
-        or len(ids) >= case.run.nproc_per_node
-        or len(ids) < len(case.spec.launch.devices)
-    ):
-        return None
-    fixes = [_together(case, len(ids)) if len(ids) > 1 else _one(case)]
-    if len(case.machine.gpus) >= case.run.nproc_per_node:
-        fixes.insert(
-            0,
-            Fix(
-                f"The first {counted(case.run.nproc_per_node, 'device')}",
-                {"launch.devices": ()},
-                cost="ids are left to torch",
-            ),
-        )
-    return Violation(f"{counted(case.run.nproc_per_node, 'process')} on device {names(ids)}.", tuple(fixes))
-
-
-@rule(
-    "LCH006",
-    "warning",
-    fields=("launch.devices", "parallel.strategy"),
-    title="Device ids that stay idle",
-    source="arithmetic: a process drives one device",
-    fails_on=Example({"launch.devices": (0, 1)}, TWO_H100),
-    passes_on=Example({"launch.devices": (1,)}, TWO_H100),
-)
-def idle_devices(case: Case) -> Violation | None:
-    """A process uses one device, whatever it sees. The others named are held visible and do nothing."""
-    ids = case.spec.launch.devices
-    if not case.run.on_gpu or len(set(ids)) <= case.run.nproc_per_node:
-        return None
-    first = tuple(dict.fromkeys(ids))[: case.run.nproc_per_node]
-    every = {"parallel.strategy": "ddp", "launch.nproc_per_node": len(set(ids)), "launch.launcher": "torchrun"}
-    fixes = (
-        Fix(f"Only {names(first)}", {"launch.devices": first}),
-        Fix("DDP on all of them", every, safe=False, cost="more rows a step"),
-    )
-    return Violation(f"{counted(len(set(ids)), 'device')} named, and {case.run.nproc_per_node} will be used.", fixes)
+    return Fix(f"Set nproc_per_node to {count}", patch, safe=accumulation % count == 0)
 
 
 @rule(
     "LCH007",
     "advice",
     fields=("parallel.strategy", "launch.nproc_per_node"),
-    title="A strategy of many with one process",
-    source="arithmetic: one process has nobody to share with",
-    fixes=(Fix("One process, without a strategy", {"parallel.strategy": "single"}),),
-    fails_on=Example({**DDP, "launch.nproc_per_node": 1}),
-    passes_on=Example({**DDP, "launch.nproc_per_node": 2}),
+    title="A distributed strategy with a single process",
+    source="arithmetic: one process has no other process to shard or average with",
+    fixes=(Fix("Run a single process without a strategy", {"parallel.strategy": "single"}),),
+    fails_on=Example({**DDP_SPEC, "launch.nproc_per_node": 1}),
+    passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 2}),
 )
-def lonely(case: Case) -> str | None:
-    """These strategies average gradients among processes, and some spread what each would hold. With one process
-    they only cost memory for their buckets."""
-    return "One process has no others to share with." if _many(case) and case.run.world_size == 1 else None
-
-
-def _many(case: Case) -> bool:
-    return case.spec.parallel.strategy in registry.MANY
+def strategy_with_one_process(case: Case) -> str | None:
+    """Distributed strategies average gradients over processes or shard tensors over them. With one process they only
+    cost memory for their communication buckets."""
+    if case.spec.parallel.strategy not in registry.MULTI_PROCESS or case.run.world_size != 1:
+        return None
+    return f"{case.strategy.label} is set, and the run has 1 process, so there is nothing to average or shard."
 
 
 @rule(
     "LCH008",
     "warning",
     fields=("launch.omp_num_threads", "launch.nproc_per_node"),
-    title="More CPU threads than cores",
+    title="More OpenMP threads than CPU cores",
     source="arithmetic; PyTorch's notes on CPU threading",
-    fixes=(Fix("Share the cores", {"launch.omp_num_threads": 0}),),
-    fails_on=Example({**DDP, "launch.omp_num_threads": 8}),
-    passes_on=Example({**DDP, "launch.omp_num_threads": 4}),
+    fixes=(Fix("Set omp_num_threads to 0 (cores / processes)", {"launch.omp_num_threads": 0}),),
+    fails_on=Example({**DDP_SPEC, "launch.omp_num_threads": 8}),
+    passes_on=Example({**DDP_SPEC, "launch.omp_num_threads": 4}),
 )
-def crowded_threads(case: Case) -> str | None:
-    """Threads that wait for the same core slow each other down, often by more than half."""
-    wanted = case.spec.launch.omp_num_threads * case.run.nproc_per_node
-    if wanted <= case.machine.cores:
+def more_threads_than_cores(case: Case) -> str | None:
+    """Threads that compete for the same core slow each other down, often to less than half of the speed."""
+    processes, threads, cores = case.run.nproc_per_node, case.spec.launch.omp_num_threads, case.machine.cores
+    if threads * processes <= cores:
         return None
-    return f"{case.run.nproc_per_node} x {case.spec.launch.omp_num_threads} threads on {counted(case.machine.cores, 'core')}."
+    many = f"{counted(processes, 'process')} with {counted(threads, 'OpenMP thread')} each"
+    return f"{many} need {threads * processes} CPU cores; this machine has {cores}."
 
 
 @rule(
@@ -230,89 +129,194 @@ def crowded_threads(case: Case) -> str | None:
     fields=("launch.nproc_per_node",),
     title="More processes than CPU cores",
     source="arithmetic",
-    fails_on=Example({**DDP, "launch.nproc_per_node": 16}, ROOMY),
-    passes_on=Example({**DDP, "launch.nproc_per_node": 4}),
+    fails_on=Example({**DDP_SPEC, "launch.nproc_per_node": 16}, LARGE_LAPTOP),
+    passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 4}),
 )
-def crowded_cores(case: Case) -> Violation | None:
-    """On a CPU every process computes on cores of its own. More processes than cores only take turns, and each
-    holds a whole model in memory."""
-    cores = case.machine.cores
-    if case.run.device != "cpu" or case.run.nproc_per_node <= cores:
+def more_processes_than_cores(case: Case) -> Violation | None:
+    """On a CPU every process computes on its own cores and holds its own replica of the model. More processes than
+    cores only take turns."""
+    processes, cores = case.run.nproc_per_node, case.machine.cores
+    if case.run.device != "cpu" or processes <= cores:
         return None
-    return Violation(
-        f"{counted(case.run.nproc_per_node, 'process')} on {counted(cores, 'core')}.",
-        (_together(case, cores) if cores > 1 else _one(case),),
+    fix = _fewer_processes(case, cores) if cores > 1 else _single_process(case)
+    return Violation(f"nproc_per_node is {processes}, and this machine has {counted(cores, 'CPU core')}.", (fix,))
+
+
+# --- Device ids ---
+
+
+@rule(
+    "LCH003",
+    "error",
+    fields=("launch.devices",),
+    title="A device id does not exist",
+    source="torch 2.13 cuda/__init__.py: the list of visible devices ends at the first id that does not exist",
+    fails_on=Example({"launch.devices": (0, 9)}, TWO_H100),
+    passes_on=Example({"launch.devices": (1,)}, TWO_H100),
+)
+def unknown_device_id(case: Case) -> Violation | None:
+    """CUDA ignores every id in CUDA_VISIBLE_DEVICES from the first unknown one on, so the run would silently see fewer
+    GPUs, or none."""
+    known, listed = [gpu.id for gpu in case.machine.gpus], case.spec.launch.devices
+    wrong = [i for i in listed if i not in known]
+    if not case.run.on_gpu or not known or not wrong:
+        return None
+    message = f"launch.devices lists {names(wrong)}; the device ids of this machine are {names(known)}."
+    return Violation(message, _known_device_fixes(case, known))
+
+
+def _known_device_fixes(case: Case, known: list[int]) -> tuple[Fix, ...]:
+    """Fixes that leave only ids that exist."""
+    processes = case.run.nproc_per_node
+    if len(known) < processes:  # fewer processes are needed as well
+        if len(known) == 1:
+            return (_single_process(case, ANY_DEVICES),)
+        patch = {**ANY_DEVICES, "launch.nproc_per_node": len(known)}
+        return (Fix(f"Run {len(known)} processes, one on each device", patch, safe=False),)
+    valid = tuple(dict.fromkeys(i for i in case.spec.launch.devices if i in known))
+    first = Fix("Use the first devices", ANY_DEVICES, cost="clears the list of device ids")
+    return (Fix(f"Use only {names(valid)}", {"launch.devices": valid}), first) if len(valid) == processes else (first,)
+
+
+@rule(
+    "LCH004",
+    "error",
+    fields=("launch.devices",),
+    title="A device id is repeated",
+    source="torch 2.13 cuda/__init__.py: a repeated id makes the whole list empty",
+    fails_on=Example({**DDP_SPEC, "launch.devices": (0, 0)}, TWO_H100),
+    passes_on=Example({**DDP_SPEC, "launch.devices": (0, 1)}, TWO_H100),
+)
+def repeated_device_id(case: Case) -> Violation | None:
+    """With a repeated id in CUDA_VISIBLE_DEVICES, CUDA finds no device at all."""
+    ids = case.spec.launch.devices
+    once = tuple(dict.fromkeys(ids))
+    if not case.run.on_gpu or len(once) == len(ids):
+        return None
+    fix = Fix("Remove repeated ids", {"launch.devices": once})
+    if len(once) < case.run.nproc_per_node:
+        fix = Fix("Use the first devices", ANY_DEVICES, cost="clears the list of device ids")
+    return Violation(f"launch.devices is {names(ids)}; each id may be listed once.", (fix,))
+
+
+@rule(
+    "LCH005",
+    "error",
+    fields=("launch.devices", "launch.nproc_per_node"),
+    title="Fewer device ids than processes",
+    source="accelerate 1.15 state.py: local rank modulo device count; NCCL refuses two ranks on one GPU",
+    fails_on=Example({**DDP_SPEC, "launch.devices": (1,), "launch.nproc_per_node": 2}, TWO_H100),
+    passes_on=Example({**DDP_SPEC, "launch.devices": (0, 1), "launch.nproc_per_node": 2}, TWO_H100),
+)
+def fewer_device_ids_than_processes(case: Case) -> Violation | None:
+    """The run sees only the listed devices, and each process needs one of its own."""
+    listed, processes = case.spec.launch.devices, case.run.nproc_per_node
+    ids = tuple(dict.fromkeys(listed))
+    if not case.run.on_gpu or not ids or len(ids) >= processes or len(ids) < len(listed):  # repeated: LCH004
+        return None
+    fixes = [_fewer_processes(case, len(ids)) if len(ids) > 1 else _single_process(case)]
+    if len(case.machine.gpus) >= processes:
+        label = f"Use the first {counted(processes, 'device')}"
+        fixes.insert(0, Fix(label, ANY_DEVICES, cost="clears the list of device ids"))
+    message = f"launch.devices lists {counted(len(ids), 'device')} ({names(ids)}), and nproc_per_node is {processes}."
+    return Violation(message, tuple(fixes))
+
+
+@rule(
+    "LCH006",
+    "warning",
+    fields=("launch.devices", "parallel.strategy"),
+    title="More device ids than processes",
+    source="arithmetic: a process uses one device",
+    fails_on=Example({"launch.devices": (0, 1)}, TWO_H100),
+    passes_on=Example({"launch.devices": (1,)}, TWO_H100),
+)
+def idle_device_ids(case: Case) -> Violation | None:
+    """A process uses one device, however many it sees. The other listed devices stay idle."""
+    ids, processes = tuple(dict.fromkeys(case.spec.launch.devices)), case.run.nproc_per_node
+    if not case.run.on_gpu or len(ids) <= processes:
+        return None
+    used = ids[:processes]
+    all_devices = {"parallel.strategy": "ddp", "launch.nproc_per_node": len(ids), "launch.launcher": "torchrun"}
+    fixes = (
+        Fix(f"Use only {names(used)}", {"launch.devices": used}),
+        Fix("Use DDP on all listed devices", all_devices, safe=False, cost="larger global batch size"),
     )
+    many = counted(processes, "process")
+    return Violation(f"launch.devices lists {len(ids)} devices, and the run has {many}, so it uses {len(used)}.", fixes)
 
 
-# torchrun gives these to every process, or the supervisor finds the run's processes by them.
-RESERVED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
-RESERVED |= {"FOOTPLATE_RUN"}
+# --- Environment variables ---
 
 
 @rule(
     "LCH010",
     "error",
     fields=("launch.env",),
-    title="A variable that belongs to the launcher",
+    title="launch.env sets a variable of the launcher",
     source="torch 2.13 distributed/elastic: torchrun sets these for each worker",
     fails_on=Example({"launch.launcher": "python", "launch.env": {"WORLD_SIZE": "2"}}),
     passes_on=Example({"launch.env": {"NCCL_DEBUG": "INFO"}}),
     proof="launch",
 )
-def reserved_variables(case: Case) -> Violation | None:
-    """The launcher tells each process its rank by these variables, and Footplate finds a run's processes by
-    FOOTPLATE_RUN. A value of one's own makes processes wait for others that never come, or escape a stop."""
-    found = [n for n in case.spec.launch.env if n in RESERVED or n.startswith("TORCHELASTIC_")]
-    return Violation(f"{names(found)} cannot be set by hand.", (without(case, found),)) if found else None
+def reserved_environment_variables(case: Case) -> Violation | None:
+    """The launcher tells each process its rank through these variables, and Footplate finds the processes of a run by
+    FOOTPLATE_RUN. Other values make processes wait for ranks that never start, or survive a stop."""
+    found = [n for n in case.spec.launch.env if n in RESERVED_VARIABLES or n.startswith("TORCHELASTIC_")]
+    if not found:
+        return None
+    return Violation(
+        f"launch.env sets {names(found)}, which only the launcher may set.", (without_variables(case, found),)
+    )
 
 
-VISIBLE = tuple(row.visible for row in registry.DEVICES.values() if row.visible)
-
-
-def without(case: Case, drop: list[str]) -> Fix:
-    """Leave variables of one's own out."""
+def without_variables(case: Case, drop: list[str]) -> Fix:
+    """A fix that removes variables from launch.env."""
     kept = {name: value for name, value in case.spec.launch.env.items() if name not in drop}
-    return Fix(f"Leave out {names(drop)}", {"launch.env": kept})
+    return Fix(f"Remove {names(drop)} from launch.env", {"launch.env": kept})
 
 
 @rule(
     "LCH011",
     "warning",
     fields=("launch.env",),
-    title="A variable that overrides an option",
-    source="the plan: what is given under Environment wins over what follows from the options",
+    title="launch.env overrides an option",
+    source="Footplate's launch plan: launch.env overrides the variables that follow from the options",
     fails_on=Example({"launch.env": {"CUDA_VISIBLE_DEVICES": "3"}}, H100),
     passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}, H100),
 )
-def overriding_variables(case: Case) -> Violation | None:
-    """The option says one thing and the variable another; the variable wins, and checks and estimate do not know."""
+def environment_overrides_option(case: Case) -> Violation | None:
+    """The variable overrides the option, and the preflight check and the memory estimate still use the option."""
     options = {"OMP_NUM_THREADS": "launch.omp_num_threads"}
-    if case.spec.launch.launcher != "deepspeed":  # which sets them itself
-        options |= dict.fromkeys(VISIBLE, "launch.devices")
+    if case.spec.launch.launcher != "deepspeed":  # which sets them itself: ignored_visible_devices
+        options |= dict.fromkeys(VISIBLE_DEVICES_VARIABLES, "launch.devices")
     found = [name for name in case.spec.launch.env if name in options]
     if not found:
         return None
-    fields = ("launch.env", *dict.fromkeys(options[name] for name in found))
-    return Violation(f"{names(found)} overrides {names([options[n] for n in found])}.", (without(case, found),), fields)
-
-
-# accelerate 1.15 reads these where it starts: state.py, accelerator.py, utils/dataclasses.py.
-THEIRS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "PET_")
-HARMLESS = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE")
+    overridden = tuple(dict.fromkeys(options[name] for name in found))
+    message = f"launch.env sets {names(found)}, which overrides {names(overridden)}."
+    return Violation(message, (without_variables(case, found),), ("launch.env", *overridden))
 
 
 @rule(
     "LCH012",
     "error",
     fields=("launch.env",),
-    title="A variable that changes the engine",
+    title="launch.env configures the training engine",
     source="accelerate 1.15 accelerator.py, state.py and torch 2.13 distributed/argparse_util.py read them",
     fails_on=Example({"launch.env": {"ACCELERATE_USE_FSDP": "true"}}),
     passes_on=Example({"launch.env": {"ACCELERATE_LOG_LEVEL": "info"}}),
 )
-def engine_variables(case: Case) -> Violation | None:
-    """The launchers take their settings from the environment too: another strategy, precision, device or
-    number of processes than the options say, without a word."""
-    found = [name for name in case.spec.launch.env if name.startswith(THEIRS) and name not in HARMLESS]
-    return Violation(f"{names(found)} would change it behind the options.", (without(case, found),)) if found else None
+def engine_environment_variables(case: Case) -> Violation | None:
+    """Both accelerate and torchrun also read settings from the environment. These variables would silently change
+    strategy, precision, device or process count without changing the options that the preflight check reads."""
+    found = [
+        name
+        for name in case.spec.launch.env
+        if name.startswith(ENGINE_VARIABLE_PREFIXES) and name not in ALLOWED_ENGINE_VARIABLES
+    ]
+    if not found:
+        return None
+    return Violation(
+        f"launch.env sets {names(found)}, which overrides options silently.", (without_variables(case, found),)
+    )

@@ -18,7 +18,7 @@ from backend.rules.memory_remedies import CLEARLY, ways
 PERHAPS = 1.25  # of what is free, at most: the estimate itself is within it, or nearly
 EIGHT_B = replace(DEMO, shape=LLAMA_8B)
 WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
-NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest).device_bytes
+NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
 ZERO = {**WHOLE, "parallel.strategy": "zero3"}
 POOR = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 NO_WAY = "No option changes that: it takes a smaller model, or a machine with more memory."
@@ -34,6 +34,7 @@ SOURCE = "the estimate: closed formulas, checked against measured peaks"
     source=SOURCE,
     fails_on=Example(WHOLE, H100, EIGHT_B),
     passes_on=Example({}, H100, EIGHT_B),
+    at_start=True,
 )
 def does_not_fit(case: Case) -> Violation | None:
     """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
@@ -52,6 +53,7 @@ def does_not_fit(case: Case) -> Violation | None:
     source=SOURCE,
     fails_on=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
     passes_on=Example(),
+    at_start=True,
 )
 def nearly_full(case: Case) -> Violation | None:
     """The most that the estimate allows for is more than what is free, so this may or may not fit."""
@@ -71,6 +73,7 @@ def nearly_full(case: Case) -> Violation | None:
     manual_fix="Fewer processes on a machine hold fewer copies; a machine with more RAM holds them all.",
     fails_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, POOR, EIGHT_B),
     passes_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, TWO_H100, EIGHT_B),
+    at_start=True,
 )
 def host_full(case: Case) -> Violation | None:
     """Each process reads the weights into RAM before its device has them, and what is offloaded stays there. Where it

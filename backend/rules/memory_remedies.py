@@ -17,7 +17,7 @@ from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
 from backend.rules.base import RULES, Case, Finding, Fix, counted
-from backend.rules.common_fixes import ATTENTION
+from backend.rules.common_fixes import ATTENTION_ONLY
 
 MOST = 6  # ways that are worth reading
 FEW = 3  # below it, rows are cut, too
@@ -62,10 +62,10 @@ def after(case: Case, patch: Mapping[str, Any]) -> Case:
     """The case with a patch applied, and what is known of another model that it names."""
     spec, facts = effective(case.with_patch(patch)), case.facts
     if spec.model != case.spec.model:
-        config = registry.HUB.get(spec.model.hub_id.lower()) if spec.model.source == "hub" else None
-        shape = from_config(config or registry.MODELS[spec.model.builtin].config)
-        scores = registry.STAGES[spec.train.stage].scores
-        facts = replace(facts, shape=shape.scoring if scores else shape, packed="", model="")
+        config = registry.HUB_CONFIGS.get(spec.model.hub_id.lower()) if spec.model.source == "hub" else None
+        shape = from_config(config or registry.BUILTIN_MODELS[spec.model.builtin].config)
+        scores = registry.STAGES[spec.train.stage].is_reward_model
+        facts = replace(facts, shape=shape.scoring if scores else shape, quant_method="", model_problem="")
     return Case(spec, case.machine, facts)
 
 
@@ -212,7 +212,7 @@ def _methods(case: Case) -> Iterator[Change]:
     """Adapters instead of whole weights, and a packed base: not where weights go to and fro, which nobody has seen."""
     method, parallel = case.spec.method, case.spec.parallel
     lora: dict[str, Any] = {"method.kind": "lora"}
-    if case.spec.train.stage in registry.PLAIN:
+    if case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
         lora["train.learning_rate"] = 2e-4
     if method.kind != "lora":
         yield Change("method", Fix("LoRA", lora, False, "only adapters learn"), loss=20)
@@ -230,20 +230,20 @@ def _ranks(case: Case) -> Iterator[Change]:
 
 
 def _targets(case: Case) -> Iterator[Change]:
-    if case.spec.adapts_experts(case.facts.stacked):
-        yield Change("targets", ATTENTION, loss=7)
+    if case.spec.adapts_experts(case.facts.stacked_modules):
+        yield Change("targets", ATTENTION_ONLY, loss=7)
 
 
 def _optimizers(case: Case) -> Iterator[Change]:
-    if case.spec.train.optim in ("adamw", "adamw_fused"):
-        rounded = Fix("8-bit AdamW", {"train.optim": "adamw_8bit"}, False, "its state is rounded")
+    if case.spec.train.optim in ("adamw_torch", "adamw_torch_fused"):
+        rounded = Fix("8-bit AdamW", {"train.optim": "adamw_bnb_8bit"}, False, "its state is rounded")
         yield Change("optimizer", rounded, loss=5)
         other = Fix("Adafactor", {"train.optim": "adafactor"}, False, "learns another way")
         yield Change("optimizer", other, loss=15, slow=5)
 
 
 def _references(case: Case) -> Iterator[Change]:
-    if not registry.STAGES[case.spec.train.stage].reference:
+    if not registry.STAGES[case.spec.train.stage].uses_reference_model:
         return
     fix = Fix(
         "Reference computed beforehand",
@@ -291,7 +291,7 @@ LADDERS = ("batch", "length")  # the first step that is enough will do; of other
 def smaller(case: Case) -> Iterator[dict[str, Any]]:
     """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
     size, accumulation = case.spec.train.per_device_train_batch_size, case.spec.train.gradient_accumulation_steps
-    if registry.OPTIMIZERS[case.spec.train.optim].inside:
+    if registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward:
         return  # it steps with every batch: nothing adds up
     neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss_type == "kto"  # a row needs another
     while size > 1 + neighbours and size % 2 == 0:
@@ -313,9 +313,9 @@ def _to_strategy(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str
     """The change to a strategy, with all devices, and the same rows a step where they can be dealt out."""
     spec = case.spec
     patch = {"parallel.strategy": strategy, **more}
-    if strategy in registry.MANY:
+    if strategy in registry.MULTI_PROCESS:
         there = len(case.machine.gpus) if case.run.on_gpu else 0
-        asked = spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else there or 2
+        asked = spec.launch.nproc_per_node if spec.parallel.strategy in registry.MULTI_PROCESS else there or 2
         patch["launch.nproc_per_node"] = min(asked, there or asked)
     rows = case.run.global_batch_size
     each = spec.train.per_device_train_batch_size * case.resolved(case.with_patch(patch)).data_parallel_size

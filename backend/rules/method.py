@@ -1,6 +1,6 @@
-"""Rules of what is trained: the model's folder, adapters, layers, learning rate.
+"""Rules about which parameters are trained: LoRA targets, modules_to_save, frozen layers, learning rate.
 
-Floor 3. Imports: below.
+Imports modelspec and rules.base.
 """
 
 from __future__ import annotations
@@ -12,158 +12,97 @@ from typing import Any
 from backend.modelspec import ModelShape, adapted, matches, trainable
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import ZERO3
-from backend.rules.examples import DEMO, H100, LLAMA_8B, PATH
+from backend.rules.examples import DEMO, H100, LLAMA_8B
 
-BUILTIN = Fix("The built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
-ALL = Fix("All linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more is trained")
-CUSTOM = {"lora.targets": "custom"}
+ALL_LINEAR = Fix(
+    "Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more trainable parameters"
+)
+CUSTOM_TARGETS = {"lora.targets": "custom"}
 FREEZE = {"method.kind": "freeze"}
 
 
-@rule(
-    "MDL001",
-    "error",
-    fields=("model.path",),
-    title="The model's folder cannot be used",
-    source="transformers: what save_pretrained writes",
-    fixes=(BUILTIN,),
-    fails_on=Example(
-        PATH, facts=replace(DEMO, shape=None, unknown="there is no config.json", model="x has no config.json.")
-    ),
-    passes_on=Example(PATH),
-    proof="launch",
-)
-def model_folder(case: Case) -> str | None:
-    """A model is a folder with config.json, weights (*.safetensors) and a tokenizer."""
-    return case.facts.model if case.spec.model.source == "path" and case.facts.model else None
-
-
-@rule(
-    "MDL002",
-    "error",
-    fields=("model.hub_id",),
-    title="No hub id is named",
-    source="arithmetic: nothing to download",
-    fixes=(BUILTIN,),
-    fails_on=Example({"model.source": "hub"}),
-    passes_on=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
-    proof="launch",
-)
-def empty_hub_id(case: Case) -> str | None:
-    """A model of the hub is named as organisation/name."""
-    model = case.spec.model
-    return "Write organisation/name." if model.source == "hub" and not model.hub_id.strip() else None
-
-
-@rule(
-    "MDL003",
-    "error",
-    fields=("data.chat_template", "model.path"),
-    title="The model has no chat template",
-    source="transformers 5.23: apply_chat_template refuses a tokenizer without one",
-    fixes=(Fix("ChatML", {"data.chat_template": "chatml"}, safe=False),),
-    fails_on=Example(PATH, facts=replace(DEMO, has_template=False)),
-    passes_on=Example({**PATH, "data.chat_template": "chatml"}, facts=replace(DEMO, has_template=False)),
-    proof="launch",
-)
-def no_template(case: Case) -> Violation | None:
-    """A base model's tokenizer does not know how a conversation is written. ChatML is a good choice for one; it is
-    saved with the trained model."""
-    data, facts = case.spec.data, case.facts
-    if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_template is not False:
-        return None
-    if facts.format == "text":
-        return None
-    plain = Fix("Learn it as plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat")
-    fixes = (plain,) if case.spec.train.stage == "sft" else ()
-    return Violation("Its tokenizer brings none, and the rows are conversations.", fixes)
-
-
-@rule(
-    "MDL004",
-    "error",
-    fields=("data.chat_template_file",),
-    title="The template file cannot be used",
-    source="transformers: a chat template is a Jinja text over messages",
-    fixes=(Fix("The model's own template", {"data.chat_template": "model"}, safe=False),),
-    fails_on=Example({"data.chat_template": "file"}, facts=replace(DEMO, template="No template file is named.")),
-    passes_on=Example({"data.chat_template": "file", "data.chat_template_file": "t.jinja"}),
-    proof="launch",
-)
-def template_file(case: Case) -> str | None:
-    """The file must be readable and write the conversation, which it knows as messages."""
-    return case.facts.template if case.spec.data.chat_template == "file" and case.facts.template else None
-
-
-def _lora(case: Case) -> ModelShape | None:
+def _lora_shape(case: Case) -> ModelShape | None:
+    """The model's shape, if LoRA is used and the shape is known."""
     return case.shape if case.spec.method.kind == "lora" else None
 
 
-def _listed(name: str, kept: Iterable[str]) -> dict[str, Any]:
-    return {name: tuple(kept)}
+def _names_patch(option: str, kept: Iterable[str]) -> dict[str, Any]:
+    return {option: tuple(kept)}
 
 
 @rule(
     "MTH001",
     "error",
     fields=("lora.target_modules",),
-    title="No module is named for the adapter",
-    source="peft 0.21 tuners_utils.py: target modules must match something",
-    fixes=(ALL,),
-    fails_on=Example(CUSTOM),
-    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "v_proj")}),
+    title="No LoRA target modules are set",
+    source="peft 0.21 tuners_utils.py: target modules must match at least one module",
+    fixes=(ALL_LINEAR,),
+    fails_on=Example(CUSTOM_TARGETS),
+    passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "v_proj")}),
     proof="launch",
 )
-def no_targets(case: Case) -> Violation | None:
-    """Adapters go where they are told. Without a name there is nothing to train."""
+def missing_lora_targets(case: Case) -> Violation | None:
+    """PEFT adds adapters only to the modules in lora.target_modules. Without any there is nothing to train, and PEFT
+    raises an error."""
     method, shape = case.spec.method, case.shape
     if method.kind != "lora" or case.spec.lora.targets != "custom" or case.spec.lora.target_modules:
         return None
+    message = "lora.targets is custom and lora.target_modules is empty."
     if shape is None:
-        return Violation("Name the ends of module names.")
-    every = Fix(f"Name {names(shape.linear)}", _listed("lora.target_modules", shape.linear), False)
-    return Violation(f"The model has {names(shape.linear)}.", (every,))
+        return Violation(f"{message} Each entry is the end of a module name, such as q_proj.")
+    every = Fix(f"Target {names(shape.linear)}", _names_patch("lora.target_modules", shape.linear), False)
+    return Violation(f"{message} The linear layers of {shape.architecture} are {names(shape.linear)}.", (every,))
 
 
 @rule(
     "MTH002",
     "error",
     fields=("lora.target_modules",),
-    title="The model has no such module",
+    title="A LoRA target module does not exist in the model",
     source="peft 0.21 tuners_utils.py: Target modules not found in the base model",
-    fixes=(ALL,),
-    fails_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "c_attn")}),
-    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "self_attn.v_proj")}),
+    fixes=(ALL_LINEAR,),
+    fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "c_attn")}),
+    passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "self_attn.v_proj")}),
     proof="launch",
 )
-def unknown_targets(case: Case) -> Violation | None:
-    """Module names differ from one architecture to the next."""
+def unknown_lora_target(case: Case) -> Violation | None:
+    """Module names differ between architectures. PEFT raises an error if no target matches a module, and silently
+    skips a single target that matches none."""
     shape, method = case.shape, case.spec.method
     if method.kind != "lora" or case.spec.lora.targets != "custom":
         return None
-    wanted = [name for name in case.spec.lora.target_modules if shape is None or not _is_head(shape, name)]
-    unknown = [name for name in wanted if not _can_carry(case, name)]
+    targets = [name for name in case.spec.lora.target_modules if shape is None or not _is_lm_head(shape, name)]
+    unknown = [name for name in targets if not _supports_adapter(case, name)]
     if not unknown:
         return None
-    kept = [name for name in wanted if name not in unknown]
-    fixes = (Fix(f"Leave out {names(unknown)}", _listed("lora.target_modules", kept), False),) if kept else ()
-    found = f"{shape.architecture} has no {names(unknown)}; it has {names(shape.linear)}." if shape else ""
-    return Violation(found or _lacks(case, unknown), fixes)
+    kept = [name for name in targets if name not in unknown]
+    fixes = (_remove_fix(unknown, "lora.target_modules", kept),) if kept else ()
+    if shape is None:
+        return Violation(_missing_modules(case, "lora.target_modules", unknown), fixes)
+    message = (
+        f"lora.target_modules has {names(unknown)}, which matches no layer of {shape.architecture} that can be "
+        f"adapted; its linear layers are {names(shape.linear)}."
+    )
+    return Violation(message, fixes)
 
 
-def _can_carry(case: Case, name: str) -> bool:
-    """Whether an adapter can lie there: of a model without a shape as far as its code tells."""
+def _remove_fix(removed: Iterable[str], option: str, kept: Iterable[str]) -> Fix:
+    return Fix(f"Remove {names(list(removed))}", _names_patch(option, kept), False)
+
+
+def _supports_adapter(case: Case, name: str) -> bool:
+    """Whether the name matches a module that LoRA can adapt; without a shape, as far as the model's code shows it."""
     if case.shape:
-        return _carries(case.shape, name)
-    return name in case.facts.stacked or _there(case, name)
+        return _is_adaptable(case.shape, name)
+    return name in case.facts.stacked_modules or _module_exists(case, name)
 
 
-def _carries(shape: ModelShape, name: str) -> bool:
-    """Whether an adapter for this name lies on one of its modules."""
+def _is_adaptable(shape: ModelShape, name: str) -> bool:
+    """Whether the name matches a module of the shape that LoRA can adapt."""
     return any(leaf.carries(name) for leaf in shape.leaves())
 
 
-def _is_head(shape: ModelShape, name: str) -> bool:
+def _is_lm_head(shape: ModelShape, name: str) -> bool:
     return bool(name) and f".{shape.head}".endswith(f".{name}")
 
 
@@ -171,212 +110,239 @@ def _is_head(shape: ModelShape, name: str) -> bool:
     "MTH003",
     "error",
     fields=("lora.target_modules",),
-    title="An adapter on the output layer",
+    title="The output layer cannot be a LoRA target",
     source="trl 1.16 sft_trainer.py: the loss multiplies with lm_head.weight directly, the adapter is never trained",
-    fails_on=Example({**CUSTOM, "lora.target_modules": ("q_proj", "lm_head")}),
-    passes_on=Example({**CUSTOM, "lora.target_modules": ("q_proj",)}),
+    fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "lm_head")}),
+    passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj",)}),
     proof="launch",
 )
-def head_as_target(case: Case) -> Violation | None:
-    """The loss uses the weights of the output layer by themselves and would never see an adapter there."""
-    shape, wanted = _lora(case), case.spec.lora.target_modules
+def lora_on_output_layer(case: Case) -> Violation | None:
+    """TRL's loss multiplies the hidden states with the weight of the output layer and never calls the module, so an
+    adapter on it would get no gradient."""
+    shape, targets = _lora_shape(case), case.spec.lora.target_modules
     if shape is None or case.spec.lora.targets != "custom":
         return None
-    if not any(_is_head(shape, name) for name in wanted):
+    if not any(_is_lm_head(shape, name) for name in targets):
         return None
-    kept = [name for name in wanted if not _is_head(shape, name) and _carries(shape, name)]
-    fix = Fix(f"Leave out {shape.head}", _listed("lora.target_modules", kept), False) if kept else ALL
-    return Violation(f"{shape.head} cannot carry an adapter; it can be trained in full.", (fix,))
+    kept = [name for name in targets if not _is_lm_head(shape, name) and _is_adaptable(shape, name)]
+    fix = _remove_fix([shape.head], "lora.target_modules", kept) if kept else ALL_LINEAR
+    message = f"lora.target_modules includes {shape.head}. Add it to lora.modules_to_save to train it in full."
+    return Violation(message, (fix,))
 
 
 @rule(
     "MTH004",
     "error",
     fields=("lora.modules_to_save",),
-    title="The model has no such module to train in full",
-    source="peft 0.21: a name that matches nothing is passed over, and nothing is trained there",
+    title="A module in modules_to_save does not exist in the model",
+    source="peft 0.21: a name that matches nothing is skipped without a warning",
     fails_on=Example({"lora.modules_to_save": ("embeddings",)}),
     passes_on=Example({"lora.modules_to_save": ("norm",)}),
     proof="launch",
 )
-def unknown_saved(case: Case) -> Violation | None:
-    """A name that matches no module would silently train nothing."""
-    wanted = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
-    unknown = [name for name in wanted if not _there(case, name)]
+def unknown_module_to_save(case: Case) -> Violation | None:
+    """PEFT silently skips a name that matches no module, so the module that was meant would not be trained."""
+    modules = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
+    unknown = [name for name in modules if not _module_exists(case, name)]
     if not unknown:
         return None
-    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in unknown))
-    fixes = (Fix(f"Leave out {names(unknown)}", kept, False),)
-    return Violation(_lacks(case, unknown), fixes)
+    fix = _remove_fix(unknown, "lora.modules_to_save", (name for name in modules if name not in unknown))
+    return Violation(_missing_modules(case, "lora.modules_to_save", unknown), (fix,))
 
 
-def _there(case: Case, name: str) -> bool:
-    """Whether a module is, or may be, called so: of a model without a shape its code is known, or nothing."""
+def _module_exists(case: Case, name: str) -> bool:
+    """Whether a module has, or may have, this name. Without a shape the attribute names in the model's code decide;
+    without those every name may exist."""
     if case.shape:
         return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.leaves())
-    known = case.facts.attributes
+    known = case.facts.module_attributes
     return not known or all(part in known or part.isdigit() for part in name.split("."))
 
 
-def _lacks(case: Case, unknown: list[str]) -> str:
+def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     if case.shape is None:
-        return f"In the code of this model nothing is called {names(unknown)}."
-    return f"{case.shape.architecture} has no {names(unknown)}; it has {names(case.shape.modules)}."
+        return f"{option} has {names(unknown)}, which is no attribute name in the code of this model."
+    return (
+        f"{option} has {names(unknown)}, which matches no module of {case.shape.architecture}; its modules are "
+        f"{names(case.shape.modules)}."
+    )
 
 
 @rule(
     "MTH005",
     "warning",
     fields=("lora.modules_to_save",),
-    title="Tied weights drift apart",
+    title="Tied input and output embeddings would diverge",
     source="peft 0.21 tuners_utils.py and issue 2777: only one of two tied weights is trained",
     fails_on=Example({"lora.modules_to_save": ("embed_tokens",)}),
     passes_on=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
-def tied_drift(case: Case) -> Violation | None:
-    """This model uses one matrix to read words and to write them. Training a copy of one side makes the two
-    differ, and a merged model then loads with only one of them."""
-    found, fix = _tied(case)
-    return Violation(f"{names(found)} shares its weights.", (fix,)) if found else None
+def tied_embeddings_in_modules_to_save(case: Case) -> Violation | None:
+    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy under one of the
+    two names, so they become different, and a merged model is loaded with only one of them."""
+    tied = _tied_modules(case)
+    if not tied:
+        return None
+    message = f"lora.modules_to_save has {names(tied)}, and the model has tie_word_embeddings set."
+    return Violation(message, (_without_tied(case, tied),))
 
 
-def _tied(case: Case) -> tuple[list[str], Fix]:
-    """The modules to save whose matrix reads words and writes them, and the way without them."""
-    shape, wanted = _lora(case), case.spec.lora.modules_to_save
-    found: list[str] = []
-    if shape and shape.tied:
-        found = [name for name in wanted if _is_head(shape, name) or matches(shape.outside[0].path, name)]
-    kept = _listed("lora.modules_to_save", (name for name in wanted if name not in found))
-    return found, Fix(f"Leave out {names(found)}", kept, False)
+def _tied_modules(case: Case) -> list[str]:
+    """The modules to save whose weight is shared by the input embeddings and the output layer."""
+    shape = _lora_shape(case)
+    if not shape or not shape.tied:
+        return []
+    embeddings = shape.outside[0].path
+    return [name for name in case.spec.lora.modules_to_save if _is_lm_head(shape, name) or matches(embeddings, name)]
+
+
+def _without_tied(case: Case, tied: list[str]) -> Fix:
+    return _remove_fix(
+        tied, "lora.modules_to_save", (name for name in case.spec.lora.modules_to_save if name not in tied)
+    )
 
 
 @rule(
     "MTH011",
     "error",
     fields=("lora.modules_to_save", "parallel.strategy"),
-    title="A trained copy of a tied weight cannot be spread by FSDP2",
+    title="FSDP2 cannot shard a trainable copy of a tied weight",
     source="torch 2.13 distributed/fsdp/_fully_shard/_fsdp_state.py: shared with a parameter of another group; peft "
     "0.21 copies one of the two",
     fails_on=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}),
     passes_on=Example({"lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "zero3"}),
     proof="launch",
 )
-def tied_copy(case: Case) -> Violation | None:
-    """FSDP2 spreads what two names share as one weight. An adapter that trains a copy under one of the names is no
-    such pair any more."""
-    found, fix = _tied(case)
-    zero = ZERO3
-    spread = case.strategy.engine == "fsdp"
-    return Violation(f"{names(found)} shares its weights.", (zero, fix)) if found and spread else None
+def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
+    """FSDP2 puts modules that share a weight into one group. PEFT replaces one of the two by a trainable copy, the
+    frozen original then belongs to two groups, and fully_shard raises an error."""
+    tied = _tied_modules(case)
+    if not tied or case.strategy.engine != "fsdp":
+        return None
+    message = (
+        f"lora.modules_to_save has {names(tied)}, the model has tie_word_embeddings set, and the strategy is "
+        f"{case.strategy.label}."
+    )
+    return Violation(message, (ZERO3, replace(_without_tied(case, tied), cost="they are not trained")))
 
 
 @rule(
     "MTH006",
     "error",
     fields=("method.freeze_trainable_layers",),
-    title="More layers than the model has",
+    title="freeze_trainable_layers exceeds the number of layers",
     source="arithmetic: config.json",
     fails_on=Example({**FREEZE, "method.freeze_trainable_layers": 99}),
     passes_on=Example({**FREEZE, "method.freeze_trainable_layers": -2}),
     proof="launch",
 )
-def too_many_layers(case: Case) -> Violation | None:
-    """The count goes from the last layer back, a negative one from the first on."""
-    shape, wanted = case.shape, case.spec.method.freeze_trainable_layers
-    if shape is None or case.spec.method.kind != "freeze" or abs(wanted) <= shape.layers:
+def too_many_trainable_layers(case: Case) -> Violation | None:
+    """A positive number trains the last layers, a negative number the first layers. Its absolute value
+    cannot exceed num_hidden_layers."""
+    shape, count = case.shape, case.spec.method.freeze_trainable_layers
+    if shape is None or case.spec.method.kind != "freeze" or abs(count) <= shape.layers:
         return None
-    every = shape.layers if wanted > 0 else -shape.layers
-    fixes = (Fix(f"All {shape.layers}", {"method.freeze_trainable_layers": every}, False),)
-    return Violation(f"{counted(abs(wanted), 'layer')} asked for; the model has {shape.layers}.", fixes)
+    every = shape.layers if count > 0 else -shape.layers
+    fixes = (Fix(f"Train all {shape.layers} layers", {"method.freeze_trainable_layers": every}, False),)
+    message = f"method.freeze_trainable_layers is {count}, and the model has {counted(shape.layers, 'layer')}."
+    return Violation(message, fixes)
 
 
 @rule(
     "MTH007",
     "error",
     fields=("method.freeze_trainable_layers", "method.freeze_extra_modules"),
-    title="Nothing would be trained",
-    source="arithmetic: no weight is left to train",
-    fixes=(Fix("The last two layers", {"method.freeze_trainable_layers": 2}, safe=False),),
+    title="The model would have no trainable parameters",
+    source="arithmetic: no parameter is left to train",
+    fixes=(Fix("Train the last two layers", {"method.freeze_trainable_layers": 2}, safe=False),),
     fails_on=Example({**FREEZE, "method.freeze_trainable_layers": 0}),
     passes_on=Example({**FREEZE, "method.freeze_trainable_layers": 0, "method.freeze_extra_modules": ("norm",)}),
     proof="launch",
 )
-def nothing_trained(case: Case) -> str | None:
-    """An optimizer without weights stops at once. An output layer that shares its weights with the embedding is
-    trained by naming the embedding."""
+def no_trainable_parameters(case: Case) -> str | None:
+    """PyTorch raises an error for an optimizer without parameters. An output layer that is tied to the input embeddings
+    has no weight of its own: it is trained through the name of the embeddings."""
     method, shape = case.spec.method, case.shape
     if method.kind != "freeze" or method.freeze_trainable_layers:
         return None
     if not method.freeze_extra_modules:
-        return "No layer and no module is chosen."
-    known = shape is not None and all(_there(case, name) for name in method.freeze_extra_modules)
-    return "What is named has no weights of its own." if known and shape and not trainable(case.spec, shape) else None
+        return "method.freeze_trainable_layers is 0 and method.freeze_extra_modules is empty."
+    if shape is None or not all(_module_exists(case, name) for name in method.freeze_extra_modules):
+        return None
+    if trainable(case.spec, shape):
+        return None
+    modules = names(method.freeze_extra_modules)
+    return f"method.freeze_trainable_layers is 0, and {modules} in method.freeze_extra_modules has no parameters."
 
 
 @rule(
     "MTH008",
     "error",
     fields=("method.freeze_extra_modules",),
-    title="The model has no such module to train",
+    title="A module in freeze_extra_modules does not exist in the model",
     source="arithmetic: the model's module names",
     fails_on=Example({**FREEZE, "method.freeze_extra_modules": ("wte",)}),
     passes_on=Example({**FREEZE, "method.freeze_extra_modules": ("embed_tokens",)}),
     proof="launch",
 )
-def unknown_also(case: Case) -> Violation | None:
-    """A name that matches no module would silently train nothing."""
-    method = case.spec.method
+def unknown_extra_module(case: Case) -> Violation | None:
+    """A name that matches no module selects no parameters, so the module that was meant would stay frozen."""
+    method, option = case.spec.method, "method.freeze_extra_modules"
     if method.kind != "freeze":
         return None
-    unknown = [name for name in method.freeze_extra_modules if not _there(case, name)]
+    unknown = [name for name in method.freeze_extra_modules if not _module_exists(case, name)]
     if not unknown:
         return None
-    patch = _listed(
-        "method.freeze_extra_modules", (name for name in method.freeze_extra_modules if name not in unknown)
-    )
-    if not method.freeze_trainable_layers and not patch["method.freeze_extra_modules"]:
+    kept = [name for name in method.freeze_extra_modules if name not in unknown]
+    patch = _names_patch(option, kept)
+    if not method.freeze_trainable_layers and not kept:
         patch["method.freeze_trainable_layers"] = 2
-    return Violation(_lacks(case, unknown), (Fix(f"Leave out {names(unknown)}", patch, False),))
+    return Violation(_missing_modules(case, option, unknown), (Fix(f"Remove {names(unknown)}", patch, False),))
 
 
 @rule(
     "MTH009",
     "advice",
     fields=("lora.r",),
-    title="An adapter as wide as the model",
-    source="Hu et al. 2021, LoRA: the rank is meant to be far below the width",
-    fixes=(Fix("Rank 16", {"lora.r": 16, "lora.alpha": 32.0}, safe=False),),
+    title="LoRA rank exceeds the size of an adapted layer",
+    source="Hu et al. 2021, LoRA: the rank is meant to be far below the layer's dimensions",
+    fixes=(Fix("Set the LoRA rank to 16", {"lora.r": 16, "lora.alpha": 32.0}, safe=False),),
     fails_on=Example({"lora.r": 1024}),
     passes_on=Example({"lora.r": 64}),
 )
-def wide_adapter(case: Case) -> str | None:
-    """Beyond the width of a layer an adapter holds more numbers than the layer itself."""
-    shape = _lora(case)
+def lora_rank_exceeds_layer(case: Case) -> str | None:
+    """With a rank above the smaller dimension of a layer, A and B have more parameters than the layer's own weight and
+    cannot express a larger change of it."""
+    shape = _lora_shape(case)
     if shape is None:
         return None
-    widths = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape) if leaf.linear]
-    rank, narrow = case.spec.lora.r, min(widths, default=0)
-    return f"Rank {rank}, in layers {narrow} wide." if rank > narrow > 0 else None
+    sizes = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape) if leaf.linear]
+    rank, smallest = case.spec.lora.r, min(sizes, default=0)
+    if not rank > smallest > 0:
+        return None
+    return f"lora.r is {rank}, and the smallest adapted layer has {smallest} input or output features."
 
 
-RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)}
+RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)}  # low, high, usual
+METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full": "full fine-tuning"}
 
 
 @rule(
     "MTH010",
     "warning",
     fields=("train.learning_rate", "method.kind"),
-    title="An unusual learning rate",
+    title="Unusual learning rate for this method",
     source="peft's and trl's examples; Biderman et al. 2024, LoRA Learns Less and Forgets Less",
     fails_on=Example({"method.kind": "full", "train.learning_rate": 1e-3}),
     passes_on=Example({"method.kind": "full", "train.learning_rate": 2e-5}),
 )
-def unusual_rate(case: Case) -> Violation | None:
-    """Too high a rate makes the loss rise or turn into no number at all; too low a one leaves the model as it was.
-    Full training wants about a tenth of what adapters take."""
+def unusual_learning_rate(case: Case) -> Violation | None:
+    """A learning rate that is too high makes the loss diverge or become NaN; one that is too low leaves the model
+    almost unchanged. Full fine-tuning usually needs about a tenth of LoRA's learning rate."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
     low, high, usual = RATES[kind]
     if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
-    message = f"{rate:g} is {'high' if rate > high else 'low'} for this method; {low:g} to {high:g} is usual."
-    return Violation(message, (Fix(f"{usual:g}", {"train.learning_rate": usual}, False),))
+    comparison = "high" if rate > high else "low"
+    message = f"A learning rate of {rate:g} is {comparison} for {METHOD_NAMES[kind]}; {low:g} to {high:g} is usual."
+    return Violation(message, (Fix(f"Set the learning rate to {usual:g}", {"train.learning_rate": usual}, False),))

@@ -1,7 +1,4 @@
-"""Rules of several nodes: who meets where, what may come and go, and DeepSpeed's hostfile.
-
-Floor 3. Imports: below.
-"""
+"""Rules about several nodes: the rendezvous, elastic runs, DeepSpeed's hostfile and the master port."""
 
 from __future__ import annotations
 
@@ -9,60 +6,73 @@ import ipaddress
 import re
 from dataclasses import replace
 
-from backend.launch.hostfile import HostfileError, Slots, chosen, hosts, include_argument
+from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
-from backend.rules.launch import VISIBLE, without
+from backend.rules.launch import VISIBLE_DEVICES_VARIABLES, without_variables
 
-TWO = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
-ELASTIC = {**TWO, "launch.rendezvous": "elastic", "save.strategy": "steps"}
-HOSTS = {**TWO, "launch.launcher": "deepspeed", "launch.hostfile": ("worker-1 slots=2", "worker-2 slots=2")}
-WITHOUT = replace(LAPTOP, versions={name: v for name, v in LAPTOP.versions.items() if name != "deepspeed"})
-BY_TORCHRUN = Fix("Start with torchrun", {"launch.launcher": "torchrun"})
+STATIC_SPEC = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
+ELASTIC_SPEC = {**STATIC_SPEC, "launch.rendezvous": "elastic", "save.strategy": "steps"}
+HOSTFILE_SPEC = {
+    **STATIC_SPEC,
+    "launch.launcher": "deepspeed",
+    "launch.hostfile": ("worker-1 slots=2", "worker-2 slots=2"),
+}
+DEEPSPEED_LAUNCHER_SPEC = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
+THIS_MACHINE = replace(LAPTOP, name="")  # the machine that Footplate runs on
+TORCHRUN = Fix("Use torchrun", {"launch.launcher": "torchrun"})
+ONE_NODE = Fix("Run on one node", {"launch.rendezvous": "standalone"}, safe=False)
+STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost="nodes cannot leave or join")
+
+
+# --- Rendezvous ---
 
 
 @rule(
     "NOD001",
     "error",
     fields=("launch.node_rank", "launch.nnodes"),
-    title="A node rank beyond the nodes",
-    source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: nobody looks, and ranks "
-    "wait for ever",
-    fails_on=Example({**TWO, "launch.node_rank": 2}),
-    passes_on=Example({**TWO, "launch.node_rank": 1}),
+    title="node_rank is not below nnodes",
+    source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: not checked, and ranks wait "
+    "forever",
+    fails_on=Example({**STATIC_SPEC, "launch.node_rank": 2}),
+    passes_on=Example({**STATIC_SPEC, "launch.node_rank": 1}),
 )
-def rank_beyond(case: Case) -> Violation | None:
-    """Ranks of nodes count from 0. With one that is too large the nodes wait for each other, without a word."""
-    launch = case.spec.launch
-    if launch.rendezvous != "static" or launch.node_rank < case.run.nnodes:
+def node_rank_out_of_range(case: Case) -> Violation | None:
+    """Node ranks count from 0. torch does not check them, and with a rank that is too high all nodes wait for each
+    other forever."""
+    launch, last = case.spec.launch, case.run.nnodes - 1
+    if launch.rendezvous != "static" or launch.node_rank <= last:
         return None
-    fix = Fix(f"The last one, {case.run.nnodes - 1}", {"launch.node_rank": case.run.nnodes - 1})
-    return Violation(
-        f"Rank {launch.node_rank} of {counted(case.run.nnodes, 'node')}: the last one is {case.run.nnodes - 1}.", (fix,)
-    )
+    fix = Fix(f"Set node_rank to {last}", {"launch.node_rank": last})
+    nodes = counted(case.run.nnodes, "node")
+    return Violation(f"node_rank is {launch.node_rank}; with {nodes} the highest node_rank is {last}.", (fix,))
 
 
 @rule(
     "NOD002",
     "error",
     fields=("launch.master_addr",),
-    title="No address to meet at",
+    title="The master address is missing or invalid",
     source="torch 2.13 distributed/run.py: the store is looked for at the master's address",
-    fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
-    manual_fix="Give the name or the IP of node 0, without a port.",
-    fails_on=Example({**TWO, "launch.master_addr": ""}),
-    passes_on=Example(TWO),
+    fixes=(ONE_NODE,),
+    manual_fix="Set launch.master_addr to the host name or IP address of node 0, without a port.",
+    fails_on=Example({**STATIC_SPEC, "launch.master_addr": ""}),
+    passes_on=Example(STATIC_SPEC),
 )
-def no_address(case: Case) -> str | None:
-    """All nodes meet at node 0, so each of them must know where that is."""
+def master_addr_invalid(case: Case) -> str | None:
+    """All nodes connect to a store on node 0, so each of them needs the address of node 0."""
     address = case.spec.launch.master_addr
-    if case.run.nnodes == 1 or _ip(address) or re.fullmatch(r"[\w.-]+", address):
+    if case.run.nnodes == 1 or _ip_address(address) or re.fullmatch(r"[\w.-]+", address):
         return None
-    return f"{address!r} is no address." if address else "The address of node 0 is empty."
+    nodes = f"the run has {case.run.nnodes} nodes"
+    if not address:
+        return f"launch.master_addr is empty, and {nodes}."
+    return f"launch.master_addr {address!r} is neither a host name nor an IP address, and {nodes}."
 
 
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(address)
     except ValueError:
@@ -73,161 +83,197 @@ def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     "NOD003",
     "error",
     fields=("launch.master_addr",),
-    title="An address that only node 0 can reach",
+    title="The master address is a loopback address",
     source="torch 2.13 elastic/rendezvous/utils.py: localhost is every node; each finds a store of its own, or none, "
     "and waits",
-    fixes=(Fix("One node", {"launch.rendezvous": "standalone"}, safe=False),),
-    manual_fix="Give the name or the IP by which the other nodes reach node 0.",
-    fails_on=Example({**TWO, "launch.master_addr": "127.0.0.1"}),
-    passes_on=Example(TWO),
+    fixes=(ONE_NODE,),
+    manual_fix="Set launch.master_addr to the host name or IP address by which the other nodes reach node 0.",
+    fails_on=Example({**STATIC_SPEC, "launch.master_addr": "127.0.0.1"}),
+    passes_on=Example(STATIC_SPEC),
 )
-def loopback(case: Case) -> str | None:
-    """On every node localhost is another machine: each would meet itself."""
+def master_addr_is_loopback(case: Case) -> str | None:
+    """A loopback address means a different machine on every node: each node would connect to itself and wait for the
+    others."""
     address = case.spec.launch.master_addr
-    found = _ip(address)
-    local = address == "localhost" or (found is not None and found.is_loopback)
-    return f"{address} is every node's own." if case.run.nnodes > 1 and local else None
+    ip = _ip_address(address)
+    if case.run.nnodes == 1 or not (address == "localhost" or (ip is not None and ip.is_loopback)):
+        return None
+    return f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 by it."
+
+
+@rule(
+    "NOD015",
+    "error",
+    fields=("launch.master_port",),
+    title="The master port is in use",
+    source="torch 2.13 distributed TCPStore, where the ranks connect: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
+    "launcher/runner.py: --master_port is 29500 by default",
+    fails_on=Example(DEEPSPEED_LAUNCHER_SPEC, THIS_MACHINE, replace(DEMO, port_in_use=29500, free_port=29501)),
+    passes_on=Example(DEEPSPEED_LAUNCHER_SPEC, THIS_MACHINE),
+    at_start=True,
+)
+def master_port_in_use(case: Case) -> Violation | None:
+    """Rank 0 listens on the master port, and the other ranks connect to it. Two multi-node runs, or two runs of the
+    deepspeed launcher, use the same port unless they are given different ones."""
+    port, free = case.facts.port_in_use, case.facts.free_port
+    if not port or port != case.run.master_port or case.machine.name:
+        return None
+    fixes: tuple[Fix, ...] = (Fix(f"Set master_port to {free}", {"launch.master_port": free}),) if free else ()
+    if case.run.nnodes == 1:
+        patch = {"launch.launcher": "torchrun", "launch.master_port": 0}
+        fixes += (Fix("Use torchrun, which picks a free port", patch, cost="another launcher"),)
+    return Violation(f"The run would listen on port {port}, which another process on this machine uses.", fixes)
+
+
+# --- Elastic runs ---
 
 
 @rule(
     "NOD004",
     "error",
     fields=("launch.min_nnodes", "launch.nnodes"),
-    title="At least more than at most",
+    title="min_nnodes exceeds nnodes",
     source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
-    fails_on=Example({**ELASTIC, "launch.min_nnodes": 3}),
-    passes_on=Example({**ELASTIC, "launch.min_nnodes": 2}),
+    fails_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 3}),
+    passes_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 2}),
 )
-def range_turned(case: Case) -> Violation | None:
-    """An elastic run goes on with any number of nodes in a range; its lower end cannot lie above the upper one."""
+def min_nnodes_exceeds_nnodes(case: Case) -> Violation | None:
+    """An elastic run continues with any number of nodes from min_nnodes to nnodes, so torchrun refuses a minimum above
+    the maximum."""
     launch = case.spec.launch
     if launch.rendezvous != "elastic" or launch.min_nnodes <= launch.nnodes:
         return None
-    fix = Fix(f"At least {launch.nnodes}", {"launch.min_nnodes": launch.nnodes})
-    return Violation(f"At least {launch.min_nnodes}, at most {launch.nnodes}.", (fix,))
+    fix = Fix(f"Set min_nnodes to {launch.nnodes}", {"launch.min_nnodes": launch.nnodes})
+    return Violation(f"min_nnodes is {launch.min_nnodes}, and nnodes is {launch.nnodes}.", (fix,))
 
 
 @rule(
     "NOD005",
     "error",
     fields=("launch.rendezvous", "launch.launcher"),
-    title="Only torchrun is elastic",
+    title="Elastic runs need torchrun",
     source="accelerate 1.15 commands/launch.py and deepspeed 0.19 launcher/runner.py: a fixed number of nodes",
-    fixes=(BY_TORCHRUN, Fix("Several nodes", {"launch.rendezvous": "static"}, cost="no node may come or go")),
-    fails_on=Example({**ELASTIC, "launch.launcher": "accelerate"}),
-    passes_on=Example(ELASTIC),
+    fixes=(TORCHRUN, STATIC),
+    fails_on=Example({**ELASTIC_SPEC, "launch.launcher": "accelerate"}),
+    passes_on=Example(ELASTIC_SPEC),
 )
-def elastic_launcher(case: Case) -> str | None:
-    """The other launchers start a fixed number of nodes once, and know no rendezvous that can be joined later."""
+def elastic_needs_torchrun(case: Case) -> str | None:
+    """The launchers accelerate, deepspeed and python start a fixed number of nodes once. Only torchrun has a rendezvous
+    that nodes can leave and join during the run."""
     launch = case.spec.launch
     if launch.rendezvous != "elastic" or launch.launcher == "torchrun":
         return None
-    return f"{launch.launcher} starts a fixed number of nodes."
+    return f"launch.rendezvous is elastic, and the {launch.launcher} launcher starts a fixed number of nodes."
 
 
 @rule(
     "NOD006",
     "error",
     fields=("launch.min_nnodes", "parallel.strategy", "train.optim"),
-    title="Too few nodes to go on from a checkpoint",
+    title="The checkpoint cannot be resumed on fewer nodes",
     source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
     "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: no tensor-parallel world size, "
-    "which the load asks for; seen with FSDP2: any number from 2 on",
-    fails_on=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full", "train.optim": "sgd"}),
-    passes_on=Example({**ELASTIC, "parallel.strategy": "zero2", "method.kind": "full"}),
+    "which the load needs; verified with FSDP2: any number from 2 on",
+    fails_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full", "train.optim": "sgd"}),
+    passes_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
-def elastic_parts(case: Case) -> Violation | None:
-    """DeepSpeed saves a part a rank. For another number of ranks its parts are converted, which it can do with AdamW's
-    state alone, not from a disk, and not for sequence parallel. FSDP shares its parts out anew, among two ranks at
-    least, which replicas and context must divide. With DDP any number goes on. Where all nodes must be there, ranks
-    that die still come back."""
-    launch, parallel, row = case.spec.launch, case.spec.parallel, case.strategy
-    if launch.rendezvous != "elastic" or row.engine == "ddp" or launch.min_nnodes >= launch.nnodes:
+def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
+    """An elastic run resumes from a checkpoint of another world size. DeepSpeed can convert only AdamW state for that,
+    not from NVMe and not with sequence parallelism. FSDP2 needs at least two ranks, divisible by its replicas and
+    context parallel size. DDP checkpoints work with any world size."""
+    launch, parallel, engine = case.spec.launch, case.spec.parallel, case.strategy.engine
+    if launch.rendezvous != "elastic" or engine == "ddp" or launch.min_nnodes >= launch.nnodes:
         return None
-    mesh = parallel.replicate_size * parallel.context_parallel_size if row.fsdp_version == 2 else 1
-    least = case.run.nproc_per_node * launch.min_nnodes
-    if row.engine == "fsdp" and least // mesh > 1 and case.run.nproc_per_node % mesh == 0:
+    mesh = parallel.replicate_size * parallel.context_parallel_size if case.run.fsdp_version == 2 else 1
+    min_world_size = case.run.nproc_per_node * launch.min_nnodes
+    if engine == "fsdp" and min_world_size // mesh > 1 and case.run.nproc_per_node % mesh == 0:
         return None
-    if row.engine == "deepspeed" and not case.run.engine.resize_obstacle(case.spec):
+    obstacle = case.run.engine.resize_obstacle(case.spec)
+    if engine == "deepspeed" and not obstacle:
         return None
     fixes = (
-        Fix(f"All {launch.nnodes} nodes", {"launch.min_nnodes": launch.nnodes}, cost="waits when one is gone"),
+        Fix(f"Require all {launch.nnodes} nodes", {"launch.min_nnodes": launch.nnodes}, cost="waits for missing nodes"),
         DDP,
     )
-    return Violation(f"With {launch.min_nnodes} of {launch.nnodes} nodes no checkpoint could be read.", fixes)
+    nodes = f"min_nnodes {launch.min_nnodes} is below nnodes {launch.nnodes}"
+    reason = f" with {obstacle}" if obstacle and obstacle != case.strategy.label else ""
+    message = f"{nodes}, and {case.strategy.label} checkpoints{reason} cannot be resumed on {launch.min_nnodes}."
+    return Violation(message, fixes)
 
 
 @rule(
     "NOD007",
     "advice",
     fields=("launch.min_nnodes",),
-    title="Fewer nodes make a smaller step",
-    source="arithmetic: rows of a step = batch size x accumulation x processes",
-    fails_on=Example(ELASTIC),
-    passes_on=Example({**ELASTIC, "launch.min_nnodes": 2}),
+    title="The global batch size shrinks when nodes leave",
+    source="arithmetic: global batch size = batch size per device x gradient accumulation x data-parallel size",
+    fails_on=Example(ELASTIC_SPEC),
+    passes_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 2}),
 )
-def elastic_batch(case: Case) -> Violation | None:
-    """While a node is away, a step learns from fewer rows at the same learning rate, and a pass has more steps."""
-    launch = case.spec.launch
+def elastic_batch_size_varies(case: Case) -> Violation | None:
+    """While a node is missing, each optimizer step trains on fewer examples at the same learning rate, and an epoch
+    takes more steps."""
+    launch, largest = case.spec.launch, case.run.global_batch_size
     if launch.rendezvous != "elastic" or launch.min_nnodes >= launch.nnodes:
         return None
-    most = case.run.global_batch_size
-    least = most // launch.nnodes * launch.min_nnodes
-    fix = Fix("Wait for all nodes", {"launch.min_nnodes": launch.nnodes})
-    return Violation(f"{most:,} rows a step with all nodes, {least:,} with the fewest.", (fix,))
+    smallest = largest // launch.nnodes * launch.min_nnodes
+    fix = Fix("Require all nodes", {"launch.min_nnodes": launch.nnodes})
+    nodes = f"{counted(launch.nnodes, 'node')} and {smallest:,} with {launch.min_nnodes}"
+    return Violation(f"The global batch size is {largest:,} examples with {nodes}.", (fix,))
 
 
 @rule(
     "NOD008",
     "warning",
     fields=("launch.max_restarts", "save.strategy", "save.only_model"),
-    title="Restarts that begin at step 0",
-    source="torch 2.13 distributed/elastic: ranks start again as new processes; the trainer goes on from a checkpoint",
-    fails_on=Example({**ELASTIC, "save.strategy": "no"}),
-    passes_on=Example(ELASTIC),
+    title="An elastic run without resumable checkpoints",
+    source="torch 2.13 distributed/elastic: ranks start again as new processes; the trainer resumes from a checkpoint",
+    fails_on=Example({**ELASTIC_SPEC, "save.strategy": "no"}),
+    passes_on=Example(ELASTIC_SPEC),
 )
-def nothing_to_return_to(case: Case) -> Violation | None:
-    """When a rank dies, or a node comes or goes, all ranks start again. What was learned since the last whole
-    checkpoint is lost, and without one everything is."""
-    if case.spec.launch.rendezvous != "elastic" or (case.spec.save.strategy != "no" and not case.spec.save.only_model):
+def elastic_without_checkpoints(case: Case) -> Violation | None:
+    """When a rank dies, or a node leaves or joins, torchrun restarts all ranks. They resume from the last checkpoint
+    with optimizer state, and without one from step 0."""
+    save = case.spec.save
+    if case.spec.launch.rendezvous != "elastic" or (save.strategy != "no" and not save.only_model):
         return None
-    if case.strategy.engine == "tensor":  # which has none
-        fix = Fix("Several nodes", {"launch.rendezvous": "static"}, cost="no node may come or go")
-        return Violation("A run of slices keeps no checkpoint that training could go on from.", (fix,))
+    if case.strategy.engine == "tensor":
+        message = "Tensor-parallel runs cannot be resumed from a checkpoint, so every restart begins at step 0."
+        return Violation(message, (STATIC,))
     patch: dict[str, object] = {"save.only_model": False}
-    if case.spec.save.strategy == "no":
-        patch |= {
-            "save.strategy": "steps",
-            "save.steps": case.spec.save.steps,
-            "save.total_limit": case.spec.save.total_limit,
-        }
-    room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
-    fixes = (Fix("Keep whole checkpoints", patch),) if room else ()
-    return Violation("No checkpoint is kept that training could go on from.", fixes)
+    if save.strategy == "no":
+        patch |= {"save.strategy": "steps", "save.steps": save.steps, "save.total_limit": save.total_limit}
+    has_room = case.estimated(case.with_patch(patch)).disk_bytes <= case.machine.disk_free_bytes
+    setting = "save.strategy is no" if save.strategy == "no" else "save.only_model is on"
+    fixes = (Fix("Save full checkpoints", patch),) if has_room else ()
+    return Violation(f"{setting}, so a restarted run begins at step 0.", fixes)
+
+
+# --- DeepSpeed's hostfile ---
 
 
 @rule(
     "NOD009",
     "error",
     fields=("launch.hostfile",),
-    title="Not a hostfile",
+    title="The hostfile is invalid",
     source="deepspeed 0.19 launcher/runner.py: _parse_hostfile",
-    fixes=(BY_TORCHRUN,),
-    fails_on=Example({**HOSTS, "launch.hostfile": ("worker-1 slots=2", "worker-2")}),
-    passes_on=Example(HOSTS, TWO_H100),
+    fixes=(TORCHRUN,),
+    fails_on=Example({**HOSTFILE_SPEC, "launch.hostfile": ("worker-1 slots=2", "worker-2")}),
+    passes_on=Example(HOSTFILE_SPEC, TWO_H100),
 )
-def not_a_hostfile(case: Case) -> str | None:
-    """DeepSpeed's launcher reads a name and a number of slots a line, each name once, in the order of node ranks."""
-    if not _by_hostfile(case):
+def hostfile_invalid(case: Case) -> str | None:
+    """The deepspeed launcher reads one host per line, 'NAME slots=N', each host once, in the order of node ranks."""
+    if not _uses_hostfile(case):
         return None
     try:
-        hosts(case.spec.launch.hostfile)
+        parse_hostfile(case.spec.launch.hostfile)
     except HostfileError as error:
-        return str(error)
+        return f"launch.hostfile: {error}"
     return None
 
 
-def _by_hostfile(case: Case) -> bool:
+def _uses_hostfile(case: Case) -> bool:
     launch = case.spec.launch
     return launch.launcher == "deepspeed" and launch.rendezvous == "static" and case.run.nnodes > 1
 
@@ -236,26 +282,27 @@ def _by_hostfile(case: Case) -> bool:
     "NOD010",
     "error",
     fields=("launch.include", "launch.devices", "launch.hostfile"),
-    title="Included, but not in the hostfile",
+    title="The include selects hosts or slots that are not in the hostfile",
     source="deepspeed 0.19 launcher/runner.py: parse_resource_filter",
-    fixes=(Fix("The whole hostfile", {"launch.include": "", "launch.devices": ()}),),
-    fails_on=Example({**HOSTS, "launch.include": "worker-1@worker-3"}),
-    passes_on=Example({**HOSTS, "launch.include": "worker-1:0,1@worker-2"}),
+    fixes=(Fix("Use the whole hostfile", {"launch.include": "", "launch.devices": ()}),),
+    fails_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1@worker-3"}),
+    passes_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1:0,1@worker-2"}),
 )
-def include_unknown(case: Case) -> str | None:
-    """An include chooses among the hosts and slots of the hostfile; DeepSpeed ends with an exception at any other."""
-    if not _by_hostfile(case) or _selected(case, "") is None:
+def include_not_in_hostfile(case: Case) -> str | None:
+    """The include selects hosts and slots of the hostfile. The deepspeed launcher raises an exception for any other."""
+    if not _uses_hostfile(case) or _selected_slots(case, "") is None:
         return None
     try:
-        chosen(case.spec.launch.hostfile, include_argument(case.spec))
+        included_slots(case.spec.launch.hostfile, include_argument(case.spec))
     except HostfileError as error:
-        return str(error)
+        return f"{'launch.include' if case.spec.launch.include else 'launch.devices'}: {error}"
     return None
 
 
-def _selected(case: Case, include: str) -> Slots | None:
+def _selected_slots(case: Case, include: str) -> Slots | None:
+    """Host -> selected slots; None for a hostfile or include that is invalid."""
     try:
-        return chosen(case.spec.launch.hostfile, include)
+        return included_slots(case.spec.launch.hostfile, include)
     except HostfileError:
         return None
 
@@ -264,111 +311,66 @@ def _selected(case: Case, include: str) -> Slots | None:
     "NOD011",
     "error",
     fields=("launch.hostfile", "launch.include", "launch.nnodes", "launch.nproc_per_node"),
-    title="Hostfile and numbers disagree",
-    source="deepspeed 0.19 launcher/runner.py: a process a slot, on every host that is chosen",
-    manual_fix="Let the hostfile choose as many hosts as nodes, each with as many slots as processes.",
-    fails_on=Example({**HOSTS, "launch.nnodes": 3}),
-    passes_on=Example(HOSTS),
+    title="The hostfile does not match nnodes and nproc_per_node",
+    source="deepspeed 0.19 launcher/runner.py: one process per slot, on every selected host",
+    manual_fix="Select as many hosts as nnodes, each with as many slots as nproc_per_node.",
+    fails_on=Example({**HOSTFILE_SPEC, "launch.nnodes": 3}),
+    passes_on=Example(HOSTFILE_SPEC),
 )
-def hostfile_differs(case: Case) -> Violation | None:
-    """Batch, memory and checkpoints are reckoned for nodes x processes, and the trainer insists on that number."""
-    found = _selected(case, include_argument(case.spec)) if _by_hostfile(case) else None
+def hostfile_size_mismatch(case: Case) -> Violation | None:
+    """The deepspeed launcher starts one process per selected slot. Batch size, memory estimate and checkpoints are
+    computed for nnodes x nproc_per_node processes, and the trainer refuses any other number."""
+    found = _selected_slots(case, include_argument(case.spec)) if _uses_hostfile(case) else None
     if found is None:
         return None
     slots = [len(ids) for ids in found.values()]
     if len(slots) == case.run.nnodes and set(slots) == {case.run.nproc_per_node}:
         return None
-    said = f"{counted(len(slots), 'host')} with {', '.join(map(str, slots))} slots"
-    message = f"The hostfile chooses {said}; asked for are {case.run.nnodes} x {case.run.nproc_per_node}."
+    selected = f"The hostfile selects {counted(len(slots), 'host')} with {names(slots)} slots"
+    message = f"{selected}; nnodes is {case.run.nnodes} and nproc_per_node is {case.run.nproc_per_node}."
     if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
         return Violation(message)
     patch = {"launch.nnodes": len(slots), "launch.nproc_per_node": slots[0]}
-    return Violation(message, (Fix(f"{len(slots)} nodes with {counted(slots[0], 'process')}", patch, safe=False),))
+    label = f"Set nnodes to {len(slots)} and nproc_per_node to {slots[0]}"
+    return Violation(message, (Fix(label, patch, safe=False),))
 
 
 @rule(
     "NOD012",
     "error",
     fields=("launch.devices", "launch.include"),
-    title="Devices named twice over",
+    title="Both launch.include and launch.devices select devices",
     source="deepspeed 0.19 launcher/runner.py: an include names hosts and their devices",
     fixes=(
-        Fix("By the include", {"launch.devices": ()}, cost="the device ids are dropped"),
-        Fix("By the ids, on every host", {"launch.include": ""}, cost="the include is dropped"),
+        Fix("Keep launch.include", {"launch.devices": ()}, cost="clears the list of device ids"),
+        Fix("Keep launch.devices", {"launch.include": ""}, cost="the same device ids on every host"),
     ),
-    fails_on=Example({**HOSTS, "launch.include": "worker-1@worker-2", "launch.devices": (0, 1)}, TWO_H100),
-    passes_on=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
+    fails_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1@worker-2", "launch.devices": (0, 1)}, TWO_H100),
+    passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),
 )
-def two_choices(case: Case) -> str | None:
-    """Device ids become an include for every host; an include of one's own says the same again, or something else."""
+def include_and_devices(case: Case) -> str | None:
+    """Footplate passes device ids to the deepspeed launcher as an include for every host, and the launcher takes only
+    one include."""
     launch = case.spec.launch
-    both = _by_hostfile(case) and launch.include and launch.devices and case.run.on_gpu
-    return "The include and the device ids both choose devices." if both else None
-
-
-@rule(
-    "NOD013",
-    "error",
-    fields=("launch.launcher",),
-    title="The launcher is not installed",
-    source="arithmetic: the list of installed packages",
-    fixes=(BY_TORCHRUN,),
-    fails_on=Example({"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}, WITHOUT),
-    passes_on=Example({"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}),
-)
-def missing_launcher(case: Case) -> str | None:
-    """The deepspeed launcher comes with a package of its own."""
-    there, launcher = case.machine.versions, case.spec.launch.launcher
-    engine = case.strategy.package  # a rule of its own says so
-    if launcher != "deepspeed" or not there or launcher in there or launcher == engine:
+    if not (_uses_hostfile(case) and launch.include and launch.devices and case.run.on_gpu):
         return None
-    return "It needs the package deepspeed: pip install deepspeed."
+    return f"launch.include is {launch.include}, and launch.devices lists {names(launch.devices)}."
 
 
 @rule(
     "NOD014",
     "warning",
     fields=("launch.env", "launch.devices"),
-    title="deepspeed chooses the devices itself",
-    source="deepspeed 0.19 launcher/runner.py: beside --include the variable is ignored",
-    fails_on=Example({**HOSTS, "launch.env": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
-    passes_on=Example({**HOSTS, "launch.devices": (0, 1)}, TWO_H100),
+    title="The deepspeed launcher ignores CUDA_VISIBLE_DEVICES",
+    source="deepspeed 0.19 launcher/runner.py: next to --include the variable is ignored",
+    fails_on=Example({**HOSTFILE_SPEC, "launch.env": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
+    passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),
 )
-def ignored_variable(case: Case) -> Violation | None:
-    """Its launcher sets what each process sees from the devices that it was told of, over any value of one's own."""
-    found = [name for name in case.spec.launch.env if name in VISIBLE]
+def visible_devices_ignored_by_deepspeed(case: Case) -> Violation | None:
+    """The deepspeed launcher sets the visible devices of each process from its own device selection, and overwrites the
+    value in launch.env. launch.devices selects devices with every launcher."""
+    found = [name for name in case.spec.launch.env if name in VISIBLE_DEVICES_VARIABLES]
     if case.spec.launch.launcher != "deepspeed" or not found:
         return None
-    return Violation(f"{names(found)} will have no effect; launch.devices has one.", (without(case, found),))
-
-
-HERE = replace(LAPTOP, name="")  # the machine that Footplate runs on
-BY_DEEPSPEED = {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"}
-
-
-@rule(
-    "NOD015",
-    "error",
-    fields=("launch.master_port",),
-    title="The port is taken",
-    source="torch 2.13 distributed TCPStore, where the ranks meet: DistNetworkError, EADDRINUSE; deepspeed 0.19 "
-    "launcher/runner.py: --master_port is 29500 unless told otherwise",
-    fails_on=Example(BY_DEEPSPEED, HERE, replace(DEMO, taken=29500, spare=29501)),
-    passes_on=Example(BY_DEEPSPEED, HERE),
-)
-def port_taken(case: Case) -> Violation | None:
-    """The ranks of a run meet at a port of their own. Two runs with several nodes, or two of DeepSpeed's launcher, take
-    the same one unless they are told of others."""
-    taken, spare = case.facts.taken, case.facts.spare
-    if not taken or taken != case.run.master_port or case.machine.name:
-        return None
-    fixes: tuple[Fix, ...] = (Fix(f"Port {spare}", {"launch.master_port": spare}),) if spare else ()
-    if case.run.nnodes == 1:
-        fixes += (
-            Fix(
-                "A free one, by torchrun",
-                {"launch.launcher": "torchrun", "launch.master_port": 0},
-                cost="another launcher",
-            ),
-        )
-    return Violation(f"Something on this machine listens at {taken}.", fixes)
+    message = f"launch.env sets {names(found)}, which the deepspeed launcher overwrites. Use launch.devices instead."
+    return Violation(message, (without_variables(case, found),))

@@ -1,246 +1,308 @@
-"""Rules of the optimizers: what they need, what they cannot be combined with, how they are used well.
+"""Rules about optimizers: which strategies, methods and precisions they support, and settings that defeat them.
 
-Floor 3. Imports: below. What a row of the catalogue says is judged here, and no list of names.
+The rules read what the registry row of the optimizer says, and compare no names. `requirements.py` generates the rules
+on packages, device types and the projection rank.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from backend import registry
+from backend.memory.optimizer_state import State
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
-from backend.rules.common_fixes import ADAMW, BF16, DDP, ONE
-from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO, LAPTOP
+from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
+from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
 
-FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
+FULL_SPEC = {"method.kind": "full", "train.learning_rate": 2e-5}
+FSDP2_OVER_4 = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}
+FULL_TRAINING = Fix("Use full fine-tuning", {"method.kind": "full"}, safe=False, cost="much more memory")
+ALL_LINEAR = Fix("Project all linear layers", {"train.optim_targets": "all-linear"}, safe=False)
+LION_MAX_RATES = {"lora": 1e-4, "freeze": 1e-5, "full": 1e-5}  # of each method
+# Paged optimizers that run on other devices than CUDA, and the same without paging.
+UNPAGED = {
+    "paged_adamw_32bit": "adamw_torch",
+    "paged_adamw_8bit": "adamw_bnb_8bit",
+    "paged_lion_32bit": "lion_32bit",
+    "paged_lion_8bit": "lion_8bit",
+}
+SGD_MIN_RATE, SGD_RATE = 1e-3, 0.05
 
 
-def _row(case: Case) -> registry.Optimizer:
+def _optimizer(case: Case) -> registry.Optimizer:
     return registry.OPTIMIZERS[case.spec.train.optim]
 
 
-def _strategy(case: Case) -> registry.Strategy:
-    return registry.STRATEGIES[case.spec.parallel.strategy]
+def _full(optimizer: str, **more: object) -> dict[str, object]:
+    """The options of full fine-tuning with an optimizer; section__key=value for others."""
+    return {**FULL_SPEC, "train.optim": optimizer, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
-def _engine(case: Case) -> str:
-    return _strategy(case).engine
-
-
-def _with(name: str, **more: object) -> dict[str, object]:
-    return {**FULL, "train.optim": name, **{key.replace("__", "."): value for key, value in more.items()}}
-
-
-@rule(
-    "OPT001",
-    "error",
-    fields=("train.optim",),
-    title="The optimizer's package is missing",
-    source="transformers 5.23 trainer_optimizer.py: ImportError once the model is loaded",
-    fixes=(ADAMW,),
-    fails_on=Example(_with("galore"), LAPTOP),
-    passes_on=Example(_with("galore"), EQUIPPED),
-)
-def missing_optimizer(case: Case) -> str | None:
-    """Most special optimizers are packages of their own. Take the name that is said: `muon` on PyPI, for one, is about
-    cells and no optimizer; Muon comes with torch."""
-    package = _row(case).package
-    if not package or not case.machine.versions or package in case.machine.versions:
-        return None
-    return f"{_row(case).label} needs the package {package}: pip install {package}."
-
-
-@rule(
-    "OPT002",
-    "error",
-    fields=("train.optim", "launch.device"),
-    title="The optimizer does not run on this device",
-    source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
-    "no managed memory for AdEMAMix; torch_npu drives Ascend alone",
-    fixes=(ADAMW,),
-    fails_on=Example(_with("galore_8bit"), EQUIPPED),
-    passes_on=Example(_with("galore_8bit"), EQUIPPED_H100),
-    proof="launch",
-)
-def wrong_device(case: Case) -> str | None:
-    """Some optimizers are written for one kind of device, and fail at the first step on any other."""
-    devices = _row(case).devices
-    if not devices or case.run.device in devices:
-        return None
-    needed = " or ".join(registry.DEVICES[name].label for name in devices)
-    return f"{_row(case).label} needs a {needed}; the run would take: {registry.DEVICES[case.run.device].label}."
+# --- Strategies and processes ---
 
 
 @rule(
     "OPT003",
     "error",
     fields=("train.optim", "parallel.strategy"),
-    title="The strategy hands this optimizer no matrices",
-    source="seen with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the first "
-    "step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
+    title="The strategy flattens parameters, and this optimizer needs matrices",
+    source="verified with deepspeed 0.19, galore-torch 1.0 and apollo-torch 1.0: IndexError in the projector at the "
+    "first step; torch 2.13 _muon.py refuses vectors, and fsdp/_flat_param.py flattens",
     fixes=(DDP, ADAMW),
-    fails_on=Example(_with("galore", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_with("galore", parallel__strategy="ddp"), EQUIPPED_TWO),
+    fails_on=Example(_full("galore_adamw", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(_full("galore_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
     proof="launch",
 )
-def flat_parts(case: Case) -> str | None:
-    """ZeRO and FSDP1 cut all weights into flat parts, one a device. Optimizers that look at rows and columns, heads or
-    layers find nothing to look at there."""
-    row = _row(case)
-    flat = _engine(case) == "deepspeed" or _strategy(case).fsdp_version == 1
-    if not flat or not row.layout or row.layout == "block":
+def optimizer_needs_matrices(case: Case) -> str | None:
+    """DeepSpeed and FSDP1 concatenate parameters into flat 1-D tensors. Optimizers that use the rows and columns, heads
+    or layers of a weight matrix cannot work on those."""
+    row = _optimizer(case)
+    if not case.run.engine.flattens_parameters or not row.state_layout or row.state_layout == "one_block":
         return None
-    return f"{row.label} needs whole matrices; {_strategy(case).label} hands it flat parts."
+    return f"{row.label} needs 2-D weight matrices; {case.strategy.label} gives the optimizer flat 1-D tensors."
 
 
 @rule(
     "OPT004",
     "error",
     fields=("train.optim", "parallel.strategy"),
-    title="This optimizer works in one process",
+    title="This optimizer supports a single process only",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
     "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
-    fixes=(ONE, ADAMW),
-    fails_on=Example(_with("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
-    passes_on=Example(_with("galore_layerwise"), EQUIPPED_TWO),
+    fixes=(SINGLE_PROCESS, ADAMW),
+    fails_on=Example(_full("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
+    passes_on=Example(_full("galore_adamw_layerwise"), EQUIPPED_TWO),
     proof="launch",
 )
-def one_process(case: Case) -> str | None:
-    """Steps within the backward pass are taken before gradients of other processes arrive, so that the copies of the
-    model would drift apart; and layers that take turns change what is trained, which engines fix at the start."""
-    row, engine = _row(case), _engine(case)
-    if not engine or not (row.inside or row.layout == "block"):
+def optimizer_needs_single_process(case: Case) -> str | None:
+    """Layer-wise optimizers and LOMO update each weight in the backward pass, before gradients are averaged over the
+    processes, so that replicas would diverge. BAdam changes which layers are trainable, which DDP, FSDP and DeepSpeed
+    determine once at the start."""
+    row, engine = _optimizer(case), case.strategy.engine
+    if not engine or not (row.steps_in_backward or row.state_layout == "one_block"):
         return None
     if engine == "ddp" and case.run.nproc_per_node == 1:
         return None
-    return f"{row.label} would run in {counted(case.run.nproc_per_node, 'process')} of {_strategy(case).label}."
+    many = counted(case.run.nproc_per_node, "process")
+    return f"{row.label} works in a single process without an engine; this run uses {case.strategy.label} with {many}."
+
+
+@rule(
+    "OPT025",
+    "error",
+    fields=("train.optim", "lora.r", "launch.nproc_per_node"),
+    title="A weight matrix has fewer rows than there are FSDP2 shards",
+    source="verified with torch 2.13 on two and four processes under FSDP2: Muon's and GaLore's steps on matrices of "
+    "fewer rows",
+    fixes=(DDP, ADAMW),
+    fails_on=Example({"train.optim": "muon", "lora.r": 3, **FSDP2_OVER_4}, EQUIPPED),
+    passes_on=Example({"train.optim": "muon", "lora.r": 4, **FSDP2_OVER_4}, EQUIPPED),
+    proof="launch",
+)
+def matrix_rows_fewer_than_shards(case: Case) -> str | None:
+    """FSDP2 shards matrices by rows. A device without a row of a matrix cannot take part in the collective operations
+    of Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, the head of a reward
+    model has one."""
+    if _optimizer(case).state_layout not in ("matrix_momentum", "low_rank") or case.run.fsdp_version != 2:
+        return None
+    if case.shape is None:
+        return None
+    shards, state = _fsdp2_shards(case), State(case.spec, case.shape)
+    rows = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=shards)
+    if rows >= shards:
+        return None
+    label = _optimizer(case).label
+    return f"{label} updates a matrix with {counted(rows, 'row')}, which FSDP2 would shard over {shards:,} devices."
+
+
+def _fsdp2_shards(case: Case) -> int:
+    """Devices that FSDP2 shards a matrix over."""
+    return case.run.world_size // max(1, case.spec.parallel.replicate_size)
+
+
+@rule(
+    "OPT026",
+    "error",
+    fields=("train.optim", "launch.nproc_per_node"),
+    title="Adam-mini cannot divide the attention heads over the FSDP2 shards",
+    source="verified with adam-mini 1.1 and torch 2.13 under FSDP2: Cannot unflatten unevenly sharded tensor",
+    fixes=(DDP, ADAMW),
+    fails_on=Example({**_full("adam_mini"), **FSDP2_OVER_4}, EQUIPPED),
+    passes_on=Example({**_full("adam_mini"), **FSDP2_OVER_4, "launch.nproc_per_node": 3}, EQUIPPED),
+    proof="launch",
+)
+def adam_mini_heads_not_divisible(case: Case) -> str | None:
+    """Adam-mini splits the query and key weights by attention head, and FSDP2 has already sharded them by rows. Every
+    device must hold the same number of whole heads."""
+    if _optimizer(case).state_layout != "per_head" or case.run.fsdp_version != 2 or case.shape is None:
+        return None
+    shards, heads, kv_heads = _fsdp2_shards(case), case.shape.heads, case.shape.kv_heads
+    if heads % shards == 0 and kv_heads % shards == 0:
+        return None
+    return f"{heads} attention heads and {kv_heads} KV heads cannot be split evenly over {shards:,} devices."
+
+
+@rule(
+    "OPT020",
+    "error",
+    fields=("train.optim", "parallel.strategy"),
+    title="The optimizer does not support sharded parameters (DTensor)",
+    source="verified with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
+    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
+    "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others work",
+    fixes=(DDP, ADAMW),
+    fails_on=Example(_full("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    passes_on=Example(_full("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
+    proof="launch",
+)
+def optimizer_without_dtensor_support(case: Case) -> str | None:
+    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine it with plain tensors
+    in their step, which torch refuses."""
+    row = _optimizer(case)
+    if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
+        return None
+    precision = registry.PRECISIONS[case.spec.precision.compute].label
+    condition = "" if row.needs_plain_tensors(True) else f" with the precision {precision}"
+    return f"{row.label} fails on DTensor parameters{condition}, which {case.strategy.label} uses."
+
+
+@rule(
+    "OPT021",
+    "error",
+    fields=("train.optim", "parallel.strategy"),
+    title="DeepSpeed supports Adagrad with a single parameter group only",
+    source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
+    fixes=(DDP, ADAMW),
+    fails_on=Example(_full("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example({"train.optim": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
+    proof="launch",
+)
+def adagrad_param_groups_on_deepspeed(case: Case) -> str | None:
+    """DeepSpeed creates Adagrad again over all parameters and drops its parameter groups; the first step fails if there
+    was more than one. Norms and biases are a group without weight decay, and LoRA+ adds more groups."""
+    row = _optimizer(case)
+    if not row.allocates_state_at_init or case.run.zero_stage == 0 or not case.spec.has_param_groups:
+        return None
+    return f"{case.strategy.label} recreates {row.label} with one parameter group, and this run needs several."
+
+
+@rule(
+    "OPT022",
+    "error",
+    fields=("train.optim", "parallel.strategy"),
+    title="Schedule-free optimizers do not work with DeepSpeed",
+    source="deepspeed 0.19 runtime/zero: its optimizers have no train() or eval(), so schedulefree 1.4 is not called: "
+    "evaluation uses the training weights, or a step fails because the optimizer is not in train mode",
+    fixes=(DDP, ADAMW),
+    fails_on=Example(_full("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(_full("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def schedule_free_on_deepspeed(case: Case) -> str | None:
+    """A schedule-free optimizer trains one set of weights and evaluates their average; optimizer.train() and eval()
+    switch between them. DeepSpeed wraps the optimizer and does not forward these calls."""
+    row = _optimizer(case)
+    if not row.swaps_weights_for_eval or case.strategy.engine != "deepspeed":
+        return None
+    return f"{case.strategy.label} does not forward optimizer.train() and optimizer.eval(), which {row.label} needs."
+
+
+@rule(
+    "OPT015",
+    "warning",
+    fields=("train.optim", "parallel.strategy"),
+    title="DeepSpeed removes Adafactor's memory savings",
+    source="transformers 5.23 optimization.py: factors matrices only; deepspeed 0.19 gives it flat tensors",
+    fixes=(DDP, ADAMW),
+    fails_on=Example(_full("adafactor", parallel__strategy="zero2"), EQUIPPED_TWO),
+    passes_on=Example(_full("adafactor", parallel__strategy="ddp"), EQUIPPED_TWO),
+)
+def adafactor_unfactored_on_deepspeed(case: Case) -> str | None:
+    """Adafactor stores one value per row and per column of a matrix instead of a full second moment. DeepSpeed gives
+    the optimizer flat 1-D tensors, for which Adafactor keeps a full second moment."""
+    row = _optimizer(case)
+    if not row.factored or row.state_layout or case.strategy.engine != "deepspeed":
+        return None
+    return f"Under {case.strategy.label}, {row.label} keeps 4 bytes of state for every trainable parameter."
+
+
+# --- Accumulation, precision, devices, resuming ---
 
 
 @rule(
     "OPT005",
     "error",
     fields=("train.gradient_accumulation_steps", "train.optim"),
-    title="This optimizer cannot accumulate",
+    title="This optimizer does not support gradient accumulation",
     source="transformers 5.23 trainer_optimizer.py: layer-wise does not support gradient accumulation; lomo-optim "
     "0.1.1 lomo.py: every backward pass changes the weights",
-    fails_on=Example(_with("galore_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
-    passes_on=Example(_with("galore_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
+    fails_on=Example(_full("galore_adamw_layerwise", train__gradient_accumulation_steps=4), EQUIPPED),
+    passes_on=Example(_full("galore_adamw_layerwise", train__per_device_train_batch_size=16), EQUIPPED),
     proof="launch",
 )
-def nothing_adds_up(case: Case) -> Violation | None:
-    """It steps within each backward pass and frees the gradients there, so nothing is left to add up: it would take
-    several small steps instead of a large one."""
-    train = case.spec.train
-    if not _row(case).inside or train.gradient_accumulation_steps == 1:
+def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
+    """The optimizer updates the weights during every backward pass and frees the gradients at once. Several
+    micro-batches would become several small optimizer steps instead of one."""
+    train, row = case.spec.train, _optimizer(case)
+    if not row.steps_in_backward or train.gradient_accumulation_steps == 1:
         return None
     size = train.per_device_train_batch_size * train.gradient_accumulation_steps
     fixes = (
         Fix(
-            f"{counted(size, 'row')} at once",
+            f"Set the batch size to {size} and accumulation to 1",
             {"train.gradient_accumulation_steps": 1, "train.per_device_train_batch_size": size},
-            cost="more memory",
+            cost="more activation memory",
         ),
         Fix(
-            "Smaller steps", {"train.gradient_accumulation_steps": 1}, safe=False, cost="learns from fewer rows a step"
+            "Set gradient accumulation to 1",
+            {"train.gradient_accumulation_steps": 1},
+            safe=False,
+            cost="smaller global batch size",
         ),
     )
-    return Violation(f"{_row(case).label} with {counted(train.gradient_accumulation_steps, 'batch')} a step.", fixes)
+    steps = train.gradient_accumulation_steps
+    return Violation(f"{row.label} steps in every backward pass; gradient_accumulation_steps is {steps}.", fixes)
 
 
 @rule(
     "OPT006",
     "error",
     fields=("precision.compute", "train.optim"),
-    title="fp16 with steps within the backward pass",
+    title="This optimizer does not support fp16 loss scaling",
     source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
     fixes=(BF16, ADAMW),
-    fails_on=Example(_with("lomo", precision__compute="fp16"), EQUIPPED_H100),
-    passes_on=Example(_with("lomo", precision__compute="bf16"), EQUIPPED_H100),
+    fails_on=Example(_full("lomo", precision__compute="fp16"), EQUIPPED_H100),
+    passes_on=Example(_full("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
-def scaled_steps(case: Case) -> str | None:
-    """Under fp16 the loss is multiplied, and the gradients are divided again when the backward pass has ended; by then
-    this optimizer has stepped, thousands of times too far."""
-    return (
-        f"{_row(case).label} steps too early for fp16."
-        if _row(case).inside and case.run.compute_dtype == "fp16"
-        else None
-    )
-
-
-@rule(
-    "OPT007",
-    "error",
-    fields=("method.kind", "train.optim"),
-    title="Adam-mini finds no heads in adapters",
-    source="seen with adam-mini 1.1.1 and peft 0.21: the halves of an adapter do not divide into heads",
-    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    fails_on=Example({"train.optim": "adam_mini"}, EQUIPPED),
-    passes_on=Example(_with("adam_mini"), EQUIPPED),
-    proof="launch",
-)
-def no_heads(case: Case) -> str | None:
-    """It keeps one second moment a head, and divides the query and key matrices by the size of a head. The narrow
-    matrices of an adapter cannot be divided so."""
-    lora = case.spec.method.kind == "lora"
-    return "The method is LoRA." if lora and _row(case).layout == "heads" else None
-
-
-@rule(
-    "OPT008",
-    "warning",
-    fields=("method.kind", "train.optim"),
-    title="An optimizer for whole matrices on adapters",
-    source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
-    fixes=(ADAMW, Fix("Train all weights", {"method.kind": "full"}, safe=False, cost="much more memory")),
-    fails_on=Example({"train.optim": "galore"}, EQUIPPED),
-    passes_on=Example(_with("galore"), EQUIPPED),
-)
-def matrices_of_adapters(case: Case) -> str | None:
-    """Adapters are of low rank already, and their state is small: to project them, or to train them in turns, saves
-    next to nothing and learns worse. Muon makes the two factors orthogonal instead of their product."""
-    row = _row(case)
-    if case.spec.method.kind != "lora" or row.layout not in ("low_rank", "matrices", "block"):
+def fp16_with_step_in_backward(case: Case) -> str | None:
+    """In fp16, the loss is multiplied by a scale, and the gradients are divided by it after the backward pass. This
+    optimizer has already stepped by then, with gradients that are thousands of times too large."""
+    row = _optimizer(case)
+    if not row.steps_in_backward or case.run.compute_dtype != "fp16":
         return None
-    return f"{row.label} is made for full training, and the method is LoRA."
-
-
-@rule(
-    "OPT009",
-    "error",
-    fields=("train.optim_target_modules",),
-    title="No module is named",
-    source="transformers 5.23 trainer_optimizer.py: no target modules found",
-    fixes=(Fix("All linear layers", {"train.optim_targets": "all-linear"}, safe=False),),
-    fails_on=Example(_with("galore", train__optim_targets="custom"), EQUIPPED),
-    passes_on=Example(_with("galore", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED),
-    proof="launch",
-)
-def no_targets(case: Case) -> str | None:
-    """The optimizer must know which layers it projects."""
-    train = case.spec.train
-    if _row(case).layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
-        return None
-    return "Projected layers are chosen by name, and there is no name."
+    return f"{row.label} steps during the backward pass, before fp16 gradients are unscaled."
 
 
 @rule(
     "OPT011",
     "warning",
     fields=("train.optim", "launch.device"),
-    title="Nothing is paged on a CPU",
+    title="Paged optimizers need an NVIDIA GPU",
     source="bitsandbytes 0.50 optim/optimizer.py: without a GPU its state is ordinary memory",
-    fails_on=Example({"train.optim": "adamw_paged"}, EQUIPPED),
-    passes_on=Example({"train.optim": "adamw_paged"}, EQUIPPED_H100),
+    fails_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED),
+    passes_on=Example({"train.optim": "paged_adamw_32bit"}, EQUIPPED_H100),
 )
-def nothing_paged(case: Case) -> Violation | None:
-    """Paging moves state between a GPU and the host's RAM; on a CPU all of it lies in RAM anyway."""
-    row = _row(case)
+def paged_optimizer_without_cuda(case: Case) -> Violation | None:
+    """Paging moves optimizer state between GPU memory and CPU memory. On other devices the state is in ordinary memory,
+    and the paged variant has no effect."""
+    row = _optimizer(case)
     if not row.paged or case.run.device == "cuda" or row.devices:
         return None
-    name = case.spec.train.optim.replace("_paged", "")
+    name = UNPAGED[case.spec.train.optim]
+    device, unpaged = registry.DEVICES[case.run.device].label, registry.OPTIMIZERS[name].label
+    fix = Fix(f"Use {unpaged}", {"train.optim": name})
     return Violation(
-        f"The run takes: {registry.DEVICES[case.run.device].label}.",
-        (Fix(registry.OPTIMIZERS[name].label, {"train.optim": name}),),
+        f"{row.label} pages its state between an NVIDIA GPU and CPU memory; this run uses {device}.", (fix,)
     )
 
 
@@ -248,99 +310,293 @@ def nothing_paged(case: Case) -> Violation | None:
     "OPT016",
     "warning",
     fields=("train.optim", "save.strategy"),
-    title="A resumed run begins with an empty optimizer",
-    source="grokadamw 0.1.2: its moments hang on weights of the stopped process; lomo-optim 0.1.1 adalomo.py keeps "
-    "them outside of its state",
+    title="The optimizer state cannot be resumed",
+    source="grokadamw 0.1.2: its moments are attached to the stopped process's parameters; lomo-optim 0.1.1 adalomo.py "
+    "keeps them outside of its state",
     fixes=(ADAMW,),
     fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
-    passes_on=Example({"train.optim": "adamw"}, EQUIPPED),
+    passes_on=Example({"train.optim": "adamw_torch"}, EQUIPPED),
 )
-def forgetful(case: Case) -> str | None:
-    """Its checkpoints do not bring its moments back: a run that goes on takes other steps than one that was not
-    stopped."""
-    return f"{_row(case).label} cannot be resumed exactly." if _row(case).loses_state_on_save else None
+def optimizer_state_not_resumable(case: Case) -> str | None:
+    """The optimizer does not write its moments into the checkpoint. A resumed run starts with empty moments and takes
+    different steps than an uninterrupted one."""
+    row = _optimizer(case)
+    return f"{row.label} does not save its state in checkpoints." if row.loses_state_on_save else None
+
+
+@rule(
+    "OPT017",
+    "advice",
+    fields=("train.optim", "precision.compute"),
+    title="BAdam does not need fp32 master weights",
+    source="badam 1.4 block_optim.py: the active block is copied to fp32; it warns of weights in fp32",
+    fixes=(Fix("Use pure bf16", {"precision.compute": "pure_bf16"}, safe=False, cost="weights are rounded to bf16"),),
+    fails_on=Example(_full("badam"), EQUIPPED_H100),
+    passes_on=Example(_full("badam", precision__compute="pure_bf16"), EQUIPPED_H100),
+)
+def badam_with_fp32_master_weights(case: Case) -> str | None:
+    """BAdam keeps an fp32 copy of the block that it trains, so the model can be in bf16 without losing small updates.
+    That halves the memory of the weights."""
+    row = _optimizer(case)
+    if row.state_layout != "one_block" or not case.run.fp32_master_weights or case.run.compute_dtype != "bf16":
+        return None
+    return f"{row.label} keeps its own fp32 copy of the active block, and this run holds all weights in fp32 as well."
 
 
 @rule(
     "OPT019",
     "error",
     fields=("train.optim",),
-    title="No compiler for the optimizer's kernels",
+    title="The optimizer needs a C++ compiler",
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
-    manual_fix="Install a compiler: apt-get install g++ python3-dev.",
+    manual_fix="On Debian or Ubuntu: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
-    fails_on=Example({"train.optim": "adamw_8bit_torchao"}, replace(EQUIPPED, compiler=False)),
-    passes_on=Example({"train.optim": "adamw_8bit_torchao"}, EQUIPPED),
+    fails_on=Example({"train.optim": "adamw_torch_8bit"}, replace(EQUIPPED, compiler=False)),
+    passes_on=Example({"train.optim": "adamw_torch_8bit"}, EQUIPPED),
 )
-def no_compiler(case: Case) -> str | None:
-    """The optimizers of torchao are compiled when they first step: to C++ where their numbers lie in RAM."""
-    hosted = case.run.device == "cpu" or (_engine(case) == "fsdp" and case.spec.parallel.cpu_offload)
-    missing = _row(case).compiled and hosted and not case.machine.compiler
-    return f"{_row(case).label} needs a C++ compiler, and there is none." if missing else None
-
-
-@rule(
-    "OPT021",
-    "error",
-    fields=("train.optim", "parallel.strategy"),
-    title="DeepSpeed makes this optimizer anew, with one group",
-    source="deepspeed 0.19 stage_1_and_2.py and stage3.py, initialize_optimizer_states: torch.optim.Adagrad(all parts)",
-    fixes=(DDP, ADAMW),
-    fails_on=Example(_with("adagrad", parallel__strategy="zero2"), EQUIPPED_TWO),
-    passes_on=Example({"train.optim": "adagrad", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
-    proof="launch",
-)
-def made_anew(case: Case) -> str | None:
-    """Norms and biases are a group of their own, which does not decay; LoRA+ makes more. DeepSpeed forgets the groups
-    of Adagrad, and fails at the first step where there was more than one."""
-    row = _row(case)
-    several = row.early and case.strategy.zero_stage > 0 and case.spec.has_param_groups
-    return f"{row.label} under {case.strategy.label}, with several groups of weights." if several else None
-
-
-@rule(
-    "OPT022",
-    "error",
-    fields=("train.optim", "parallel.strategy"),
-    title="DeepSpeed does not switch the optimizer",
-    source="deepspeed 0.19 runtime/zero: its optimizers have neither train nor eval, so schedulefree 1.4 is not told: "
-    "validation sees the weights of the training, or a step finds it not in train mode",
-    fixes=(DDP, ADAMW),
-    fails_on=Example(_with("schedule_free_adamw", parallel__strategy="zero2"), EQUIPPED_TWO),
-    passes_on=Example(_with("schedule_free_adamw", parallel__strategy="ddp"), EQUIPPED_TWO),
-)
-def unswitched(case: Case) -> str | None:
-    """It trains one set of weights and averages another, and has to be told which of them is wanted now. DeepSpeed's
-    optimizer stands between and does not pass that on."""
-    return (
-        f"{_row(case).label} with DeepSpeed."
-        if _row(case).swaps_weights_for_eval and _engine(case) == "deepspeed"
-        else None
-    )
-
-
-@rule(
-    "OPT020",
-    "error",
-    fields=("train.optim", "parallel.strategy"),
-    title="The optimizer does not take spread weights",
-    source="seen with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
-    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
-    "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others go on",
-    fixes=(DDP, ADAMW),
-    fails_on=Example(_with("adamw_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    passes_on=Example(_with("adamw_8bit_torchao", parallel__strategy="fsdp2"), EQUIPPED_TWO),
-    proof="launch",
-)
-def spread_weights(case: Case) -> str | None:
-    """FSDP2 and tensor parallel turn each weight into a tensor whose parts lie on several devices. Some optimizers
-    calculate with ordinary tensors beside it, and fail at the first step."""
-    row = _row(case)
-    if (
-        not row.plain(case.run.fp32_master_weights)
-        or _engine(case) not in ("fsdp", "tensor")
-        or _strategy(case).fsdp_version == 1
-    ):
+def optimizer_without_cpp_compiler(case: Case) -> str | None:
+    """The optimizers of torchao are compiled with torch.compile at the first step. For tensors in CPU memory that
+    generates C++, which needs a compiler and Python's headers."""
+    row = _optimizer(case)
+    on_cpu = case.run.device == "cpu" or (case.strategy.engine == "fsdp" and case.spec.parallel.cpu_offload)
+    if not row.compiled or not on_cpu or case.machine.compiler:
         return None
-    because = "" if row.plain(True) else f", in {registry.PRECISIONS[case.spec.precision.compute].label}"
-    return f"{row.label} with {_strategy(case).label}{because}."
+    return f"{row.label} compiles its step to C++, and this machine has no C++ compiler or no Python headers."
+
+
+# --- Methods ---
+
+
+@rule(
+    "OPT007",
+    "error",
+    fields=("method.kind", "train.optim"),
+    title="Adam-mini does not support LoRA",
+    source="verified with adam-mini 1.1.1 and peft 0.21: the two matrices of an adapter do not divide into heads",
+    fixes=(ADAMW, FULL_TRAINING),
+    fails_on=Example({"train.optim": "adam_mini"}, EQUIPPED),
+    passes_on=Example(_full("adam_mini"), EQUIPPED),
+    proof="launch",
+)
+def adam_mini_with_lora(case: Case) -> str | None:
+    """Adam-mini keeps one second moment per attention head, and splits the query and key weights by the head dimension.
+    The low-rank matrices of an adapter cannot be split that way."""
+    row = _optimizer(case)
+    if case.spec.method.kind != "lora" or row.state_layout != "per_head":
+        return None
+    return f"{row.label} splits query and key weights by attention head, which fails on LoRA's low-rank matrices."
+
+
+@rule(
+    "OPT008",
+    "warning",
+    fields=("method.kind", "train.optim"),
+    title="This optimizer is designed for full fine-tuning, not for LoRA",
+    source="GaLore (arXiv 2403.03507), APOLLO (2412.05270), Muon (2502.16982), BAdam (2404.02827): for full training",
+    fixes=(ADAMW, FULL_TRAINING),
+    fails_on=Example({"train.optim": "galore_adamw"}, EQUIPPED),
+    passes_on=Example(_full("galore_adamw"), EQUIPPED),
+)
+def full_training_optimizer_with_lora(case: Case) -> str | None:
+    """Adapters are already low-rank and their optimizer state is small. Projecting them or training them block by block
+    saves almost nothing and trains worse; Muon orthogonalizes the two factors instead of their product."""
+    row = _optimizer(case)
+    if case.spec.method.kind != "lora" or row.state_layout not in ("low_rank", "matrix_momentum", "one_block"):
+        return None
+    return f"{row.label} is designed for full weight matrices, and this run trains LoRA adapters."
+
+
+# --- Projection (GaLore, APOLLO) ---
+
+
+@rule(
+    "OPT009",
+    "error",
+    fields=("train.optim_target_modules",),
+    title="No modules are listed for the projection",
+    source="transformers 5.23 trainer_optimizer.py: no target modules found",
+    fixes=(ALL_LINEAR,),
+    fails_on=Example(_full("galore_adamw", train__optim_targets="custom"), EQUIPPED),
+    passes_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+    ),
+    proof="launch",
+)
+def projection_targets_missing(case: Case) -> str | None:
+    """GaLore and APOLLO project the gradients of the modules that are listed, and fail without any."""
+    train, row = case.spec.train, _optimizer(case)
+    if row.state_layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
+        return None
+    return f"{row.label} is set to custom target modules, and train.optim_target_modules is empty."
+
+
+@rule(
+    "OPT023",
+    "error",
+    fields=("train.optim_targets", "train.optim_target_modules"),
+    title="No linear layer matches the projection targets",
+    source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
+    fixes=(ADAMW,),
+    fails_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED
+    ),
+    passes_on=Example(
+        _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("mlp",)), EQUIPPED
+    ),
+    proof="launch",
+)
+def projection_targets_not_found(case: Case) -> Violation | None:
+    """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
+    GPT-2 has none, because its layers are Conv1D."""
+    train, shape, row = case.spec.train, case.shape, _optimizer(case)
+    unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
+    if row.state_layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unlisted:
+        return None
+    if _projected_layers(case):
+        return None
+    listed = ", ".join(train.optim_target_modules) if train.optim_targets == "custom" else train.optim_targets
+    fixes = () if shape.model_type == "gpt2" else (ALL_LINEAR,)
+    return Violation(f"{row.label} would project {listed}; {shape.architecture} has no such nn.Linear layer.", fixes)
+
+
+def _projected_layers(case: Case) -> list[str]:
+    """The linear layers that match the projection targets."""
+    train, shape = case.spec.train, case.shape
+    if shape is None:
+        return []
+    # GPT-2's layers are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
+    linear = [leaf.path for leaf in shape.leaves() if leaf.linear and leaf.parameters]
+    if shape.model_type == "gpt2":
+        linear = [path for path in linear if path == shape.head]
+    if train.optim_targets == "all-linear":
+        return linear
+    targets = ("attn", "attention") if train.optim_targets == "attention" else train.optim_target_modules
+    return [path for path in linear if any(target in path or _matches_regex(target, path) for target in targets)]
+
+
+def _matches_regex(pattern: str, path: str) -> bool:
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error:
+        return False
+
+
+@rule(
+    "OPT024",
+    "error",
+    fields=("train.galore_proj_type", "train.projection_rank"),
+    title="The projection rank is too high for GaLore's reverse_std",
+    source="galore-torch 1.0 galore_projector.py project_back: it infers the projected side from the shape of the "
+    "projected gradient, and takes a wide matrix for a tall one",
+    fails_on=Example(
+        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=1024), EQUIPPED
+    ),
+    passes_on=Example(
+        _full("galore_adamw", train__galore_proj_type="reverse_std", train__projection_rank=128), EQUIPPED
+    ),
+    proof="launch",
+)
+def reverse_std_rank_too_high(case: Case) -> Violation | None:
+    """The projection type reverse_std projects the longer side of a matrix. If the rank reaches the number of rows of a
+    wide matrix, GaLore takes the projected gradient for one of a tall matrix, and the first step fails."""
+    train, shape = case.spec.train, case.shape
+    if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
+        return None
+    state = State(case.spec, shape)
+    wide = [leaf for leaf in state.weights if leaf.outputs < leaf.inputs and state.projected(leaf)]
+    rows = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
+    if train.projection_rank < rows:
+        return None
+    fixes = [Fix("Use projection type std", {"train.galore_proj_type": "std"}, safe=False, cost="another projection")]
+    if rows > 1:  # the head of a reward model has one row, and no rank is below that
+        low = max(1, rows // 4)
+        fixes.append(Fix(f"Set projection_rank to {low:,}", {"train.projection_rank": low}, safe=False))
+    rank = f"projection_rank is {train.projection_rank:,}"
+    return Violation(f"{rank}, and a projected matrix has only {counted(rows, 'row')}.", tuple(fixes))
+
+
+# --- Learning rates, clipping, schedules ---
+
+
+@rule(
+    "OPT012",
+    "advice",
+    fields=("train.learning_rate", "train.optim"),
+    title="The learning rate is high for Lion",
+    source="Lion (arXiv 2302.06675): a third to a tenth of AdamW's rate",
+    fails_on=Example({"train.optim": "lion_32bit"}, EQUIPPED),
+    passes_on=Example({"train.optim": "lion_32bit", "train.learning_rate": 5e-5}, EQUIPPED),
+)
+def lion_learning_rate_too_high(case: Case) -> Violation | None:
+    """Lion updates every weight by the full learning rate, whatever the size of its gradient. It needs a third to a
+    tenth of AdamW's learning rate."""
+    maximum = LION_MAX_RATES[case.spec.method.kind]
+    rate, half = case.spec.train.learning_rate, maximum / 2
+    if "lion" not in case.spec.train.optim or rate <= maximum:
+        return None
+    fix = Fix(f"Set the learning rate to {half:g}", {"train.learning_rate": half}, safe=False)
+    label = registry.METHODS[case.spec.method.kind].label
+    return Violation(f"The learning rate is {rate:g}; for Lion with {label}, at most {maximum:g} is usual.", (fix,))
+
+
+@rule(
+    "OPT013",
+    "advice",
+    fields=("train.learning_rate", "train.optim"),
+    title="The learning rate is low for SGD",
+    source="SGD steps are not divided by the gradient's size; lomo-optim 0.1.1 lomo.py: 1e-3 by default",
+    fails_on=Example({"train.optim": "sgd"}, EQUIPPED),
+    passes_on=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
+)
+def sgd_learning_rate_too_low(case: Case) -> Violation | None:
+    """Adam divides each gradient by its running size, and SGD does not. At Adam's learning rates, SGD hardly changes
+    the weights."""
+    rate, row = case.spec.train.learning_rate, _optimizer(case)
+    adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
+    if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:
+        return None
+    fix = Fix(f"Set the learning rate to {SGD_RATE}", {"train.learning_rate": SGD_RATE}, safe=False)
+    return Violation(f"The learning rate is {rate:g}; for {row.label}, at least {SGD_MIN_RATE:g} is usual.", (fix,))
+
+
+@rule(
+    "OPT014",
+    "advice",
+    fields=("train.max_grad_norm", "train.optim"),
+    title="Adafactor already clips its updates",
+    source="transformers 5.23 optimization.py, Adafactor: an update is scaled to an RMS of at most 1",
+    fixes=(Fix("Set max_grad_norm to 0", {"train.max_grad_norm": 0.0}, safe=False),),
+    fails_on=Example({"train.optim": "adafactor"}),
+    passes_on=Example({"train.optim": "adafactor", "train.max_grad_norm": 0.0}),
+)
+def adafactor_with_gradient_clipping(case: Case) -> str | None:
+    """Adafactor limits the RMS of each update to 1. Clipping the gradients beforehand distorts the second-moment
+    estimates that it computes from them."""
+    norm, row = case.spec.train.max_grad_norm, _optimizer(case)
+    if not row.factored or "max_grad_norm" not in row.reads or not norm:
+        return None
+    return f"max_grad_norm is {norm:g}, so gradients are clipped before {row.label} scales its own updates."
+
+
+@rule(
+    "OPT018",
+    "warning",
+    fields=("train.badam_switch_block_every",),
+    title="BAdam does not reach every layer",
+    source="arithmetic: layers x steps per layer against the steps of the run",
+    fails_on=Example(_full("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
+    passes_on=Example(_full("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
+)
+def badam_skips_layers(case: Case) -> Violation | None:
+    """BAdam trains one layer at a time. A run that ends before every layer was trained once leaves the other layers
+    unchanged."""
+    steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
+    if _optimizer(case).state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
+        return None
+    fewer = steps // shape.layers
+    fixes: tuple[Fix, ...] = ()
+    if fewer:
+        label = f"Switch layers every {counted(fewer, 'step')}"
+        fixes = (Fix(label, {"train.badam_switch_block_every": fewer}, safe=False),)
+    needed = f"{shape.layers} layers with {counted(each, 'step')} each need {counted(shape.layers * each, 'step')}"
+    return Violation(f"{needed}; the run has {counted(steps, 'step')}.", fixes)

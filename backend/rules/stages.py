@@ -1,6 +1,6 @@
-"""Rules of the stages: rows that a stage cannot learn from, and what comparing answers needs.
+"""Rules about training stages: data formats, preference losses, the reference model.
 
-Floor 3. Imports: below.
+Imports registry and rules.base.
 """
 
 from __future__ import annotations
@@ -8,82 +8,107 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, amount, counted, rule
-from backend.rules.examples import DEMO, FILES, H100, LLAMA_8B, OWN, TWO_H100
+from backend.rules.base import Case, Example, Fix, Violation, amount, rule
+from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
-PAIRS = {"data.builtin": "train-pairs"}
-DPO = {"train.stage": "dpo", **PAIRS}
-KTO = {"train.stage": "kto", **PAIRS}
-SLICED = {**DPO, "parallel.strategy": "tensor", "method.kind": "freeze", "train.learning_rate": 1e-6,
-          "save.only_model": True}  # fmt: skip
-PAIRED = replace(FILES, format="pairs", columns=("prompt", "chosen", "rejected"))
-MARKED = replace(FILES, format="labels", columns=("prompt", "completion", "label"))
+DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
+KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
+TENSOR_PARALLEL = {
+    **DPO,
+    "parallel.strategy": "tensor",
+    "method.kind": "freeze",
+    "train.learning_rate": 1e-6,
+    "save.only_model": True,
+}
+PAIRS_FACTS = replace(USER_DATA_FACTS, format="pairs", columns=("prompt", "chosen", "rejected"))
+LABELS_FACTS = replace(USER_DATA_FACTS, format="labels", columns=("prompt", "completion", "label"))
+USER_KTO = {**USER_DATA, "train.stage": "kto"}
+
+FORMAT_CONTENT = {  # what the examples of a data format are
+    "messages": "conversations",
+    "sharegpt": "conversations",
+    "alpaca": "prompts with completions",
+    "prompt_completion": "prompts with completions",
+    "text": "plain text",
+    "pairs": "pairs of a chosen and a rejected completion",
+    "labels": "completions with a desirable or undesirable label",
+}
 
 
 def _stage(case: Case) -> registry.Stage:
     return registry.STAGES[case.spec.train.stage]
 
 
-def _wanted(stage: registry.Stage) -> str:
-    if stage.formats is registry.ANSWERED:
-        return "conversations, prompts with completions, or plain text"
-    return " or ".join(registry.FORMATS[name].label.lower() for name in stage.formats)
+def _accepted(stage: registry.Stage) -> str:
+    """The examples that a stage accepts: 'conversations, prompts with completions or plain text'."""
+    *others, last = dict.fromkeys(FORMAT_CONTENT[name] for name in stage.formats)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @rule(
     "STG001",
     "error",
     fields=("data.builtin", "train.stage"),
-    title="The stage cannot learn from this dataset",
-    source="the dataset's own rows",
+    title="The built-in dataset does not fit the training stage",
+    source="the dataset's examples",
     fails_on=Example({"train.stage": "dpo"}),
     passes_on=Example(DPO),
     proof="launch",
 )
-def other_dataset(case: Case) -> Violation | None:
-    """Stages that compare answers need two of them, or a label; the others need one answer or a text."""
+def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
+    """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
+    and pre-training need one completion or a text."""
     data, stage = case.spec.data, _stage(case)
-    if data.source != "builtin" or registry.DATASETS[data.builtin].format in stage.formats:
+    format = registry.DATASETS[data.builtin].format
+    if data.source != "builtin" or format in stage.formats:
         return None
     fitting = [name for name, row in registry.DATASETS.items() if row.format in stage.formats]
-    fixes = tuple(Fix(registry.DATASETS[name].label, {"data.builtin": name}, False) for name in fitting)
-    has = registry.FORMATS[registry.DATASETS[data.builtin].format].label.lower()
-    return Violation(f"{stage.label} learns from {_wanted(stage)}; its rows have {has}.", fixes)
+    fixes = tuple(Fix(f"Use the dataset {name}", {"data.builtin": name}, False) for name in fitting)
+    message = (
+        f"{stage.label} needs {_accepted(stage)}; the examples of the dataset {data.builtin} are "
+        f"{FORMAT_CONTENT[format]}."
+    )
+    return Violation(message, fixes)
 
 
 @rule(
     "STG002",
     "error",
     fields=("data.format", "train.stage"),
-    title="The stage cannot learn from such rows",
-    source="the rows: their columns",
-    fails_on=Example({**OWN, "train.stage": "dpo"}, facts=FILES),
-    passes_on=Example({**OWN, "train.stage": "dpo"}, facts=PAIRED),
+    title="The data format does not fit the training stage",
+    source="the examples: their columns",
+    fails_on=Example({**USER_DATA, "train.stage": "dpo"}, facts=USER_DATA_FACTS),
+    passes_on=Example({**USER_DATA, "train.stage": "dpo"}, facts=PAIRS_FACTS),
     proof="launch",
 )
-def other_rows(case: Case) -> Violation | None:
-    """Stages that compare answers need two of them, or a label; the others need one answer or a text."""
+def data_format_for_other_stage(case: Case) -> Violation | None:
+    """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
+    and pre-training need one completion or a text."""
     data, stage = case.spec.data, _stage(case)
     format = data.format if data.format != "auto" else case.facts.format
     if data.source == "builtin" or not format or format in stage.formats:
         return None
     fitting = next(name for name, row in registry.STAGES.items() if format in row.formats)
-    fixes = [Fix(registry.STAGES[fitting].label, {"train.stage": fitting}, False)]
+    fixes = [
+        Fix(f"Use the stage {registry.STAGES[fitting].label}", {"train.stage": fitting}, False, "another objective")
+    ]
     if data.format != "auto":
-        fixes.insert(0, Fix("Recognise the format", {"data.format": "auto"}, False))
-    has = registry.FORMATS[format].label.lower()
-    return Violation(f"{stage.label} learns from {_wanted(stage)}; these rows have {has}.", tuple(fixes))
+        fixes.insert(0, Fix("Detect the format automatically", {"data.format": "auto"}, False))
+    message = (
+        f"{stage.label} needs {_accepted(stage)}; the examples have the format {format} ({FORMAT_CONTENT[format]})."
+    )
+    return Violation(message, tuple(fixes))
 
 
 @rule(
     "STG003",
     "error",
     fields=("train.per_device_train_batch_size",),
-    title="KTO compares the rows of a batch",
+    title="KTO needs a batch size above 1",
     source="trl 1.16 kto_trainer.py: the actual batch size must be above 1",
     fixes=(
         Fix(
-            "APO zero, which compares nothing",
+            "Use the APO zero loss, which has no KL term",
             {"preference.kto_loss_type": "apo_zero_unpaired"},
             safe=False,
             cost="another loss",
@@ -93,9 +118,9 @@ def other_rows(case: Case) -> Violation | None:
     passes_on=Example({**KTO, "train.per_device_train_batch_size": 2}),
     proof="launch",
 )
-def lonely_row(case: Case) -> Violation | None:
-    """What the model would say anyway is estimated from each question with its neighbour's answer; a single row has no
-    neighbour."""
+def kto_batch_size_one(case: Case) -> Violation | None:
+    """KTO estimates its KL term from mismatched pairs: each prompt with the completion of another example of the same
+    batch. A batch of one example has no other example."""
     train = case.spec.train
     if train.stage != "kto" or case.spec.preference.kto_loss_type != "kto" or train.per_device_train_batch_size > 1:
         return None
@@ -103,8 +128,10 @@ def lonely_row(case: Case) -> Violation | None:
         "train.per_device_train_batch_size": 2,
         "train.gradient_accumulation_steps": max(1, train.gradient_accumulation_steps // 2),
     }
+    same_global_batch = train.gradient_accumulation_steps % 2 == 0
     return Violation(
-        "A device works on 1 row at once.", (Fix("2 rows at once", patch, train.gradient_accumulation_steps % 2 == 0),)
+        "preference.kto_loss_type is kto and train.per_device_train_batch_size is 1.",
+        (Fix("Set the per-device batch size to 2", patch, same_global_batch),),
     )
 
 
@@ -112,125 +139,143 @@ def lonely_row(case: Case) -> Violation | None:
     "STG004",
     "error",
     fields=("preference.label_smoothing", "preference.dpo_loss_type"),
-    title="EXO without label smoothing",
+    title="EXO loss needs label smoothing",
     source="trl 1.16 dpo_trainer.py: label smoothing must be above 0 with exo_pair",
     fixes=(
-        Fix("0.001", {"preference.label_smoothing": 1e-3}),
-        Fix("The usual loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="another loss than EXO"),
+        Fix("Set label_smoothing to 0.001", {"preference.label_smoothing": 1e-3}),
+        Fix("Use the sigmoid loss", {"preference.dpo_loss_type": "sigmoid"}, safe=False, cost="another loss than EXO"),
     ),
     fails_on=Example({**DPO, "preference.dpo_loss_type": "exo_pair"}),
     passes_on=Example({**DPO, "preference.dpo_loss_type": "exo_pair", "preference.label_smoothing": 0.01}),
     proof="launch",
 )
-def certain_exo(case: Case) -> str | None:
-    """This loss takes the logarithm of the share of wrong labels, which must not be 0."""
-    asked = case.spec.preference
-    exo = case.spec.train.stage == "dpo" and asked.dpo_loss_type == "exo_pair"
-    return "It is 0." if exo and not asked.label_smoothing else None
+def exo_without_label_smoothing(case: Case) -> str | None:
+    """EXO takes the logarithm of the label smoothing, the assumed share of swapped labels, so it must be above 0."""
+    preference = case.spec.preference
+    if case.spec.train.stage != "dpo" or preference.dpo_loss_type != "exo_pair" or preference.label_smoothing:
+        return None
+    return "The EXO loss (exo_pair) needs preference.label_smoothing > 0; it is 0."
 
 
 @rule(
     "STG005",
     "error",
     fields=("preference.precompute_ref_log_probs", "parallel.strategy"),
-    title="The reference cannot be computed beforehand on sliced layers",
+    title="Reference log-probabilities cannot be precomputed with tensor parallelism",
     source="trl 1.16 trainer/utils.py: hash_module reads every weight as a plain tensor",
-    fixes=(Fix("Beside the training", {"preference.precompute_ref_log_probs": False}, cost="more memory"),),
-    fails_on=Example({**SLICED, "preference.precompute_ref_log_probs": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
-    passes_on=Example(SLICED, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
+    fixes=(
+        Fix(
+            "Keep the reference model in memory",
+            {"preference.precompute_ref_log_probs": False},
+            cost="memory for a second model",
+        ),
+    ),
+    fails_on=Example(
+        {**TENSOR_PARALLEL, "preference.precompute_ref_log_probs": True}, TWO_H100, replace(DEMO, shape=LLAMA_8B)
+    ),
+    passes_on=Example(TENSOR_PARALLEL, TWO_H100, replace(DEMO, shape=LLAMA_8B)),
     proof="launch",
 )
-def sliced_reference(case: Case) -> str | None:
-    """What is computed is kept under a sum over all weights, which cannot be taken of slices."""
-    asked = _stage(case).reference and case.spec.preference.precompute_ref_log_probs
-    sliced = registry.STRATEGIES[case.spec.parallel.strategy].engine == "tensor"
-    return "Every device holds a slice of each layer." if asked and sliced else None
+def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
+    """TRL caches precomputed log-probabilities under a hash of all model weights. With tensor parallelism the weights
+    are DTensors, which have no numpy array to hash, and TRL raises an error."""
+    precomputes = _stage(case).uses_reference_model and case.spec.preference.precompute_ref_log_probs
+    if not precomputes or case.strategy.engine != "tensor":
+        return None
+    return f"preference.precompute_ref_log_probs is on, and the strategy is {case.strategy.label}."
 
 
 @rule(
     "STG006",
     "advice",
     fields=("preference.precompute_ref_log_probs",),
-    title="A second model in memory",
+    title="The reference model takes the memory of a second model",
     source="trl 1.16 dpo_trainer.py, kto_trainer.py: precompute_ref_log_probs",
     fixes=(
-        Fix("Computed beforehand", {"preference.precompute_ref_log_probs": True}, cost="one pass over the rows before"),
+        Fix(
+            "Precompute the reference log-probabilities",
+            {"preference.precompute_ref_log_probs": True},
+            cost="one forward pass over the dataset at startup",
+        ),
     ),
     fails_on=Example({**DPO, "method.kind": "full", "train.learning_rate": 1e-6}),
     passes_on=Example(DPO),
 )
-def second_model(case: Case) -> str | None:
-    """Where whole weights are trained, the untouched model stays beside them, to be asked at every step. It can be
-    asked about all rows once, before training."""
+def reference_model_in_memory(case: Case) -> str | None:
+    """Without LoRA the initial model stays in memory as the reference model and runs at every step. Its
+    log-probabilities do not change, so they can be computed once, before training."""
     shape, spec = case.shape, case.spec
-    if (
-        not _stage(case).reference
-        or spec.method.kind == "lora"
-        or spec.preference.precompute_ref_log_probs
-        or shape is None
-    ):
+    if not _stage(case).uses_reference_model or spec.method.kind == "lora" or shape is None:
         return None
-    if registry.STRATEGIES[spec.parallel.strategy].engine == "tensor":
+    if spec.preference.precompute_ref_log_probs or case.strategy.engine == "tensor":
         return None
-    held = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
-    return f"It takes {amount(held)}." if held else None
+    size = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
+    return f"The reference model of {_stage(case).label} takes {amount(size)} on each device." if size else None
+
+
+MIN_KTO_RATIO, MAX_KTO_RATIO = 0.99, 1.34  # 1 to 4/3, with a tolerance for rounding
 
 
 @rule(
     "STG007",
     "warning",
     fields=("preference.desirable_weight", "preference.undesirable_weight"),
-    title="Good and bad answers do not balance",
-    source="Ethayarajh et al. 2024, KTO, equation 8: weight x number of the good ones 1 to 4/3 of that of the bad ones",
-    fails_on=Example({**OWN, "train.stage": "kto"}, facts=replace(MARKED, labels=(300, 100))),
+    title="KTO's desirable and undesirable examples are not balanced",
+    source="Ethayarajh et al. 2024, KTO, equation 8: (desirable weight x count) / (undesirable weight x count) between "
+    "1 and 4/3",
+    fails_on=Example(USER_KTO, facts=replace(LABELS_FACTS, label_counts=(300, 100))),
     passes_on=Example(
-        {**OWN, "train.stage": "kto", "preference.undesirable_weight": 2.5}, facts=replace(MARKED, labels=(300, 100))
+        {**USER_KTO, "preference.undesirable_weight": 2.5}, facts=replace(LABELS_FACTS, label_counts=(300, 100))
     ),
 )
-def unbalanced(case: Case) -> Violation | None:
-    """The kind of which there are more drowns the other, unless the rarer one weighs more."""
-    asked, labels = case.spec.preference, case.facts.labels
-    if case.spec.train.stage != "kto" or case.facts.format != "labels" or labels is None:
+def unbalanced_kto_labels(case: Case) -> Violation | None:
+    """Each desirable and each undesirable example contributes to the loss with its weight. Without a higher weight for
+    the rarer kind, the more frequent kind dominates the gradient."""
+    preference, counts = case.spec.preference, case.facts.label_counts
+    if case.spec.train.stage != "kto" or case.facts.format != "labels" or counts is None or not sum(counts):
         return None
-    good, bad = labels
-    if not good + bad:
-        return None
+    good, bad = counts
     if not good or not bad:
-        return Violation(
-            f"All answers that were seen are {'good' if good else 'bad'} ones; add some of the other kind."
-        )
-    share = asked.desirable_weight * good / (asked.undesirable_weight * bad) if asked.undesirable_weight else 0
-    if 0.99 <= share <= 1.34:
+        label, missing = ("desirable", "undesirable") if good else ("undesirable", "desirable")
+        return Violation(f"All {good + bad:,} completions that were read are {label}; add {missing} ones.")
+    weights = (preference.desirable_weight, preference.undesirable_weight)
+    ratio = weights[0] * good / (weights[1] * bad) if weights[1] else 0
+    if MIN_KTO_RATIO <= ratio <= MAX_KTO_RATIO:
         return None
     name, weight = ("undesirable", good / bad / 1.15) if good > bad else ("desirable", 1.15 * bad / good)
     other = "desirable" if name == "undesirable" else "undesirable"
     patch = {f"preference.{name}_weight": round(weight, 2), f"preference.{other}_weight": 1.0}
-    said = f"{counted(good, 'good answer')} and {counted(bad, 'bad one')}"
-    return Violation(f"{said}, weighed {asked.desirable_weight:g} to {asked.undesirable_weight:g}.",
-               (Fix(f"{name.capitalize()} weight {weight:.2g}", patch, False),))  # fmt: skip
+    message = (
+        f"The data has {good:,} desirable completions with weight {weights[0]:g} and {bad:,} undesirable ones with "
+        f"weight {weights[1]:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
+    )
+    return Violation(message, (Fix(f"Set {name}_weight to {weight:.2g}", patch, False),))
 
 
-SMALL = 5e8  # parameters
-RATES = {"lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)}
+SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below
+RATES = {"lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)}  # low, high, usual
 
 
 @rule(
     "STG008",
     "warning",
     fields=("train.learning_rate", "train.stage"),
-    title="An unusual learning rate for preferences",
+    title="Unusual learning rate for preference training",
     source="Rafailov et al. 2023, Ethayarajh et al. 2024, Hong et al. 2024; trl's and LLaMA-Factory's examples",
     fails_on=Example({**DPO, "train.learning_rate": 1e-3}, H100, replace(DEMO, shape=LLAMA_8B)),
     passes_on=Example({**DPO, "train.learning_rate": 5e-6}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
-def unusual_rate(case: Case) -> Violation | None:
-    """Preferences are learned slowly: at the rate of fine-tuning both answers soon become unlikely, and the model
-    forgets how to speak."""
+def unusual_preference_learning_rate(case: Case) -> Violation | None:
+    """Preference losses need much lower learning rates than supervised fine-tuning. At the rates of fine-tuning the
+    probabilities of the chosen and the rejected completion both collapse, and the model degenerates."""
     train, shape = case.spec.train, case.shape
     low, high, usual = RATES[case.spec.method.kind]
-    small = shape is not None and shape.parameters < SMALL  # they want more, and forget less than they have to learn
+    small = shape is not None and shape.parameters < SMALL_MODEL
     if train.stage not in ("dpo", "kto", "orpo") or small or low <= train.learning_rate <= high:
         return None
-    word = "high" if train.learning_rate > high else "low"
-    fix = Fix(f"{usual:g}", {"train.learning_rate": usual}, False)
-    return Violation(f"{train.learning_rate:g} is {word}; {low:g} to {high:g} is usual.", (fix,))
+    comparison = "high" if train.learning_rate > high else "low"
+    message = (
+        f"A learning rate of {train.learning_rate:g} is {comparison} for {_stage(case).label}; {low:g} to {high:g} is "
+        "usual."
+    )
+    return Violation(message, (Fix(f"Set the learning rate to {usual:g}", {"train.learning_rate": usual}, False),))

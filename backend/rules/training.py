@@ -1,7 +1,4 @@
-"""Rules of the training's arithmetic: steps, warm-up, evaluation, checkpoints, disk.
-
-Floor 3. Imports: below.
-"""
+"""Rules about training length, warmup, evaluation, checkpoints and disk space. Imports rules.base."""
 
 from __future__ import annotations
 
@@ -11,245 +8,260 @@ from backend.rules.base import Case, Example, Fix, Violation, amount, counted, r
 from backend.rules.examples import DEMO, FULL_DISK
 
 STEPS = {"train.duration": "steps"}
-BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
+BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
+DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
 
 
 @rule(
     "TRN001",
     "warning",
     fields=("train.per_device_train_batch_size", "train.gradient_accumulation_steps", "launch.nproc_per_node"),
-    title="One step takes more rows than there are",
-    source="transformers 5.23 trainer.py: the last batch of a pass is smaller, and a pass is at least one step",
+    title="Global batch size exceeds the training set",
+    source="transformers 5.23 trainer.py: the last batch of an epoch is smaller, and an epoch has at least one step",
     fails_on=Example({"train.gradient_accumulation_steps": 64, "train.per_device_train_batch_size": 16}),
     passes_on=Example({"train.gradient_accumulation_steps": 4, "train.per_device_train_batch_size": 4}),
 )
-def batch_beyond_data(case: Case) -> Violation | None:
-    """A pass over the data is then a single step, smaller than asked for: the run takes as many steps as passes."""
-    rows, batch = case.run.num_train_examples, case.run.global_batch_size
-    if rows is None or rows < 1 or batch <= rows or case.spec.data.packing or not case.facts.exact:
+def global_batch_exceeds_dataset(case: Case) -> Violation | None:
+    """Each epoch is then a single optimizer step on fewer examples than the global batch size, so the run has only as
+    many steps as epochs."""
+    examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
+    if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None
-    size = min(case.spec.train.per_device_train_batch_size, max(1, rows // case.run.data_parallel_size))
-    accumulation = max(1, rows // (size * case.run.data_parallel_size))
-    patch = {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
-    if size * accumulation * case.run.data_parallel_size > rows:
-        patch = {}
-    fixes = (
-        (Fix(f"{counted(size * accumulation * case.run.data_parallel_size, 'row')} a step", patch, False),)
-        if patch
-        else ()
+    if not case.facts.counts_are_exact:
+        return None
+    ranks = case.run.data_parallel_size
+    message = (
+        f"The global batch size is {batch:,} (per-device batch size {train.per_device_train_batch_size} x "
+        f"{train.gradient_accumulation_steps} gradient accumulation steps x {ranks} data-parallel ranks), and the "
+        f"training set has {counted(examples, 'example')}."
     )
-    return Violation(f"{counted(batch, 'row')} a step, and {counted(rows, 'row')} in all.", fixes)
+    size = min(train.per_device_train_batch_size, max(1, examples // ranks))
+    accumulation = max(1, examples // (size * ranks))
+    smaller = size * accumulation * ranks
+    if smaller > examples:
+        return Violation(message)
+    patch = {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
+    return Violation(message, (Fix(f"Reduce the global batch size to {smaller:,}", patch, False),))
 
 
 @rule(
     "TRN002",
     "warning",
     fields=("train.warmup_steps",),
-    title="Warm-up longer than the run",
-    source="transformers 5.23 optimization.py: the rate rises for so many steps",
-    fixes=(Fix("3 % of the steps", {"train.warmup_steps": 0.03}, safe=False),),
+    title="Warmup is longer than the run",
+    source="transformers 5.23 optimization.py: the learning rate rises linearly for num_warmup_steps",
+    fixes=(Fix("Set warmup to 3% of the steps", {"train.warmup_steps": DEFAULT_WARMUP}, safe=False),),
     fails_on=Example({**STEPS, "train.max_steps": 50, "train.warmup_steps": 100.0}),
     passes_on=Example({**STEPS, "train.max_steps": 500, "train.warmup_steps": 100.0}),
 )
-def long_warmup(case: Case) -> str | None:
-    """The learning rate would never reach its peak."""
+def warmup_exceeds_run(case: Case) -> str | None:
+    """The learning rate rises until the end of the run and never reaches its set value."""
     warmup, steps = case.spec.train.warmup_steps, case.run.total_steps
     if steps is None or warmup < 1 or warmup < steps or case.spec.train.lr_scheduler_type == "constant":
         return None
-    return f"{warmup:g} steps of warm-up, in a run of {steps:,}."
+    return f"train.warmup_steps is {warmup:g}, and the run has {counted(steps, 'step')}."
 
 
 @rule(
     "TRN003",
     "advice",
     fields=("train.lr_scheduler_type", "train.warmup_steps"),
-    title="This schedule has no warm-up",
-    source="transformers 5.23 optimization.py: get_constant_schedule takes no warm-up",
-    fixes=(Fix("Constant after warm-up", {"train.lr_scheduler_type": "constant_with_warmup"}, safe=False),),
+    title="The constant schedule ignores warmup",
+    source="transformers 5.23 optimization.py: get_constant_schedule has no num_warmup_steps",
+    fixes=(Fix("Use constant_with_warmup", {"train.lr_scheduler_type": "constant_with_warmup"}, safe=False),),
     fails_on=Example({"train.lr_scheduler_type": "constant", "train.warmup_steps": 10.0}),
     passes_on=Example({"train.lr_scheduler_type": "constant_with_warmup", "train.warmup_steps": 10.0}),
 )
-def ignored_warmup(case: Case) -> str | None:
-    """The constant schedule begins at its peak, whatever warm-up says."""
-    train = case.spec.train
-    asked = train.warmup_steps not in (0, 0.03)  # 0.03 is the default, which nobody asked for
-    return (
-        f"Warm-up of {train.warmup_steps:g} has no effect." if train.lr_scheduler_type == "constant" and asked else None
-    )
-
-
-def _interval(case: Case, every: int, name: str, what: str) -> Violation | None:
-    steps = case.run.total_steps
-    if steps is None or every <= steps:
+def warmup_with_constant_schedule(case: Case) -> str | None:
+    """The constant schedule starts at the full learning rate; only constant_with_warmup has a warmup."""
+    warmup = case.spec.train.warmup_steps
+    if case.spec.train.lr_scheduler_type != "constant" or warmup in (0, DEFAULT_WARMUP):
         return None
-    sooner = max(1, steps // 4)
-    return Violation(
-        f"Every {counted(every, 'step')}, in a run of {steps:,}: {what}.",
-        (Fix(f"Every {counted(sooner, 'step')}", {name: sooner}),),
-    )
+    return f"train.lr_scheduler_type is constant, so train.warmup_steps of {warmup:g} has no effect."
+
+
+def _interval_exceeds_run(case: Case, option: str, interval: int, consequence: str) -> Violation | None:
+    """What is done every `interval` steps and would not happen before the end of the run."""
+    steps = case.run.total_steps
+    if steps is None or interval <= steps:
+        return None
+    shorter = max(1, steps // 4)
+    message = f"{option} is {interval:,}, and the run has {counted(steps, 'step')}, so {consequence}."
+    return Violation(message, (Fix(f"Set {option} to {shorter}", {option: shorter}),))
 
 
 @rule(
     "TRN004",
     "warning",
     fields=("eval.steps",),
-    title="The run ends before the first evaluation",
+    title="No evaluation before the end of the run",
     source="arithmetic",
     fails_on=Example({**STEPS, "train.max_steps": 20, "eval.strategy": "steps"}),
     passes_on=Example({**STEPS, "train.max_steps": 100, "eval.strategy": "steps"}),
 )
-def no_evaluation(case: Case) -> Violation | None:
-    """Only the end would be evaluated, so there is no curve."""
+def eval_interval_exceeds_run(case: Case) -> Violation | None:
+    """A single evaluation at the end gives no eval curve, so overfitting cannot be seen."""
     if case.spec.eval.strategy != "steps" or case.spec.save.load_best_model_at_end:
         return None
-    return _interval(case, case.spec.eval.steps, "eval.steps", "only its end is evaluated")
+    return _interval_exceeds_run(case, "eval.steps", case.spec.eval.steps, "only the final model is evaluated")
 
 
 @rule(
     "TRN005",
     "advice",
     fields=("save.steps",),
-    title="The run ends before the first checkpoint",
+    title="No checkpoint before the end of the run",
     source="transformers 5.23 trainer_callback.py: a checkpoint is also written at the end",
     fails_on=Example({**STEPS, "train.max_steps": 20, "save.strategy": "steps"}),
     passes_on=Example({**STEPS, "train.max_steps": 200, "save.strategy": "steps"}),
 )
-def no_checkpoint(case: Case) -> Violation | None:
-    """A run that fails on the way could only begin again."""
+def save_interval_exceeds_run(case: Case) -> Violation | None:
+    """A run that fails before its first checkpoint has to start from scratch."""
     if case.spec.save.strategy != "steps" or case.spec.save.load_best_model_at_end:
         return None
-    return _interval(case, case.spec.save.steps, "save.steps", "only its end is saved")
+    return _interval_exceeds_run(case, "save.steps", case.spec.save.steps, "only the last step is saved")
 
 
 @rule(
     "TRN006",
     "error",
     fields=("save.load_best_model_at_end", "eval.strategy", "eval.steps", "save.strategy", "save.steps"),
-    title="Checkpoints that are never evaluated",
+    title="load_best_model_at_end needs an evaluation at every checkpoint",
     source="transformers 5.23 training_args.py: load_best_model_at_end needs both at the same steps",
-    fails_on=Example({**BY_STEPS, "eval.steps": 40, "save.steps": 100}),
-    passes_on=Example({**BY_STEPS, "eval.steps": 50, "save.steps": 100}),
+    fails_on=Example({**BEST_BY_STEPS, "eval.steps": 40, "save.steps": 100}),
+    passes_on=Example({**BEST_BY_STEPS, "eval.steps": 50, "save.steps": 100}),
     proof="launch",
 )
-def best_unseen(case: Case) -> Violation | None:
-    """The best checkpoint is the one with the lowest validation loss, so each must be evaluated when it is saved."""
-    if not case.spec.save.load_best_model_at_end:
+def best_model_without_matching_eval(case: Case) -> Violation | None:
+    """The best checkpoint is the one with the lowest eval loss, so every checkpoint must be evaluated at the step where
+    it is saved."""
+    save, evaluation = case.spec.save, case.spec.eval
+    if not save.load_best_model_at_end:
         return None
-    if case.spec.save.strategy != case.spec.eval.strategy:
-        words = {"steps": f"every {counted(case.spec.save.steps, 'step')}", "epoch": "every epoch"}
-        patch = {"eval.strategy": case.spec.save.strategy, "eval.steps": case.spec.save.steps}
-        return Violation(
-            "One goes by steps and the other by epochs.", (Fix(f"Evaluate {words[case.spec.save.strategy]}", patch),)
-        )
-    if case.spec.save.strategy != "steps" or case.spec.save.steps % case.spec.eval.steps == 0:
+    if save.strategy != evaluation.strategy:
+        interval = f"every {counted(save.steps, 'step')}" if save.strategy == "steps" else "every epoch"
+        patch = {"eval.strategy": save.strategy, "eval.steps": save.steps}
+        message = f"save.strategy is {save.strategy} and eval.strategy is {evaluation.strategy}."
+        return Violation(message, (Fix(f"Evaluate {interval}", patch),))
+    if save.strategy != "steps" or save.steps % evaluation.steps == 0:
         return None
-    fitting = max(1, round(case.spec.save.steps / case.spec.eval.steps)) * case.spec.eval.steps
-    message = f"Saved every {counted(case.spec.save.steps, 'step')}, evaluated every {case.spec.eval.steps:,}."
-    return Violation(message, (Fix(f"Save every {counted(fitting, 'step')}", {"save.steps": fitting}),))
+    multiple = max(1, round(save.steps / evaluation.steps)) * evaluation.steps
+    message = f"save.steps is {save.steps:,}, which is not a multiple of eval.steps, {evaluation.steps:,}."
+    return Violation(message, (Fix(f"Save every {counted(multiple, 'step')}", {"save.steps": multiple}),))
 
 
 @rule(
     "TRN007",
     "advice",
     fields=("save.only_model",),
-    title="These checkpoints cannot be resumed from",
-    source="transformers 5.23 trainer.py: without optimizer.pt the optimizer would silently begin anew",
-    fixes=(Fix("Whole checkpoints", {"save.only_model": False}),),
+    title="Checkpoints with only the model cannot be resumed",
+    source="transformers 5.23 trainer.py: without optimizer.pt the optimizer silently starts from scratch",
+    fixes=(Fix("Save complete checkpoints", {"save.only_model": False}),),
     fails_on=Example({"save.only_model": True}),
     passes_on=Example(),
 )
-def weights_only(case: Case) -> str | None:
-    """A run that stops or fails begins again at step 0."""
-    return "They hold weights alone." if case.spec.save.only_model and case.spec.save.strategy != "no" else None
+def model_only_checkpoints(case: Case) -> str | None:
+    """Without optimizer and scheduler state a run that stops or fails has to start again at step 0."""
+    if not case.spec.save.only_model or case.spec.save.strategy == "no":
+        return None
+    return "save.only_model is on, so checkpoints would not contain the optimizer, scheduler and random states."
 
 
 @rule(
     "TRN008",
     "error",
     fields=("save.resume_path",),
-    title="The checkpoint cannot be used",
+    title="The checkpoint to resume from cannot be used",
     source="the folder itself",
-    fixes=(Fix("Without it", {"save.resume_from": "latest"}, safe=False),),
-    fails_on=Example({"save.resume_from": "path"}, facts=replace(DEMO, checkpoint="No checkpoint folder is named.")),
+    fixes=(Fix("Resume from the run's own latest checkpoint", {"save.resume_from": "latest"}, safe=False),),
+    fails_on=Example(
+        {"save.resume_from": "path"}, facts=replace(DEMO, checkpoint_problem="No checkpoint folder is named.")
+    ),
     passes_on=Example({"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-20"}),
     proof="launch",
 )
-def bad_checkpoint(case: Case) -> str | None:
-    """It must be a whole checkpoint-N folder of a run with the same method."""
-    return case.facts.checkpoint if case.spec.save.resume_from == "path" and case.facts.checkpoint else None
+def unusable_checkpoint(case: Case) -> str | None:
+    """Resuming needs a complete checkpoint-N folder of a run with the same training method."""
+    problem = case.facts.checkpoint_problem
+    return problem if case.spec.save.resume_from == "path" and problem else None
+
+
+MAX_EPOCHS = 100
 
 
 @rule(
     "TRN009",
     "warning",
     fields=("train.max_steps",),
-    title="Very many passes over the data",
-    source="arithmetic; small models learn by heart within some ten passes",
+    title="max_steps covers more than 100 epochs",
+    source="arithmetic; small models memorize their training set within about ten epochs",
     fails_on=Example({**STEPS, "train.max_steps": 100_000}),
     passes_on=Example({**STEPS, "train.max_steps": 500}),
 )
-def many_passes(case: Case) -> Violation | None:
-    """A model that sees the same rows too often repeats them instead of learning from them."""
-    rows, steps = case.run.num_train_examples, case.run.total_steps
-    if not rows or not steps or case.spec.train.duration != "steps" or case.spec.data.packing or not case.facts.exact:
+def too_many_epochs(case: Case) -> Violation | None:
+    """After many epochs the model memorizes the training examples and generalizes worse."""
+    examples, steps, batch = case.run.num_train_examples, case.run.total_steps, case.run.global_batch_size
+    if not examples or not steps or case.spec.train.duration != "steps" or case.spec.data.packing:
         return None
-    passes = steps * case.run.global_batch_size / rows
-    if passes <= 100:
+    epochs = steps * batch / examples
+    if epochs <= MAX_EPOCHS or not case.facts.counts_are_exact:
         return None
-    enough = max(1, 10 * rows // case.run.global_batch_size)
-    return Violation(
-        f"{passes:,.0f} passes over {counted(rows, 'row')}.",
-        (Fix(counted(enough, "step"), {"train.max_steps": enough}, False),),
+    enough = max(1, 10 * examples // batch)
+    message = (
+        f"{counted(steps, 'step')} with a global batch size of {batch:,} are {epochs:,.0f} epochs over "
+        f"{counted(examples, 'training example')}."
     )
+    return Violation(message, (Fix(f"Set max_steps to {enough}", {"train.max_steps": enough}, False),))
 
 
 @rule(
     "OUT001",
     "error",
     fields=("save.total_limit", "save.strategy", "save.final_model"),
-    title="The disk is too small",
-    source="arithmetic: the estimate's rows of disk against what is free",
+    title="Not enough free disk space for the checkpoints",
+    source="arithmetic: the disk part of the estimate against the free space",
     fails_on=Example({"method.kind": "full", "train.learning_rate": 2e-5}, FULL_DISK),
     passes_on=Example(machine=FULL_DISK),
 )
-def full_disk(case: Case) -> Violation | None:
-    """A disk that fills up ends the run while it saves, and may cut a checkpoint off."""
+def insufficient_disk_space(case: Case) -> Violation | None:
+    """If the disk fills up, the run fails while it saves, and the checkpoint that it writes is incomplete."""
     need, free = case.estimate.disk_bytes, case.machine.disk_free_bytes
     if need <= free:
         return None
-    saved = case.spec.save.final_model
-    once = case.spec.launch.rendezvous != "elastic"  # a run that starts again by itself needs them
-    tries = [
-        Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="no way further back"),
-        Fix("Weights only", {"save.total_limit": 1, "save.only_model": True}, False, "cannot be resumed"),
+    restarts = case.spec.launch.rendezvous == "elastic"  # an elastic run resumes from its own checkpoints
+    candidates = [
+        Fix("Keep only the last checkpoint", {"save.total_limit": 1}, cost="no earlier checkpoint to go back to"),
+        Fix("Save only the model", {"save.total_limit": 1, "save.only_model": True}, False, "cannot be resumed"),
         Fix(
-            "No checkpoints",
+            "Write no checkpoints",
             {"save.strategy": "no", "save.final_model": True, "save.load_best_model_at_end": False},
-            once,
-            "nothing before the end",
+            not restarts,
+            "nothing is saved before the end",
         ),
         Fix(
             "Save nothing",
             {"save.strategy": "no", "save.final_model": False, "save.load_best_model_at_end": False},
             False,
-            "keeps nothing but the log",
+            "only metrics and logs are kept",
         ),
     ]
-    fixes = [f for f in tries if case.estimated(case.with_patch(f.patch)).disk_bytes <= free][:2]
-    kept = "checkpoints and the trained model" if saved else "checkpoints"
-    return Violation(f"{amount(need)} for {kept}, and {amount(free)} free.", tuple(fixes))
+    fixes = [fix for fix in candidates if case.estimated(case.with_patch(fix.patch)).disk_bytes <= free][:2]
+    what = "Checkpoints and the final model" if case.spec.save.final_model else "Checkpoints"
+    return Violation(f"{what} need {amount(need)}, and {amount(free)} are free.", tuple(fixes))
 
 
 @rule(
     "OUT002",
     "warning",
     fields=("save.strategy", "save.final_model"),
-    title="Nothing will be kept",
-    source="arithmetic: neither checkpoints nor the model are saved",
-    fixes=(Fix("Save the trained model", {"save.final_model": True}),),
+    title="The trained model would not be saved",
+    source="arithmetic: neither checkpoints nor the final model are saved",
+    fixes=(Fix("Save the final model", {"save.final_model": True}),),
     fails_on=Example({"save.strategy": "no", "save.final_model": False}),
     passes_on=Example({"save.strategy": "no"}),
 )
-def nothing_kept(case: Case) -> str | None:
-    """The run ends with its curves and answers, and without what it learned."""
-    return "No checkpoints, no model." if case.spec.save.strategy == "no" and not case.spec.save.final_model else None
+def nothing_saved(case: Case) -> str | None:
+    """Only metrics, logs and generations remain after the run."""
+    if case.spec.save.strategy != "no" or case.spec.save.final_model:
+        return None
+    return "save.strategy is no and save.final_model is off."

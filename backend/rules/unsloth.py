@@ -1,6 +1,6 @@
-"""Rules of Unsloth: where its way of loading and computing a model fits.
+"""Rules about Unsloth: what it supports of strategies, devices, quantization and kernels.
 
-Floor 3. Imports: below.
+Imports registry and rules.base.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from backend.rules.base import Case, Example, Fix, names, rule
 from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import H100, INSTALLED, NPU, TWO_H100
 
-ASKED = {"train.use_unsloth": True}
-WITHOUT = Fix("Without Unsloth", {"train.use_unsloth": False}, cost="slower, and more memory")
-WITH = {**INSTALLED, "unsloth": "2026.10.9"}
-ONE, TWO = replace(H100, versions=WITH), replace(TWO_H100, versions=WITH)
-WHOLE = ("single", "ddp", "zero0", "zero1", "zero2")  # strategies that leave weights whole
+UNSLOTH = {"train.use_unsloth": True}
+WITHOUT_UNSLOTH = Fix("Train without Unsloth", {"train.use_unsloth": False}, cost="slower, more memory")
+VERSIONS = {**INSTALLED, "unsloth": "2026.10.9"}
+WITH_UNSLOTH, TWO_WITH_UNSLOTH = replace(H100, versions=VERSIONS), replace(TWO_H100, versions=VERSIONS)
 
 
-def _asked(case: Case) -> bool:
+def _uses_unsloth(case: Case) -> bool:
     return case.spec.train.use_unsloth
 
 
@@ -29,161 +28,179 @@ def _asked(case: Case) -> bool:
     fields=("train.use_unsloth",),
     title="Unsloth is not installed",
     source="Unsloth's README",
-    fixes=(WITHOUT,),
-    manual_fix="Beside the others' newest releases: pip install --no-deps unsloth unsloth_zoo.",
-    fails_on=Example(ASKED, H100),
-    passes_on=Example(ASKED, ONE),
+    fixes=(WITHOUT_UNSLOTH,),
+    manual_fix="To keep the newest releases of the other packages: pip install --no-deps unsloth unsloth_zoo.",
+    fails_on=Example(UNSLOTH, H100),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
-def missing(case: Case) -> str | None:
-    """It is a package of its own."""
-    known = case.machine.versions
-    return "It is not here." if _asked(case) and known and "unsloth" not in known else None
+def unsloth_not_installed(case: Case) -> str | None:
+    """Unsloth is a separate package, which Footplate does not install."""
+    installed = case.machine.versions
+    if not _uses_unsloth(case) or not installed or "unsloth" in installed:
+        return None
+    return "train.use_unsloth is on, and the package unsloth is not installed."
 
 
 @rule(
     "UNS002",
     "warning",
     fields=("train.use_unsloth",),
-    title="Unsloth was made for other versions",
-    source="Unsloth 2026.10.9's metadata; on a CPU it trains with transformers 5.23 and TRL 1.16 as well: launched",
-    fixes=(WITHOUT,),
-    fails_on=Example(ASKED, replace(ONE, unsloth_wants="transformers <=5.17.0")),
-    passes_on=Example(ASKED, ONE),
+    title="Unsloth requires other package versions",
+    source="Unsloth 2026.10.9's metadata; verified by running on a CPU: it also trains with transformers 5.23 and TRL "
+    "1.16",
+    fixes=(WITHOUT_UNSLOTH,),
+    fails_on=Example(UNSLOTH, replace(WITH_UNSLOTH, unsloth_wants="transformers <=5.17.0")),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
-def other_versions(case: Case) -> str | None:
-    """It rewrites parts of transformers and TRL while it is imported, and knows those of certain releases."""
-    wants = case.machine.unsloth_wants
-    return f"It asks for {wants}. Look at the first losses." if _asked(case) and wants else None
+def unsloth_version_mismatch(case: Case) -> str | None:
+    """Unsloth patches transformers and TRL while it is imported and is written for certain releases of them. With other
+    releases a patch may fail or compute something else."""
+    required = case.machine.unsloth_wants
+    if not _uses_unsloth(case) or not required:
+        return None
+    return f"Unsloth requires {required}; another version is installed. Check the first losses of the run."
 
 
 @rule(
     "UNS003",
     "error",
     fields=("train.use_unsloth", "parallel.strategy"),
-    title="Unsloth needs whole weights",
-    source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: it names a device for every weight, which ZeRO-3 "
-    "refuses, and spreads by a wrapping of its own; launched",
-    fixes=(WITHOUT, ZERO2, DDP),
-    fails_on=Example({**ASKED, "parallel.strategy": "zero3"}, TWO),
-    passes_on=Example({**ASKED, "parallel.strategy": "zero2"}, TWO),
+    title="Unsloth does not support sharded weights",
+    source="Unsloth 2026.10.9 loader_utils.py and fsdp2_launch.py: it passes a device_map, which ZeRO-3 rejects, and "
+    "has an FSDP2 wrapper of its own; verified by running",
+    fixes=(WITHOUT_UNSLOTH, ZERO2, DDP),
+    fails_on=Example({**UNSLOTH, "parallel.strategy": "zero3"}, TWO_WITH_UNSLOTH),
+    passes_on=Example({**UNSLOTH, "parallel.strategy": "zero2"}, TWO_WITH_UNSLOTH),
 )
-def spread_weights(case: Case) -> str | None:
-    """Its kernels read a layer's weights as they are, and under ZeRO-3, FSDP and tensor parallel a device has a part of
-    them. Several GPUs were once too many for it; with DDP and ZeRO-0 to 2 it trains."""
-    name = case.spec.parallel.strategy
-    return f"{registry.STRATEGIES[name].label} spreads them." if _asked(case) and name not in WHOLE else None
+def unsloth_with_sharded_weights(case: Case) -> str | None:
+    """Unsloth's kernels read the complete weights of a layer. Under ZeRO-3, FSDP and tensor parallelism each device
+    holds only a shard of them. DDP and ZeRO-0 to ZeRO-2 work."""
+    if not _uses_unsloth(case) or not case.strategy.shards_weights:
+        return None
+    return f"train.use_unsloth is on, and {case.strategy.label} shards the weights."
 
 
 @rule(
     "UNS004",
     "error",
     fields=("train.use_unsloth", "launch.device"),
-    title="Unsloth is not for this device",
-    source="Unsloth 2026.10.9 device_type.py: NVIDIA, AMD and Intel GPUs and CPUs; Apple's by another library",
-    fixes=(WITHOUT,),
-    fails_on=Example(ASKED, replace(NPU, versions={**WITH, "torch_npu": "2.13.0"})),
-    passes_on=Example(ASKED, ONE),
+    title="Unsloth does not support this device type",
+    source="Unsloth 2026.10.9 device_type.py: NVIDIA, AMD and Intel GPUs and CPUs; Apple GPUs by another library",
+    fixes=(WITHOUT_UNSLOTH,),
+    fails_on=Example(UNSLOTH, replace(NPU, versions={**VERSIONS, "torch_npu": "2.13.0"})),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
-def other_device(case: Case) -> str | None:
-    """Its kernels are written in Triton, with a plain way for CPUs."""
-    wrong = _asked(case) and case.run.device not in ("cuda", "xpu", "cpu")
-    return f"The run is for {registry.DEVICES[case.run.device].label}." if wrong else None
+def unsloth_on_unsupported_device(case: Case) -> str | None:
+    """Unsloth's kernels are written in Triton for NVIDIA, AMD and Intel GPUs, with an implementation in PyTorch for
+    CPUs."""
+    if not _uses_unsloth(case) or case.run.device in ("cuda", "xpu", "cpu"):
+        return None
+    return f"train.use_unsloth is on, and the device type of this run is {registry.DEVICES[case.run.device].label}."
 
 
 @rule(
     "UNS005",
     "error",
     fields=("train.use_unsloth", "method.quantization"),
-    title="Unsloth packs into NF4 alone",
-    source="Unsloth 2026.10.9 models/loader.py: a configuration of its own, NF4 with packed scales; 8 bit becomes 16 "
-    "on a CPU: launched",
+    title="Unsloth quantizes only to NF4 with double quantization",
+    source="Unsloth 2026.10.9 models/loader.py: its own BitsAndBytesConfig, NF4 with double quantization; on a CPU "
+    "8-bit becomes 16-bit: verified by running",
     fixes=(
-        WITHOUT,
+        WITHOUT_UNSLOTH,
         Fix(
-            "NF4",
+            "Use NF4 with double quantization",
             {"method.quantization": "nf4", "method.bnb_4bit_use_double_quant": True},
             False,
-            "coarser than 8 bits",
+            "less precise than 8-bit",
         ),
     ),
-    fails_on=Example({**ASKED, "method.quantization": "int8"}, ONE),
-    passes_on=Example({**ASKED, "method.quantization": "nf4"}, ONE),
+    fails_on=Example({**UNSLOTH, "method.quantization": "int8"}, WITH_UNSLOTH),
+    passes_on=Example({**UNSLOTH, "method.quantization": "nf4"}, WITH_UNSLOTH),
 )
-def other_packing(case: Case) -> str | None:
-    """Asked for another, it takes what it has."""
+def unsloth_with_other_quantization(case: Case) -> str | None:
+    """Unsloth builds its own quantization config and silently ignores a different one."""
     method = case.spec.method
-    if not _asked(case) or method.quantization == "none":
+    if not _uses_unsloth(case) or method.quantization == "none":
         return None
     if method.quantization == "nf4":
-        return None if method.bnb_4bit_use_double_quant else "It always packs the scales too."
-    return f"{registry.QUANTIZATIONS[method.quantization].label} was asked for."
+        off = "train.use_unsloth is on and method.bnb_4bit_use_double_quant is off; Unsloth would turn it on."
+        return None if method.bnb_4bit_use_double_quant else off
+    label = registry.QUANTIZATIONS[method.quantization].label
+    return f"train.use_unsloth is on, and method.quantization is {label}."
 
 
 @rule(
     "UNS006",
     "error",
     fields=("train.use_unsloth", "data.packing", "train.optim", "precision.compute"),
-    title="On a CPU Unsloth does without these",
-    source="unsloth_zoo 2026.10.9 cpu/trainer.py: it switches them off, or takes something else; launched",
-    fixes=(WITHOUT,),
-    fails_on=Example({**ASKED, "data.packing": True}, replace(ONE, device="cpu", gpus=())),
-    passes_on=Example({**ASKED, "data.packing": True}, ONE),
+    title="Unsloth changes these settings on a CPU",
+    source="unsloth_zoo 2026.10.9 cpu/trainer.py: it turns them off or replaces them; verified by running",
+    fixes=(WITHOUT_UNSLOTH,),
+    fails_on=Example({**UNSLOTH, "data.packing": True}, replace(WITH_UNSLOTH, device="cpu", gpus=())),
+    passes_on=Example({**UNSLOTH, "data.packing": True}, WITH_UNSLOTH),
 )
-def changed_on_cpu(case: Case) -> str | None:
-    """It changes arguments that it takes for slow or unsafe on a CPU, and goes on."""
+def unsloth_overrides_on_cpu(case: Case) -> str | None:
+    """On a CPU Unsloth replaces training arguments that it considers slow or unsafe there, and the run continues with
+    other settings than its spec has."""
     spec = case.spec
-    if not _asked(case) or case.run.device != "cpu":
+    if not _uses_unsloth(case) or case.run.device != "cpu":
         return None
-    row = registry.OPTIMIZERS[spec.train.optim]
-    tags = ("8bit", "paged", "bnb", "npu", "xla", "apex")
-    wrong = {
+    optimizer = registry.OPTIMIZERS[spec.train.optim]
+    unsupported = ("8bit", "paged", "bnb", "npu", "xla", "apex")
+    bf16 = case.run.compute_dtype == "bf16" and not case.machine.cpu_bf16 and spec.precision.compute != "pure_bf16"
+    replaced = {
         "packing": spec.data.packing,
-        row.label: any(tag in row.name for tag in tags),
+        f"the optimizer {optimizer.label}": any(tag in optimizer.trainer_optim for tag in unsupported),
         "fp16": case.run.compute_dtype == "fp16",
-        "bf16": case.run.compute_dtype == "bf16"
-        and not case.machine.cpu_bf16
-        and spec.precision.compute != "pure_bf16",
+        "bf16": bf16,
     }
-    found = [name for name, holds in wrong.items() if holds]
-    return f"Asked for: {names(found)}." if found else None
+    used = [name for name, applies in replaced.items() if applies]
+    return f"This run would use a CPU, where Unsloth turns off or replaces {names(used)}." if used else None
 
 
 @rule(
     "UNS007",
     "error",
     fields=("train.use_unsloth", "train.use_liger_kernel", "train.torch_compile"),
-    title="Two things would compute the same layers",
-    source="Unsloth 2026.10.9 models/llama.py and unsloth_zoo compiler.py: its kernels stand where Liger's would, and "
-    "it compiles the rest itself",
-    fixes=(Fix("Unsloth alone", {"train.use_liger_kernel": False, "train.torch_compile": False}), WITHOUT),
-    fails_on=Example(
-        {**ASKED, "train.use_liger_kernel": True}, replace(ONE, versions={**WITH, "liger-kernel": "0.8.5"})
+    title="Unsloth conflicts with Liger and torch.compile",
+    source="Unsloth 2026.10.9 models/llama.py and unsloth_zoo compiler.py: its kernels replace the layers that Liger "
+    "would replace, and it compiles the rest itself",
+    fixes=(
+        Fix("Use only Unsloth", {"train.use_liger_kernel": False, "train.torch_compile": False}),
+        WITHOUT_UNSLOTH,
     ),
-    passes_on=Example(ASKED, ONE),
+    fails_on=Example(
+        {**UNSLOTH, "train.use_liger_kernel": True},
+        replace(WITH_UNSLOTH, versions={**VERSIONS, "liger-kernel": "0.8.5"}),
+    ),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
-def twice(case: Case) -> str | None:
-    """Liger, torch.compile and Unsloth each replace how layers are computed."""
+def unsloth_with_other_kernels(case: Case) -> str | None:
+    """Unsloth, Liger and torch.compile each replace the forward pass of the same layers."""
     train = case.spec.train
-    others = [name for name, on in (("Liger", train.use_liger_kernel), ("torch.compile", train.torch_compile)) if on]
-    return f"{names(others)} was asked for too." if _asked(case) and others else None
+    options = ("use_liger_kernel", train.use_liger_kernel), ("torch_compile", train.torch_compile)
+    others = [f"train.{name}" for name, on in options if on]
+    return f"train.use_unsloth is on along with {names(others)}." if _uses_unsloth(case) and others else None
 
 
 @rule(
     "UNS008",
     "error",
     fields=("train.use_unsloth", "lora.init"),
-    title="With Unsloth an adapter starts beside the weights",
-    source="LLaMA-Factory model/adapter.py passes over PiSSA in silence where Unsloth is asked for; "
-    "Unsloth 2026.10.9 models/lora_init.py saves such adapters in a way of its own",
-    fixes=(WITHOUT, Fix("Start at zero", {"lora.init": "default"}, safe=False, cost="learns a little slower")),
-    fails_on=Example({**ASKED, "lora.init": "pissa"}, ONE),
-    passes_on=Example(ASKED, ONE),
+    title="Unsloth does not support LoRA initialization from the base weights",
+    source="LLaMA-Factory model/adapter.py silently ignores PiSSA with Unsloth; Unsloth 2026.10.9 models/lora_init.py "
+    "saves such adapters in its own way",
+    fixes=(
+        WITHOUT_UNSLOTH,
+        Fix("Use the default initialization", {"lora.init": "default"}, safe=False, cost="slower convergence"),
+    ),
+    fails_on=Example({**UNSLOTH, "lora.init": "pissa"}, WITH_UNSLOTH),
+    passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
-def moved_weights(case: Case) -> str | None:
-    """PiSSA, OLoRA and orthogonal starts take something out of the base weights, which the saved adapter must know."""
-    row = registry.LORA_INITS[case.spec.lora.init]
-    return (
-        f"{row.label} was asked for."
-        if _asked(case) and case.spec.method.kind == "lora" and row.changes_base_weights
-        else None
-    )
+def unsloth_with_weight_based_init(case: Case) -> str | None:
+    """PiSSA and OLoRA subtract the initial adapter from the base weights, and the saved adapter has to account for
+    that. Unsloth saves such adapters in its own format."""
+    init = registry.LORA_INITS[case.spec.lora.init]
+    if not _uses_unsloth(case) or case.spec.method.kind != "lora" or not init.changes_base_weights:
+        return None
+    return f"train.use_unsloth is on, and lora.init is {init.label}."

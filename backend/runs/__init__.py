@@ -43,6 +43,7 @@ SUPERVISOR, SHELL = "supervisor", "shell"  # who keeps a run; the lock's change 
 SEPARATOR = "---- started "  # begins the line in the log that parts one start from the next
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment: where torch puts the root cause's traceback
 RUN_MARKER = "FOOTPLATE_RUN"  # in the environment of every process of a run: the resolved folder
+SKIP_CHECKS = "FOOTPLATE_SKIP_CHECKS"  # set for a run that was started in spite of errors: the trainer checks no rules
 
 
 # The same setting under other names: who has set one of them has set it (c10/cuda/CUDAAllocatorConfig.h of torch 2.13).

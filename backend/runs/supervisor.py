@@ -45,7 +45,7 @@ from backend.runs import (
 TICK = 0.1  # seconds between looks
 BUSY = 75  # exit code: another keeper holds the run (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
-NOTHING_TO_SAVE = ("", "preparing model", "preparing data", "loading model", "preparing engine", "answering before")
+NOTHING_TO_SAVE = ("", "preparing model", "preparing data", "loading model", "preparing engine", "generating before")
 
 
 @dataclass(frozen=True)

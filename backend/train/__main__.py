@@ -1,7 +1,4 @@
-"""`torchrun -m backend.train . [--from-scratch]`, with a run's folder as working directory: a training's process.
-
-Beside the floors. Imports options, presets, run, device, ending, journal, unsloth; training, which has all the rest.
-"""
+"""`torchrun -m backend.train . [--from-scratch]` in a run's folder: one training process."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from backend.config.options import SpecError, effective
-from backend.config.presets import read
-from backend.runs import SPEC
-from backend.train import device, exit, unsloth
-from backend.train.run_log import TrainError
+from backend.train import device, exit, unsloth, verify
 
 
 @record  # type: ignore[untyped-decorator]
@@ -28,18 +21,16 @@ def main() -> None:
         "--from-scratch", action="store_true", help="start at step 0 instead of resuming from the last checkpoint"
     )
     given = parser.parse_args()
-    sys.excepthook = exit.last_words
-    team, folder = device.ProcessGroup(), given.folder.resolve()
-    team.sign()
-    try:
-        spec = effective(read(folder / SPEC))
-    except SpecError as error:
-        raise TrainError(f"{error}.") from error
+    sys.excepthook = exit.print_error
+    group, folder = device.ProcessGroup(), given.folder.resolve()
+    group.sign()
+    spec, run = verify.read_plan(folder)
+    verify.check_rules(spec, folder)
     unsloth.begin(spec)
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
-    training.train(spec, folder, given.from_scratch, team)
+    training.train(spec, run, folder, given.from_scratch, group)
 
 
 if __name__ == "__main__":
     main()
-    exit.leave()
+    exit.exit_now()

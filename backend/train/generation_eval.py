@@ -1,61 +1,192 @@
-"""The held-out questions, asked when the engine stands, and again after the training.
+"""Outputs that the model generates for eval examples before and after training, compared with the references.
 
-Beside the floors. Imports answers, gathered, scores, work.
+Imports config, data, device, run_log, templates, text_metrics, unsharded, context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from transformers import GenerationConfig, TrainerCallback
 
-from backend.train import generation, text_metrics
+from backend.config import RunSpec
+from backend.train import text_metrics
 from backend.train.context import TrainContext
-from backend.train.generation import Answering, Question
-from backend.train.unsharded import gathered
+from backend.train.data import ConvertedExample
+from backend.train.device import ProcessGroup
+from backend.train.run_log import TrainError, write_json
+from backend.train.templates import ChatTokenizer, UnsupportedConversation
+from backend.train.unsharded import unsharded_model
+
+BEFORE = "before.json"  # in the run's folder: the outputs before training
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """`text` is what the model completes, `prompt` the last message of it for display, `reference` the target text."""
+
+    text: str
+    prompt: str
+    reference: str
+
+
+def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> list[EvalPrompt]:
+    """One prompt per example: everything before its last completion. Raises TrainError."""
+    prompts = []
+    for example in examples:
+        messages = example.value["messages"]
+        last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        try:
+            text = chat.render_prompt(messages[:last], example.value.get("tools"))
+        except UnsupportedConversation as error:
+            raise TrainError(f"{example.location}: {error}.") from error
+        shown = [message["content"] for message in messages[:last] if message["role"] != "system"]
+        prompts.append(EvalPrompt(text, shown[-1] if shown else "", messages[last]["content"]))
+    return prompts
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Generates greedily, `batch_size` prompts at a time, at most `max_new_tokens` each. `tensor_parallel_size` ranks in
+    a row hold one model and generate together."""
+
+    tokenizer: Any
+    group: ProcessGroup
+    batch_size: int
+    max_new_tokens: int
+    dtype: torch.dtype
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def create(
+        cls, spec: RunSpec, tokenizer: Any, group: ProcessGroup, dtype: torch.dtype, tensor_parallel_size: int = 1
+    ) -> Generator:
+        """With the options of `spec`."""
+        batch_size, longest = spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens
+        return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
+
+    def generate(
+        self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]
+    ) -> list[str]:
+        """The outputs in the order of `prompts`; the ranks share the work. Where `tick` ended it, the rest are ''."""
+        size, world = self.tensor_parallel_size, self.group.world
+        mine = list(range(self.group.rank // size, len(prompts), world // size))
+        mine.sort(key=lambda number: len(prompts[number].text))  # similar lengths in a batch: less padding
+        most = -(-len(prompts) * size // world)  # ranks that agree on each batch have as many
+        training = model.training
+        outputs: dict[int, str] = {}
+        model.eval()
+        for start in range(0, most, self.batch_size):
+            if numbers := mine[start : start + self.batch_size]:
+                outputs.update(zip(numbers, self._batch(model, [prompts[n].text for n in numbers]), strict=True))
+            stop = not tick(len(outputs), len(mine))
+            if self.group.agree(stop) if size > 1 else stop:
+                break
+        model.train(training)
+        gathered = {number: text for part in self.group.gather(outputs) for number, text in part.items()}
+        return [gathered.get(number, "") for number in range(len(prompts))]
+
+    def _batch(self, model: Any, texts: list[str]) -> list[str]:
+        batch = self.tokenizer(
+            texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+        ).to(model.device)
+        low = self.dtype != torch.float32
+        cast = torch.autocast(model.device.type, dtype=self.dtype) if low else contextlib.nullcontext()
+        with torch.no_grad(), cast:  # not inference_mode, which fp8 layers do not support
+            generated = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                generation_config=self._config(model),
+                synced_gpus=False,  # each rank has whole weights, so no rank waits for another's outputs
+                **_without_router_loss(model),
+            )
+        new = generated[:, batch["input_ids"].shape[1] :]
+        return [text.strip() for text in self.tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+    def _config(self, model: Any) -> GenerationConfig:
+        own, eos = model.generation_config.eos_token_id, self.tokenizer.eos_token_id
+        ends = {*([own] if isinstance(own, int) else own or []), *([eos] if eos is not None else [])}
+        return GenerationConfig(
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=self.tokenizer.pad_token_id,
+            use_cache=True,
+        )
+
+
+def _without_router_loss(model: Any) -> dict[str, bool]:
+    """The router loss of a mixture of experts is computed over whole sequences, but generation is token by token."""
+    known = hasattr(model.config.get_text_config(), "output_router_logits")
+    return {"output_router_logits": False} if known else {}
+
+
+def save_before(folder: Path, prompts: Sequence[EvalPrompt], outputs: Sequence[str]) -> None:
+    """Save the outputs from before training at once: a resumed run needs them."""
+    write_json(folder / BEFORE, [[p.text, output] for p, output in zip(prompts, outputs, strict=True)])
+
+
+def load_before(folder: Path, prompts: Sequence[EvalPrompt]) -> list[str] | None:
+    """The outputs from before training, if they were saved for these prompts."""
+    try:
+        saved = dict(json.loads((folder / BEFORE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return [saved[p.text] for p in prompts] if all(p.text in saved for p in prompts) else None
 
 
 class GenerationEvalCallback(TrainerCallback):
-    """Tells what the training did to the answers. Without questions it does nothing."""
+    """Generates outputs for the eval prompts before and after training. Without prompts it does nothing."""
 
-    trainer: Any  # comes after its callbacks
+    trainer: Any  # set afterwards: the trainer is constructed with its callbacks
 
-    def __init__(self, work: TrainContext, how: Answering, asked: Sequence[Question]) -> None:
-        self.work, self.how, self.asked = work, how, asked
+    def __init__(self, context: TrainContext, generator: Generator, prompts: Sequence[EvalPrompt]) -> None:
+        self.context, self.generator, self.prompts = context, generator, prompts
         self.before: list[str] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What the model answers before the first step; remembered for a start that goes on."""
-        if not self.asked:
+        """Generate before the first step, once the engine has started; a resumed run loads what was saved."""
+        if not self.prompts:
             return
-        kept: list[str] | None = self.work.team.share(generation.remembered(self.work.folder, self.asked))
-        if kept is None:
-            kept = self._answer("answering before", f"Answering {len(self.asked)} held-out rows, before training.")
-            if self.work.team.rank == 0:
-                generation.remember(self.work.folder, self.asked, kept)
-        self.before = kept
+        context = self.context
+        before: list[str] | None = context.group.share(load_before(context.folder, self.prompts))
+        if before is None:
+            text = f"Generating outputs for {len(self.prompts)} eval examples before training."
+            before = self._generate("generating before", text)
+            if context.group.rank == 0:
+                save_before(context.folder, self.prompts, before)
+        self.before = before
 
-    def after(self) -> dict[str, Any]:
-        """Ask again. The answers side by side, and each score of them before and after."""
-        if not self.asked:
+    def evaluate_after(self) -> dict[str, Any]:
+        """Generate again. Returns the outputs side by side, and each score before and after."""
+        if not self.prompts:
             return {"exact_match_before": None, "exact_match_after": None, "samples": []}
-        after = self._answer("answering after", f"Answering {len(self.asked)} held-out rows, after training.")
-        wanted = [question.wanted for question in self.asked]
+        text = f"Generating outputs for {len(self.prompts)} eval examples after training."
+        outputs = self._generate("generating after", text)
+        references = [prompt.reference for prompt in self.prompts]
         samples = [
-            {"prompt": q.prompt, "wanted": q.wanted, "before": was, "after": now}
-            for q, was, now in zip(self.asked, self.before, after, strict=True)
+            {"prompt": p.prompt, "reference": p.reference, "before": before, "after": after}
+            for p, before, after in zip(self.prompts, self.before, outputs, strict=True)
         ]
-        sides = {"before": text_metrics.scores(wanted, self.before), "after": text_metrics.scores(wanted, after)}
-        figures = {f"{name}_{side}": value for side, found in sides.items() for name, value in found.items()}
-        return {**figures, "samples": samples}
+        sides = {
+            "before": text_metrics.scores(references, self.before),
+            "after": text_metrics.scores(references, outputs),
+        }
+        scores = {f"{name}_{side}": value for side, found in sides.items() for name, value in found.items()}
+        return {**scores, "samples": samples}
 
-    def _answer(self, phase: str, text: str) -> list[str]:
-        work = self.work
-        work.journal.begin(phase, text)
-        with gathered(work.spec, self.trainer) as model:
-            found = self.how.answer(model, self.asked, work.tick(phase, text))
-        work.check_stop()
-        share = text_metrics.exact([question.wanted for question in self.asked], found)
-        work.journal.say(f"Exact answers: {share:.0%} of {len(self.asked)}.")
-        return found
+    def _generate(self, phase: str, text: str) -> list[str]:
+        context = self.context
+        context.run_log.start_phase(phase, text)
+        with unsharded_model(context.spec, self.trainer) as model:
+            outputs = self.generator.generate(model, self.prompts, context.tick(phase, text))
+        context.check_stop()
+        share = text_metrics.exact_match([prompt.reference for prompt in self.prompts], outputs)
+        context.run_log.info(f"Exact match: {share:.0%} of {len(self.prompts)} eval examples.")
+        return outputs

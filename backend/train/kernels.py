@@ -20,7 +20,7 @@ from backend.train.run_log import TrainError
 def check(spec: RunSpec, family: str, precision: str) -> None:
     """Raise TrainError for what would fail at the first step only."""
     asked = spec.model.attn_implementation
-    if asked in registry.FLASH and precision == "fp32":
+    if asked in registry.FLASH_ATTENTIONS and precision == "fp32":
         raise TrainError(f"model.attn_implementation: {asked} computes in bf16 or fp16: set precision.compute to bf16.")
     if asked == "flex_attention" and family in ("cpu", "mps"):
         raise TrainError("model.attn_implementation: flex_attention has no backward pass on this device: take sdpa.")

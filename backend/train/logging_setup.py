@@ -1,6 +1,6 @@
-"""A calm log: the libraries' levels, their progress bars, and the warnings that are understood.
+"""The libraries' log levels and progress bars, and filters for warnings that do not concern the user.
 
-Beside the floors. Imports nothing of Footplate.
+Imports patches.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import logging
 import sys
 import warnings
 
-import accelerate.utils.other
 import datasets
 from transformers.utils import logging as transformers_logging
+
+from backend.train.patches import accelerate_deepspeed_import
 
 LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def calm(level: str, rank: int, deepspeed: bool) -> None:
-    """Libraries speak from `level` on, on rank 0 alone; errors are always heard."""
+def configure_logging(level: str, rank: int, deepspeed: bool) -> None:
+    """Libraries log from `level` on, on rank 0 only; other ranks log errors."""
     number = LEVELS[level] if rank == 0 else logging.ERROR
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
     transformers_logging.set_verbosity(number)
@@ -28,21 +29,15 @@ def calm(level: str, rank: int, deepspeed: bool) -> None:
         logging.getLogger(name).setLevel(number)
     if number > logging.WARNING:
         warnings.simplefilter("ignore")
-    # Its DataLoader says so on every machine without an accelerator, where nothing is lost.
+    # torch's DataLoader warns on every machine without an accelerator, where pinning memory has no use.
     warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator", category=UserWarning)
-    # Libraries ask each other under the old name.
+    # peft and TRL still use the old name in transformers.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing\\w*. is deprecated", category=FutureWarning)
-    # peft looks for stacked experts among modules, where they are not; their adapter has the rank that was asked for.
+    # peft looks for stacked experts among modules, but they are parameters; their adapters have the requested rank.
     warnings.filterwarnings("ignore", message=".*(rank|alpha)_pattern keys did not match", category=RuntimeWarning)
     if deepspeed:
         logging.getLogger("DeepSpeed").setLevel(number)
-        # It calls torch's collectives by their old names, at every step.
+        # DeepSpeed calls torch's collectives by their old names, at every step.
         warnings.filterwarnings("ignore", message=".torch.distributed.*is deprecated", category=FutureWarning)
     else:
-        _leave_deepspeed_alone()
-
-
-def _leave_deepspeed_alone() -> None:
-    """accelerate imports all of DeepSpeed (seconds, and lines in the log) at the first save, merely to ask whether the
-    model is one of its engines."""
-    accelerate.utils.other.is_deepspeed_available = lambda: False
+        accelerate_deepspeed_import.apply()

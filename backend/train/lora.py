@@ -57,7 +57,7 @@ def attach(spec: RunSpec, model: Any, config: LoraConfig) -> Any:
 def _check(spec: RunSpec, model: Any, config: LoraConfig) -> None:
     if spec.lora.init == "orthogonal" and spec.lora.r % 2:
         raise TrainError(f"lora.r: an orthogonal start needs an even rank, not {spec.lora.r}.")
-    stacked = registry.STACKED.get(model.config.model_type, ())
+    stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())
     if spec.adapts_experts(stacked) and not spec.lora.is_plain:
         raise TrainError(
             "lora.targets: peft's adapters on experts know no dropout, DoRA or other start: take attention, or "

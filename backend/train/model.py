@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from backend import registry
 from backend.config import RunSpec
 from backend.train import builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
+from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
 Make = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, type, further arguments
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def tokenizer(spec: RunSpec, source: Source) -> Any:
         raise TrainError(_unloadable("tokenizer", source, error)) from error
     if found.pad_token is None:
         found.pad_token = found.eos_token or "<|pad|>"
-    templates.choose(spec, found)
+    templates.set_chat_template(spec, found)
     return found
 
 
@@ -83,7 +83,7 @@ def load(
     lora, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].fp32_master_weights
     plain = frozen or (not registry.LORA_INITS[spec.lora.init].changes_base_weights if lora else pure)
     dtype = DTYPES[precision] if plain else torch.float32  # what is taken apart is taken apart exactly
-    scores = registry.STAGES[spec.train.stage].scores
+    scores = registry.STAGES[spec.train.stage].is_reward_model
     kind, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if scores else (AutoModelForCausalLM, {})
     packing = quantized.loading(spec, source.name, source.options, dtype)
     how = {**more, **source.options, **sliced, **packing, **kernels.loading(spec)}

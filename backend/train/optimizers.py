@@ -36,25 +36,25 @@ def check(spec: RunSpec, family: str) -> None:
         and not there(row.package),
         f"train.optim: {name} does not run on {registry.DEVICES[family].label}.": row.devices
         and family not in row.devices,
-        f"train.optim: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.layout
+        f"train.optim: {name} needs whole matrices; {strategy.label} hands it flat parts.": row.state_layout
         and (engine == "deepspeed" or first),
-        f"train.optim: DeepSpeed makes {name} anew with one group of weights; here are several.": row.early
+        f"train.optim: DeepSpeed makes {name} anew with one group of weights; here are several.": row.allocates_state_at_init
         and strategy.zero_stage > 0
         and spec.has_param_groups,
         f"train.optim: {name} averages weights, and DeepSpeed does not tell it when.": row.swaps_weights_for_eval
         and engine == "deepspeed",
-        f"train.optim: {name} does not take the weights that this strategy spreads.": row.plain(masters)
+        f"train.optim: {name} does not take the weights that this strategy spreads.": row.needs_plain_tensors(masters)
         and engine in ("fsdp", "tensor")
         and not first,
         f"train.optim: {name} works in one process alone: set parallel.strategy to single.": not alone
-        and (row.inside or row.layout == "block"),
-        f"train.gradient_accumulation_steps: {name} steps with every batch, so nothing adds up: set it to 1.": row.inside
+        and (row.steps_in_backward or row.state_layout == "one_block"),
+        f"train.gradient_accumulation_steps: {name} steps with every batch, so nothing adds up: set it to 1.": row.steps_in_backward
         and train.gradient_accumulation_steps > 1,
-        f"precision.compute: {name} would step by fp16's scaled gradients: take bf16 or fp32.": row.inside
+        f"precision.compute: {name} would step by fp16's scaled gradients: take bf16 or fp32.": row.steps_in_backward
         and spec.precision.compute == "fp16",
-        f"method.kind: {name} divides whole matrices into heads, and adapters are none.": row.layout == "heads"
+        f"method.kind: {name} divides whole matrices into heads, and adapters are none.": row.state_layout == "per_head"
         and spec.method.kind == "lora",
-        "train.optim_target_modules is empty: name parts of module names, such as attn, mlp.": row.layout == "low_rank"
+        "train.optim_target_modules is empty: name parts of module names, such as attn, mlp.": row.state_layout == "low_rank"
         and train.optim_targets == "custom"
         and not train.optim_target_modules,
     }
@@ -73,7 +73,7 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
     told = dict(row.arguments)
     if "momentum" in row.reads:
         told["momentum"] = str(train.momentum)
-    if row.layout == "low_rank":
+    if row.state_layout == "low_rank":
         told |= {"rank": str(train.projection_rank), "update_proj_gap": str(train.update_proj_gap)}
     if "galore_scale" in row.reads:
         told |= {"scale": str(train.galore_scale), "proj_type": train.galore_proj_type}
@@ -85,9 +85,9 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
         told["bf16_stochastic_round"] = "True"
     # What an optimizer does not read is hidden on the page, and holds its default here.
     return {
-        "optim": row.name or "adamw_torch",
+        "optim": row.trainer_optim or "adamw_torch",
         "optim_args": ",".join(f"{name}={value}" for name, value in told.items()) or None,
-        "optim_target_modules": _targets(spec) if row.layout == "low_rank" else None,
+        "optim_target_modules": _targets(spec) if row.state_layout == "low_rank" else None,
         "lr_scheduler_type": train.lr_scheduler_type if "lr_scheduler_type" in row.reads else "constant",
         "weight_decay": train.weight_decay,
         "adam_beta1": train.adam_beta1,
@@ -127,18 +127,18 @@ class Optimizing:
         if trainer.optimizer is None:
             chosen = trainer.model if model is None else model
             decaying = set(trainer.get_decay_parameter_names(chosen))
-            if row.name:
+            if row.trainer_optim:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "This implementation of AdamW is deprecated")  # GaLore's copy
                     with _projecting(chosen):
                         super().create_optimizer(model)  # type: ignore[misc]
             else:
                 trainer.optimizer = MAKERS[self.spec.train.optim](self.spec, chosen, decaying)
-            if row.early:  # it is of weights that an engine replaces; the first step makes it anew
+            if row.allocates_state_at_init:  # it is of weights that an engine replaces; the first step makes it anew
                 optimizer_utils.innermost(trainer.optimizer).state.clear()
-            if row.layout == "low_rank":
+            if row.state_layout == "low_rank":
                 _regroup(self.spec, trainer.optimizer, chosen, decaying)
-                if row.inside:
+                if row.steps_in_backward:
                     _step_within_backward(trainer.optimizer)
         return trainer.optimizer
 

@@ -79,7 +79,7 @@ def came_as(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(came.get("quant_method"))
-    row = registry.PACKED.get(kind)
+    row = registry.PREQUANTIZED.get(kind)
     if row is None:
         raise TrainError(f"model.{spec.model.source}: transformers trains nothing on weights packed as {kind}.")
     for name in row.packages:
@@ -87,7 +87,7 @@ def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
             raise TrainError(f"model.{spec.model.source}: {row.label} needs the package {name}: pip install it.")
     if spec.method.kind == "lora" and spec.method.quantization != "none":
         raise TrainError(f"method.quantization: the model comes packed as {row.label} already: set it to none.")
-    if row.unpacked:
+    if row.dequantized_on_load:
         return {"quantization_config": UNPACK[kind](dequantize=True)}
     _check_adapter(spec, kind, row)
     if kind in TRAINABLE:  # kernels with a backward pass
@@ -95,7 +95,7 @@ def _as_it_came(spec: RunSpec, came: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _check_adapter(spec: RunSpec, kind: str, row: registry.Packed) -> None:
+def _check_adapter(spec: RunSpec, kind: str, row: registry.PrequantizedFormat) -> None:
     if spec.method.kind != "lora":
         raise TrainError(f"method.kind: weights packed as {row.label} carry adapters only: take lora.")
     if spec.save.merge_adapter:

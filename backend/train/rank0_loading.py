@@ -18,31 +18,32 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from backend.config import RunSpec
-from backend.train import engine, model, quantized
+from backend.train import model, quantized
 from backend.train.context import TrainContext
+from backend.train.engines.fsdp import load_on_every_rank, loads_on_rank0
 
 
 def load(work: TrainContext, config: Any, source: model.Source, tokens: Any, sliced: Mapping[str, Any]) -> Any:
     """The untouched model, hollow on all ranks but the first; whole on each where it cannot be sent, which `config` is
     told. All ranks must call it. Raises TrainError, Stopped."""
-    spec, team = work.spec, work.team
+    spec, group = work.spec, work.group
 
     def read() -> Any:
         return model.load(spec, source, work.precision, tokens, sliced)
 
-    if not engine.once(config):
+    if not loads_on_rank0(config):
         return read()
     found = _hollow(spec, source, work.precision, tokens) if _sendable(spec, source) else None
     whole = None
-    if all(team.gather(found is not None)):
+    if all(group.gather(found is not None)):
         whole = work.first(read)
-        found = found if team.rank else whole
+        found = found if group.rank else whole
         # A file may hold apart what its configuration ties: then the names are others, and nothing would fit.
-        if all(outline == _outline(found) for outline in team.gather(_outline(found))):
+        if all(outline == _outline(found) for outline in group.gather(_outline(found))):
             _share_buffers(work, found)
             return found
-    work.journal.say("Every rank reads the weights: those of this model cannot be sent from one to the others.")
-    engine.everywhere(config)
+    work.run_log.info("Every rank reads the weights: those of this model cannot be sent from one to the others.")
+    load_on_every_rank(config)
     return read() if whole is None else whole
 
 
@@ -89,7 +90,7 @@ def _outline(made: nn.Module) -> list[tuple[str, str, str]]:
 def _share_buffers(work: TrainContext, made: nn.Module) -> None:
     """Rank 0's buffers on all ranks: they are not sent with the weights."""
     buffers = dict(made.named_buffers())
-    for name, tensor in work.team.share(buffers).items():
+    for name, tensor in work.group.share(buffers).items():
         buffers[name].copy_(tensor)
 
 

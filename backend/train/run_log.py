@@ -1,6 +1,6 @@
-"""What a run tells: lines of the log, points of the curves, what it is doing now, and what came out.
+"""What a run reports: log lines, metrics.jsonl, progress.json, and the errors that end it.
 
-Beside the floors. Imports run. Only rank 0 speaks and writes; an error may come from any rank.
+Imports runs. Only rank 0 writes; any rank may raise an error.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ from typing import Any
 
 from backend.runs import METRICS, PROGRESS, STOP
 
-PAUSE_SECONDS = 0.25  # between two writings of progress within a phase
+PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
+KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time")
 
 
 class TrainError(Exception):
-    """Why the run cannot go on, in one sentence with the way out: the last line of the log."""
+    """Why the run cannot continue and how to fix it, in one or two sentences: the last line of the log."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop before its first step, or after its last: nothing is to be saved."""
+    """The user stopped the run before its first or after its last step, when there is nothing to save."""
 
 
 class RunLog:
-    """Rank 0's pen over the files of the run in `folder`; on other ranks everything but `stop_asked` does nothing."""
+    """Writes the log, the metrics and the progress of the run in `folder`. On ranks other than 0 every method but
+    `stop_requested` does nothing."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder, self.rank = folder, rank
         self._progress: dict[str, Any] = {}
         self._written = 0.0
 
-    def say(self, line: str) -> None:
-        """A line of the log."""
+    def info(self, line: str) -> None:
+        """Print a line of the log."""
         if self.rank == 0:
             print(line, flush=True)
 
-    def begin(self, phase: str, text: str, **more: Any) -> None:
-        """A new phase, which is also a line of the log."""
-        self.say(text)
-        self.phase(phase, text, **more)
+    def start_phase(self, phase: str, text: str, **more: Any) -> None:
+        """Start a phase, with a line in the log."""
+        self.info(text)
+        self.progress(phase, text, **more)
 
-    def phase(self, phase: str, text: str = "", fraction: float | None = None, **more: Any) -> None:
-        """What the run is doing now."""
+    def progress(self, phase: str, text: str = "", fraction: float | None = None, **more: Any) -> None:
+        """Write what the run is doing now to progress.json; `fraction` is the completed part of the phase."""
         if self.rank:
             return
         new, now = phase != self._progress.get("phase"), time.time()
-        kept = {key: self._progress[key] for key in KEPT if key in self._progress}
+        kept = {key: self._progress[key] for key in KEPT_BETWEEN_PHASES if key in self._progress}
         self._progress = {**kept, "phase": phase, "text": text, "fraction": fraction, **more, "time": now}
-        if new or fraction == 1 or now - self._written >= PAUSE_SECONDS:
+        if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:
             write_json(self.folder / PROGRESS, self._progress)
             self._written = now
 
-    def point(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl. What is no number becomes null, with a note: JSON has no NaN."""
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Append one line to metrics.jsonl. JSON has no NaN and no infinity: they become null, with a note."""
         if self.rank:
             return
-        odd = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
-        point = {key: None if key in odd else value for key, value in values.items()}
-        if odd:
-            point["note"] = ", ".join(f"{key} is {values[key]}" for key in odd)
+        not_finite = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+        point = {key: None if key in not_finite else value for key, value in values.items()}
+        if not_finite:
+            point["note"] = ", ".join(f"{key} is {values[key]}" for key in not_finite)
         path = self.folder / METRICS
-        torn = path.exists() and not _ends_line(path)  # killed while writing: the torn line must not eat this one
+        # A line that was cut off when the process was killed must not swallow this one.
+        truncated = path.exists() and not _ends_with_newline(path)
         with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(point, allow_nan=False) + "\n")
+            file.write("\n" * truncated + json.dumps(point, allow_nan=False) + "\n")
 
-    def resumed(self, step: int) -> None:
-        """Tell readers that points after `step` are outdated. Says nothing where there are no points."""
+    def mark_resumed(self, step: int) -> None:
+        """Tell readers of the metrics that points after `step` are outdated; nothing if there are no points."""
         if self.rank == 0 and (self.folder / METRICS).exists():
-            self.point({"event": "resumed", "step": step, "time": time.time()})
+            self.metrics({"event": "resumed", "step": step, "time": time.time()})
 
-    def stop_asked(self) -> int:
-        """0: no; 1: stop without saving; 2: save and stop."""
+    def stop_requested(self) -> int:
+        """0: no; 1: stop without saving; 2: save a checkpoint and stop."""
         try:
             word = (self.folder / STOP).read_text(encoding="utf-8").strip()
         except OSError:
             return 0
         return 1 if word == "discard" else 2
-
-
-KEPT = ("step", "max_steps", "first_step", "first_step_time")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -92,7 +92,7 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def _ends_line(path: Path) -> bool:
+def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))

@@ -1,8 +1,8 @@
-"""The chat template of a run, and which tokens of a conversation are answers.
+"""The chat template of a run, and which tokens of a conversation are trained on.
 
-Beside the floors. Imports spec, chatml, journal. Three ways to find the answers, the first that works: the
-template's own {% generation %} marks; TRL's training twin of a known template; and the difference that each answer
-makes to the rendered text, which needs a template that only ever appends.
+Imports config, run_log. There are three ways to find the completions, and the first one that works is used: the
+template's own {% generation %} markers; TRL's training version of a known template; and the difference that each
+assistant message makes to the rendered text, for templates that only append.
 """
 
 from __future__ import annotations
@@ -22,18 +22,43 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length
 
 from backend.config import RunSpec
-from backend.train.chatml import chatml
 from backend.train.run_log import TrainError
 
-Turns = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
+IGNORE_INDEX = -100  # the label of tokens without a loss
+# For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}: the
+# completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so that the
+# trained model can end its output.
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}
+{{- message['content'] + '<|im_end|>' + END -}}
+{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
 
 
-class Unlearnable(ValueError):
-    """A conversation that the template cannot write, in a sentence."""
+class UnsupportedConversation(ValueError):
+    """A conversation that the chat template cannot render; the message says why."""
 
 
-def choose(spec: RunSpec, tokenizer: Any) -> None:
-    """Give the tokenizer the chat template that `spec` asks for; it is saved with the model. Raises TrainError."""
+def chatml(tokenizer: Any) -> str:
+    """The ChatML template for this tokenizer."""
+    known = "<|im_end|>" in tokenizer.get_vocab()
+    return CHATML.replace(" + END", "" if known else " + eos_token")
+
+
+def set_chat_template(spec: RunSpec, tokenizer: Any) -> None:
+    """Give the tokenizer the template of data.chat_template; it is saved with the model. Raises TrainError."""
     if spec.data.chat_template == "chatml":
         tokenizer.chat_template = chatml(tokenizer)
     elif spec.data.chat_template == "file":
@@ -45,109 +70,115 @@ def choose(spec: RunSpec, tokenizer: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Writes conversations as tokens with labels: -100 where nothing is to be learned."""
+class ChatTokenizer:
+    """Turns conversations into token ids and labels; the label is -100 for tokens without a loss."""
 
     tokenizer: Any
-    marked: str | None  # a template with {% generation %} marks that writes the same text
-    everything: bool  # learn all tokens, not the answers alone
+    marked_template: str | None  # one with {% generation %} markers that renders the same text
+    all_tokens: bool  # the loss is on all tokens, not on completions only
 
     @classmethod
-    def of(cls, tokenizer: Any, everything: bool) -> Writer:
-        """The best way for this tokenizer's template. Raises TrainError where it has none."""
+    def create(cls, tokenizer: Any, all_tokens: bool) -> ChatTokenizer:
+        """The best way for this tokenizer's template. Raises TrainError if it has none."""
         template = tokenizer.chat_template
         if not template:
             raise TrainError(
-                "This model has no chat template: set data.chat_template to chatml, or to a file of your own."
+                "The model's tokenizer has no chat template: set data.chat_template to chatml, or to file with a "
+                "template in data.chat_template_file."
             )
         if isinstance(template, dict):
             template = template.get("default") or next(iter(template.values()))
-        if everything or has_generation_markers(template):
-            return cls(tokenizer, template, everything)
+        if all_tokens or has_generation_markers(template):
+            return cls(tokenizer, template, all_tokens)
         try:
-            return cls(tokenizer, get_training_chat_template(tokenizer), everything)
-        except (ValueError, TemplateError):  # none that TRL knows
-            return cls(tokenizer, None, everything)
+            return cls(tokenizer, get_training_chat_template(tokenizer), all_tokens)
+        except (ValueError, TemplateError):  # TRL does not know the template
+            return cls(tokenizer, None, all_tokens)
 
     @property
-    def stops(self) -> bool:
-        """Whether the end of an answer is learned too: some marks end before it, and the loss looks as well."""
-        if self.everything or self.marked is None:
+    def trains_stop_token(self) -> bool:
+        """Whether the loss includes the token that ends a completion. The markers of some templates leave it out."""
+        if self.all_tokens or self.marked_template is None:
             return True
-        return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked))
+        return bool(is_chat_template_stop_token_trained(self.tokenizer, chat_template=self.marked_template))
 
-    def prompt(self, turns: Turns, tools: Any = None) -> str:
-        """What the model sees before it answers. Raises Unlearnable."""
-        return self._text(turns, tools, add_generation_prompt=True)
+    def render_prompt(self, messages: Messages, tools: Any = None) -> str:
+        """The text that the model completes. Raises UnsupportedConversation."""
+        return self._render(messages, tools, add_generation_prompt=True)
 
-    def tokens(self, turns: Turns, tools: Any = None) -> tuple[list[int], list[int]]:
-        """(input ids, labels) of a conversation, every answer of it learned. Raises Unlearnable."""
-        if self.marked is None:
-            return self._by_difference(turns, tools)
+    def tokenize(self, messages: Messages, tools: Any = None) -> tuple[list[int], list[int]]:
+        """(input ids, labels) of a conversation with the loss on every completion. Raises UnsupportedConversation."""
+        if self.marked_template is None:
+            return self._tokenize_by_difference(messages, tools)
         try:
-            written = self.tokenizer.apply_chat_template(
-                self._fitting(turns),
+            encoded = self.tokenizer.apply_chat_template(
+                self._with_calls_as_text(messages),
                 tools=tools,
-                chat_template=self.marked,
+                chat_template=self.marked_template,
                 tokenize=True,
                 return_dict=True,
-                return_assistant_tokens_mask=not self.everything,
+                return_assistant_tokens_mask=not self.all_tokens,
             )
         except (TemplateError, TypeError, ValueError) as error:
-            raise Unlearnable(f"the chat template refuses it: {error}") from error
-        ids = list(written["input_ids"])
-        if self.everything:
+            raise UnsupportedConversation(f"the chat template cannot render it: {error}") from error
+        ids = list(encoded["input_ids"])
+        if self.all_tokens:
             return ids, list(ids)
-        mask = written["assistant_masks"]
-        return ids, [token if learned else -100 for token, learned in zip(ids, mask, strict=True)]
+        mask = encoded["assistant_masks"]
+        return ids, [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
 
-    def answers(self, prompt: Turns, answers: Sequence[Turns], tools: Any = None) -> tuple[list[int], list[list[int]]]:
-        """Ids of a prompt, and of what each answer adds: from where the ids are no longer the prompt's, since some
-        templates and tokenizers write its end in another way when an answer follows. Raises Unlearnable."""
-        alone = self._ids(self._text(prompt, tools, add_generation_prompt=True))
-        whole = [self._ids(self._text([*prompt, *answer], tools)) for answer in answers]
+    def tokenize_completions(
+        self, prompt: Messages, completions: Sequence[Messages], tools: Any = None
+    ) -> tuple[list[int], list[list[int]]]:
+        """Ids of a prompt, and of what each completion adds: from the first id that differs from the prompt's, because
+        some templates and tokenizers render its end differently if a completion follows. Raises
+        UnsupportedConversation."""
+        alone = self._ids(self._render(prompt, tools, add_generation_prompt=True))
+        whole = [self._ids(self._render([*prompt, *completion], tools)) for completion in completions]
         shared = min(common_prefix_length(alone, ids) for ids in whole)
         return alone[:shared], [ids[shared:] for ids in whole]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _by_difference(self, turns: Turns, tools: Any) -> tuple[list[int], list[int]]:
-        whole, spans = self._text(turns, tools), []
-        for number, turn in enumerate(turns):
-            if turn["role"] != "assistant":
+    def _tokenize_by_difference(self, messages: Messages, tools: Any) -> tuple[list[int], list[int]]:
+        whole, spans = self._render(messages, tools), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
                 continue
-            before = self._text(turns[:number], tools, add_generation_prompt=True)
-            after = self._text(turns[: number + 1], tools)
+            before = self._render(messages[:number], tools, add_generation_prompt=True)
+            after = self._render(messages[: number + 1], tools)
             if not (after.startswith(before) and whole.startswith(after)):
-                raise Unlearnable(
-                    "the chat template rewrites earlier turns, so the answers cannot be told from the rest: "
-                    "set data.loss_on to all_tokens, or give a data.chat_template_file with {% generation %} marks"
+                raise UnsupportedConversation(
+                    "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
+                    "data.loss_on to all_tokens, or use a data.chat_template_file with {% generation %} markers"
                 )
             spans.append((len(before), len(after.rstrip())))
         try:
-            written = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
-            raise Unlearnable(
-                "this slow tokenizer cannot tell answers from the rest: set data.loss_on to all_tokens"
+            raise UnsupportedConversation(
+                "this slow tokenizer has no character offsets, so completions cannot be told from prompts; set "
+                "data.loss_on to all_tokens"
             ) from error
-        ids, offsets = written["input_ids"], written["offset_mapping"]
-        learned = [any(start < b and e > a for a, b in spans) for start, e in offsets for start in [start]]
-        return ids, [token if yes else -100 for token, yes in zip(ids, learned, strict=True)]
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]
+        return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
 
-    def _text(self, turns: Turns, tools: Any, **more: Any) -> str:
+    def _render(self, messages: Messages, tools: Any, **more: Any) -> str:
+        messages = self._with_calls_as_text(messages)
         try:
-            return str(self.tokenizer.apply_chat_template(self._fitting(turns), tools=tools, tokenize=False, **more))
+            return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))
         except (TemplateError, TypeError, ValueError) as error:
-            raise Unlearnable(f"the chat template refuses it: {error}") from error
+            raise UnsupportedConversation(f"the chat template cannot render it: {error}") from error
 
-    def _fitting(self, turns: Turns) -> list[dict[str, Any]]:
-        """Turns as the template can write them: calls become text where it knows no calls."""
+    def _with_calls_as_text(self, messages: Messages) -> list[dict[str, Any]]:
+        """Tool calls become text where the template does not support them."""
         if "tool_calls" in str(self.tokenizer.chat_template):
-            return [dict(turn) for turn in turns]
+            return [dict(message) for message in messages]
         return [
-            {**turn, "content": json.dumps([call["function"] for call in turn["tool_calls"]], ensure_ascii=False)}
-            if turn.get("tool_calls")
-            else dict(turn)
-            for turn in turns
+            {**message, "content": json.dumps([call["function"] for call in message["tool_calls"]], ensure_ascii=False)}
+            if message.get("tool_calls")
+            else dict(message)
+            for message in messages
         ]

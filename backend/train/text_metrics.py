@@ -1,6 +1,6 @@
-"""How close answers come to what was wanted: exact match, ROUGE and BLEU, all from 0 to 1.
+"""How close generated outputs are to the references: exact match, ROUGE and BLEU, all from 0 to 1.
 
-Beside the floors. Imports nothing of ours.
+Standard library only, until `scores` is called.
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# Scripts that put no blanks between words count by their characters, as usual for ROUGE and BLEU: kana, Han, Thai, Lao,
-# Khmer, Burmese. rouge-score's own words are a-z and 0-9 alone, so that every answer in Greek would score 0.
+# Scripts without spaces between words are counted by characters, as is usual for ROUGE and BLEU: kana, Han, Thai, Lao,
+# Khmer, Burmese. rouge-score's own tokenizer knows a-z and 0-9 only, so every output in Greek would score 0.
 UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\U00020000-\U0003ffff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
 HAN = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-OTHERS = re.compile("[\u3040-\u30ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")  # unspaced, and not Chinese
+UNSPACED_NOT_HAN = re.compile("[\u3040-\u30ff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]")
+ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}  # name -> rouge-score's
 
 
-def same(wanted: str, answer: str) -> bool:
-    """Exactly what was wanted; JSON counts by what it says, not by its blanks and its order."""
-    if wanted.strip() == answer.strip():
+def is_exact_match(reference: str, output: str) -> bool:
+    """Whether the output equals the reference. JSON is compared by value, not by whitespace and key order."""
+    if reference.strip() == output.strip():
         return True
     try:
-        first, second = json.loads(wanted), json.loads(answer)
+        first, second = json.loads(reference), json.loads(output)
     except ValueError:
         return False
     return isinstance(first, dict | list) and first == second
 
 
-def exact(wanted: Sequence[str], answers: Sequence[str]) -> float:
-    """The share of exact answers."""
-    return sum(map(same, wanted, answers)) / max(1, len(wanted))
+def exact_match(references: Sequence[str], outputs: Sequence[str]) -> float:
+    """The share of exact matches."""
+    return sum(map(is_exact_match, references, outputs)) / max(1, len(references))
 
 
-class Words:
-    """rouge-score's tokenizer, for all scripts."""
+class UnicodeTokenizer:
+    """A tokenizer for rouge-score that knows all scripts."""
 
     def tokenize(self, text: str) -> list[str]:
         """Lower-case words and numbers."""
         return WORD.findall(text.lower())
 
 
-def scores(wanted: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-    """exact_match; rouge_1, rouge_2 and rouge_l (F-measure, mean of the rows); bleu (of all rows together, with
-    sacrebleu's own tokens: 13a; zh where what is wanted is Chinese, char where it is Japanese, Thai and the like)."""
-    if not wanted:
+def scores(references: Sequence[str], outputs: Sequence[str]) -> dict[str, float]:
+    """exact_match; rouge_1, rouge_2 and rouge_l (mean F-measure over the examples); bleu (over the whole corpus, with
+    sacrebleu's tokenizers: 13a; zh if the references are Chinese, char if they are Japanese, Thai and the like)."""
+    if not references:
         return {}
-    rouge: Any = importlib.import_module("rouge_score.rouge_scorer")  # these two: only where answers are scored
+    rouge: Any = importlib.import_module("rouge_score.rouge_scorer")  # both are slow to import and rarely needed
     sacrebleu: Any = importlib.import_module("sacrebleu.metrics")
-    kinds = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
-    scorer = rouge.RougeScorer(list(kinds.values()), tokenizer=Words())
-    rows = [scorer.score(want, answer) for want, answer in zip(wanted, answers, strict=True)]
-    unspaced = "char" if any(map(OTHERS.search, wanted)) else "zh" if any(map(HAN.search, wanted)) else ""
+    scorer = rouge.RougeScorer(list(ROUGE.values()), tokenizer=UnicodeTokenizer())
+    examples = [scorer.score(want, output) for want, output in zip(references, outputs, strict=True)]
+    unspaced = "char" if any(map(UNSPACED_NOT_HAN.search, references)) else "zh" if any(map(HAN.search, references)) else ""
     bleu = sacrebleu.BLEU(tokenize=unspaced or "13a")
-    found = {ours: sum(row[theirs].fmeasure for row in rows) / len(rows) for ours, theirs in kinds.items()}
-    found |= {"bleu": bleu.corpus_score(list(answers), [list(wanted)]).score / 100}
-    return {"exact_match": exact(wanted, answers)} | {name: round(value, 6) for name, value in found.items()}
+    found = {ours: sum(each[name].fmeasure for each in examples) / len(examples) for ours, name in ROUGE.items()}
+    found |= {"bleu": bleu.corpus_score(list(outputs), [list(references)]).score / 100}
+    return {"exact_match": exact_match(references, outputs)} | {name: round(value, 6) for name, value in found.items()}

@@ -1,6 +1,6 @@
 """RunSpec -> the Trainer: every option under the name that the library knows.
 
-Beside the floors. Imports spec, catalog, run, device, engine, stages, data, journal. TRL's trainers do the work; rows
+Beside the floors. Imports spec, catalog, run, stages, data, journal. TRL's trainers do the work; rows
 come to them as tokens, so that what is learned is decided in one place (data, pairs, templates).
 """
 
@@ -19,21 +19,22 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import device, engine, kernels, optimizers, quantized, trl_trainers, unsloth
-from backend.train.data import Prepared
+from backend.train import kernels, optimizers, quantized, trl_trainers, unsloth
+from backend.train.data import PreparedData
+from backend.train.engines import TrainEngine
 from backend.train.run_log import TrainError
 
 BALANCE = "output_router_logits"
 FLOOR = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
 
-def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
+def arguments(engine: TrainEngine, run: Path) -> Any:
     """The Trainer's arguments; making them also starts the process group of several ranks. Raises TrainError."""
+    spec, family = engine.spec, engine.run.device
     _check(spec)
     quantized.check(spec)
     optimizers.check(spec, family)
-    device.check_precision(spec, family)
-    precision, kind = device.precision(spec, family), registry.PRECISIONS[spec.precision.compute]
+    precision, kind = engine.run.compute_dtype, registry.PRECISIONS[spec.precision.compute]
     kernels.check(spec, family, precision)
     if spec.logging.report_to == "tensorboard":
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run / "tensorboard"))
@@ -48,11 +49,11 @@ def arguments(spec: RunSpec, run: Path, family: str, world: int) -> Any:
         **{**_training(spec), **trl_trainers.arguments(spec)},
         **optimizers.arguments(spec),
         **_keeping(spec),
-        **engine.arguments(spec, run, family, world),
+        **engine.trainer_arguments(run),
     )
     config = trl_trainers.config(spec)(**asked)
     unsloth.check(spec, asked, config)
-    engine.start(spec, config, family, precision)
+    engine.start(config)
     if fp8:
         config.mixed_precision, config._fp8 = "fp8", spec.precision.fp8_backend
     if config.device.type != "cpu":
@@ -116,7 +117,6 @@ def _check(spec: RunSpec) -> None:
             "save.load_best_model_at_end compares checkpoints by their validation loss: save at steps that are also evaluated "
             "(the same choice of when, and save.steps a multiple of eval.steps)."
         )
-    engine.check(spec)
     _check_preference(spec)
     tracker = registry.REPORTERS[spec.logging.report_to]
     if tracker.package and importlib.util.find_spec(tracker.package) is None:
@@ -131,7 +131,7 @@ def _check_preference(spec: RunSpec) -> None:
         )
     if stage == "dpo" and asked.dpo_loss_type == "exo_pair" and not asked.label_smoothing:
         raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
-    if registry.STAGES[stage].reference and asked.precompute_ref_log_probs and spec.parallel.strategy == "tensor":
+    if registry.STAGES[stage].uses_reference_model and asked.precompute_ref_log_probs and spec.parallel.strategy == "tensor":
         raise TrainError(
             "preference.precompute_ref_log_probs: tensor parallel slices every layer, of which TRL takes no sum."
         )
@@ -157,15 +157,13 @@ def _as_configured(model: Any) -> Iterator[None]:
 
 
 def build(
-    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: Prepared, callbacks: list[Any], reference: Any = None
+    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: PreparedData, callbacks: list[Any], reference: Any = None
 ) -> Any:
     """The trainer, with the model on its device, and beside it the one that it is held to, if there is one."""
     if prepared.validation is None:
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         _score_learned_tokens_only()
-    if spec.parallel.sequence_parallel_size > 1 and spec.parallel.strategy in registry.DEEPSPEED:
-        engine.name_key_heads(model.config)
     with quantized.exact(model), _as_configured(model):
         trainer = trl_trainers.trainer(spec.train.stage)(
             model=model,

@@ -117,7 +117,7 @@ def trainer(stage: str) -> Any:
 
 def arguments(spec: RunSpec) -> dict[str, Any]:
     """The arguments that a stage has for itself."""
-    if spec.train.stage in registry.PLAIN:
+    if spec.train.stage in registry.NEXT_TOKEN_STAGES:
         return _plain(spec)
     asked = spec.preference
     if spec.train.stage == "reward":

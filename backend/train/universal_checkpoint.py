@@ -1,6 +1,6 @@
 """A DeepSpeed checkpoint for another number of ranks than wrote it: converted, loaded by all, and deleted.
 
-Beside the floors. Imports catalog, checkpoints, inside, journal, work. DeepSpeed saves a part a rank, and reads
+Beside the floors. Imports catalog, checkpoints, inside, run_log, work. DeepSpeed saves a part a rank, and reads
 back only its own number of parts. Its universal checkpoints hold each weight as a whole, with its moments.
 """
 
@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.train import optimizer_utils
-from backend.train.checkpoints import CONVERTED
+from backend.train.checkpoints import UNIVERSAL
 from backend.train.context import TrainContext
 from backend.train.run_log import TrainError
 
@@ -88,8 +88,8 @@ def _mend(optimizer: Any, made: Path) -> None:
 
 
 def _leave(work: TrainContext, made: Path) -> None:
-    work.team.agree()
-    if work.team.rank == 0:
+    work.group.agree()
+    if work.group.rank == 0:
         shutil.rmtree(made.parent, ignore_errors=True)
 
 
@@ -102,7 +102,7 @@ def _fitted(work: TrainContext, checkpoint: Path) -> Path | None:
     if spread != (row.zero_stage == 3):
         other = "ZeRO-3" if spread else "ZeRO-1 or ZeRO-2"
         raise TrainError(f"parallel.strategy: {checkpoint} was written by {other}, and {row.label} cannot read it.")
-    if len(parts) == work.team.world:
+    if len(parts) == work.group.world:
         return None
 
     def convert() -> Path | None:
@@ -112,7 +112,7 @@ def _fitted(work: TrainContext, checkpoint: Path) -> Path | None:
         except _StopAsked:  # which the others hear of, too
             return None
 
-    made: Path | None = work.team.share(work.first(convert))
+    made: Path | None = work.group.share(work.first(convert))
     return made
 
 
@@ -121,7 +121,7 @@ def _check(work: TrainContext, checkpoint: Path, parts: list[Path]) -> None:
     written = f"launch.nproc_per_node: {checkpoint} was written by {len(parts)} processes"
     if "nvme" in _offloaded(work.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
         raise TrainError(f"{written}, and with its state on a disk only as many can go on from it.")
-    if work.spec.parallel.pieces > 1:
+    if work.run.token_shards > 1:
         raise TrainError(f"{written}, and with sequence parallel only as many can go on from it.")
     saved = _read(parts[0])["optimizer_state_dict"]
     states = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))["state"].values()
@@ -133,12 +133,12 @@ def _check(work: TrainContext, checkpoint: Path, parts: list[Path]) -> None:
     free = shutil.disk_usage(work.folder).free
     if need > free:
         raise TrainError(
-            f"{written}; to convert it for {work.team.world} takes {need / 2**30:,.2f} GiB of disk for a while, and "
+            f"{written}; to convert it for {work.group.world} takes {need / 2**30:,.2f} GiB of disk for a while, and "
             f"{free / 2**30:,.2f} are free in {work.folder}: make room, or start {len(parts)}."
         )
-    work.journal.begin(
+    work.run_log.start_phase(
         PHASE,
-        f"Converting {checkpoint.name} of {len(parts)} processes for {work.team.world}; it takes up to "
+        f"Converting {checkpoint.name} of {len(parts)} processes for {work.group.world}; it takes up to "
         f"{need / 2**30:,.2f} GiB of disk for a while.",
     )
 
@@ -150,7 +150,7 @@ def _offloaded(spec: RunSpec) -> tuple[str, ...]:
 
 def _convert(work: TrainContext, checkpoint: Path) -> Path:
     """By DeepSpeed's own tool, in this process: what is forked from one with threads may hang."""
-    target = work.folder / CONVERTED / checkpoint.name
+    target = work.folder / UNIVERSAL / checkpoint.name
     shutil.rmtree(target.parent, ignore_errors=True)
     target.mkdir(parents=True)
     (source,) = {path.parent for path in checkpoint.glob(STATE)}
@@ -209,14 +209,14 @@ def _tell_rows(work: TrainContext, checkpoint: Path) -> None:
     before = _read(min(checkpoint.glob(MODEL)))["ds_config"]
     train = work.spec.train
     each = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    then, now = before.get("train_batch_size"), each * work.team.world
+    then, now = before.get("train_batch_size"), each * work.group.world
     if then != now:
-        work.journal.say(
+        work.run_log.info(
             f"A step learns from {now} rows instead of {then}. Those already seen are reckoned in steps of {now}, so "
             "rows of this pass may come twice or not at all."
         )
     elif train.train_sampling_strategy == "group_by_length":
-        work.journal.say("Rows are grouped by length anew, so some of this pass may come twice or not at all.")
+        work.run_log.info("Rows are grouped by length anew, so some of this pass may come twice or not at all.")
 
 
 def _read(path: Path) -> Any:

@@ -1,7 +1,7 @@
-"""Weights that are spread over the ranks, whole on each of them for a while.
+"""Sharded weights, temporarily gathered in full on every rank.
 
-Beside the floors. Imports catalog, spec. Layers that are gathered one by one must be used by all ranks equally often;
-answers are of different lengths, so that ranks would wait for one another without end.
+Imports registry, config, patches. Layers that are gathered one by one must be used by all ranks equally often, but
+generated outputs have different lengths: ranks would wait for one another forever.
 """
 
 from __future__ import annotations
@@ -15,43 +15,35 @@ from trl.models.utils import unwrap_model_for_generation
 
 from backend import registry
 from backend.config import RunSpec
+from backend.train.patches import deepspeed_zero3_generation
 
 
 @contextmanager
-def _uncompared(coordinator: Any) -> Iterator[None]:
-    """DeepSpeed's ranks compare what they fetched whenever a forward pass begins, and would wait for one that answers
-    nothing. TRL takes away the other hooks, and leaves this one."""
-    coordinator.reset_step = lambda: None
-    try:
-        yield
-    finally:
-        del coordinator.reset_step
-
-
-@contextmanager
-def gathered(spec: RunSpec, trainer: Any) -> Iterator[Any]:
-    """The model, ready to be called by each rank as it likes; the ranks of tensor parallel still call it together.
-    All ranks must enter and leave it. The engine must have started."""
+def unsharded_model(spec: RunSpec, trainer: Any) -> Iterator[Any]:
+    """The model, which each rank may call as often as it likes; with tensor parallelism the ranks of a group still call
+    it together. All ranks must enter and leave the context. The engine must have started."""
     if registry.STRATEGIES[spec.parallel.strategy].zero_stage == 3:
-        again, engine = trainer.args.gradient_checkpointing_kwargs, trainer.model_wrapped
+        checkpointing, engine = trainer.args.gradient_checkpointing_kwargs, trainer.model_wrapped
         with (
-            unwrap_model_for_generation(engine, trainer.accelerator, gradient_checkpointing_kwargs=again) as model,
-            _uncompared(engine.optimizer.parameter_offload.get_param_coordinator()),
+            unwrap_model_for_generation(
+                engine, trainer.accelerator, gradient_checkpointing_kwargs=checkpointing
+            ) as model,
+            deepspeed_zero3_generation.apply(engine.optimizer.parameter_offload.get_param_coordinator()),
         ):
             yield model
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
     try:
         yield model
     finally:
-        for part in parts:
-            part.set_reshard_after_forward(spec.parallel.reshard_after_forward, recurse=False)
-            part.reshard()
-        # FSDP fetches ahead in the next backward pass by what was called before; a rank that had more to answer, or
-        # anything at all, would fetch what the others do not, and all would wait for ever.
-        if parts and parts[0]._get_fsdp_state()._is_root:  # unknown before the first call
-            parts[0].reset_iter_state()
+        for module in modules:
+            module.set_reshard_after_forward(spec.parallel.reshard_after_forward, recurse=False)
+            module.reshard()
+        # FSDP prefetches in the next backward pass what the last forward passes have called. A rank that generated more
+        # than the others would prefetch what they do not, and all would wait forever.
+        if modules and modules[0]._get_fsdp_state()._is_root:  # unknown before the first forward pass
+            modules[0].reset_iter_state()

@@ -1,1 +1,1 @@
-"""Timings of what people wait for. Printed as a table, never asserted."""
+"""Timings of what users wait for. Printed as a table, never asserted."""

@@ -1,14 +1,14 @@
-"""`make bench`: every figure that people feel, measured on this machine and printed as one table."""
+"""`make bench`: latencies and throughput, measured on this machine and printed as a table."""
 
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import judging, page, training
+from tests.bench import checking, page, training
 
 CASES = {
-    "check": judging.measure,
+    "check": checking.measure,
     "page": page.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
@@ -16,7 +16,7 @@ CASES = {
 
 
 def main() -> None:
-    """Run the cases named on the command line, or all."""
+    """Run the cases named on the command line, or all of them."""
     names = sys.argv[1:] or list(CASES)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def line(values: list[float]) -> str:
-    """Median, and the 95th percentile where there are enough values to speak of one."""
+    """The median, and from 20 values on the 95th percentile."""
     ordered = sorted(values)
     p95 = f"   p95 {ordered[int(0.95 * (len(ordered) - 1))]:9.3f}" if len(ordered) >= 20 else ""
     return f"median {statistics.median(ordered):9.3f}{p95}   ({len(ordered)} values)"

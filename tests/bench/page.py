@@ -1,4 +1,4 @@
-"""The page: cold start and memory, edit to verdict, log line and metric point to the eye."""
+"""The page: cold start and memory, edit to report, log line and metric to the screen."""
 
 import json
 import time
@@ -16,25 +16,25 @@ from backend.runs import LOG, METRICS, Plan
 from backend.runs.folder import Run
 from tests.browser.served import CHROMIUM, FLAGS, Server
 
-Figure = tuple[str, list[float], str]
+Measurement = tuple[str, list[float], str]
 
-# Times each edit in the page itself, from the key to the drawn verdict.
+# Times each edit in the page itself, from the key to the drawn report.
 WATCH = """() => {
   window.edits = [];
   let pressed = 0;
   document.addEventListener('input', () => { pressed = performance.now(); }, true);
-  const draw = FP.verdict.draw;
-  FP.verdict.draw = (answer) => {
-    draw(answer);
-    if (pressed) requestAnimationFrame(() => { window.edits.push(performance.now() - pressed); pressed = 0; });
-  };
+  const status = document.querySelector('#fp-status');
+  new MutationObserver(() => {
+    if (!pressed || status.dataset.fresh !== 'yes') return;
+    requestAnimationFrame(() => { window.edits.push(performance.now() - pressed); pressed = 0; });
+  }).observe(status, { attributes: true, attributeFilter: ['data-fresh'] });
 }"""
 
 
-def measure(folder: Path) -> Iterator[Figure]:
-    """Every figure of the page."""
+def measure(folder: Path) -> Iterator[Measurement]:
+    """Every measurement of the page."""
     yield from start(folder)
-    yield from judging()
+    yield from checks()
     server = Server(folder / "runs")
     server.start()
     try:
@@ -47,8 +47,8 @@ def measure(folder: Path) -> Iterator[Figure]:
         server.stop()
 
 
-def start(folder: Path) -> Iterator[Figure]:
-    """Process to first answer, and resident memory then."""
+def start(folder: Path) -> Iterator[Measurement]:
+    """Time from process start to the first response, and the resident memory then."""
     seconds, megabytes = [], []
     for _ in range(5):
         server = Server(folder / "start")
@@ -61,8 +61,8 @@ def start(folder: Path) -> Iterator[Figure]:
     yield "memory", megabytes, "MB"
 
 
-def judging() -> Iterator[Figure]:
-    """The Python part of a verdict: rules, estimate and plan for one spec."""
+def checks() -> Iterator[Measurement]:
+    """The Python part of a report: rules, estimate and plan for one spec."""
     machine, spec, times = probe(Path.cwd()), presets.read("first-run"), []
     for _ in range(300):
         begin = time.perf_counter()
@@ -71,18 +71,18 @@ def judging() -> Iterator[Figure]:
     yield "rules, estimate and plan", times, "ms"
 
 
-def edits(server: Server, browser: object) -> Iterator[Figure]:
-    """From the key to the verdict, in Chromium: as the page opens, and where a large model does not fit, so that ways
-    to make it fit are looked for, too."""
+def edits(server: Server, browser: object) -> Iterator[Measurement]:
+    """From the input event to the report, in Chromium: the preset that the page opens with, and a large model that does
+    not fit, so that fixes for memory are computed too."""
     page = browser.new_page(viewport={"width": 1440, "height": 1000})
     page.goto(server.url)
     page.wait_for_selector("body[data-ready]")
     page.evaluate(WATCH)
-    yield "edit to verdict", _typed(page), "ms"
+    yield "edit to report", _typed(page), "ms"
     page.locator("#fp-presets").select_option("continued-pretraining")
     page.locator("#fp-machine").select_option("1x24gb")
     page.wait_for_selector(".fp-finding[data-code=MEM001]")
-    yield "edit to verdict, where it does not fit", _typed(page), "ms"
+    yield "edit to report, model does not fit", _typed(page), "ms"
     page.close()
 
 
@@ -95,8 +95,8 @@ def _typed(page: object) -> list[float]:
     return page.evaluate("window.edits")
 
 
-def live(server: Server, browser: object) -> Iterator[Figure]:
-    """A log line and a point, from written to visible."""
+def live(server: Server, browser: object) -> Iterator[Measurement]:
+    """A log line and a metric, from written to visible."""
     code = "import time, pathlib; p = pathlib.Path('stop')\nwhile not p.exists(): time.sleep(0.1)"
     run = Run.create(
         server.runs, "bench", Plan(argv=("python3", "-c", code), files={"spec.yaml": "{}\n"}), datetime.now()
@@ -121,5 +121,5 @@ def live(server: Server, browser: object) -> Iterator[Figure]:
         page.wait_for_timeout(137)
     run.stop(save=False)
     page.close()
-    yield "log line to visible", lines, "s"
-    yield "metric point to visible", points, "s"
+    yield "log line written to visible", lines, "s"
+    yield "metric written to visible", points, "s"

@@ -1,4 +1,4 @@
-"""The training: Start to the first step, and throughput against the bare Trainer under bare torchrun."""
+"""Training: Start to the first step, and throughput compared with the Trainer of Transformers alone."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from backend.preflight import preflight
 from backend.runs import METRICS
 from backend.runs.folder import ALIVE, Run
 
-Figure = tuple[str, list[float], str]
+Measurement = tuple[str, list[float], str]
 STEPS = 10
 
 
 def case(processes: int) -> RunSpec:
-    """Ten steps of the default model with LoRA and nothing beside them."""
+    """Ten steps of the default model with LoRA: no evaluation, no checkpoints."""
     return edit(
         presets.read("first-run"),
         {
@@ -38,8 +38,8 @@ def case(processes: int) -> RunSpec:
     )
 
 
-def ours(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
-    """Run `spec`: seconds from Start to the first point, seconds in all, and the points."""
+def footplate_run(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
+    """Run `spec`: seconds from Start to the first logged step, seconds in total, and the metrics."""
     found = preflight(spec, probe(folder), Path.cwd())
     begin, first = time.time(), 0.0
     run = Run.create(folder / "runs", "bench", found.plan, datetime.now())
@@ -53,34 +53,34 @@ def ours(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
     return first, time.time() - begin, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def first_step(folder: Path) -> Iterator[Figure]:
-    """Start to first optimizer step, and what lies around the training."""
+def first_step(folder: Path) -> Iterator[Measurement]:
+    """Start to the first optimizer step, and the time before and after training."""
     for processes in (1, 2):
         firsts, arounds = [], []
         for _ in range(3):
-            first, whole, points = ours(folder, case(processes))
+            first, whole, points = footplate_run(folder, case(processes))
             losses = [p for p in points if "loss" in p]
             firsts.append(first)
             arounds.append(whole - (losses[-1]["time"] - losses[0]["time"]) * STEPS / (STEPS - 1))
         yield f"Start to first step, {processes} process(es)", firsts, "s"
-        yield f"around the training, {processes} process(es)", arounds, "s"
+        yield f"before and after training, {processes} process(es)", arounds, "s"
 
 
-def throughput(folder: Path) -> Iterator[Figure]:
-    """Steps a second here and with the bare Trainer, alternating; the ratio pair by pair."""
-    mine, bare = [], []
+def throughput(folder: Path) -> Iterator[Measurement]:
+    """Steps per second here and with the Trainer alone, alternating; the ratio of each pair."""
+    ours, reference = [], []
     for _ in range(4):
-        points = [p for p in ours(folder, case(1))[2] if "loss" in p]
-        mine.append((STEPS - 2) / (points[-1]["time"] - points[1]["time"]))
-        bare.append(bare_trainer())
-    yield "steps a second, here", mine, "1/s"
-    yield "steps a second, bare Trainer", bare, "1/s"
-    yield "ratio", [a / b for a, b in zip(mine, bare, strict=True)], ""
+        points = [p for p in footplate_run(folder, case(1))[2] if "loss" in p]
+        ours.append((STEPS - 2) / (points[-1]["time"] - points[1]["time"]))
+        reference.append(reference_trainer())
+    yield "steps per second, Footplate", ours, "1/s"
+    yield "steps per second, Trainer alone", reference, "1/s"
+    yield "ratio", [a / b for a, b in zip(ours, reference, strict=True)], ""
 
 
-def bare_trainer() -> float:
-    """Steps a second of tests/bench/bare.py under bare torchrun: same model, rows, batches and adapters."""
-    script = Path(__file__).with_name("bare.py")
+def reference_trainer() -> float:
+    """Steps per second of reference.py under torchrun: same model, examples, batches and adapters."""
+    script = Path(__file__).with_name("reference.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
     env = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "TOKENIZERS_PARALLELISM": "false"}
     out = subprocess.run([*command, str(STEPS)], env=env, capture_output=True, text=True, check=True).stdout

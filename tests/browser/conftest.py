@@ -30,13 +30,13 @@ def page(chromium, request):
     page = context.new_page()
     page.errors = []
     page.on("pageerror", lambda error: page.errors.append(str(error)))
-    asked = []
-    page.on("request", lambda r: asked.append(f"{time.monotonic():.1f} asked {r.method} {r.url}"))
-    page.on("requestfinished", lambda r: asked.append(f"{time.monotonic():.1f} came {r.url}"))
-    page.on("requestfailed", lambda r: asked.append(f"{time.monotonic():.1f} failed {r.url} {r.failure}"))
+    requests = []
+    page.on("request", lambda r: requests.append(f"{time.monotonic():.1f} sent {r.method} {r.url}"))
+    page.on("requestfinished", lambda r: requests.append(f"{time.monotonic():.1f} finished {r.url}"))
+    page.on("requestfailed", lambda r: requests.append(f"{time.monotonic():.1f} failed {r.url} {r.failure}"))
     yield page
     if request.node.stash.get(FAILED, False):
-        print("the page's last requests:", *asked[-40:], sep="\n")
+        print("the page's last requests:", *requests[-40:], sep="\n")
         print(page.evaluate("document.querySelector('#fp-run-page')?.outerHTML.slice(0, 3000)"))
         folder = HOME / "tests" / "screenshots"
         folder.mkdir(exist_ok=True)

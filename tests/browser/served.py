@@ -1,4 +1,4 @@
-"""The browser, and the page's server as a person starts it, with the proof that it leaves nothing running."""
+"""The browser, and the page's server as a user starts it. At the end no process of it or of its runs is left."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-MARK = "FOOTPLATE_TEST_SERVER"  # in the environment of everything that a test's server starts
+MARK = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
 
 
 def carriers(mark: str) -> list[int]:
@@ -40,7 +40,7 @@ def carriers(mark: str) -> list[int]:
 
 
 class Server:
-    """The page's server, started as a user starts it; `kill` is a crash, `start` the next morning."""
+    """The page's server, started as a user starts it. `kill` simulates a crash, after which `start` restarts it."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -54,8 +54,9 @@ class Server:
     def start(self) -> None:
         command = [sys.executable, "-m", "webui", "--port", str(self.port), "--runs", str(self.runs)]
         name, _, value = self.mark.partition("=")
-        own = {name: value, "OMP_NUM_THREADS": "1"}  # others train beside it: threads that wait would burn their cores
-        log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child's, until it ends
+        # One thread: other tests train on the same cores.
+        own = {name: value, "OMP_NUM_THREADS": "1"}
+        log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child uses it until it ends
         self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **own}, stdout=log, stderr=log)
         log.close()
         for _ in range(240):
@@ -66,7 +67,7 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.25)
-        raise RuntimeError("the server does not answer")
+        raise RuntimeError("the server does not respond")
 
     def kill(self) -> None:
         self.process.kill()
@@ -80,15 +81,15 @@ class Server:
 
 @contextmanager
 def serving(folder: Path):
-    """A server over the runs in `folder`; at the end nothing of it or of its runs is left."""
-    made = Server(folder)
-    made.start()
-    yield made
-    made.stop()
-    for run in runs(made.runs):  # what a failed test left going; none is left by one that passed
+    """A server over the runs in `folder`; at the end no process of it or of its runs is left."""
+    server = Server(folder)
+    server.start()
+    yield server
+    server.stop()
+    for run in runs(server.runs):  # left running by a failed test
         if run.state in ALIVE:
             run.stop(save=False)
     deadline = time.monotonic() + 60
-    while carriers(made.mark) and time.monotonic() < deadline:
+    while carriers(server.mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert carriers(made.mark) == []
+    assert carriers(server.mark) == []

@@ -1,6 +1,6 @@
-"""From a bad configuration to one that can run by clicking fixes alone, as a person does who knows none of it.
+"""From a configuration with errors to one that can run, by clicking fixes alone.
 
-One server and one page for all: each starting point is imported as a file, for the machine that it was meant for.
+One server and one page for all: each configuration is imported as a file, for the machine it was meant for.
 """
 
 import json
@@ -9,29 +9,33 @@ import pytest
 from playwright.sync_api import expect
 from served import serving
 
-MOST = 4  # clicks
+from backend.rules import example_findings
+
+MAX_CLICKS = 4
 CARD = ".fp-finding[data-level=error] .fp-fix button"
 EIGHT_B = "model: {source: hub, hub_id: meta-llama/Llama-3.1-8B-Instruct}\ndata: {source: hub, hub_id: a/b}\n"
 SEVENTY_B = "model: {source: hub, hub_id: meta-llama/Llama-3.3-70B-Instruct}\ndata: {source: hub, hub_id: a/b}\n"
 SMALL = "model: {source: hub, hub_id: Qwen/Qwen3-1.7B}\ndata: {source: hub, hub_id: a/b}\n"
 FULL = "method: {kind: full}\n"
 
-# Name: machine, YAML, the rule that speaks first.
+# Name: machine, YAML, the first error.
 STARTS = {
     "galore-zero3": (
         "4x80gb",
-        SMALL + FULL + "train: {optim: galore, learning_rate: 0.00002}\n"
-        "parallel: {strategy: zero3}\nlaunch: {processes: 4}\n",
+        SMALL + FULL + "train: {optim: galore_adamw, learning_rate: 0.00002}\n"
+        "parallel: {strategy: zero3}\nlaunch: {nproc_per_node: 4}\n",
         "OPT003",
     ),
     "galore-zero3-8b": (
         "2x24gb",
-        EIGHT_B + FULL + "train: {optim: galore, learning_rate: 0.00002}\nparallel: {strategy: zero3}\n",
+        EIGHT_B + FULL + "train: {optim: galore_adamw, learning_rate: 0.00002}\nparallel: {strategy: zero3}\n",
         "OPT003",
     ),
     "layerwise-galore-on-two": (
         "4x80gb",
-        SMALL + FULL + "train: {optim: galore_layerwise, gradient_accumulation_steps: 4, learning_rate: 0.00002}\n"
+        SMALL
+        + FULL
+        + "train: {optim: galore_adamw_layerwise, gradient_accumulation_steps: 4, learning_rate: 0.00002}\n"
         "parallel: {strategy: ddp}\n",
         "OPT004",
     ),
@@ -42,45 +46,46 @@ STARTS = {
     ),
     "unsloth-zero3": (
         "8x80gb",
-        EIGHT_B + "train: {use_unsloth: true}\nparallel: {strategy: zero3}\nlaunch: {processes: 8}\n",
+        EIGHT_B + "train: {use_unsloth: true}\nparallel: {strategy: zero3}\nlaunch: {nproc_per_node: 8}\n",
         "UNS003",
     ),
     "absurd-rank": ("1x24gb", EIGHT_B + "lora: {r: 4096, init: pissa}\n", "ADP002"),
     "fp16-on-a-cpu": ("laptop", "precision: {compute: fp16}\n", "PRC001"),
     "qlora-fsdp1": ("2x24gb", EIGHT_B + "method: {quantization: nf4}\nparallel: {strategy: fsdp1}\n", "QNT004"),
-    "pissa-on-a-packed-base": ("1x24gb", SMALL + "method: {quantization: nf4}\nlora: {init: pissa}\n", "QNT002"),
-    "deepspeed-by-python": (
+    "pissa-on-a-quantized-base": ("1x24gb", SMALL + "method: {quantization: nf4}\nlora: {init: pissa}\n", "QNT002"),
+    "deepspeed-with-python-launcher": (
         "4x80gb",
-        SMALL + "parallel: {strategy: zero2}\nlaunch: {processes: 4, launcher: python}\n",
+        SMALL + "parallel: {strategy: zero2}\nlaunch: {nproc_per_node: 4, launcher: python}\n",
         "LCH001",
     ),
     "flash-without-a-gpu": ("laptop", "model: {attn_implementation: flash_attention_2}\n", "KRN001"),
-    "longer-than-the-model-counts": (
+    "longer-than-the-position-embeddings": (
         "1x24gb",
         "model: {source: path, path: GPT2}\ndata: {max_length: 4096}\n",
         "DAT010",
     ),
     "seventy-b-on-a-gaming-card": ("1x24gb", SEVENTY_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
     "eight-b-on-a-gaming-card": ("1x24gb", EIGHT_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
-    "eight-b-by-ddp": (
+    "eight-b-with-ddp": (
         "8x80gb",
-        EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nparallel: {strategy: ddp}\nlaunch: {processes: 8}\n",
+        EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nparallel: {strategy: ddp}\nlaunch: {nproc_per_node: 8}\n",
         "MEM001",
     ),
     "best-never-evaluated": (
         "1x24gb",
-        SMALL + "eval: {strategy: steps, steps: 30}\ncheckpoint: {best: true, when: steps, steps: 70}\n",
+        SMALL
+        + "eval: {strategy: steps, steps: 30}\nsave: {load_best_model_at_end: true, strategy: steps, steps: 70}\n",
         "TRN006",
     ),
-    "eight-processes-on-two": ("2x24gb", SMALL + "parallel: {strategy: ddp}\nlaunch: {processes: 8}\n", "LCH002"),
-    "int8-spread": ("2x24gb", SMALL + "method: {quantization: int8}\nparallel: {strategy: fsdp2}\n", "QNT003"),
-    "merged-and-spread": ("2x24gb", SMALL + "parallel: {strategy: zero3}\ncheckpoint: {merge: true}\n", "STR004"),
+    "eight-processes-on-two": ("2x24gb", SMALL + "parallel: {strategy: ddp}\nlaunch: {nproc_per_node: 8}\n", "LCH002"),
+    "int8-with-fsdp": ("2x24gb", SMALL + "method: {quantization: int8}\nparallel: {strategy: fsdp2}\n", "QNT003"),
+    "merged-with-zero3": ("2x24gb", SMALL + "parallel: {strategy: zero3}\nsave: {merge_adapter: true}\n", "STR004"),
 }
 
 
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
-    """A page that stays open, and a model that counts to 1,024."""
+    """A page that stays open."""
     place = tmp_path_factory.mktemp("fixes")
     errors = []
     with serving(place / "runs") as server:
@@ -105,91 +110,97 @@ def gpt2(tmp_path):
     return tmp_path
 
 
-def judged(page):
-    """Wait until what is shown is about what the form holds; the verdict, and the cards."""
-    page.wait_for_selector("#fp-verdict[data-fresh=yes]:not([data-level=checking])", timeout=20_000)
-    return page.locator(".fp-verdict-text").inner_text(), page.locator("#fp-findings").inner_text()
+def report(page):
+    """The status and the findings, once they belong to the form's current values."""
+    page.wait_for_selector("#fp-status[data-fresh=yes]:not([data-level=checking])", timeout=20_000)
+    return page.locator(".fp-status-text").inner_text(), page.locator("#fp-findings").inner_text()
 
 
-def begun(page, machine, yaml, code):
-    """Import `yaml` for a machine; returns the verdict, and the cards."""
+def imported(page, machine, yaml, code):
+    """Import `yaml` for a machine; the status and the findings."""
     if page.locator("#fp-machine").input_value() != machine:
         page.locator("#fp-machine").select_option(machine)
     path = page.place / "start.yaml"
     path.write_text(yaml)
-    page.evaluate("FP.toast('')")
+    page.evaluate("footplate.notify('')")
     page.locator("#fp-import-file").set_input_files(path)
     expect(page.locator(".fp-toast")).to_contain_text("start.yaml loaded")
     page.wait_for_selector(f".fp-finding[data-code={code}]", timeout=20_000)
-    return judged(page)
+    return report(page)
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_fixes_alone_lead_to_a_run(page, gpt2, name):
     machine, yaml, code = STARTS[name]
-    said, cards = begun(page, machine, yaml.replace("GPT2", str(gpt2)), code)
-    seen, go = [cards], page.locator("#fp-start:visible, #fp-take:visible")
-    expect(go).to_be_disabled()
-    while said.startswith("Cannot run"):
-        assert len(seen) <= MOST, cards
+    text, cards = imported(page, machine, yaml.replace("GPT2", str(gpt2)), code)
+    seen, start = [cards], page.locator("#fp-start:visible, #fp-export-plan:visible")
+    expect(start).to_be_disabled()
+    while text.startswith("Cannot run"):
+        assert len(seen) <= MAX_CLICKS, cards
         page.locator(CARD).first.click()
-        said, cards = judged(page)
-        assert cards not in seen, "a fix that leads nowhere"
+        text, cards = report(page)
+        assert cards not in seen, "the fix changed nothing"
         seen.append(cards)
-    assert said.startswith("Can run") and len(seen) > 1
-    expect(go).to_be_enabled()
+    assert text.startswith("Can run") and len(seen) > 1
+    expect(start).to_be_enabled()
 
 
-def test_everything_is_fixed_by_one_button_and_undone_by_another(page):
-    yaml = SMALL + "parallel: {strategy: zero3}\nlaunch: {processes: 4, launcher: python}\ncheckpoint: {merge: true}\n"
-    assert begun(page, "2x24gb", yaml, "STR004")[0].startswith("Cannot run: 3 errors")
-    before = page.evaluate("() => FP.form.values()")
-    page.get_by_role("button", name="Fix everything").click()
+def test_all_errors_are_fixed_by_one_button_and_undone_by_another(page):
+    yaml = (
+        SMALL
+        + "parallel: {strategy: zero3}\nlaunch: {nproc_per_node: 4, launcher: python}\nsave: {merge_adapter: true}\n"
+    )
+    assert imported(page, "2x24gb", yaml, "STR004")[0].startswith("Cannot run: 3 errors")
+    before = page.evaluate("() => footplate.values()")
+    page.get_by_role("button", name="Apply all fixes").click()
     note = page.locator(".fp-toast")
     expect(note).to_contain_text("3 fixes applied.")
     expect(note).to_contain_text("python \u2192 torchrun")
-    assert judged(page)[0].startswith("Can run")
-    expect(page.get_by_role("button", name="Fix everything")).to_be_hidden()
+    assert report(page)[0].startswith("Can run")
+    expect(page.get_by_role("button", name="Apply all fixes")).to_be_hidden()
     note.get_by_role("button", name="Undo").click()
-    assert judged(page)[0].startswith("Cannot run: 3 errors")
-    assert page.evaluate("() => FP.form.values()") == before
+    assert report(page)[0].startswith("Cannot run: 3 errors")
+    assert page.evaluate("() => footplate.values()") == before
 
 
-def test_what_safe_fixes_cannot_mend_is_named(page):
+def test_errors_without_a_safe_fix_are_named(page):
     yaml = EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nlaunch: {devices: [3]}\n"
-    begun(page, "1x24gb", yaml, "MEM001")
-    page.get_by_role("button", name="Fix what is safe").click()
-    expect(page.locator(".fp-toast")).to_contain_text("1 fix applied. Left: It does not fit into memory.")
-    assert judged(page)[0].startswith("Cannot run: 1 error")
+    imported(page, "1x24gb", yaml, "MEM001")
+    title = example_findings()["MEM001"].title
+    page.get_by_role("button", name="Apply safe fixes").click()
+    expect(page.locator(".fp-toast")).to_contain_text(f"1 fix applied. Remaining errors: {title.rstrip('.')}.")
+    assert report(page)[0].startswith("Cannot run: 1 error")
 
 
-def test_what_would_make_it_fit_is_a_click_away(page):
-    """Each way with the peak that it leads to: what the bar says after the click."""
-    begun(page, "8x80gb", *STARTS["eight-b-by-ddp"][1:])
-    table = page.locator(".fp-fitting")
+def test_changes_that_make_it_fit_are_a_click_away(page):
+    """Each change is listed with its peak, which the memory bar shows after the click."""
+    imported(page, "8x80gb", *STARTS["eight-b-with-ddp"][1:])
+    table = page.locator(".fp-reductions")
     assert table.locator("tr").count() >= 3
     peak = table.locator("td.fp-n").first.inner_text()
     table.get_by_role("button").first.click()
-    assert judged(page)[0].startswith("Can run")
+    assert report(page)[0].startswith("Can run")
     expect(page.locator("#fp-memory .fp-figure")).to_have_text(f"{peak} of 80 GiB")
     expect(table).to_have_count(0)
 
 
 def test_rules_are_found_by_word_level_and_family(page):
-    """And what is no longer so beside them."""
+    """And so is outdated advice."""
     rules = page.context.new_page()
     rules.goto(page.url.partition("?")[0] + "rules")
     shown, status = rules.locator("article:visible"), rules.locator(".search [role=status]")
     every = shown.count()
-    rules.get_by_label("Find a rule").press_sequentially("PiSSA ZeRO-3")
+    rules.get_by_label("Search rules").press_sequentially("PiSSA ZeRO-3")
     expect(shown).to_have_count(1)
     expect(shown).to_contain_text("test_zero3_saves_the_same")
-    rules.get_by_role("link", name="No longer so").click()
+    rules.get_by_role("link", name="outdated advice").click()
     expect(shown).to_have_count(every)
     rules.get_by_role("button", name="Error").click()
-    rules.get_by_label("Family").select_option(label="Unsloth")
+    rules.get_by_label("Topic").select_option(label="Unsloth")
     assert {card.get_attribute("data-level") for card in shown.all()} == {"error"}
     expect(status).to_have_text(f"{shown.count()} of {rules.locator('article[id]').count()}")
-    expect(rules.locator("#no-longer-so")).to_be_hidden()
-    expect(shown.first.locator("li").first).to_have_text("Without Unsloth slower, and more memory")
+    expect(rules.locator("#outdated")).to_be_hidden()
+    fix = example_findings()[shown.first.get_attribute("id")].fixes[0]
+    expect(shown.first.locator("li").first).to_contain_text(fix.label)
+    expect(shown.first.locator("li").first).to_contain_text(fix.cost)
     rules.close()

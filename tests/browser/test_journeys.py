@@ -1,4 +1,4 @@
-"""What people do, on a real server in a real browser, with real training of a tiny model."""
+"""User journeys on a real server in a real browser, with real training of a tiny model."""
 
 import json
 import os
@@ -11,22 +11,24 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from backend.config.options import by_name
+from backend.registry import STRATEGIES
 from backend.runs import METRICS, SPEC
 from backend.runs.folder import ALIVE, Run, runs
 from backend.runs.processes import carriers as left_of
 
-SLOW = 240_000  # ms; two cores that others use too, libraries that load for ten seconds
+SLOW = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
 
 
 def opened(page, server, query=""):
     page.goto(f"{server.url}/{query}")
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    verdict(page, "Can run|Cannot run")
+    status(page, "Can run|Cannot run")
 
 
-def verdict(page, pattern):
+def status(page, pattern):
     page.wait_for_function(
-        "pattern => new RegExp(pattern).test(document.querySelector('#fp-verdict[data-fresh=yes] .fp-verdict-text')"
+        "pattern => new RegExp(pattern).test(document.querySelector('#fp-status[data-fresh=yes] .fp-status-text')"
         "?.textContent || 'not yet')",
         arg=pattern,
     )
@@ -43,15 +45,16 @@ def section(page, key):
 
 
 def put(page, name, value):
-    """Type into a field as a person does."""
+    """Type into a field as a user does."""
     field = page.locator(f"#{name.replace('.', '-')} :is(input, textarea)").first
     field.click()
     field.press("Control+a")
     field.press_sequentially(str(value))
 
 
-def choose(page, name, label):
-    """A menu's or a segment's choice, by what it says."""
+def choose(page, name, value):
+    """Click the label of a value, in a menu or in segments."""
+    label = dict(by_name()[name].choices)[value]
     place = page.locator(f"#{name.replace('.', '-')}")
     if place.locator("input[type=radio]").count():
         place.get_by_text(label, exact=True).click()
@@ -61,19 +64,19 @@ def choose(page, name, label):
 
 
 def value(page, name):
-    return page.evaluate("name => FP.form.values()[name]", name)
+    return page.evaluate("name => footplate.values()[name]", name)
 
 
 def tiny(page, steps):
-    """From the preset First run to a run that trains the tiny model for `steps`."""
-    choose(page, "model.builtin", "Tiny Llama (random)")
+    """Change the preset First run to train the tiny model for `steps`."""
+    choose(page, "model.builtin", "tiny-llama")
     put(page, "train.max_steps", steps)
     section(page, "evaluation")
     put(page, "eval.num_generations", 2)
     put(page, "eval.max_new_tokens", 4)
     section(page, "checkpoint")
     put(page, "save.steps", 5)
-    verdict(page, "^Can run")
+    status(page, "^Can run")
 
 
 def started(page, server):
@@ -88,7 +91,7 @@ def state(page, name, timeout=SLOW):
 
 
 def drawn(page, step):
-    """Wait until a chart says that it shows this step."""
+    """Wait until a chart's sentence names this step."""
     test = "step => new RegExp(`Latest .* at step ${step}`).test(document.querySelector('#fp-run-page').textContent)"
     page.wait_for_function(test, arg=str(step), timeout=SLOW)
 
@@ -98,29 +101,29 @@ def steps_on_disk(run):
     return [p["step"] for p in map(json.loads, lines) if "loss" in p]
 
 
-def test_a_script_that_comes_late_is_waited_for(server, page):
-    """The page's own script after Gradio's: all of it is there, or nothing is begun."""
-    page.route("**/footplate/page.js", lambda route: (time.sleep(2), route.continue_()))
+def test_a_late_script_is_awaited(server, page):
+    """The page starts only after its scripts have loaded, even if Gradio's are faster."""
+    page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
     opened(page, server)
     page.wait_for_selector("#fp-run-page > *", state="attached", timeout=10_000)
     page.wait_for_selector("#fp-runs-page > *", state="attached", timeout=10_000)
 
 
-def test_nodes_have_a_command_each(server, page):
-    """Options appear when there are several nodes; a rank that is none is refused, and mended by a click."""
+def test_each_node_has_a_command(server, page):
+    """Options appear for several nodes; an invalid node rank is an error that one click fixes."""
     opened(page, server)
     section(page, "launch")
     assert not page.locator("#launch-rendezvous").is_visible()
-    choose(page, "parallel.strategy", "DDP")
+    choose(page, "parallel.strategy", "ddp")
     assert not page.locator("#launch-master_addr").is_visible()
-    choose(page, "launch.rendezvous", "Several")
-    verdict(page, "^Cannot run")
+    choose(page, "launch.rendezvous", "static")
+    status(page, "^Cannot run")
     put(page, "launch.master_addr", "10.0.0.1")
     put(page, "launch.node_rank", 5)
-    verdict(page, "^Cannot run")
+    status(page, "^Cannot run")
     card = page.locator('.fp-finding[data-code="NOD001"]')
     card.locator(".fp-fix button").click()
-    verdict(page, "^Can run")
+    status(page, "^Can run")
     assert value(page, "launch.node_rank") == 1
     tabs = page.locator("#fp-preview-tabs")
     assert "--node-rank=1" in page.locator("#fp-preview-text").inner_text()
@@ -129,20 +132,20 @@ def test_nodes_have_a_command_each(server, page):
     assert not tabs.get_by_text("node-1", exact=True).count()
 
 
-def test_preset_rule_fix_start_watch_reload_read(server, page):
-    """The whole way: preset, a rule fires, one click mends it, start, loss falls, reload, result."""
+def test_preset_error_fix_start_reload_results(server, page):
+    """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
     opened(page, server)
     assert page.locator("#fp-presets").input_value() == "first-run"
     tiny(page, 12)
     section(page, "launch")
     more(page, "launch")
     choose(page, "launch.launcher", "python")
-    choose(page, "parallel.strategy", "DDP")
-    verdict(page, "^Cannot run")
+    choose(page, "parallel.strategy", "ddp")
+    status(page, "^Cannot run")
     assert page.locator("#fp-start").is_disabled()
     card = page.locator('.fp-finding[data-level="error"]').first
     card.locator(".fp-fix button").first.click()
-    verdict(page, "^Can run")
+    status(page, "^Can run")
     assert (value(page, "launch.launcher"), value(page, "parallel.strategy")) != ("python", "ddp")
     command = page.locator("#fp-preview-text").inner_text()
     run = started(page, server)
@@ -157,7 +160,7 @@ def test_preset_rule_fix_start_watch_reload_read(server, page):
     assert "at step 12" in text
     result = run.result()
     assert re.search(r"Peak memory\s+\d+ MiB\s+estimated \d+ MiB", text)
-    assert f"{100 * result['exact_match_before']:.3g} %" in text
+    assert f"{100 * result['exact_match_before']:.3g}%" in text
     assert steps_on_disk(run) == list(range(1, 13))
     losses = [json.loads(line).get("loss") for line in (run.path / METRICS).read_text().splitlines()]
     losses = [x for x in losses if x is not None]
@@ -166,7 +169,7 @@ def test_preset_rule_fix_start_watch_reload_read(server, page):
     page.wait_for_selector("#fp-runs-page tr:has-text('first run')", timeout=30_000)
 
 
-def test_server_killed_run_goes_on_and_every_point_and_byte_is_shown(server, page):
+def test_a_run_survives_the_server_and_every_point_and_line_is_shown(server, page):
     opened(page, server)
     tiny(page, 40)
     run = started(page, server)
@@ -178,10 +181,10 @@ def test_server_killed_run_goes_on_and_every_point_and_byte_is_shown(server, pag
         time.sleep(0.1)
     assert len(steps_on_disk(run)) > before, "the run stopped with the server"
     server.start()
-    state(page, "done")  # the open page found the new server by itself
+    state(page, "done")  # the open page reconnected by itself
     drawn(page, 40)
     assert steps_on_disk(run) == list(range(1, 41))
-    series = page.evaluate("id => FP.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
+    series = page.evaluate("id => footplate.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
     assert series == list(range(1, 41))
     page.wait_for_timeout(1500)
     shown = page.locator(".fp-log").inner_text().replace("\u200b", "")
@@ -211,14 +214,14 @@ def test_stop_with_checkpoint_and_resume(server, page):
     assert steps_on_disk(run) == list(range(1, 61))
 
 
-def test_killed_rank_is_failed_with_its_cause(server, page):
+def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
     opened(page, server)
     tiny(page, 500)
     run = started(page, server)
     drawn(page, "[1-9]")
-    asked = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in left_of(run.path)}
+    commands = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in left_of(run.path)}
     ranks = [
-        pid for pid, words in asked.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words
+        pid for pid, words in commands.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words
     ]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
@@ -249,37 +252,37 @@ def test_edits_survive_reload_restart_and_second_tab(server, page):
 def test_hidden_fields_keep_their_values(server, page):
     opened(page, server)
     put(page, "lora.r", 33)
-    choose(page, "method.kind", "Full")
+    choose(page, "method.kind", "full")
     page.wait_for_selector("#lora-r", state="hidden")
     page.wait_for_timeout(300)
-    assert "lora_rank" not in page.evaluate("() => FP.verdict.script()")
-    choose(page, "method.kind", "LoRA")
+    assert "lora_rank" not in page.evaluate("() => footplate.script()")
+    choose(page, "method.kind", "lora")
     page.wait_for_selector("#lora-r", state="visible")
     assert value(page, "lora.r") == 33
 
 
-def test_bad_values_are_named_and_nothing_is_lost(server, page):
+def test_invalid_values_are_named_and_kept(server, page):
     opened(page, server)
     put(page, "train.per_device_train_batch_size", 3.7)
-    verdict(page, "^Cannot run")
+    status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("whole number")
     assert page.locator("#train-per_device_train_batch_size").get_attribute("data-level") == "error"
     put(page, "train.per_device_train_batch_size", 4)
-    verdict(page, "^Can run")
-    choose(page, "data.source", "Files")
+    status(page, "^Can run")
+    choose(page, "data.source", "files")
     put(page, "data.files", "/nowhere/rows.jsonl")
-    verdict(page, "^Cannot run")
+    status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("/nowhere/rows.jsonl")
 
 
-def test_malformed_rows_are_named_by_file_and_line(server, page, tmp_path):
+def test_a_malformed_example_is_named_by_file_and_line(server, page, tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows.write_text("\n".join([json.dumps(good)] * 6 + ['{"messages": ']) + "\n")
     opened(page, server)
-    choose(page, "data.source", "Files")
+    choose(page, "data.source", "files")
     put(page, "data.files", rows)
-    verdict(page, "^Cannot run")
+    status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text(f"{rows}, line 7")
     assert page.locator("#fp-start").is_disabled()
 
@@ -287,9 +290,9 @@ def test_malformed_rows_are_named_by_file_and_line(server, page, tmp_path):
 def test_import_export_round_trip(server, page, tmp_path):
     opened(page, server)
     path = tmp_path / "mine.yaml"
-    path.write_text("train:\n  learning_rate: 0.0007\n  scheduler: linear\n")
+    path.write_text("train:\n  learning_rate: 0.0007\n  lr_scheduler_type: linear\n")
     page.locator("#fp-import-file").set_input_files(path)
-    page.wait_for_function("() => FP.form.values()['train.learning_rate'] == 0.0007")
+    page.wait_for_function("() => footplate.values()['train.learning_rate'] == 0.0007")
     with page.expect_download() as download:
         page.click("#fp-export")
     assert download.value.path().read_text() == path.read_text()
@@ -304,16 +307,16 @@ def test_nothing_is_wider_than_the_window(server, page, width):
     page.set_viewport_size({"width": width, "height": 900})
     opened(page, server)
     for tab in ("build", "runs"):
-        page.evaluate("tab => FP.view(tab)", tab)
+        page.evaluate("tab => footplate.showView(tab)", tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.soak
-def test_clean_shell_gives_the_same_losses(server, page):
-    """The preview's script, pasted in a clean shell, and run.sh: the same loss at every step as the page's run."""
+def test_the_exported_script_gives_the_same_losses(server, page):
+    """The preview's script in a clean shell, and run.sh: the same loss at every step as the page's run."""
     opened(page, server)
     tiny(page, 6)
-    script = page.evaluate("() => FP.verdict.script()")
+    script = page.evaluate("() => footplate.script()")
     run = started(page, server)
     state(page, "done")
     place = re.search(r"^cd (\S+)$", script, re.MULTILINE).group(1)
@@ -335,10 +338,10 @@ def losses_of(folder):
     return [number for p in points if "loss" in p for number in (p["step"], p["loss"])]  # flat, for pytest.approx
 
 
-def test_strategies_to_and_fro_lose_no_value(server, page):
-    """From DDP to ZeRO-3 with offload to FSDP2 and back: each shows its own fields, and they keep their values."""
+def test_switching_strategies_keeps_all_values(server, page):
+    """From DDP to ZeRO-3 with offload to FSDP2 and back: each shows its own options, which keep their values."""
 
-    def seen(*names):
+    def visible(*names):
         return [name for name in names if page.locator(f'[id="{name.replace(".", "-")}"]').is_visible()]
 
     own = (
@@ -350,25 +353,25 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     opened(page, server)
     section(page, "launch")
     more(page, "launch")
-    choose(page, "parallel.strategy", "DDP")
-    assert seen(*own) == ["parallel.ddp_find_unused_parameters"]
+    choose(page, "parallel.strategy", "ddp")
+    assert visible(*own) == ["parallel.ddp_find_unused_parameters"]
     put(page, "parallel.bucket_cap_mb", 31)
-    choose(page, "parallel.strategy", "ZeRO-3")
-    assert seen(*own) == ["parallel.offload_optimizer"]
-    choose(page, "parallel.offload_optimizer", "NVMe")
-    assert seen(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    choose(page, "parallel.strategy", "zero3")
+    assert visible(*own) == ["parallel.offload_optimizer"]
+    choose(page, "parallel.offload_optimizer", "nvme")
+    assert visible(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     put(page, "parallel.nvme_path", "/nowhere")
-    verdict(page, "^Cannot run")
+    status(page, "^Cannot run")
     page.wait_for_selector('.fp-finding:has-text("no folder /nowhere")', timeout=30_000)
-    choose(page, "parallel.strategy", "FSDP2")
-    assert seen(*own) == ["parallel.replicate_size"]
+    choose(page, "parallel.strategy", "fsdp2")
+    assert visible(*own) == ["parallel.replicate_size"]
     put(page, "parallel.replicate_size", 2)
-    choose(page, "parallel.strategy", "ZeRO-3")
-    assert seen(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    choose(page, "parallel.strategy", "zero3")
+    assert visible(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     assert (
         page.locator('[id="parallel-nvme_path"] input, [id="parallel-nvme_path"] textarea').input_value() == "/nowhere"
     )
-    choose(page, "parallel.strategy", "FSDP2")
+    choose(page, "parallel.strategy", "fsdp2")
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
     assert value(page, "parallel.replicate_size") == 2
@@ -376,67 +379,67 @@ def test_strategies_to_and_fro_lose_no_value(server, page):
     assert value(page, "parallel.bucket_cap_mb") == 31
 
 
-def test_names_found_in_the_model_are_a_click_away(page, server):
+def test_module_names_of_the_model_are_a_click_away(page, server):
     opened(page, server)
-    choose(page, "model.builtin", "Tiny Llama (random)")
-    choose(page, "lora.targets", "By name")
-    verdict(page, "Cannot run")
+    choose(page, "model.builtin", "tiny-llama")
+    choose(page, "lora.targets", "custom")
+    status(page, "Cannot run")
     names = page.locator("#lora-target_modules .fp-names")
     expect(names.get_by_role("button")).to_have_text(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
     names.evaluate("(box) => [...box.children].filter((b) => /[qv]_proj/.test(b.textContent)).map((b) => b.click())")
-    page.wait_for_function("() => FP.form.values()['lora.target_modules'] === 'q_proj, v_proj'")
+    page.wait_for_function("() => footplate.values()['lora.target_modules'] === 'q_proj, v_proj'")
     expect(names.get_by_role("button", name="q_proj")).to_have_attribute("aria-pressed", "true")
-    verdict(page, "Can run")
+    status(page, "Can run")
     names.get_by_role("button", name="q_proj").click()
     expect(page.locator("#lora-target_modules input")).to_have_value("v_proj")
 
 
-def test_a_run_is_planned_for_a_cluster(page, server):
-    """The preset's machine is a click away; then a run is exported, not started, all that is said is about it, and what
-    other strategies would take is a click away, too."""
+def test_a_run_can_be_planned_for_a_cluster(page, server):
+    """The preset's machine is a click away; then the run is exported instead of started, the report is about that
+    machine, and so is the comparison of strategies."""
     opened(page, server)
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
     page.get_by_role("button", name="Plan for its machine").click()
-    page.wait_for_function("() => /^On eight GPUs/.test(document.querySelector('.fp-verdict-more').textContent)")
-    verdict(page, "Can run")
+    page.wait_for_function("() => /^On eight GPUs/.test(document.querySelector('.fp-status-more').textContent)")
+    status(page, "Can run")
     expect(page.locator("#fp-start")).to_be_hidden()
     expect(page.locator("#fp-preset-about button")).to_have_count(0)
     with page.expect_download() as download:
-        page.locator("#fp-take").click()
+        page.locator("#fp-export-plan").click()
     assert "strategy: fsdp2" in download.value.path().read_text()
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
     expect(page.locator("#fp-machine")).to_have_value("8x80gb")
-    expect(page.locator("#fp-take")).to_be_visible()
-    page.get_by_text("What if", exact=True).click()
-    table = page.locator(".fp-whatif tbody")
+    expect(page.locator("#fp-export-plan")).to_be_visible()
+    page.get_by_text("Compare strategies", exact=True).click()
+    table = page.locator(".fp-compare tbody")
     expect(table.locator("tr")).to_have_count(10)
     expect(table.locator("b")).to_have_text("FSDP2")
-    page.locator(".fp-whatif").get_by_role("button", name="Sent a step").click()
-    expect(table.locator("tr").first).to_contain_text("One process")
+    page.locator(".fp-compare").get_by_role("button", name="Traffic per step").click()
+    expect(table.locator("tr").first).to_contain_text(STRATEGIES["single"].label)
     table.get_by_role("button", name="ZeRO-3", exact=True).click()
-    page.wait_for_function("() => FP.form.values()['parallel.strategy'] === 'zero3'")
+    page.wait_for_function("() => footplate.values()['parallel.strategy'] === 'zero3'")
     expect(table.locator("b")).to_have_text("ZeRO-3")
     page.locator(".fp-toast").get_by_role("button", name="Undo").click()
     expect(table.locator("b")).to_have_text("FSDP2")
     page.locator("#fp-machine").select_option("")
     expect(page.locator("#fp-start")).to_be_visible()
-    expect(page.locator("#fp-take")).to_be_hidden()
+    expect(page.locator("#fp-export-plan")).to_be_hidden()
 
 
-def test_what_is_pasted_counts(page, server):
-    """Without a key pressed: as a paste, a drop or the browser's own completion would bring it."""
+def test_pasted_text_counts(page, server):
+    """Text that arrives without a key stroke: pasted, dropped or completed by the browser."""
     opened(page, server)
-    choose(page, "model.source", "Hugging Face Hub")
-    verdict(page, "Cannot run")
+    choose(page, "model.source", "hub")
+    status(page, "Cannot run")
     page.locator("#model-hub_id input").click()
     page.keyboard.insert_text("Qwen/Qwen3-8B")
-    page.wait_for_function("() => FP.form.values()['model.hub_id'] === 'Qwen/Qwen3-8B'")
+    page.wait_for_function("() => footplate.values()['model.hub_id'] === 'Qwen/Qwen3-8B'")
     page.wait_for_function("() => !document.querySelector('[data-code=MDL002]')")
     put(page, "train.per_device_train_batch_size", 3)
-    page.wait_for_function("() => FP.form.values()['train.per_device_train_batch_size'] === 3")
+    page.wait_for_function("() => footplate.values()['train.per_device_train_batch_size'] === 3")
     assert value(page, "model.hub_id") == "Qwen/Qwen3-8B"
     page.locator("#model-hub_id input").fill("")
     page.wait_for_selector("[data-code=MDL002]")

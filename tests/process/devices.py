@@ -170,10 +170,10 @@ ONE = {
     "liger": Case({"train.use_liger_kernel": True}, needs="liger_kernel", only=("cuda",), saves=0, does=(LIGER,)),
     "compiled": Case({"train.torch_compile": True}, does=(r"Torch-Compiled Region|^triton_|CompiledFunction",)),
     "adamw-8bit": Case(
-        {"train.optim": "adamw_8bit"}, near=COARSE, saves=4, needs="bitsandbytes",
+        {"train.optim": "adamw_bnb_8bit"}, near=COARSE, saves=4, needs="bitsandbytes",
         does=("bitsandbytes::optimizer_update_8bit_blockwise",),
     ),
-    "adamw-paged": Case({"train.optim": "adamw_paged"}, saves=6, needs="bitsandbytes"),
+    "adamw-paged": Case({"train.optim": "paged_adamw_32bit"}, saves=6, needs="bitsandbytes"),
 }  # fmt: skip
 SEVERAL = {
     "ddp": Case({"parallel.strategy": "ddp"}, 2, engine="ddp"),

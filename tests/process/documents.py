@@ -1,4 +1,4 @@
-"""Documents that long proofs write: a head, and sections that come one at a time, each from a proof of its own."""
+"""Documents written by long tests: an introduction, and one section per test, written when that test has passed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from pathlib import Path
 Sections = Mapping[str, str]
 
 
-def known(document: Path) -> dict[str, str]:
-    """Title -> body of the sections that stand there."""
+def read_sections(document: Path) -> dict[str, str]:
+    """Title -> body of the sections in a document."""
     parts = document.read_text(encoding="utf-8").split("\n## ")[1:] if document.exists() else []
     return {title: body.strip() for title, _, body in (part.partition("\n") for part in parts)}
 
 
-def keep(document: Path, top: Callable[[Sections], str], order: Sequence[str], title: str, body: str) -> None:
-    """Put one section in, in the given order, under a head that is made of all."""
-    found = {**known(document), title: body}
+def write_section(
+    document: Path, introduction: Callable[[Sections], str], order: Sequence[str], title: str, body: str
+) -> None:
+    """Write or replace one section, in the given order, below an introduction that is computed from all sections."""
+    found = {**read_sections(document), title: body}
     sections = {name: found[name] for name in order if name in found}
-    bodies = "".join(f"\n## {name}\n\n{said}\n" for name, said in sections.items())
-    document.write_text(top(sections).strip() + "\n" + bodies, encoding="utf-8")
+    bodies = "".join(f"\n## {name}\n\n{text}\n" for name, text in sections.items())
+    document.write_text(introduction(sections).strip() + "\n" + bodies, encoding="utf-8")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Rows under their titles."""
+    """A Markdown table."""
     cells = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)

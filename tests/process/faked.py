@@ -36,7 +36,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.processes import world_size
 from backend.train import adapters
-from backend.train.model import DTYPES
+from backend.train.device import DTYPES
 
 aten = torch.ops.aten
 Config = Mapping[str, Any]

@@ -254,7 +254,7 @@ def _model(dice: random.Random) -> Patch:
 def _main(dice: random.Random) -> Patch:
     """What decides most: often the usual, or there would be no end of refusals."""
     stage = dice.choice(("sft", "sft", "sft", *registry.STAGES))
-    optimizer = dice.choice(("adamw", *registry.OPTIMIZERS)) if dice.random() < 0.5 else "adamw"
+    optimizer = dice.choice(("adamw_torch", *registry.OPTIMIZERS)) if dice.random() < 0.5 else "adamw_torch"
     return {
         "train.stage": stage,
         "method.kind": dice.choice(("lora", "lora", *registry.METHODS)),

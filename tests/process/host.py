@@ -141,7 +141,7 @@ def write(folder: Path, spec: RunSpec) -> None:
 
 def ranks(spec: RunSpec) -> int:
     """How many a launcher would start on this machine; 0: the training is one plain process."""
-    many = spec.parallel.strategy in registry.MANY and spec.launch.launcher != "python"
+    many = spec.parallel.strategy in registry.MULTI_PROCESS and spec.launch.launcher != "python"
     return nproc_per_node(spec) if many else 0
 
 

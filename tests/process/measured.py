@@ -1,4 +1,4 @@
-"""The document that the proofs on GPUs write (test_gpu.py): losses, memory against its estimate, throughput."""
+"""docs/gpu.md, written by test_gpu.py: losses, measured memory and its estimate, throughput."""
 
 from __future__ import annotations
 
@@ -13,19 +13,27 @@ from trainings import losses, result
 
 from backend.machine import describe
 
-HEAD = """# GPUs, by measurement
+HEAD = """# Measurements on GPUs
 
 Written by `make gpu` on {machine}: {versions}.
 
-A random Llama of {parameters} weights, {length} tokens a row, four rows a step in all, ten steps in bf16. Losses are
-held against those of one process; the peak is torch's `max_memory_allocated` on the fullest device, and the estimate
-is what the page says before launch, without what the driver takes beside it. Proofs: `tests/process/test_gpu.py`.
-"""
+A randomly initialized Llama with {parameters} parameters, sequences of {length} tokens, a global batch size of four,
+ten steps in bf16. Losses are compared with those of one process. The peak is torch's `max_memory_allocated` on the
+device where it is largest; the estimate is the one that the page shows before launch, without the overhead that
+torch's allocator does not see (CUDA context, NCCL). Tests: `tests/process/test_gpu.py`."""
 TITLES = ("One device", "Several devices", "Throughput")
-COLUMNS = ("case", "devices", "loss", "off by", "peak, GiB", "estimate, GiB", "error")
+COLUMNS = (
+    "case",
+    "devices",
+    "loss",
+    "difference to one process",
+    "peak, GiB",
+    "estimate, GiB",
+    "error of the estimate",
+)
 
 
-def head(trained: Trained) -> str:
+def introduction(trained: Trained) -> str:
     place, driver = trained.place, ""
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
@@ -42,7 +50,7 @@ def head(trained: Trained) -> str:
 
 
 def table(trained: Trained, names: list[str]) -> str:
-    """A row for each case; why for those that could not be tried."""
+    """One row per case, or the reason why the case could not be run."""
     rows: list[list[object]] = []
     for name in names:
         if why := trained.missing(name):
@@ -55,8 +63,8 @@ def table(trained: Trained, names: list[str]) -> str:
     return documents.table(COLUMNS, rows)
 
 
-def keep(document: Path, top: str, title: str, body: str) -> None:
-    """Put one section into the document. Another machine's sections go."""
-    if document.exists() and document.read_text(encoding="utf-8").partition("\n## ")[0].strip() != top.strip():
+def write_section(document: Path, introduction: str, title: str, body: str) -> None:
+    """Write one section of the document. Sections measured on another machine are removed."""
+    if document.exists() and document.read_text(encoding="utf-8").partition("\n## ")[0].strip() != introduction.strip():
         document.unlink()
-    documents.keep(document, lambda _: top, TITLES, title, body)
+    documents.write_section(document, lambda _: introduction, TITLES, title, body)

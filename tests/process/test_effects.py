@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import a_folder, a_spec, nothing, together
+from trainings import a_folder, a_spec, an_engine, nothing, together
 
 from backend.config import RunSpec
 from backend.config.options import by_name, edit, effective, options, word
 from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
+from backend.resolve import resolve
 from backend.runs import SPEC
 from backend.train import (
     adapters,
     checkpoints,
     data,
     device,
-    engine,
-    generation,
+    generation_eval,
     logging_setup,
     model,
     trainers,
@@ -89,7 +89,7 @@ def _files(root: Path) -> None:
 
 def argument(name: str) -> Observer:
     """A field of the Trainer's arguments."""
-    return lambda spec: getattr(trainers.arguments(spec, Path("."), "cpu", 1), name)
+    return lambda spec: getattr(trainers.arguments(an_engine(spec), Path(".")), name)
 
 
 def found(spec: RunSpec) -> Any:
@@ -138,7 +138,7 @@ def layers(spec: RunSpec) -> Any:
 def refusal(spec: RunSpec) -> str:
     """What a CPU says to kernels for GPUs."""
     try:
-        trainers.arguments(spec, Path("."), "cpu", 1)
+        trainers.arguments(an_engine(spec), Path("."))
     except TrainError as error:
         return str(error)
     return ""
@@ -160,10 +160,10 @@ def fastest(spec: RunSpec) -> Any:
 
 
 def rows(spec: RunSpec) -> Any:
-    return [[item.value for item in part] for part in data.collect(spec)]
+    return [[item.value for item in part] for part in data.load_examples(spec)]
 
 
-def prepared(spec: RunSpec) -> data.Prepared:
+def prepared(spec: RunSpec) -> data.PreparedData:
     return data.prepare(spec, tokens(spec), lambda done, of: True, lambda line: None)
 
 
@@ -172,7 +172,7 @@ def table(spec: RunSpec) -> Any:
 
 
 def held(spec: RunSpec) -> Any:
-    return len(prepared(spec).held_out)
+    return len(prepared(spec).eval_examples)
 
 
 def offered(spec: RunSpec) -> Any:
@@ -200,7 +200,7 @@ def helpers(spec: RunSpec) -> int:
 
 
 def trainer(spec: RunSpec) -> Any:
-    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    config = trainers.arguments(an_engine(spec), Path("."))
     return trainers.build(spec, config, adapted(spec), tokens(spec), prepared(spec), [])
 
 
@@ -254,7 +254,7 @@ def order(spec: RunSpec) -> Any:
 
 
 def ranks(spec: RunSpec) -> Any:
-    return engine.arguments(spec, Path("."), "cpu", 2)
+    return an_engine(spec, 2).trainer_arguments(Path("."))
 
 
 def told(file: str) -> Observer:
@@ -270,21 +270,21 @@ def file(name: str) -> Observer:
 def plugged(spec: RunSpec) -> Any:
     """The mixed precision that FSDP is started with."""
     config = SimpleNamespace(fsdp_plugin_args={})
-    engine._plugin(spec, config, "cpu", "bf16")
+    an_engine(spec)._complete_plugin(config)
     return config.fsdp_plugin_args["mixed_precision_policy"]
 
 
 def meshed(spec: RunSpec) -> Any:
-    return engine.mesh(spec, 4)._sizes
+    return an_engine(spec, 4).mesh()._sizes
 
 
 def shared_rows(spec: RunSpec) -> Any:
-    told = engine.arguments(spec, Path("."), "cuda", 4)
+    told = an_engine(spec, 4, "cuda").trainer_arguments(Path("."))
     return told.get("pad_to_multiple_of"), told["parallelism_config"]._sizes if "parallelism_config" in told else None
 
 
 def sliced(spec: RunSpec) -> Any:
-    return engine.slices(spec, 4, "fp32")["distributed_config"]
+    return an_engine(spec, 4).load_arguments()["distributed_config"]
 
 
 def planned(spec: RunSpec) -> Any:
@@ -293,12 +293,12 @@ def planned(spec: RunSpec) -> Any:
 
 
 def computed(spec: RunSpec) -> Any:
-    config = trainers.arguments(spec, Path("."), "cpu", 1)
-    return device.precision(spec, "cpu"), config.bf16
+    config = trainers.arguments(an_engine(spec), Path("."))
+    return resolve(spec, Machine()).compute_dtype, config.bf16
 
 
 def longest(spec: RunSpec) -> Any:
-    return generation.Answering.of(spec, None, device.ProcessGroup(), torch.float32).longest
+    return generation_eval.Generator.create(spec, None, device.ProcessGroup(), torch.float32).max_new_tokens
 
 
 def begun(spec: RunSpec) -> Any:
@@ -306,29 +306,29 @@ def begun(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / f"begun-{spec.save.resume_from}"
     shutil.rmtree(folder, ignore_errors=True)
     a_checkpoint(folder, 4)
-    team = device.ProcessGroup()
-    work = TrainContext(spec, folder, spec.save.resume_from == "scratch", team, RunLog(folder))
+    group = device.ProcessGroup()
+    work = TrainContext(spec, folder, spec.save.resume_from == "scratch", group, RunLog(folder), resolve(spec, Machine()), an_engine(spec))
     start = _start(work)
     return start.name if start else None
 
 
 def begun_elsewhere(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / "empty"
-    work = TrainContext(spec, folder, False, device.ProcessGroup(), RunLog(folder))
+    work = TrainContext(spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), an_engine(spec))
     return _start(work)
 
 
 def a_checkpoint(folder: Path, step: int) -> Path:
     made = folder / "checkpoints" / f"checkpoint-{step}"
     made.mkdir(parents=True)
-    for name in (checkpoints.OPTIMIZERS[0], "trainer_state.json", checkpoints.COMPLETE):
+    for name in (checkpoints.OPTIMIZER_STATES[0], "trainer_state.json", checkpoints.COMPLETE):
         (made / name).touch()
     return made
 
 
 def reported(spec: RunSpec) -> Any:
     try:
-        return trainers.arguments(spec, Path("."), "cpu", 1).report_to
+        return trainers.arguments(an_engine(spec), Path(".")).report_to
     except TrainError as error:
         return str(error)  # a tracker that is not installed is named
 
@@ -336,7 +336,7 @@ def reported(spec: RunSpec) -> Any:
 def heard(spec: RunSpec) -> Any:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    logging_setup.calm(spec.logging.level, 0, False)
+    logging_setup.configure_logging(spec.logging.level, 0, False)
     root.handlers = handlers
     return logging_setup.transformers_logging.get_verbosity(), argument("log_level")(spec)
 
@@ -365,7 +365,7 @@ KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
 CUSTOM = {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}
 FREEZE = {"method.kind": "freeze"}
 FULL = {"method.kind": "full"}
-GALORE, APOLLO, BADAM = ({**FULL, "train.optim": name} for name in ("galore", "apollo", "badam"))
+GALORE, APOLLO, BADAM = ({**FULL, "train.optim": name} for name in ("galore_adamw", "apollo_adamw", "badam"))
 SAVED = {"save.strategy": "steps"}
 EVALUATED = {"eval.strategy": "steps"}
 DDP = {"parallel.strategy": "ddp"}

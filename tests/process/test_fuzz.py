@@ -1,5 +1,6 @@
-"""Random specs (fuzzed.py): what the checks let through is launched and must run, drawn so or mended by fixes alone;
-of what they refuse a sample is launched past them. The outcome becomes docs/checks.md, a row for each seed."""
+"""Random specs (fuzzed.py). Those that pass the checks, as generated or after applying fixes, are launched and must
+succeed. A sample of the refused ones is launched without the checks and must fail. docs/checks.md has the counts of
+each seed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from documents import Sections, keep, known, table
+from documents import Sections, read_sections, table, write_section
 from fuzzed import FIXED, VALUES, draw, scene
 from host import Host, ranks
 from trainings import environment, lay, losses, result, text
@@ -30,33 +31,33 @@ from backend.rules.autofix import autofix
 from backend.runs import RESULT
 from backend.runs import processes as running
 
-LAUNCHED, REFUSED = 100, 30  # of each seed
+LAUNCHED, REFUSED = 100, 30  # per seed
 SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
-# What is refused although a run would come to its end: it would not be the run that was asked for.
+# Rules that refuse a run which would succeed, but would silently ignore what its options say.
 SILENT = {
-    "PRC001": "the libraries pass over fp16 on a CPU",
-    "LCH010": "a launcher gives each rank values of its own instead",
+    "PRC001": "the libraries ignore fp16 on a CPU",
+    "LCH010": "the launcher overrides the variable on each rank",
 }
-SECONDS, WAITED = 400, 60  # for what should run, and what should fail
+SECONDS_TO_SUCCEED, SECONDS_TO_FAIL = 400, 60
 DOCUMENT = HOME / "docs/checks.md"
 
 
 @dataclass
 class Tally:
-    """What came of one seed's specs. `ran`: codes of specs that are refused, and yet ended well."""
+    """The outcomes of one seed. `passed_codes`: rules that refused a spec which then succeeded."""
 
     drawn: int = 0
     launched: int = 0
-    mended: int = 0
+    fixed: int = 0
     failed: list[str] = field(default_factory=list)
-    alarms: list[str] = field(default_factory=list)
+    false_alarms: list[str] = field(default_factory=list)
     refused: int = 0
-    ended: int = 0
-    ran: Counter[str] = field(default_factory=Counter)
-    seen: Counter[str] = field(default_factory=Counter)
+    succeeded: int = 0
+    passed_codes: Counter[str] = field(default_factory=Counter)
+    refused_codes: Counter[str] = field(default_factory=Counter)
 
 
-def test_every_option_is_drawn_or_says_why_not() -> None:
+def test_every_option_is_generated_or_has_a_reason() -> None:
     assert not set(FIXED) & set(VALUES)
     assert set(FIXED) | set(VALUES) <= set(by_name())
     plain = {name for name, o in by_name().items() if o.kind in ("bool", "choice")}
@@ -65,7 +66,7 @@ def test_every_option_is_drawn_or_says_why_not() -> None:
 
 @pytest.fixture(scope="module")
 def place(root: Path, tiny: Path) -> Path:
-    """The folder that paths start at."""
+    """The folder that relative paths start at."""
     found = root / "place"
     found.mkdir()
     scene(found, tiny)
@@ -74,92 +75,91 @@ def place(root: Path, tiny: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_passes_runs_and_what_is_refused_fails(seed: int, place: Path, host: Host) -> None:
+def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, host: Host) -> None:
     machine, tally = probe(place), Tally()
-    for number, found, mended in drawn(seed, place, machine, tally):
+    for number, report, fixed in generated(seed, place, machine, tally):
         folder = place / f"{seed}-{number}"
-        wrong = launch(found, folder, host)
-        told = f"seed {seed}, spec {number}{', mended' if mended else ''}: {json.dumps(changes(found.spec))}\n"
-        if found.can_run:
+        failure = launch(report, folder, host)
+        label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec))}\n"
+        if report.can_run:
             tally.launched += 1
-            tally.mended += mended
-            tally.failed += [f"{told}{wrong}"] if wrong else []
+            tally.fixed += fixed
+            tally.failed += [f"{label}{failure}"] if failure else []
         else:
             tally.refused += 1
-            codes = {f.code for f in errors(found)}
-            tally.seen.update(codes)
-            tally.ran.update(codes if not wrong else ())
-            tally.alarms += [told] if not wrong and not codes & SILENT.keys() else []
-            tally.ended += not wrong
+            codes = {f.code for f in errors(report)}
+            tally.refused_codes.update(codes)
+            tally.passed_codes.update(codes if not failure else ())
+            tally.false_alarms += [label] if not failure and not codes & SILENT.keys() else []
+            tally.succeeded += not failure
         shutil.rmtree(folder)
     title = f"Seed {seed}"
-    keep(
-        DOCUMENT, head, sorted({*known(DOCUMENT), title}, key=lambda name: int(name.split()[1])), title, section(tally)
-    )
+    order = sorted({*read_sections(DOCUMENT), title}, key=lambda name: int(name.split()[1]))
+    write_section(DOCUMENT, introduction, order, title, section(tally))
     assert not tally.failed, "\n\n".join(tally.failed)
-    assert not tally.alarms, "refused, and nothing was wrong:\n" + "\n\n".join(tally.alarms)
+    assert not tally.false_alarms, "refused, but the run succeeded:\n" + "\n\n".join(tally.false_alarms)
 
 
-def drawn(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Report, bool]]:
-    """(number, judgement, whether fixes made it good), until enough of both kinds are there."""
-    dice = random.Random(seed)
-    good = bad = 0
-    while good < LAUNCHED or bad < REFUSED:
+def generated(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Report, bool]]:
+    """(number, report, whether fixes were applied), until there are enough accepted and refused specs."""
+    rng = random.Random(seed)
+    accepted = refused = 0
+    while accepted < LAUNCHED or refused < REFUSED:
         tally.drawn += 1
-        found = preflight(draw(dice), machine, place)
-        if found.can_run and good < LAUNCHED:
-            good += 1
-            yield tally.drawn, found, False
-        elif not found.can_run:
-            if bad < REFUSED:
-                bad += 1
-                yield tally.drawn, found, False
-            better = mended(found, place)
-            if better.can_run and good < LAUNCHED:
-                good += 1
-                yield tally.drawn, better, True
+        report = preflight(draw(rng), machine, place)
+        if report.can_run and accepted < LAUNCHED:
+            accepted += 1
+            yield tally.drawn, report, False
+        elif not report.can_run:
+            if refused < REFUSED:
+                refused += 1
+                yield tally.drawn, report, False
+            fixed = with_fixes(report, place)
+            if fixed.can_run and accepted < LAUNCHED:
+                accepted += 1
+                yield tally.drawn, fixed, True
 
 
-def errors(found: Report) -> list[Finding]:
-    return [f for f in found.findings if f.level == "error"]
+def errors(report: Report) -> list[Finding]:
+    return [f for f in report.findings if f.level == "error"]
 
 
-def mended(found: Report, place: Path) -> Report:
-    """Where the one button leads, and then clicks on the first fix of the first error that is left."""
-    machine = found.machine
-    safe = autofix(found.spec, lambda spec: Case(spec, machine, inspect_inputs(spec, place)))
-    found, seen = preflight(safe.spec, machine, place), set[str]()
-    while not found.can_run and (text := found.spec.model_dump_json()) not in seen:
+def with_fixes(report: Report, place: Path) -> Report:
+    """The report after all safe fixes, and then the first fix of the first error until no error is left."""
+    machine = report.machine
+    safe = autofix(report.spec, lambda spec: Case(spec, machine, inspect_inputs(spec, place)))
+    report, seen = preflight(safe.spec, machine, place), set[str]()
+    while not report.can_run and (text := report.spec.model_dump_json()) not in seen:
         seen.add(text)
-        patch = next((f.fixes[0].patch for f in errors(found) if f.fixes), None)
+        patch = next((f.fixes[0].patch for f in errors(report) if f.fixes), None)
         if patch is None:
             break
-        found = preflight(edit(found.spec, patch), machine, place)
-    return found
+        report = preflight(edit(report.spec, patch), machine, place)
+    return report
 
 
 def launch(found: Report, folder: Path, host: Host) -> str:
-    """What went wrong; '' if it ended well, and every loss was a number."""
+    """How the run failed; '' if it succeeded with a finite loss at every step."""
     lay(found.plan, folder)
     if found.spec.launch.launcher in ("torchrun", "python"):
-        seconds = SECONDS if found.can_run else WAITED
+        seconds = SECONDS_TO_SUCCEED if found.can_run else SECONDS_TO_FAIL
         code = host.run(folder, ranks(found.spec), env=found.plan.env, seconds=seconds)
     else:
         code = command(found, folder, host)
     if code or not (folder / RESULT).exists():
         return f"exit {code}: {text(folder)[-1500:]}"
-    if None in losses(folder).values():  # how the journal writes what is no number
-        return f"a loss is no number: {text(folder)[-500:]}"
-    return "" if result(folder)["steps"] else "no step was made"
+    if None in losses(folder).values():  # how the log writes NaN and infinity
+        return f"a loss is not finite: {text(folder)[-500:]}"
+    return "" if result(folder)["steps"] else "no optimizer step was made"
 
 
 def command(found: Report, folder: Path, host: Host) -> int:
-    """The exit code of the plan's own command."""
+    """The exit code of the plan's command."""
     env = {**environment(folder, host.cache), **found.plan.env}
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.Popen(found.plan.argv, cwd=folder, env=env, stdout=log, stderr=log)
         try:
-            return ended.wait(SECONDS if found.can_run else WAITED)
+            return ended.wait(SECONDS_TO_SUCCEED if found.can_run else SECONDS_TO_FAIL)
         except subprocess.TimeoutExpired:
             return 124
         finally:
@@ -168,44 +168,59 @@ def command(found: Report, folder: Path, host: Host) -> int:
             assert not running.carriers(folder)
 
 
-HEAD = """# Checks, by launch
+HEAD = """# Checks
 
-Written by `make soak`: random specs over all options, on ten architectures, seven formats of rows and every strategy
-that a CPU has, a few steps each. What the checks let through is launched and must end well: as it was drawn, or mended
-by the one button for safe fixes and clicks on the first fix of what is left. Of what they refuse a sample is launched
-past them, and must fail; or a rule says why a run that ends well is not the one that was asked for. Cut-offs near the
-rows' own lengths are not drawn: tokens are estimated from characters, so there the checks warn (DAT009) and cannot be
-certain that no answer is left.
+How often the checks are right. Written by `make soak` with random specs over all options, ten architectures, seven
+dataset formats and every strategy that runs on a CPU, a few steps each.
 
-A seed's row tells of the code as it was when the seed was launched; what failed was mended afterwards, or got a rule.
+- Specs that pass the checks are launched and must succeed: as they were generated, or after applying all safe fixes
+  and then the first fix of each remaining error.
+- A sample of the refused specs is launched without the checks and must fail, unless the rule is about a run that
+  succeeds but silently ignores an option.
+- Values of max_length close to the lengths of the examples are not generated: the checks estimate tokens from
+  characters, so there they warn (DAT009) without being certain.
+
+The row of a seed describes the code at the time it was launched. Every failure was fixed afterwards or became a rule.
 
 """
-COLUMNS = ("seed", "drawn", "launched", "of them mended by clicks", "failed", "refused and launched", "ended well")
+COLUMNS = (
+    "seed",
+    "generated",
+    "launched",
+    "of these after fixes",
+    "failed",
+    "refused and launched",
+    "of these succeeded",
+)
 
 
-def head(known: Sections) -> str:
+def introduction(sections: Sections) -> str:
     """What the document is, and the counts of all seeds."""
-    counts = [re.findall(r"\d+", body.partition("\n")[0]) for body in known.values()]
-    rows = [[title.removeprefix("Seed "), *count] for title, count in zip(known, counts, strict=True)]
+    counts = [re.findall(r"\d+", body.partition("\n")[0]) for body in sections.values()]
+    rows = [[title.removeprefix("Seed "), *count] for title, count in zip(sections, counts, strict=True)]
     total = ["all", *(sum(map(int, column)) for column in zip(*counts, strict=True))]
     return HEAD + table(COLUMNS, [*rows, total])
 
 
 def section(tally: Tally) -> str:
     """The counts of one seed, and the rules that refused what was launched past them."""
-    said = (
-        f"{tally.drawn} specs were drawn. {tally.launched} that pass were launched, {tally.mended} of them mended by "
+    counts = (
+        f"{tally.drawn} specs were generated. {tally.launched} that passed the checks were launched, {tally.fixed} of "
     )
-    said += f"clicks; {len(tally.failed)} failed. {tally.refused} that are refused were launched past the checks, and "
-    said += f"{tally.ended} ended well."
+    counts += (
+        f"these after fixes; {len(tally.failed)} failed. {tally.refused} that were refused were launched without the "
+    )
+    counts += f"checks; {tally.succeeded} succeeded."
     titles = {rule.code: rule.title for rule in RULES}
     rows = [
         (
             code,
             titles[code],
             count,
-            f"{tally.ran[code]}: {SILENT.get(code, 'beside others')}" if tally.ran[code] else "",
+            f"{tally.passed_codes[code]}: {SILENT.get(code, 'together with other rules')}"
+            if tally.passed_codes[code]
+            else "",
         )
-        for code, count in sorted(tally.seen.items())
+        for code, count in sorted(tally.refused_codes.items())
     ]
-    return f"{said}\n\n{table(('rule', 'says', 'launched', 'ended well'), rows)}"
+    return f"{counts}\n\n{table(('rule', 'title', 'launched', 'succeeded'), rows)}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from devices import CASES, ONE, PLACES, SEVERAL, WATCHED, Trained, absent, launched, prepared
-from measured import head, keep, table
+from measured import introduction, table, write_section
 from trainings import losses, points, result
 
 from backend.machine import probe
@@ -107,7 +107,7 @@ def test_the_estimate_holds(trained: Trained, name: str) -> None:
 def test_the_table_is_written(trained: Trained, document: Path, title: str, names: dict[str, object]) -> None:
     if all(trained.missing(name) for name in names):
         pytest.skip(f"{title}: {trained.missing(next(iter(names)))}")
-    keep(document, head(trained), title, table(trained, list(names)))
+    write_section(document, introduction(trained), title, table(trained, list(names)))
     written = document.read_text()
     assert written.count("\n| plain |") <= 1
     assert all(f"| {name} |" in written for name in names)
@@ -135,7 +135,7 @@ def test_no_time_is_lost_against_the_bare_trainer(trained: Trained, document: Pa
         lines.append(f"| {what} | {' | '.join(f'{value:.3f}' for value in values)} |")
     body = "\n".join([*lines, "", f"{ratio:.3f} times, the median of the pairs."])
     print(body)
-    keep(document, head(trained), "Throughput", body)
+    write_section(document, introduction(trained), "Throughput", body)
     assert ratio >= place.pace
 
 

@@ -12,10 +12,9 @@ from trainings import a_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from backend.train import data, generation, templates, text_metrics
-from backend.train.chatml import chatml
+from backend.train import data, generation_eval, templates, text_metrics
 from backend.train.run_log import TrainError
-from backend.train.templates import Writer
+from backend.train.templates import ChatTokenizer, chatml
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -38,9 +37,9 @@ def tokenizer(tiny: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny)
 
 
-def learned(tokenizer: Any, writer: Writer, turns: list[dict[str, Any]]) -> list[str]:
+def learned(tokenizer: Any, writer: ChatTokenizer, turns: list[dict[str, Any]]) -> list[str]:
     """The learned stretches, as text."""
-    ids, labels = writer.tokens(turns)
+    ids, labels = writer.tokenize(turns)
     assert len(ids) == len(labels)
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
     text = "".join("\0" if label == -100 else tokenizer.decode([label]) for label in labels)
@@ -51,11 +50,11 @@ def learned(tokenizer: Any, writer: Writer, turns: list[dict[str, Any]]) -> list
 def test_every_answer_is_learned_and_nothing_else(tokenizer: Any, template: str) -> None:
     if template == "plain":
         tokenizer.chat_template = PLAIN
-    writer = Writer.of(tokenizer, everything=False)
-    assert (writer.marked is None) == (template == "plain")
+    writer = ChatTokenizer.create(tokenizer, all_tokens=False)
+    assert (writer.marked_template is None) == (template == "plain")
     assert learned(tokenizer, writer, TALK) == ["At nine.<|im_end|>", "Platform 7, Bern.<|im_end|>"]
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert tokenizer.decode(writer.tokens(TALK)[0]) == whole
+    assert tokenizer.decode(writer.tokenize(TALK)[0]) == whole
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "qwen2_5"])
@@ -65,7 +64,7 @@ def test_known_templates_are_learned_turn_by_turn(tokenizer: Any, name: str) -> 
 
     tokenizer.chat_template = getattr(known, f"{name}_chat_template")
     tokenizer.bos_token = tokenizer.bos_token or "<|endoftext|>"
-    parts = learned(tokenizer, Writer.of(tokenizer, everything=False), TALK)
+    parts = learned(tokenizer, ChatTokenizer.create(tokenizer, all_tokens=False), TALK)
     assert len(parts) == 2
     assert "At nine." in parts[0]
     assert "Platform 7, Bern." in parts[1]
@@ -73,21 +72,21 @@ def test_known_templates_are_learned_turn_by_turn(tokenizer: Any, name: str) -> 
 
 
 def test_all_learns_all(tokenizer: Any) -> None:
-    ids, labels = Writer.of(tokenizer, everything=True).tokens(TALK)
+    ids, labels = ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(TALK)
     assert ids == labels
 
 
 def test_a_template_that_rewrites_turns_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = FORGETFUL
-    with pytest.raises(templates.Unlearnable, match=r"data\.learn"):
-        Writer.of(tokenizer, everything=False).tokens(TALK)
-    assert Writer.of(tokenizer, everything=True).tokens(TALK)[0]
+    with pytest.raises(templates.UnsupportedConversation, match=r"data\.learn"):
+        ChatTokenizer.create(tokenizer, all_tokens=False).tokenize(TALK)
+    assert ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(TALK)[0]
 
 
 def test_a_model_without_template_is_told_what_to_do(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(TrainError, match=r"data\.template"):
-        Writer.of(tokenizer, everything=False)
+        ChatTokenizer.create(tokenizer, all_tokens=False)
 
 
 def test_chatml_ends_where_the_tokenizer_can_stop(tokenizer: Any) -> None:
@@ -98,21 +97,21 @@ def test_chatml_ends_where_the_tokenizer_can_stop(tokenizer: Any) -> None:
 
 
 def test_the_question_is_what_stands_before_the_last_answer(tokenizer: Any) -> None:
-    items = [data.Item("here", {"messages": TALK})]
-    (asked,) = generation.questions(Writer.of(tokenizer, True), items)
+    items = [data.ConvertedExample("here", {"messages": TALK})]
+    (asked,) = generation_eval.eval_prompts(ChatTokenizer.create(tokenizer, True), items)
     assert asked.text.endswith("<|im_start|>user\nFrom where?<|im_end|>\n<|im_start|>assistant\n")
-    assert (asked.prompt, asked.wanted) == ("From where?", "Platform 7, Bern.")
+    assert (asked.prompt, asked.reference) == ("From where?", "Platform 7, Bern.")
 
 
 def test_exact_is_exact_and_json_counts_by_what_it_says() -> None:
-    assert text_metrics.same('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
-    assert text_metrics.same("Yes.", " Yes. ")
-    assert not text_metrics.same('{"a": 1}', '{"a": 2}')
-    assert not text_metrics.same("1", "1.0"), "a bare number is text"
-    assert not text_metrics.same('{"a": 1}', '{"a": 1')
+    assert text_metrics.is_exact_match('{"a": 1, "b": null}', '{"b":null,"a":1}\n')
+    assert text_metrics.is_exact_match("Yes.", " Yes. ")
+    assert not text_metrics.is_exact_match('{"a": 1}', '{"a": 2}')
+    assert not text_metrics.is_exact_match("1", "1.0"), "a bare number is text"
+    assert not text_metrics.is_exact_match('{"a": 1}', '{"a": 1')
 
 
-def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.Prepared, list[str]]:
+def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.PreparedData, list[str]]:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     own = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
@@ -146,15 +145,15 @@ def test_marks_that_leave_out_the_end_are_told(tiny: Path, tmp_path: Path, place
     spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK}))
     tokens, said = AutoTokenizer.from_pretrained(tiny), []
-    templates.choose(spec, tokens)
+    templates.set_chat_template(spec, tokens)
     data.prepare(spec, tokens, lambda done, of: True, said.append)
     assert any("learn to stop" in line for line in said) == told
 
 
 def test_the_templates_here_learn_to_stop(tokenizer: Any) -> None:
-    assert Writer.of(tokenizer, everything=False).stops
+    assert ChatTokenizer.create(tokenizer, all_tokens=False).trains_stop_token
     tokenizer.chat_template = chatml(tokenizer)
-    assert Writer.of(tokenizer, everything=False).stops
+    assert ChatTokenizer.create(tokenizer, all_tokens=False).trains_stop_token
 
 
 def test_pretraining_splits_long_texts_and_loses_nothing(tiny: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Method x strategy x precision x optimizer: what the rules let through on this machine is launched for three steps,
-and the outcome becomes docs/strategies.md, a section each method and strategy. No cell may pass the checks and fail."""
+"""Method x strategy x precision x optimizer: every combination that the rules allow on this machine is launched for
+three steps, and the outcome is written to docs/strategies.md, one section per method and strategy. No combination may
+pass the checks and then fail."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import Sections, keep, table
+from documents import Sections, table, write_section
 from host import Host, ranks, write
 from trainings import a_spec, losses, text
 
@@ -42,25 +43,26 @@ SHORT: Changes = {
     "train.per_device_train_batch_size": 2,
     "data.max_samples": 16,
     "data.max_length": 96,
-}  # thousands are launched
+}  # thousands of runs are launched
 RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
-HEAD = """# Strategies, by launch
+HEAD = """# Strategies
 
-Written by `make soak` on a CPU. Every cell is a method, a strategy, a precision and an optimizer:
+Written by `make soak` on a machine without a GPU. Every cell is a combination of method, strategy, precision and
+optimizer:
 
-- **runs**: the rules let it through here, and it was launched for three steps and ended well, by two processes where
-  the strategy has several.
-- **GPU**: refused here, but not on two H100 with every optional package.
-- Otherwise the rules that refuse it everywhere ([rules.md](rules.md)).
+- **runs**: the rules allow it on a CPU; it was launched for three steps and succeeded, with two processes unless the
+  strategy is one process.
+- **GPU**: refused on a CPU, allowed on two H100 with every optional package installed. Not launched here.
+- Otherwise: the codes of the rules that refuse it on both machines ([rules.md](rules.md)).
 
-What is blank in the summary was not launched yet.
+Sections are written when their test has passed. A blank cell in the summary was not launched yet.
 
 """
 
 
 def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
-    """`RUNS`, `GPU`, the codes of the rules that refuse it everywhere, or what went wrong."""
+    """`RUNS`, `GPU`, the codes of the rules that refuse the combination everywhere, or how the run failed."""
     spec = a_spec({**SHORT, **changes})
     found = preflight(spec, machine, folder.parent)
     if any(f.level == "error" for f in found.findings):
@@ -68,9 +70,9 @@ def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
         return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
     write(folder, found.spec)
     code = host.run(folder, ranks(spec), env=found.plan.env)
-    ended = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-1500:]}"
+    outcome = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-1500:]}"
     shutil.rmtree(folder)
-    return ended
+    return outcome
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -83,27 +85,29 @@ def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp
             changes = {**METHODS[method], **STRATEGIES[strategy]}
             changes |= {"precision.compute": precision, "train.optim": optimizer}
             found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
-    failed = {key: what for key, what in found.items() if what.startswith("FAILS")}
-    assert not failed, "\n\n".join(f"{key}: {what}" for key, what in failed.items())
+    failed = {key: outcome for key, outcome in found.items() if outcome.startswith("FAILS")}
+    assert not failed, "\n\n".join(f"{key}: {outcome}" for key, outcome in failed.items())
     order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]
-    keep(DOCUMENT, head, order, f"{method}: {strategy}", section(found))
+    write_section(DOCUMENT, introduction, order, f"{method}: {strategy}", section(found))
 
 
 def section(found: Mapping[tuple[str, str], str]) -> str:
-    """How many of each kind, and a table: optimizers that fare alike share a row; the precisions across."""
+    """The counts, and a table: one row per group of optimizers with the same outcomes, one column per precision."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for optimizer in registry.OPTIMIZERS:
         rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
     cells = list(found.values())
     runs, gpu = cells.count(RUNS), cells.count(GPU)
-    said = f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused."
-    return f"{said}\n\n{table(['optimizers', *PRECISIONS], [(', '.join(names), *row) for row, names in rows.items()])}"
+    counts = f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused."
+    return (
+        f"{counts}\n\n{table(['optimizers', *PRECISIONS], [(', '.join(names), *row) for row, names in rows.items()])}"
+    )
 
 
-def head(known: Sections) -> str:
+def introduction(sections: Sections) -> str:
     """What the document is, and a summary of all sections."""
     rows = []
     for strategy in STRATEGIES:
-        said = [known.get(f"{method}: {strategy}", "") for method in METHODS]
-        rows.append([strategy, *(" / ".join(re.findall(r"\d+", text.partition("\n")[0])) for text in said)])
-    return HEAD + table(["run / need a GPU / refused", *METHODS], rows)
+        bodies = [sections.get(f"{method}: {strategy}", "") for method in METHODS]
+        rows.append([strategy, *(" / ".join(re.findall(r"\d+", body.partition("\n")[0])) for body in bodies)])
+    return HEAD + table(["runs / needs a GPU / refused", *METHODS], rows)

@@ -16,10 +16,10 @@ from host import Host, write
 from models import fresh, tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import REORDERED, SMALL, a_spec, losses, mostly_soak, same_losses, text
+from trainings import REORDERED, SMALL, a_spec, an_engine, losses, mostly_soak, same_losses, text
 from transformers import AutoModelForCausalLM
 
-from backend.train import data, kernels, lora, model, trainers
+from backend.train import data, device, kernels, lora, model, trainers
 
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -86,7 +86,7 @@ def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precisi
     layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
     left = layer.base_layer.weight
     assert (left - whole).abs().max() > 1e-2
-    assert left.dtype == model.DTYPES[precision]
+    assert left.dtype == device.DTYPES[precision]
     assert layer.lora_A["default"].weight.dtype == torch.float32
     again = left.float() + layer.get_delta_weight("default")
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root
 def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
     spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
     found = fresh({"lora.modules_to_save": ("model.norm",)})
-    config = trainers.arguments(spec, Path("."), "cpu", 1)
+    config = trainers.arguments(an_engine(spec), Path("."))
     tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
     made = trainers.build(spec, config, found, tokens, rows, [])

@@ -180,10 +180,10 @@ def test_begin_from_scratch_counts_once(tmp_path: Path) -> None:
         (folder / "complete").touch()
         os.utime(folder / "complete", (time.time() + when,) * 2)
     (tmp_path / "lock").touch()
-    checkpoints.sweep(tmp_path, from_scratch=True)
+    checkpoints.delete_incomplete(tmp_path, from_scratch=True)
     assert [checkpoints.step_of(folder) for folder in checkpoints.complete(tmp_path)] == [8]
     (tmp_path / "lock").unlink()  # started without run.sh: nobody knows when
-    checkpoints.sweep(tmp_path, from_scratch=True)
+    checkpoints.delete_incomplete(tmp_path, from_scratch=True)
     assert not checkpoints.complete(tmp_path)
 
 

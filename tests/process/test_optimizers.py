@@ -34,12 +34,12 @@ FULL = {
     "train.weight_decay": 0.1,
 }
 HERE = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
-KIN = {"adamw", "adamw_fused", "adamw_paged"}  # the same arithmetic, by different kernels
+KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arithmetic, by different kernels
 # Others are resumed by the same class, with fewer or more bits.
-ONCE = {"adamw_fused", "adamw_paged", "adamw_paged_8bit", "adamw_4bit_torchao", "ademamix", "lion", "lion_paged"} | {
-    "lion_paged_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
+ONCE = {"adamw_torch_fused", "paged_adamw_32bit", "paged_adamw_8bit", "adamw_torch_4bit", "ademamix", "lion_32bit", "paged_lion_32bit"} | {
+    "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
 }  # fmt: skip
-RESUMED = ("adamw", "adamw_8bit", "adafactor", "muon", "galore", "apollo", "badam", "schedule_free_adamw", "adalomo")
+RESUMED = ("adamw_torch", "adamw_bnb_8bit", "adafactor", "muon", "galore_adamw", "apollo_adamw", "badam", "schedule_free_adamw", "adalomo")
 # Compiling takes a minute each; without it the same arithmetic runs step by step.
 ENV = {"TORCHDYNAMO_DISABLE": "1"}
 OWN = "backend.train.optimizers"
@@ -102,25 +102,25 @@ def moved(folder: Path) -> None:
 
 
 def account(changes: Mapping[str, Any]) -> Account:
-    return Account(a_spec({**FULL, **changes}), Machine(), from_config(registry.MODELS["tiny-llama"].config))
+    return Account(a_spec({**FULL, **changes}), Machine(), from_config(registry.BUILTIN_MODELS["tiny-llama"].config))
 
 
 # Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
 PURE = {
-    "adamw": 4.0,
-    "adamw_8bit": 3.277,
-    "adamw_8bit_torchao": 2.082,
-    "adamw_4bit_torchao": 1.037,
-    "adamw_paged": 8.0,
+    "adamw_torch": 4.0,
+    "adamw_bnb_8bit": 3.277,
+    "adamw_torch_8bit": 2.082,
+    "adamw_torch_4bit": 1.037,
+    "paged_adamw_32bit": 8.0,
     "adam_mini": 2.013,
     "stable_adamw": 6.0,
     "ademamix": 12.0,
     "adafactor": 0.047,
-    "lion": 4.0,
+    "lion_32bit": 4.0,
     "muon": 2.832,
-    "galore": 1.337,
+    "galore_adamw": 1.337,
     "galore_adafactor": 0.201,
-    "apollo": 1.337,
+    "apollo_adamw": 1.337,
     "badam": 1.754,
     "schedule_free_sgd": 2.0,
     "grokadamw": 6.0,
@@ -134,7 +134,7 @@ def test_state_beside_bf16_weights(name: str) -> None:
 
 
 # Bytes a rank and a weight on two ranks of FSDP2, which keeps the shapes of matrices.
-@pytest.mark.parametrize(("name", "each"), [("adamw", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
+@pytest.mark.parametrize(("name", "each"), [("adamw_torch", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
 def test_state_is_spread(name: str, each: float) -> None:
     found = account({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
     assert found.state.bytes / found.sharers / found.trained == pytest.approx(each, rel=0.03)
@@ -144,7 +144,7 @@ def test_state_is_spread(name: str, each: float) -> None:
 def test_sides_of_a_projection(how: str) -> None:
     """The state of one matrix, as GaLore itself makes it."""
     galore = pytest.importorskip("galore_torch")
-    state = account({"train.optim": "galore", "train.galore_proj_type": how}).state
+    state = account({"train.optim": "galore_adamw", "train.galore_proj_type": how}).state
     for rows, columns in ((352, 128), (128, 352)):
         weight = torch.nn.Parameter(torch.randn(rows, columns))
         told = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}

@@ -23,7 +23,7 @@ from backend.modelspec import from_config
 from backend.preflight import preflight
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-TINY = from_config(registry.MODELS["tiny-llama"].config)
+TINY = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
 QUICK = {"train.lr_scheduler_type": "constant", "train.per_device_train_batch_size": 2, "train.learning_rate": 3e-3}
 HALF = {**QUICK, "train.per_device_train_batch_size": 1}
 KEPT = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "save.final_model": True}

@@ -100,7 +100,7 @@ ROWS = [
 
 
 def write_rows(root: Path, rows: list[Any]) -> None:
-    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def without_template(root: Path) -> None:
@@ -125,7 +125,7 @@ def gpt2(root: Path) -> None:
 
 # What lies in the folder when the rule's bad example is about files; otherwise 20 good rows and a good model.
 SCENES: dict[str, Callable[[Path], None]] = {
-    "DAT002": lambda root: (root / "rows.jsonl").unlink(),
+    "DAT002": lambda root: (root / "data.jsonl").unlink(),
     "DAT003": lambda root: write_rows(root, [*ROWS[:2], {"messages": 7}, *ROWS[2:]]),
     "DAT006": lambda root: write_rows(root, ROWS[:1]),
     "MDL001": lambda root: (root / "model/config.json").unlink(),

@@ -65,7 +65,7 @@ def test_serves_keeps_and_ends(tmp_path):
     with served(runs) as (process, port):
         assert b"gradio" in ask(port, "GET", "/")[1]
         status, body = ask(port, "POST", "/api/check", {"values": values, "draft": "abc", "seq": 1})
-        assert status == 200 and json.loads(body)["verdict"]["level"] == "invalid"
+        assert status == 200 and json.loads(body)["status"]["level"] == "invalid"
         assert children(process.pid) == []
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == -signal.SIGTERM

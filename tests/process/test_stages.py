@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from backend.config import RunSpec
-from backend.data import read_rows
+from backend.data import read_examples
 from backend.paths import ASSETS
 from backend.train import data
 
@@ -80,9 +80,9 @@ def test_the_better_answer_gets_ahead(learned: dict[tuple[str, str], Path], stag
 
 def trained_on(stage: str) -> list[dict[str, Any]]:
     """The rows of the runs above, as they stand in the file."""
-    kept = data.collect(spec(stage))[0]
+    kept = data.load_examples(spec(stage))[0]
     asked = [item.value["prompt"] for item in kept]
-    found = [row for _, row in read_rows(ASSETS / "train-pairs/train.jsonl") if row["prompt"] in asked]
+    found = [row for _, row in read_examples(ASSETS / "train-pairs/train.jsonl") if row["prompt"] in asked]
     return [dict(row) for row in found]
 
 
@@ -201,7 +201,7 @@ def prepared(stage: str, host: Host, split: str = "train", **more: Any) -> tuple
 def test_tokens_are_those_of_the_library(host: Host) -> None:
     """What TRL's own preparation makes of the same rows."""
     ours, tokens = prepared("dpo", host, data__max_samples=0, data__max_length=2048)
-    rows = Dataset.from_list([dict(row) for _, row in read_rows(ASSETS / "train-pairs/train.jsonl")])
+    rows = Dataset.from_list([dict(row) for _, row in read_examples(ASSETS / "train-pairs/train.jsonl")])
     asked: Any = SimpleNamespace(dataset_num_proc=None, max_length=2048, truncation_mode="keep_start")
     theirs = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokens), rows, tokens, asked, "train")
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):

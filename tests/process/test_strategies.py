@@ -16,7 +16,7 @@ import torch
 from host import Host, write
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
-from trainings import REORDERED, Launch, a_folder, a_spec, losses, mostly_soak, result, same_losses, text, together
+from trainings import REORDERED, Launch, a_folder, a_spec, an_engine, losses, mostly_soak, result, same_losses, text, together
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
@@ -31,7 +31,6 @@ from backend.config.options import edit
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.preflight import preflight
-from backend.train import engine
 from backend.train.run_log import TrainError
 
 FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
@@ -459,9 +458,8 @@ def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.Monk
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
     spec = a_spec({"parallel.strategy": "fsdp1", "parallel.transformer_layer_cls_to_wrap": ("LlamaMLP",)})
-    engine.start(
-        spec, SimpleNamespace(fsdp=True, fsdp_plugin_args={"reshard_after_forward": "full_shard"}), "cuda", "bf16"
-    )
+    config = SimpleNamespace(fsdp=True, fsdp_plugin_args={"reshard_after_forward": "full_shard"})
+    an_engine(spec, 2, "cuda").start(config)
     wraps = fsdp_auto_wrap_policy(adapted)
     found = {type(m).__name__ for m in adapted.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)}
     assert "LlamaMLP" in found and "LlamaDecoderLayer" not in found
@@ -497,4 +495,4 @@ def test_intel_gpus_without_their_collectives_are_refused(tmp_path: Path, monkey
     """Each process would train alone."""
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
     with pytest.raises(TrainError, match=r"launch\.device: .* XCCL"):
-        engine.arguments(a_spec({"parallel.strategy": "ddp"}), tmp_path, "xpu", 2)
+        an_engine(a_spec({"parallel.strategy": "ddp"}), 2, "xpu").trainer_arguments(tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from documents import Sections, keep, table
+from documents import Sections, table, write_section
 from faked import Grouped, peaks
 
 from backend import registry
@@ -31,7 +31,7 @@ from backend.rules.examples import gpus
 Changes = Mapping[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "SmolLM2 135M": registry.MODELS["smollm2-135m-instruct"].config,
+    "SmolLM2 135M": registry.BUILTIN_MODELS["smollm2-135m-instruct"].config,
     "Llama 3.2 1B": HUB["meta-llama/llama-3.2-1b"],
     "Qwen2.5 1.5B": HUB["qwen/qwen2.5-1.5b"],
     "Qwen3 4B": HUB["qwen/qwen3-4b"],
@@ -219,7 +219,7 @@ def test_two_small_models_tell_of_a_large_one(workers: ProcessPoolExecutor) -> N
 def test_the_estimate_is_near(model: str, workers: ProcessPoolExecutor) -> None:
     asked = cells(model)
     found = dict(zip(asked, workers.map(Cell.error, asked), strict=True))
-    keep(DOCUMENT, head, list(MODELS), model, section(found))
+    write_section(DOCUMENT, introduction, list(MODELS), model, section(found))
     errors = [error for _, error in found.values()]
     low = {cell: error for cell, (_, error) in found.items() if error < -UNDER}
     assert not low, low
@@ -228,27 +228,28 @@ def test_the_estimate_is_near(model: str, workers: ProcessPoolExecutor) -> None:
 
 # --- The document ---
 
-HEAD = """# Memory, against torch's tracker
+HEAD = """# Memory estimate
 
-Written by `make soak`, which needs no GPU: one step of each training on fake tensors (torch's `FakeTensorMode` and a
-fake process group), followed by torch's own `MemTracker`, as rank 0. Real are the transformers model, peft, FSDP2 as
-accelerate sets it up, DDP, autocast, checkpointing, TRL's loss, gradient clipping and AdamW. A cell says batch x
-length, `c` with checkpointing, the peak that the tracker saw, and how far the estimate is from it: below zero is too
-little.
+The estimate compared with PyTorch's own memory tracker. Written by `make soak`, which needs no GPU: one training step
+on fake tensors (`FakeTensorMode` and a fake process group), tracked by
+`torch.distributed._tools.mem_tracker.MemTracker` as rank 0. The Transformers model, PEFT, FSDP2 as accelerate sets it
+up, DDP, autocast, activation checkpointing, TRL's loss, gradient clipping and AdamW are the real ones. A cell has
+batch size x sequence length, `c` with activation checkpointing, the tracked peak, and the error of the estimate;
+below zero means that the estimate is too low.
 
-- Put in place of a GPU, which the tensors are not on: the attention kernel that torch 2.13 chooses on an H100, and
-  TRL's Triton kernels. What a kernel allocates inside itself is not seen, nor what the allocator keeps for later.
-- The row "Overhead" (the context, NCCL and cuBLAS) is no tensor. It is left out of the estimate here.
-- Rows of a batch are taken to be of different lengths, so that attention has a mask from batch 2 on.
-- In each part of a step (forward, loss, upper and lower half of the layers backward, optimizer) memory grows by the
-  same bytes with each layer. So each cell was measured with two small numbers of layers, and extended to the model's
-  own. That was tried on {whole} whole models: they differ by less than 0.5 %.
-- Of a mixture of experts, "lora" has adapters on the experts too, and "attention" has none there. What computes the
-  experts keeps what torch's own kernel keeps; it was taken from torch's source.
-- Not here: DeepSpeed, whose buffers are filled outside of what can be followed; `make gpu` measures its peaks. Nor
-  tensor parallel, packing, packed bases, other stages and other optimizers than AdamW.
+- The tensors are not on a GPU. The attention kernel that torch 2.13 chooses on an H100, and TRL's Triton kernels, are
+  therefore replaced. Memory that a kernel allocates internally, and memory that the allocator caches, is not tracked.
+- "Overhead" (CUDA context, NCCL, cuBLAS) is not a tensor and is left out of the estimate here.
+- Sequences of a batch are assumed to differ in length, so attention has a mask from batch size 2 on.
+- In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer) memory grows
+  by the same number of bytes per layer. So each cell was measured with two small numbers of layers and extrapolated
+  to the model's number. On {whole} complete models this differed from the measured peak by less than 0.5 %.
+- For mixture-of-experts models "lora" includes adapters on the experts, "attention" does not. The fake kernel of the
+  experts saves the tensors that torch's own kernel saves for backward.
+- Not covered: DeepSpeed, whose buffers the tracker does not see (`make gpu` measures its peaks), tensor parallel,
+  packing, quantized base models, preference stages, and optimizers other than AdamW.
 
-Goal: {share:.0%} of the cells within {near:.0%}, none too little by more than {under:.0%}.
+Goal: {share:.0%} of the cells within {near:.0%}, none too low by more than {under:.0%}.
 
 """
 COUNTED = re.compile(r"(\d+) cells, (\d+) within 10 %, (\d+) within 5 %; from (\S+ %) to (\S+ %)")
@@ -271,9 +272,9 @@ def section(found: Mapping[Cell, tuple[int, float]]) -> str:
     return f"{counts}\n\n{table(['', *PRECISIONS], rows)}"
 
 
-def head(known: Sections) -> str:
+def introduction(sections: Sections) -> str:
     """What the document is, and a summary of all models."""
-    told = {name: COUNTED.match(body) for name, body in known.items()}
-    rows = [[name, *counts.groups()] for name, counts in told.items() if counts]
+    counted = {name: COUNTED.match(body) for name, body in sections.items()}
+    rows = [[name, *counts.groups()] for name, counts in counted.items() if counts]
     top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER)
     return top + table(["", "cells", "within 10 %", "within 5 %", "lowest", "highest"], rows)

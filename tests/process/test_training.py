@@ -110,7 +110,7 @@ def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
     assert found["steps"] == STEPS
     assert found["exact_match_before"] == found["exact_match_after"] == 0
     assert len(found["samples"]) == 3
-    assert all(set(s) == {"prompt", "wanted", "before", "after"} for s in found["samples"])
+    assert all(set(s) == {"prompt", "reference", "before", "after"} for s in found["samples"])
     assert 0 < found["trainable_parameters"] < found["parameters"]
     assert len(found["peak_bytes"]) == 2
     assert found["reserved_bytes"] == [None, None], "of a device's memory, and this is a CPU"

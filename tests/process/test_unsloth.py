@@ -66,7 +66,7 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
         ({"data.packing": True}, "data.packing: Unsloth took off instead of on"),
         ({"method.quantization": "int8"}, "method.quantization: Unsloth took load_in_8bit None instead of True"),
         (
-            {"train.optim": "adamw_8bit"},
+            {"train.optim": "adamw_bnb_8bit"},
             "Unsloth took adamw_torch_fused instead of adamw_bnb_8bit",
         ),
     ],

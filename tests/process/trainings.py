@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from backend.config.options import edit
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.paths import HOME
+from backend.resolve import resolve
 from backend.runs import METRICS, RESULT, RUN_MARKER, STOP, Plan, processes
+from backend.train.engines import TrainEngine, train_engine
 
 SMALL = {
     "model.builtin": "tiny-llama",
@@ -45,16 +48,21 @@ THREADS = os.environ.get("FOOTPLATE_TEST_THREADS") or "1"  # of each training pr
 # Several trainings in one process: the libraries are imported once. What it runs is backend.train's own main.
 MANY = """
 import sys
-from backend.train.__main__ import ending, main
+from backend.train.__main__ import exit, main
 for line in sys.argv[1:]:
     sys.argv[1:] = line.split("|")
     main()
-ending.leave()
+exit.exit_now()
 """
 
 
 def a_spec(changes: Mapping[str, Any] = {}) -> RunSpec:
     return edit(RunSpec(), {**SMALL, **changes})
+
+
+def an_engine(spec: RunSpec, world_size: int = 1, device: str = "cpu") -> TrainEngine:
+    """The engine that trains `spec` in `world_size` processes."""
+    return train_engine(spec, replace(resolve(spec, Machine()), device=device), world_size)
 
 
 def nothing(text: str, share: float | None) -> None:

@@ -16,4 +16,4 @@ kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_availa
 with profile(activities=kinds) as seen:
     training.main()
 Path("seen.json").write_text(json.dumps(sorted({event.name for event in seen.events()})))
-exit.leave()
+exit.exit_now()

@@ -1,4 +1,4 @@
-"""The app around a page that is quickly made."""
+"""The app around a minimal page, which is fast to build."""
 
 import gradio as gr
 from starlette.testclient import TestClient
@@ -8,9 +8,9 @@ from webui import server
 
 def small_page():
     with gr.Blocks(analytics_enabled=False) as page:
-        gr.HTML("here")
+        gr.HTML("page")
     return page
 
 
-def client(runs, **more):
-    return TestClient(server.make(runs, small_page, **more), base_url="http://127.0.0.1:7860")
+def client(runs, **options):
+    return TestClient(server.create_app(runs, small_page, **options), base_url="http://127.0.0.1:7860")

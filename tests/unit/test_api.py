@@ -1,4 +1,4 @@
-"""The page's own routes, asked as the page asks them; and what they answer to what makes no sense."""
+"""The API as the page uses it, and its responses to invalid requests."""
 
 import csv
 import io
@@ -18,8 +18,8 @@ from backend.rules import OUTDATED, RULES
 from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
 from webui.api import requests
-from webui.api.app_state import Summaries
-from webui.api.requests import Refusal
+from webui.api.app_state import RunSummaries
+from webui.api.requests import ApiError
 from webui.drafts import Drafts
 
 VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.run_name": "From a test"}
@@ -28,7 +28,7 @@ SLEEPER = "#!/bin/sh\necho sleeping\nexec sleep 600\n"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A runs folder, and instead of Python a program that sleeps: whatever is started here trains nothing."""
+    """A runs folder, and a program that sleeps in place of Python: no run trains anything."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "python").write_text(SLEEPER)
     (folder / "python").chmod(0o755)
@@ -38,7 +38,7 @@ def place(tmp_path_factory):
 
 def app(place):
     machine = Machine(python=str(place / "python"))
-    return client(place / "runs", machine=lambda _: machine)
+    return client(place / "runs", detect_machine=lambda _: machine)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def one(place):
 
 @pytest.fixture
 def run(place):
-    """A run that was made and never started, with a spec and a log."""
+    """A run that was created but never started, with a spec and a log."""
     made = Run.create(
         place / "runs", "made", Plan(("true",), {"A": "1"}, {SPEC: "train:\n  max_steps: 7\n"}), datetime.now()
     )
@@ -62,27 +62,27 @@ def run(place):
         made.delete()
 
 
-def check(one, values, **more):
-    answer = one.post("/api/check", json={"values": values, "seq": 1, **more})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def check(one, values, **options):
+    response = one.post("/api/check", json={"values": values, "seq": 1, **options})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
-# -- the build page ----------------------------------------------------------------------------------------------
+# -- Build view ----------------------------------------------------------------------------------------------
 
 
-def test_check_says_everything(one):
-    said = check(one, VALUES)
-    assert said["seq"] == 1 and said["title"] == "From a test" and said["invalid"] == []
-    assert said["verdict"]["level"] in ("ok", "warning") and said["verdict"]["text"].startswith("Can run")
-    assert "backend.train" in said["preview"]["command"] and said["preview"]["files"][0]["name"] == SPEC
-    assert all(file["about"] for file in said["preview"]["files"])
-    assert said["preview"]["script"] and said["preview"]["env"] and said["preview"]["others"] == []
-    assert said["memory"]["device_bytes"] > 0 and said["memory"]["rows"][0]["formula"]
-    assert said["memory"]["device_label"]
+def test_check_reports_everything(one):
+    report = check(one, VALUES)
+    assert report["seq"] == 1 and report["title"] == "From a test" and report["invalid"] == []
+    assert report["status"]["level"] in ("ok", "warning") and report["status"]["text"].startswith("Can run")
+    assert "backend.train" in report["preview"]["command"] and report["preview"]["files"][0]["name"] == SPEC
+    assert all(file["about"] for file in report["preview"]["files"])
+    assert report["preview"]["script"] and report["preview"]["env"] and report["preview"]["others"] == []
+    assert report["memory"]["device_bytes"] > 0 and report["memory"]["rows"][0]["formula"]
+    assert report["memory"]["device_label"]
 
 
-def test_check_of_nothing_is_the_defaults(one):
+def test_check_without_values_uses_the_defaults(one):
     assert check(one, {})["preview"]["command"] == check(one, values_of_defaults())["preview"]["command"]
 
 
@@ -106,30 +106,30 @@ def values_of_defaults():
         ("", 1),
     ],
 )
-def test_a_wrong_value_is_named_and_the_rest_is_judged(one, name, value):
+def test_an_invalid_value_is_named_and_the_rest_is_checked(one, name, value):
     shown = {"model.source": "path"} if name == "model.trust_remote_code" else {}
-    said = check(one, {**VALUES, **shown, name: value})
-    assert [p["field"] for p in said["invalid"]] == [name] and said["invalid"][0]["message"]
-    assert said["verdict"]["level"] == "invalid"
-    assert said["preview"]["command"] and said["memory"] and said["title"] == "From a test"
+    report = check(one, {**VALUES, **shown, name: value})
+    assert [p["field"] for p in report["invalid"]] == [name] and report["invalid"][0]["message"]
+    assert report["status"]["level"] == "invalid"
+    assert report["preview"]["command"] and report["memory"] and report["title"] == "From a test"
 
 
-def test_several_wrong_values_are_all_named(one):
+def test_several_invalid_values_are_all_named(one):
     wrong = {"train.learning_rate": "x", "train.per_device_train_batch_size": -1, "train.no_such": 1, "what": 2}
-    said = check(one, {**VALUES, **wrong})
-    assert {p["field"] for p in said["invalid"]} == set(wrong)
-    assert "4 values are" in said["verdict"]["text"]
+    report = check(one, {**VALUES, **wrong})
+    assert {p["field"] for p in report["invalid"]} == set(wrong)
+    assert "4 invalid values" in report["status"]["text"]
 
 
-def test_a_wrong_value_in_a_hidden_field_is_no_problem(one):
+def test_an_invalid_value_in_a_hidden_field_is_ignored(one):
     assert check(one, {**VALUES, "train.duration": "epochs", "train.max_steps": None})["invalid"] == []
     assert check(one, {**VALUES, "train.duration": "steps", "train.max_steps": None})["invalid"]
 
 
 def test_findings_come_with_fixes_that_fit_the_form(one):
-    said = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.launcher": "python"})
-    errors = [f for f in said["findings"] if f["level"] == "error"]
-    assert errors and said["verdict"]["level"] == "error"
+    report = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.launcher": "python"})
+    errors = [f for f in report["findings"] if f["level"] == "error"]
+    assert errors and report["status"]["level"] == "error"
     fixes = [fix for finding in errors for fix in finding["fixes"]]
     assert fixes
     for fix in fixes:
@@ -139,17 +139,17 @@ def test_findings_come_with_fixes_that_fit_the_form(one):
         assert not check(one, {**VALUES, **fix["patch"]})["invalid"]
 
 
-def test_safe_fixes_at_one_stroke(one):
-    """The change in one, which leads there; what they cannot mend is left, and a spec that runs stays as it is."""
+def test_all_safe_fixes_are_one_patch(one):
+    """Applied together they leave the errors without a safe fix; a spec that can run stays unchanged."""
     wrong = {**VALUES, "parallel.strategy": "zero3", "save.merge_adapter": True, "precision.compute": "fp16"}
     found = one.post("/api/fix", json={"values": wrong}).json()
     assert found["patch"] == {"launch.launcher": "torchrun", "save.merge_adapter": False} and found["count"] == 2
     assert [part["name"] for part in found["diff"]] == ["save.merge_adapter", "launch.launcher"]
-    assert found["left"] == ["fp16 on a CPU"]
-    left = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
-    assert left == found["left"]
+    assert found["remaining"] == ["fp16 on a CPU"]
+    remaining = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
+    assert remaining == found["remaining"]
     nothing = one.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
-    assert (nothing["patch"], nothing["diff"], nothing["count"], nothing["left"]) == ({}, [], 0, [])
+    assert (nothing["patch"], nothing["diff"], nothing["count"], nothing["remaining"]) == ({}, [], 0, [])
     assert one.post("/api/fix", json={"values": VALUES, "machine": "9x9gb"}).status_code == 404
 
 
@@ -175,14 +175,14 @@ def test_presets_import_export(one):
         ("\x00", "YAML"),
     ],
 )
-def test_bad_yaml_is_a_sentence(one, yaml, part):
-    answer = one.post("/api/import", json={"yaml": yaml})
-    assert answer.status_code == 422 and part in answer.json()["error"]
+def test_invalid_yaml_is_a_sentence(one, yaml, part):
+    response = one.post("/api/import", json={"yaml": yaml})
+    assert response.status_code == 422 and part in response.json()["error"]
 
 
-def test_export_names_what_is_wrong(one):
-    answer = one.post("/api/export", json={"values": {"train.per_device_train_batch_size": "x"}})
-    assert answer.status_code == 422 and answer.json()["field"] == "train.per_device_train_batch_size"
+def test_export_names_the_invalid_option(one):
+    response = one.post("/api/export", json={"values": {"train.per_device_train_batch_size": "x"}})
+    assert response.status_code == 422 and response.json()["field"] == "train.per_device_train_batch_size"
 
 
 def test_machines(one):
@@ -193,15 +193,15 @@ def test_machines(one):
     assert wanted["first-run"] == "" and wanted["two-nodes"] == "2x8x80gb"
 
 
-def test_a_run_is_planned_for_another_machine(one):
+def test_a_run_can_be_checked_for_another_machine(one):
     eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8, "launch.launcher": "torchrun"}
     body = {"values": eight, "draft": "", "seq": 1}
     here, there = (one.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
     assert (here["place"], there["place"]) == ("", "eight GPUs with 80 GB")
     assert there["memory"]["capacity_bytes"] == 80 * 2**30 and here["memory"]["capacity_bytes"] != 80 * 2**30
-    assert ["CUDA_VISIBLE_DEVICES" in said["preview"]["command"] for said in (here, there)] == [False, True]
-    answer = one.post("/api/check", json={**body, "machine": "9x9gb"})
-    assert answer.status_code == 404 and "8x80gb" in answer.json()["error"]
+    assert ["CUDA_VISIBLE_DEVICES" in report["preview"]["command"] for report in (here, there)] == [False, True]
+    response = one.post("/api/check", json={**body, "machine": "9x9gb"})
+    assert response.status_code == 404 and "8x80gb" in response.json()["error"]
 
 
 def test_rules_page(one):
@@ -209,13 +209,13 @@ def test_rules_page(one):
     assert page.headers["content-type"].startswith("text/html")
     assert page.text.count("<article") == len(RULES) + len(OUTDATED) and "footplate/page.css" in page.text
     assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
-    assert not [name for name in ("cards", "count", "families", "levels", "stale") if f"{{{name}}}" in page.text]
+    assert not [name for name in ("rules", "count", "families", "levels", "outdated") if f"{{{name}}}" in page.text]
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------
 
 
-def test_drafts_outlive_the_app(place, one):
+def test_drafts_survive_a_restart(place, one):
     typed = {**VALUES, "train.learning_rate": "2e-"}
     check(one, typed, draft="d1")
     with app(place) as another:
@@ -227,13 +227,13 @@ def test_drafts_outlive_the_app(place, one):
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", ".hidden", "a" * 65, "a\x00b", "\u00e9"])
 def test_draft_names_stay_in_their_folder(place, one, name):
-    answer = one.post("/api/check", json={"values": {}, "draft": name})
-    assert answer.status_code == 400 and "draft" in answer.json()["error"]
+    response = one.post("/api/check", json={"values": {}, "draft": name})
+    assert response.status_code == 400 and "draft" in response.json()["error"]
     assert not list(place.glob("**/x*"))
 
 
-def test_drafts_make_room_and_are_small(tmp_path):
-    drafts = Drafts(tmp_path / "d", most=3)
+def test_drafts_are_limited_in_number_and_size(tmp_path):
+    drafts = Drafts(tmp_path / "d", max_drafts=3)
     for i in range(5):
         drafts.save(f"n{i}", {"i": i})
         time.sleep(0.01)
@@ -244,7 +244,7 @@ def test_drafts_make_room_and_are_small(tmp_path):
     assert drafts.load("n2") is None
 
 
-# -- what makes no sense -----------------------------------------------------------------------------------------
+# -- invalid requests -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ def test_drafts_make_room_and_are_small(tmp_path):
     ],
 )
 def test_bodies(one, body, kind, status):
-    answer = one.post("/api/check", content=body, headers={"content-type": kind})
-    assert answer.status_code == status
-    assert status == 200 or answer.json()["error"]
+    response = one.post("/api/check", content=body, headers={"content-type": kind})
+    assert response.status_code == status
+    assert status == 200 or response.json()["error"]
 
 
 def test_unknown_routes_and_methods(one):
     for method, path in (("GET", "/api/nothing"), ("GET", "/api/check"), ("PUT", "/api/runs"), ("DELETE", "/api/runs")):
-        answer = one.request(method, path)
-        assert answer.status_code == 404 and "api/" in answer.json()["error"]
+        response = one.request(method, path)
+        assert response.status_code == 404 and "api/" in response.json()["error"]
 
 
 IDS = ["no-such", "..", "%2e%2e", "..%2f..%2fetc", ".drafts", ".keys", "%00", "x" * 300, "%E2%80%AE"]
@@ -281,29 +281,29 @@ PARTS = ["", "log", "log.txt", "metrics", "series", "metrics.csv", "report.png",
 
 @pytest.mark.parametrize("name", IDS)
 @pytest.mark.parametrize("part", PARTS)
-def test_ids_lead_nowhere(one, name, part):
-    answer = one.get(f"/api/runs/{name}/{part}".rstrip("/"))
-    assert answer.status_code == 404
+def test_unknown_ids_are_404(one, name, part):
+    response = one.get(f"/api/runs/{name}/{part}".rstrip("/"))
+    assert response.status_code == 404
     assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 404
     assert one.delete(f"/api/runs/{name}").status_code == 404
 
 
-def test_a_mistake_is_a_sentence_with_a_mark(capsys):
-    answer = requests.failed(KeyError("secret"))
-    said = json.loads(answer.body)["error"]
-    assert answer.status_code == 500 and "secret" not in said
+def test_an_internal_error_is_a_sentence_with_an_id(capsys):
+    response = requests.error_response(KeyError("secret"))
+    sentence = json.loads(response.body)["error"]
+    assert response.status_code == 500 and "secret" not in sentence
     err = capsys.readouterr().err
-    assert said.rpartition(" ")[2].strip(".") in err and "secret" in err
+    assert sentence.rpartition(" ")[2].strip(".") in err and "secret" in err
 
 
 def test_a_full_disk_is_a_sentence():
-    answer = requests.failed(OSError(28, "No space left on device"))
-    assert answer.status_code == 507 and "full" in json.loads(answer.body)["error"]
+    response = requests.error_response(OSError(28, "No space left on device"))
+    assert response.status_code == 507 and "full" in json.loads(response.body)["error"]
 
 
-def test_a_refusal_says_more():
-    answer = requests.failed(Refusal(400, "No.", field="a"))
-    assert (answer.status_code, json.loads(answer.body)) == (400, {"error": "No.", "field": "a"})
+def test_an_api_error_has_details():
+    response = requests.error_response(ApiError(400, "No.", field="a"))
+    assert (response.status_code, json.loads(response.body)) == (400, {"error": "No.", "field": "a"})
 
 
 # -- runs --------------------------------------------------------------------------------------------------------
@@ -330,9 +330,9 @@ def test_a_key_makes_one_run(place, one):
     assert shown["summary"]["state"] in ("starting", "running") and shown["can"]["stop"] and not shown["can"]["delete"]
     assert shown["spec"]["model.builtin"] == "tiny-llama" and "tiny-llama" in shown["yaml"]
     assert str(place / "python") in shown["command"] and shown["failure"] is None
-    judged = check(one, VALUES)["memory"]
-    assert shown["estimate"]["device_bytes"] == shown["estimate"]["measured_bytes"] == judged["device_bytes"]
-    assert shown["estimate"]["rows"] == judged["rows"]
+    memory = check(one, VALUES)["memory"]
+    assert shown["estimate"]["device_bytes"] == shown["estimate"]["measured_bytes"] == memory["device_bytes"]
+    assert shown["estimate"]["rows"] == memory["rows"]
     assert one.delete(f"/api/runs/{name}").status_code == 409
     assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
     assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
@@ -350,20 +350,20 @@ def test_a_key_makes_one_run(place, one):
     assert one.post("/api/runs", json=body).status_code == 409
 
 
-def test_a_start_that_was_cut_off_is_taken_up(place, one, run):
+def test_an_interrupted_start_is_continued(place, one, run):
     (place / "runs" / ".keys").mkdir(exist_ok=True)
-    (place / "runs" / ".keys" / "cut-off-key").write_text(run.id)
-    assert one.post("/api/runs", json={"values": VALUES, "key": "cut-off-key"}).json()["id"] == run.id
+    (place / "runs" / ".keys" / "interrupted-key").write_text(run.id)
+    assert one.post("/api/runs", json={"values": VALUES, "key": "interrupted-key"}).json()["id"] == run.id
     ended(run.path)
     assert run.state == "failed" or run.state == "done"
 
 
 @pytest.mark.parametrize("key", ["short", "../../etc/passwd", "a b c d e f", "x" * 65])
-def test_keys_are_plain(one, key):
+def test_invalid_keys_are_rejected(one, key):
     assert one.post("/api/runs", json={"values": VALUES, "key": key}).status_code == 400
 
 
-def test_what_cannot_run_is_not_started(place, one):
+def test_a_run_with_errors_is_not_started(place, one):
     before = sorted((place / "runs").iterdir())
     wrong = one.post(
         "/api/runs", json={"values": {**VALUES, "train.per_device_train_batch_size": "x"}, "key": "not-valid-1"}
@@ -378,7 +378,7 @@ def test_what_cannot_run_is_not_started(place, one):
     assert [p for p in (place / "runs").iterdir() if p.name[0] != "."] == [p for p in before if p.name[0] != "."]
 
 
-def test_list_says_when_nothing_changed(one, run):
+def test_the_list_is_204_when_unchanged(one, run):
     first = one.get("/api/runs")
     assert first.json()["runs"][0]["id"] == run.id
     assert one.get(f"/api/runs?have={first.json()['etag']}").status_code == 204
@@ -409,7 +409,7 @@ def test_log_by_bytes(one, run):
     assert one.get(f"{base}.txt").status_code == 404
 
 
-def test_a_long_log_comes_in_parts_without_loss(one, run):
+def test_a_long_log_is_complete_in_parts(one, run):
     lines = "".join(f"[default{i % 2}]:{i} {'x' * 80}\n" for i in range(12_000))
     (run.path / LOG).write_text(lines)
     base = f"/api/runs/{run.id}/log"
@@ -436,7 +436,7 @@ def write_points(run, points):
         file.writelines(orjson.dumps(point) + b"\n" for point in points)
 
 
-def test_metrics_series_csv_and_picture(one, run):
+def test_metrics_series_csv_and_image(one, run):
     base = f"/api/runs/{run.id}"
     assert one.get(f"{base}/metrics").status_code == 204
     assert one.get(f"{base}/series").json()["series"] == {}
@@ -446,7 +446,7 @@ def test_metrics_series_csv_and_picture(one, run):
     assert len(first["points"]) == 3002 and first["o"] == (run.path / METRICS).stat().st_size
     assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
     with (run.path / METRICS).open("a") as file:
-        file.write('{"step": 3002, "ti')  # torn: it is being written
+        file.write('{"step": 3002, "ti')  # half a line: it is being written
     assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
     with (run.path / METRICS).open("a") as file:
         file.write('me": 3.0, "loss": 1.0}\n')
@@ -464,20 +464,20 @@ def test_metrics_series_csv_and_picture(one, run):
     rows = list(csv.DictReader(io.StringIO(one.get(f"{base}/metrics.csv").text)))
     assert len(rows) == 3003 and rows[0]["loss"] == "5.0"
     (run.path / RESULT).write_text('{"exact_match_before": 0.0, "exact_match_after": 0.9, "eval_loss": 0.5}')
-    picture = one.get(f"{base}/report.png")
-    assert picture.headers["content-type"] == "image/png" and picture.content.startswith(b"\x89PNG")
+    image = one.get(f"{base}/report.png")
+    assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
 
 
-def test_a_picture_of_nothing_yet(one, run):
+def test_an_image_without_metrics(one, run):
     assert one.get(f"/api/runs/{run.id}/report.png").content.startswith(b"\x89PNG")
 
 
-def test_spec_as_it_was_asked(one, run):
-    answer = one.get(f"/api/runs/{run.id}/spec.yaml")
-    assert answer.text == "train:\n  max_steps: 7\n" and f'{run.id}.yaml"' in answer.headers["content-disposition"]
+def test_spec_is_the_stored_file(one, run):
+    response = one.get(f"/api/runs/{run.id}/spec.yaml")
+    assert response.text == "train:\n  max_steps: 7\n" and f'{run.id}.yaml"' in response.headers["content-disposition"]
 
 
-def test_a_broken_run_is_shown_all_the_same(one, run):
+def test_a_broken_run_is_still_shown(one, run):
     (run.path / SPEC).write_text("train: {gone: 1}\n")
     (run.path / METRICS).write_bytes(b"\xff\xfe no json\n")
     shown = one.get(f"/api/runs/{run.id}").json()
@@ -487,7 +487,7 @@ def test_a_broken_run_is_shown_all_the_same(one, run):
     assert one.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
 
 
-def test_the_list_reads_what_has_ended_once(place):
+def test_the_list_reads_an_ended_run_once(place):
     root = place / "many"
     root.mkdir()
     for i in range(3):
@@ -495,7 +495,7 @@ def test_the_list_reads_what_has_ended_once(place):
         (made.path / "lock").write_text("supervisor")
         (made.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
     asked = []
-    summaries = Summaries(root, lambda run: asked.append(run.id) or run.summary())
+    summaries = RunSummaries(root, lambda run: asked.append(run.id) or run.summary())
     first = summaries.all()
     assert [s["state"] for s in first] == ["done"] * 3 and len(asked) == 3
     assert summaries.all() == first and len(asked) == 3

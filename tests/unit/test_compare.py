@@ -73,7 +73,7 @@ def test_where_nothing_fits_less_at_once_is_tried() -> None:
     assert best is not None
     assert best.patch["train.activation_checkpointing"] is True
     assert "activation checkpointing" in why
-    assert suggestion(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw")) is None
+    assert suggestion(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
 def test_a_model_that_is_not_known_has_no_ways() -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from backend.config import Data
-from backend.data import DEFAULTS, RowError, columns, convert, expand, plain, problem, read_rows, recognise
+from backend.data import (
+    DEFAULTS,
+    DataFileError,
+    convert,
+    detect_format,
+    example_problem,
+    expand,
+    read_examples,
+    required_columns,
+    to_text,
+)
 
 DATA = Data()
 USER = {"role": "user", "content": "When?"}
@@ -25,10 +35,10 @@ ROWS = {
 @pytest.mark.parametrize("format", ROWS)
 def test_each_format_is_recognised_and_converted(format: str) -> None:
     row = ROWS[format]
-    assert recognise(row) == format
-    assert problem(row, format, DATA) is None
+    assert detect_format(row) == format
+    assert example_problem(row, format, DATA) is None
     assert convert(row, format, DATA) == ({"text": "At nine."} if format == "text" else {"messages": [USER, ANSWER]})
-    assert plain(convert(row, format, DATA)) == ("At nine." if format == "text" else "When?\n\nAt nine.")
+    assert to_text(convert(row, format, DATA)) == ("At nine." if format == "text" else "When?\n\nAt nine.")
 
 
 @pytest.mark.parametrize("format", [f for f in ROWS if f != "text"])
@@ -43,7 +53,7 @@ def test_system_prompt_is_put_before_conversations_without_one(format: str) -> N
 
 def test_other_columns_are_taken_where_they_are_named() -> None:
     data = Data(source="files", format="prompt_completion", prompt_column="question", completion_column="reply")
-    assert columns(data, "prompt_completion") == {"prompt_column": "question", "completion_column": "reply"}
+    assert required_columns(data, "prompt_completion") == {"prompt_column": "question", "completion_column": "reply"}
     assert convert({"question": "When?", "reply": "At nine."}, "prompt_completion", data)["messages"] == [
         USER,
         ANSWER,
@@ -79,26 +89,26 @@ def test_openai_parts_and_json_text_in_a_cell_are_read() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "When?"}]}, ANSWER]
     assert convert({"messages": parts}, "messages", DATA)["messages"] == [USER, ANSWER]
     cell = {"messages": json.dumps([USER, ANSWER])}
-    assert recognise(cell) == "messages"
+    assert detect_format(cell) == "messages"
     assert convert(cell, "messages", DATA)["messages"] == [USER, ANSWER]
 
 
 BAD = [
-    ("alpaca", {"instruction": "a", "answer": "b"}, "no column output; the columns are: instruction, answer"),
+    ("alpaca", {"instruction": "a", "answer": "b"}, "no column output; its columns are: instruction, answer"),
     ("alpaca", {"instruction": "a", "output": " "}, "output is empty"),
-    ("alpaca", {"instruction": "a", "output": None}, "output holds nothing"),
-    ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "input holds a number"),
-    ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "pairs of question and answer"),
-    ("prompt_completion", {"prompt": ["a"], "completion": "b"}, "prompt holds a list"),
-    ("text", {"text": 5}, "text holds a number"),
-    ("messages", {"messages": "hello"}, "text instead of a list"),
-    ("messages", {"messages": []}, "no turn"),
+    ("alpaca", {"instruction": "a", "output": None}, "output contains null"),
+    ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "input contains a number"),
+    ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "list of [prompt, response] pairs"),
+    ("prompt_completion", {"prompt": ["a"], "completion": "b"}, "prompt contains a list"),
+    ("text", {"text": 5}, "text contains a number"),
+    ("messages", {"messages": "hello"}, "contains text; expected a list of turns"),
+    ("messages", {"messages": []}, "an empty list"),
     ("messages", {"messages": ["hello"]}, "turn 1 is text"),
-    ("messages", {"messages": [{"from": "human", "value": "a"}]}, "no role; its keys are: from, value"),
+    ("messages", {"messages": [{"from": "human", "value": "a"}]}, "no key role; its keys are from, value"),
     ("messages", {"messages": [{"role": "gpt", "content": "a"}]}, "unknown role 'gpt'"),
-    ("messages", {"messages": [USER]}, "no turn of the assistant"),
-    ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "turn 2 is an empty answer"),
-    ("messages", {"messages": [{"role": "user", "content": 1}, ANSWER]}, "content is a number"),
+    ("messages", {"messages": [USER]}, "no assistant turn"),
+    ("messages", {"messages": [USER, {"role": "assistant", "content": ""}]}, "turn 2 is an empty assistant turn"),
+    ("messages", {"messages": [{"role": "user", "content": 1}, ANSWER]}, "content of turn 1 is a number"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "only text"),
     (
         "sharegpt",
@@ -109,15 +119,15 @@ BAD = [
 
 
 @pytest.mark.parametrize(("format", "row", "part"), BAD)
-def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, object], part: str) -> None:
-    told = problem(row, format, DATA)
-    assert told is not None
-    assert part in told
+def test_an_invalid_example_is_explained(format: str, row: dict[str, object], part: str) -> None:
+    problem = example_problem(row, format, DATA)
+    assert problem is not None
+    assert part in problem
 
 
 @pytest.mark.parametrize("row", [{}, {"question": "a"}, {"messages": "no"}, {"text": 1}, {"instruction": "a"}])
-def test_what_is_no_format_of_ours_is_not_guessed(row: dict[str, object]) -> None:
-    assert recognise(row) is None
+def test_unknown_formats_are_not_guessed(row: dict[str, object]) -> None:
+    assert detect_format(row) is None
 
 
 FILES = {
@@ -135,16 +145,16 @@ LINES = {"a": [1, 3], "b": [2, 4], "c": [3, 3], "d": [2, 3], "e": [1, 2], "f": [
 def test_files_are_read_with_their_lines(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(FILES[name], encoding="utf-8", newline="")
-    rows = list(read_rows(path))
+    rows = list(read_examples(path))
     assert [row["text"] for _, row in rows] == ["one", "two"]
     assert [line for line, _ in rows] == LINES[name[0]]
-    assert list(read_rows(path, limit=1)) == rows[:1]
+    assert list(read_examples(path, limit=1)) == rows[:1]
 
 
 def test_a_long_cell_and_lines_within_a_cell(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     path.write_text(f'text\n"{"a" * 200_000}\n\nb"\nlast\n', encoding="utf-8")
-    rows = list(read_rows(path))
+    rows = list(read_examples(path))
     assert [(line, len(row["text"])) for line, row in rows] == [(2, 200_003), (5, 4)]
 
 
@@ -153,12 +163,12 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"messages": [[USER, ANSWER]] * 3}), path)
-    rows = list(read_rows(path, limit=2))
+    rows = list(read_examples(path, limit=2))
     assert [line for line, _ in rows] == [1, 2]
-    assert recognise(rows[0][1]) == "messages"
+    assert detect_format(rows[0][1]) == "messages"
     (tmp_path / "b.parquet").write_text("no")
-    with pytest.raises(RowError, match="no Parquet file"):
-        list(read_rows(tmp_path / "b.parquet"))
+    with pytest.raises(DataFileError, match="not a valid Parquet file"):
+        list(read_examples(tmp_path / "b.parquet"))
 
 
 BROKEN = {
@@ -178,23 +188,23 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+def test_a_broken_file_is_reported_with_its_line(tmp_path: Path, name: str) -> None:
     text, line = BROKEN[name]
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(RowError) as caught:
-        list(read_rows(path))
+    with pytest.raises(DataFileError) as caught:
+        list(read_examples(path))
     assert (caught.value.path, caught.value.line) == (str(path), line)
     assert name in str(caught.value)
-    assert caught.value.sentence
+    assert caught.value.message
 
 
-def test_other_ways_of_failing(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"text": "café"}'.encode("latin-1"))
-    with pytest.raises(RowError, match="UTF-8"):
-        list(read_rows(tmp_path / "latin.jsonl"))
-    with pytest.raises(RowError, match="No such file"):
-        list(read_rows(tmp_path / "none.jsonl"))
+    with pytest.raises(DataFileError, match="UTF-8"):
+        list(read_examples(tmp_path / "latin.jsonl"))
+    with pytest.raises(DataFileError, match="No such file"):
+        list(read_examples(tmp_path / "none.jsonl"))
 
 
 def test_patterns_are_expanded_in_order_and_once(tmp_path: Path) -> None:
@@ -202,7 +212,7 @@ def test_patterns_are_expanded_in_order_and_once(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert [p.name for p in expand(["b.jsonl", "?.jsonl"], tmp_path)] == ["b.jsonl", "a.jsonl"]
     assert [p.name for p in expand([str(tmp_path / "odd[1].jsonl")])] == ["odd[1].jsonl"]
-    with pytest.raises(RowError, match="no file matches"):
+    with pytest.raises(DataFileError, match="matches no file"):
         expand(["*.csv"], tmp_path)
-    with pytest.raises(RowError, match="no such file"):
+    with pytest.raises(DataFileError, match="does not exist"):
         expand(["c.csv"], tmp_path)

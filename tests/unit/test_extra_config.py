@@ -12,10 +12,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.rules import check
-from backend.rules.accelerate_launcher import KNOWN as KNOWN_TO_ACCELERATE
+from backend.rules.accelerate_launcher import ACCELERATE_KEYS
 from backend.rules.examples import DEMO, EQUIPPED_TWO, TINY
 
-KNOWN = replace(DEMO, shape=TINY, classes=("LlamaDecoderLayer", "LlamaMLP"))
+KNOWN = replace(DEMO, shape=TINY, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
     {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
 )
@@ -162,4 +162,4 @@ def test_keys_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str,
 
 def test_the_launcher_knows_what_the_rule_knows() -> None:
     """The installed one: a newer version may have other names."""
-    assert {field.name for field in fields(ClusterConfig)} == KNOWN_TO_ACCELERATE
+    assert {field.name for field in fields(ClusterConfig)} == ACCELERATE_KEYS

@@ -94,7 +94,7 @@ def test_the_error_file_that_came_first_counts_and_old_ones_do_not(tmp_path: Pat
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:
-    record(tmp_path, 0, "Traceback (most recent call last):\nbackend.train.journal.TrainError: Row 7 is empty.", when=5)
+    record(tmp_path, 0, "Traceback (most recent call last):\nbackend.train.run_log.TrainError: Row 7 is empty.", when=5)
     (tmp_path / "ranks/id_x/attempt_0/0/error.json").rename(tmp_path / "error.json")
     failure = say(tmp_path, "Row 7 is empty.\n")
     assert failure.rank is None and failure.sentence == "Row 7 is empty." and "TrainError" in failure.traceback

@@ -1,58 +1,82 @@
-"""The form holds every option once; what is placed twice or unknown is refused."""
+"""The form contains every option once, and hides options by the same conditions as Python; the option search."""
 
 import asyncio
 
 import gradio as gr
 import pytest
 
+from backend.config.aliases import ALIASES
 from backend.config.options import options
 from webui import pages
 from webui.form import Form, visibility_css
-from webui.layout import arrange
+from webui.layout import place_options
+from webui.search_index import search_index
 
 
-def in_blocks(work):
-    """Do `work` inside Blocks made in a loop: outside of one, each lock that Gradio makes leaves a loop open."""
+def in_blocks(function):
+    """Call `function` inside Blocks in an event loop: outside of one, Gradio's locks leave event loops open."""
 
-    async def inside():
+    async def call():
         with gr.Blocks():
-            return work()
+            return function()
 
-    return asyncio.run(inside())
+    return asyncio.run(call())
 
 
 def test_every_option_is_placed_once():
     form = Form()
-    in_blocks(lambda: arrange(form))
+    in_blocks(lambda: place_options(form))
     assert form.missing() == []
-    assert len(form.widgets) == len(options())
-    for name, made in form.widgets.items():
-        assert made.elem_id == name.replace(".", "-")
-        assert made.label and made.info
+    assert len(form.components) == len(options())
+    for name, component in form.components.items():
+        assert component.elem_id == name.replace(".", "-")
+        assert component.label and component.info
 
 
-def test_unknown_and_twice_are_refused():
+def test_an_unknown_or_repeated_option_is_an_error():
     form = Form()
     in_blocks(lambda: form.place("train.seed"))
     with pytest.raises(ValueError, match="already"):
         form.place("train.seed")
-    with pytest.raises(ValueError, match="no option"):
+    with pytest.raises(ValueError, match="not an option"):
         form.place("train.sead")
 
 
 def test_css_hides_by_the_same_conditions():
     css = visibility_css()
     assert all(f"#{o.element_id}{{display" in css for o in options() if o.when != ({},))
-    neither = (  # one of two conditions is enough
+    both_fail = (  # hidden only if both alternatives fail
         'body[data-parallel-offload-optimizer]:not([data-parallel-offload-optimizer="nvme"])'
         '[data-parallel-offload-param]:not([data-parallel-offload-param="nvme"])'
         " #parallel-nvme_path{display:none!important}"
     )
-    assert neither in css
+    assert both_fail in css
     assert 'body[data-train-stage]:not([data-train-stage="sft"]) #data-loss_on{display:none!important}' in css
 
 
-def test_page_builds_and_names_its_files():
+def test_page_links_its_files():
     in_blocks(pages.build)
     for name in (pages.SCRIPT, *pages.STYLES):
         assert f"footplate/{name}" in pages.head()
+
+
+def test_search_index_has_every_option_and_the_names_of_libraries():
+    index = {entry["name"]: entry for entry in search_index([o.name for o in options()])}
+    assert len(index) == len(options()) and all(entry["help"] for entry in index.values())
+    for name, alias in (
+        ("lora.alpha", "lora_alpha"),
+        ("lora.init", "init_lora_weights"),
+        ("train.activation_checkpointing", "gradient_checkpointing"),
+        ("precision.compute", "bf16"),
+        ("parallel.strategy", "fsdp"),
+        ("parallel.strategy", "deepspeed"),
+        ("launch.nproc_per_node", "num_processes"),
+    ):
+        assert alias in index[name]["aliases"]
+
+
+def test_aliases_name_options():
+    known = {o.name for o in options()}
+    for alias, name in ALIASES.items():
+        assert name in known, alias
+        assert alias not in (name, name.partition(".")[2]), "found by its own key anyway"

@@ -81,7 +81,7 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     spec, kept = importers.read(json.dumps(OWN), RunSpec())
     train = spec.train
     assert (kept, spec.parallel.extra_config) == ([], "")
-    assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw", 3e-5, 0.1)
+    assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw_torch", 3e-5, 0.1)
     assert (train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (0.8, 0.99, 1e-8)
     assert (train.lr_scheduler_type, train.warmup_steps, train.duration, train.max_steps) == (
         "linear",

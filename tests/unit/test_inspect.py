@@ -17,7 +17,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.config.processes import rendezvous_port
-from backend.inspect import InputFacts, fetch, inspect_inputs, resolve_paths
+from backend.inspect import InputFacts, download_config, inspect_inputs, resolve_paths
 from backend.machine import Machine
 from backend.rules import check
 
@@ -34,15 +34,20 @@ def write(path: Path, rows: list[Any]) -> Path:
 def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
     found = inspect_inputs(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
     assert found.shape is not None
-    assert found.shape.parameters == registry.MODELS["smollm2-135m-instruct"].parameters
-    assert (found.has_template, found.is_downloaded, found.format) == (True, False, "messages")
-    assert (found.rows, found.held, found.exact, found.issues) == (400, 32, True, ())
-    assert found.training_rows(RunSpec().data) == 400
-    assert found.validation_rows(RunSpec().data) == 32
-    assert 50 < found.longest < 400
+    assert found.shape.parameters == registry.BUILTIN_MODELS["smollm2-135m-instruct"].parameters
+    assert (found.has_chat_template, found.is_downloaded, found.format) == (True, False, "messages")
+    assert (found.num_examples, found.num_validation_examples, found.counts_are_exact, found.data_issues) == (
+        400,
+        32,
+        True,
+        (),
+    )
+    assert found.num_train_examples(RunSpec().data) == 400
+    assert found.num_eval_examples(RunSpec().data) == 32
+    assert 50 < found.longest_example < 400
 
 
-# As the models' pages on the hub say.
+# Parameters as the model pages on the Hub state.
 PUBLISHED = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
@@ -60,18 +65,18 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_much_used_models_are_known_before_a_download(name: str, tmp_path: Path) -> None:
+def test_popular_models_are_known_before_a_download(name: str, tmp_path: Path) -> None:
     found = inspect_inputs(spec(model__source="hub", model__hub_id=name.lower()), tmp_path, {"HF_HOME": str(tmp_path)})
     assert found.shape is not None
     assert found.shape.parameters == PUBLISHED[name]
-    assert (found.is_downloaded, found.has_template, found.model) == (False, None, "")
+    assert (found.is_downloaded, found.has_chat_template, found.model_problem) == (False, None, "")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """A hub with one model."""
+    """A Hub with one model."""
 
     def do_GET(self) -> None:
-        body = json.dumps(registry.MODELS["tiny-llama"].config).encode()
+        body = json.dumps(registry.BUILTIN_MODELS["tiny-llama"].config).encode()
         known = self.path.startswith("/own/tiny/resolve/main/config.json")
         self.send_response(200 if known else 404)
         for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"1"', "Content-Length": str(len(body))}.items():
@@ -85,94 +90,96 @@ class Hub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
-def test_the_hub_is_asked_for_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     asked = spec(model__source="hub", model__hub_id="own/tiny")
-    assert inspect_inputs(asked, tmp_path).unknown == "the model was not downloaded yet"
+    assert inspect_inputs(asked, tmp_path).shape_unknown_reason == "the model is not downloaded yet"
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        assert fetch("own/tiny", "main") == ""
-        assert fetch("own/other", "main").startswith("the hub has no such model")
-        assert fetch("a/b/c", "main") == "an id is organisation/name"
+        assert download_config("own/tiny", "main") == ""
+        assert download_config("own/other", "main").startswith("the Hub has no model of this id")
+        assert download_config("a/b/c", "main") == "the id is not valid: it must be organization/name"
         server.shutdown()
     found = inspect_inputs(asked, tmp_path)
     assert found.shape is not None
-    assert (found.shape.model_type, found.model, found.is_downloaded) == ("llama", "", False)
+    assert (found.shape.model_type, found.model_problem, found.is_downloaded) == ("llama", "", False)
 
 
-def test_rows_are_read_and_counted(tmp_path: Path) -> None:
+def test_examples_are_read_and_counted(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "p" * 400, "completion": "c"}, {"prompt": "q", "completion": "d"}])
     write(tmp_path / "b.jsonl", [{"prompt": "\u4f60" * 50, "completion": "c"}])
     asked = files("*.jsonl")
     found = inspect_inputs(asked, tmp_path)
-    assert (found.format, found.columns, found.rows) == ("prompt_completion", ("prompt", "completion"), 3)
-    assert found.lengths == (10, 60, 90)
-    assert found.validation_rows(asked.data) == 1
-    assert found.training_rows(asked.data) == 2
+    assert (found.format, found.columns, found.num_examples) == ("prompt_completion", ("prompt", "completion"), 3)
+    assert found.token_lengths == (10, 60, 90)
+    assert found.num_eval_examples(asked.data) == 1
+    assert found.num_train_examples(asked.data) == 2
     assert (
-        inspect_inputs(files("*.jsonl", data__max_samples=1), tmp_path).training_rows(spec(data__max_samples=1).data)
+        inspect_inputs(files("*.jsonl", data__max_samples=1), tmp_path).num_train_examples(
+            spec(data__max_samples=1).data
+        )
         == 1
     )
 
 
-def test_bad_rows_are_named_by_line(tmp_path: Path) -> None:
+def test_invalid_examples_are_reported_with_their_line(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",
         [{"prompt": "p", "completion": "c"}, {"prompt": 3, "completion": "c"}, {"prompt": "p"}, "{broken"],
     )
-    issues = inspect_inputs(files("a.jsonl"), tmp_path).issues
-    assert [t.where for t in issues] == [f"{path}, line {n}" for n in (2, 3, 4)]
-    assert all(t.row and t.field == "data.files" for t in issues)
+    issues = inspect_inputs(files("a.jsonl"), tmp_path).data_issues
+    assert [t.location for t in issues] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    assert all(t.is_example and t.field == "data.files" for t in issues)
     assert "a number" in str(issues[0])
 
 
-def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
     write(tmp_path / "empty.jsonl", [])
     (tmp_path / "text.txt").write_text("x")
     (tmp_path / "folder").mkdir()
     asked = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
-    issues = inspect_inputs(asked, tmp_path).issues
-    assert [Path(t.where).name for t in issues] == list(asked.data.files)
-    assert "question, answer" in issues[2].sentence
-    assert not any(t.row for t in issues)
+    issues = inspect_inputs(asked, tmp_path).data_issues
+    assert [Path(t.location).name for t in issues] == list(asked.data.files)
+    assert "question, answer" in issues[2].message
+    assert not any(t.is_example for t in issues)
 
 
-def test_long_file_is_estimated_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_inspected_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "word " * 20} for _ in range(20_000)]
     write(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr("backend.inspect.data_files.MOST_SECONDS", 0.01)
+    monkeypatch.setattr("backend.inspect.data_files.MAX_SECONDS", 0.01)
     found = inspect_inputs(files("a.jsonl"), tmp_path)
-    assert (found.rows, found.exact) == (20_000, False)
+    assert (found.num_examples, found.counts_are_exact) == (20_000, False)
     (tmp_path / "b.csv").write_text("text\n" + "word word word\n" * 20_000)
     found = inspect_inputs(files("b.csv"), tmp_path)
-    assert not found.exact
-    assert found.rows is not None and 15_000 < found.rows < 25_000
+    assert not found.counts_are_exact
+    assert found.num_examples is not None and 15_000 < found.num_examples < 25_000
 
 
-def test_change_of_a_file_is_seen(tmp_path: Path) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "a"}])
-    assert inspect_inputs(files("a.jsonl"), tmp_path).rows == 1
+    assert inspect_inputs(files("a.jsonl"), tmp_path).num_examples == 1
     write(path, [{"text": "a"}, {"text": "b"}])
-    assert inspect_inputs(files("a.jsonl"), tmp_path).rows == 2
+    assert inspect_inputs(files("a.jsonl"), tmp_path).num_examples == 2
 
 
 def test_validation_files(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "a"}])
     asked = files("a.jsonl", data__validation="files", data__validation_files=("v.jsonl",))
-    assert [t.field for t in inspect_inputs(asked, tmp_path).issues] == ["data.validation_files"]
+    assert [t.field for t in inspect_inputs(asked, tmp_path).data_issues] == ["data.validation_files"]
     write(tmp_path / "v.jsonl", [{"text": "a"}, {"text": "b"}])
-    assert inspect_inputs(asked, tmp_path).validation_rows(asked.data) == 2
+    assert inspect_inputs(asked, tmp_path).num_eval_examples(asked.data) == 2
 
 
 def model(folder: Path, **config: Any) -> Path:
     folder.mkdir()
-    base = {**registry.MODELS["tiny-llama"].config, **config}
+    base = {**registry.BUILTIN_MODELS["tiny-llama"].config, **config}
     (folder / "config.json").write_text(json.dumps(base))
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").touch()
@@ -183,43 +190,43 @@ def test_model_folder(tmp_path: Path) -> None:
     def seen(path: str) -> InputFacts:
         return inspect_inputs(spec(model__source="path", model__path=path), tmp_path)
 
-    assert "no folder" in seen("nowhere").model
-    assert seen("").model
+    assert "does not exist" in seen("nowhere").model_problem
+    assert seen("").model_problem
     folder = model(tmp_path / "good")
     found = seen("good")
-    assert (found.model, found.has_template) == ("", None)
+    assert (found.model_problem, found.has_chat_template) == ("", None)
     assert found.shape is not None and found.shape.layers == 4
     (folder / "tokenizer_config.json").write_text("{}")
-    assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_template is False
+    assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_chat_template is False
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_template is True
+    assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_chat_template is True
     (folder / "model.safetensors").unlink()
-    assert "weights" in seen("good").model
+    assert "weights" in seen("good").model_problem
     odd = seen(str(model(tmp_path / "odd", model_type="bert")))
-    assert odd.shape is None and "bert" in odd.unknown and not odd.model
+    assert odd.shape is None and "bert" in odd.shape_unknown_reason and not odd.model_problem
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
-    assert "adapter" in seen("adapter").model
+    assert "adapter" in seen("adapter").model_problem
     (tmp_path / "good" / "config.json").write_text("[")
-    assert "cannot be read" in seen("good").model
-    assert "file" in seen("good/config.json").model
+    assert "cannot be read" in seen("good").model_problem
+    assert "file" in seen("good/config.json").model_problem
 
 
-def test_names_in_a_mixture_are_looked_up_in_its_code(tmp_path: Path) -> None:
-    """It has no shape here, so nothing else would say that a name is wrong before the ranks do."""
+def test_module_names_of_a_moe_are_read_from_its_source(tmp_path: Path) -> None:
+    """Without a shape, only the source can tell before the run that a module name is wrong."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     mixture = {"model.source": "path", "model.path": str(tmp_path)}
     found = inspect_inputs(edit(RunSpec(), mixture), tmp_path)
     assert found.shape is None
-    assert {"experts", "q_proj", "embed_tokens", "lm_head", "score"} <= found.attributes
+    assert {"experts", "q_proj", "embed_tokens", "lm_head", "score"} <= found.module_attributes
 
     def codes(**changes: Any) -> set[str]:
         asked = edit(RunSpec(), {**mixture, **{name.replace("__", "."): value for name, value in changes.items()}})
         return {f.code for f in check(asked, Machine(), inspect_inputs(asked, tmp_path)) if f.code.startswith("MTH")}
 
-    assert "Qwen3MoeDecoderLayer" in found.classes
+    assert "Qwen3MoeDecoderLayer" in found.module_classes
     assert "MTH008" in codes(method__kind="freeze", method__freeze_extra_modules=("nothing",))
     assert not codes(method__kind="freeze", method__freeze_extra_modules=("mlp.gate", "layers.0", "lm_head"))
     assert "MTH004" in codes(lora__modules_to_save=("norms",))
@@ -229,7 +236,7 @@ def test_names_in_a_mixture_are_looked_up_in_its_code(tmp_path: Path) -> None:
     assert not codes(method__kind="freeze", method__freeze_extra_modules=("nothing",))
 
 
-def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
+def test_a_hub_model_is_found_in_the_cache(tmp_path: Path) -> None:
     asked, environment = spec(model__source="hub", model__hub_id="org/name"), {"HF_HUB_CACHE": str(tmp_path)}
     assert inspect_inputs(asked, tmp_path, environment).shape is None
     store = tmp_path / "models--org--name"
@@ -243,7 +250,9 @@ def test_hub_model_is_seen_in_the_cache(tmp_path: Path) -> None:
 
 def test_template_and_checkpoint(tmp_path: Path) -> None:
     def template(name: str) -> str:
-        return inspect_inputs(spec(data__chat_template="file", data__chat_template_file=name), tmp_path).template
+        return inspect_inputs(
+            spec(data__chat_template="file", data__chat_template_file=name), tmp_path
+        ).template_problem
 
     assert template("") and template("none.jinja")
     (tmp_path / "t.jinja").write_text("{{ messages }}")
@@ -252,23 +261,23 @@ def test_template_and_checkpoint(tmp_path: Path) -> None:
     def checkpoint(name: str, kind: str = "lora") -> str:
         return inspect_inputs(
             spec(save__resume_from="path", save__resume_path=name, method__kind=kind), tmp_path
-        ).checkpoint
+        ).checkpoint_problem
 
     assert checkpoint("") and checkpoint("x")
     folder = tmp_path / "checkpoints" / "checkpoint-3"
     folder.mkdir(parents=True)
     (folder / "trainer_state.json").touch()
-    assert "cut off" in checkpoint(str(folder))
+    assert "incomplete" in checkpoint(str(folder))
     (folder / "complete").touch()
-    assert "weights only" in checkpoint(str(folder))
+    assert "no optimizer state" in checkpoint(str(folder))
     (folder / "optimizer.pt").touch()
     assert checkpoint(str(folder), "full") == ""
-    assert "LoRA" in checkpoint(str(folder))
+    assert "method.kind is lora" in checkpoint(str(folder))
 
 
 def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
-    """Each engine reads its own files, each ZeRO stage its own parts; another number of parts is converted, where
-    DeepSpeed can."""
+    """Each engine reads only its own files, and each ZeRO stage its own shards; another number of shards is converted
+    where that is possible."""
     folder = tmp_path / "checkpoint-3"
     (folder / "global_step3").mkdir(parents=True)
     for name in ("trainer_state.json", "adapter_config.json"):
@@ -276,57 +285,59 @@ def test_checkpoint_of_another_engine(tmp_path: Path) -> None:
     for rank in range(2):
         (folder / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
 
-    def said(strategy: str, processes: int = 2, **more: Any) -> str:
+    def problem(strategy: str, processes: int = 2, **more: Any) -> str:
         named = {"save__resume_from": "path", "save__resume_path": str(folder), **more}
         return inspect_inputs(
             spec(**named, parallel__strategy=strategy, launch__nproc_per_node=processes), tmp_path
-        ).checkpoint
+        ).checkpoint_problem
 
-    assert said("zero2") == ""
-    assert "written by DeepSpeed, which DDP cannot read" in said("ddp")
-    assert said("zero2", 4) == said("zero1", 1) == said("zero2", train__optim="sgd") == ""
-    assert "written by 2 processes: with an optimizer other than AdamW" in said("zero2", 4, train__optim="sgd")
-    assert "with sequence parallel" in said("zero2", 4, parallel__sequence_parallel_size=2)
-    assert "written by ZeRO-1 or ZeRO-2, which ZeRO-3 cannot read" in said("zero3")
+    assert problem("zero2") == ""
+    assert "saved by DeepSpeed, and DDP cannot resume" in problem("ddp")
+    assert problem("zero2", 4) == problem("zero1", 1) == problem("zero2", train__optim="sgd") == ""
+    assert "saved by 2 processes and this run has 4: with an optimizer other than AdamW" in problem(
+        "zero2", 4, train__optim="sgd"
+    )
+    assert "with sequence parallel" in problem("zero2", 4, parallel__sequence_parallel_size=2)
+    assert "saved by ZeRO-1 or ZeRO-2, and ZeRO-3 cannot resume" in problem("zero3")
     for rank in range(2):
         (folder / f"global_step3/zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
-    assert said("zero3") == said("zero3", 4) == ""
-    assert "written by ZeRO-3, which ZeRO-2 cannot read" in said("zero2")
-    assert "written by 2 processes: with state offloaded to NVMe" in said(
+    assert problem("zero3") == problem("zero3", 4) == ""
+    assert "saved by ZeRO-3, and ZeRO-2 cannot resume" in problem("zero2")
+    assert "saved by 2 processes and this run has 4: with state offloaded to NVMe" in problem(
         "zero3", 4, parallel__offload_optimizer="nvme"
     )
     (folder / "global_step3/offloaded_tensors").mkdir()
-    assert "written by 2 processes: with state offloaded to NVMe" in said("zero3", 4)
+    assert "saved by 2 processes and this run has 4: with state offloaded to NVMe" in problem("zero3", 4)
     shutil.rmtree(folder / "global_step3")
     (folder / "optimizer.pt").touch()
-    assert said("ddp") == ""
-    assert "written by DDP or one process, which ZeRO-2 cannot read" in said("zero2")
+    assert problem("ddp") == ""
+    assert "saved by DDP or a single process, and ZeRO-2 cannot resume" in problem("zero2")
 
 
-def test_paths_are_settled(tmp_path: Path) -> None:
-    settled = resolve_paths(files("a/*.jsonl", "/abs/b.jsonl", data__chat_template_file=""), tmp_path)
-    assert settled.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
+def test_relative_paths_are_resolved(tmp_path: Path) -> None:
+    resolved = resolve_paths(files("a/*.jsonl", "/abs/b.jsonl", data__chat_template_file=""), tmp_path)
+    assert resolved.data.files == (str(tmp_path / "a/*.jsonl"), "/abs/b.jsonl")
     assert resolve_paths(RunSpec(), tmp_path) == RunSpec()
 
 
-def test_a_port_that_something_holds_is_seen(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("", 0))
-        held.listen()
-        port = held.getsockname()[1]
+def test_a_port_in_use_is_found(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
         asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
         found = inspect_inputs(asked, tmp_path)
-        assert found.taken == port and found.spare > port
-        assert not inspect_inputs(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).taken, (
-            "it takes another by itself"
+        assert found.port_in_use == port and found.free_port > port
+        assert not inspect_inputs(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).port_in_use, (
+            "accelerate picks a free port itself"
         )
         far = {"launch.rendezvous": "static", "launch.node_rank": 1}
-        assert not inspect_inputs(edit(asked, far), tmp_path).taken, "it is node 0 that listens"
-        assert inspect_inputs(edit(asked, {**far, "launch.node_rank": 0}), tmp_path).taken
-    assert not inspect_inputs(asked, tmp_path).taken
-    assert not inspect_inputs(edit(RunSpec(), {"parallel.strategy": "ddp"}), tmp_path).taken
+        assert not inspect_inputs(edit(asked, far), tmp_path).port_in_use, "node 0 listens"
+        assert inspect_inputs(edit(asked, {**far, "launch.node_rank": 0}), tmp_path).port_in_use
+    assert not inspect_inputs(asked, tmp_path).port_in_use
+    assert not inspect_inputs(edit(RunSpec(), {"parallel.strategy": "ddp"}), tmp_path).port_in_use
 
 
-def test_deepspeeds_launcher_has_a_port_of_its_own() -> None:
+def test_deepspeed_launcher_has_a_default_port() -> None:
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.launcher": "deepspeed"})
     assert (rendezvous_port(spec), rendezvous_port(edit(spec, {"launch.master_port": 7}))) == (29500, 7)

@@ -267,7 +267,7 @@ def test_capacity_is_of_what_the_run_uses() -> None:
 
 
 def test_disk() -> None:
-    tiny = from_config(registry.MODELS["tiny-llama"].config)
+    tiny = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
     whole = tiny.parameters
 
     def disk(rows: int | None = None, **values: Any) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from test_whatif import case
+from test_compare import case
 
 from backend.registry.hub_models import HUB, siblings
 from backend.rules import Case, Fix, examine

@@ -114,9 +114,9 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
     assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
 
 
-@pytest.mark.parametrize("name", registry.MODELS)
+@pytest.mark.parametrize("name", registry.BUILTIN_MODELS)
 def test_builtin_models_are_known_before_they_are_made(name: str) -> None:
-    row = registry.MODELS[name]
+    row = registry.BUILTIN_MODELS[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config))
     assert from_config(row.config).parameters == row.parameters == count(model)
@@ -145,9 +145,9 @@ def test_known_models_have_their_known_size() -> None:
     }
     assert from_config(llama).parameters == 8_030_261_248
     assert from_config({"model_type": "wrapper", "text_config": llama}).parameters == 8_030_261_248
-    assert from_config(registry.HUB["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
-    assert from_config(registry.HUB["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
-    assert from_config(registry.HUB["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
+    assert from_config(registry.HUB_CONFIGS["qwen/qwen3-30b-a3b"]).parameters == 30_532_122_624
+    assert from_config(registry.HUB_CONFIGS["mistralai/mixtral-8x7b-v0.1"]).parameters == 46_702_792_704
+    assert from_config(registry.HUB_CONFIGS["allenai/olmoe-1b-7b-0924"]).parameters == 6_919_161_856
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -
     assert shape.parameters > 0 and (shape.heads, shape.stack) == (0, "backbone.layers")
     assert "not modelled" in shape.activations_unknown
     found = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
-    assert found.fits is None and found.unknown == shape.activations_unknown
+    assert found.fits is None and found.shape_unknown_reason == shape.activations_unknown
     assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).adapts  # peft refuses it
     assert trainable(RunSpec(), shape) > 0
     assert (
@@ -382,7 +382,7 @@ def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
     known = {row["config"]["model_type"]: row["table"] for row in RECORDED.values()}
     tables = make(SAYS.replace('{"table": TABLE}', f'{{"table": {known!r}[config["model_type"]]}}'))
     monkeypatch.setattr(reading, "_tables", lambda folder: tables)
-    monkeypatch.setenv(reading.SWITCH, "on")
+    monkeypatch.setenv(reading.WORKER_SETTING, "on")
     return tables
 
 
@@ -394,7 +394,7 @@ def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables
     found = inspect_inputs(spec, tmp_path)
     assert found.shape is not None and found.shape.parameters == RECORDED["starcoder2"]["table"]["parameters"]
     assert found.shape is inspect_inputs(spec, tmp_path).shape
-    assert found.classes[0] == "Starcoder2DecoderLayer" and {"c_fc", "layers", "score"} <= found.attributes
+    assert found.module_classes[0] == "Starcoder2DecoderLayer" and {"c_fc", "layers", "score"} <= found.module_attributes
     wrong = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
     assert "MTH002" in {f.code for f in check(wrong, Machine(), inspect_inputs(wrong, tmp_path))}
 
@@ -402,13 +402,13 @@ def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables
 def test_names_of_a_mixtures_experts_come_from_peft(answering: ModuleTables, tmp_path: Path) -> None:
     spec = folder(tmp_path / "model", RECORDED["deepseek_v3"]["config"])
     wait_for_architecture(spec, tmp_path)
-    assert inspect_inputs(spec, tmp_path).stacked == ("gate_proj", "up_proj", "down_proj", "gate")
+    assert inspect_inputs(spec, tmp_path).stacked_modules == ("gate_proj", "up_proj", "down_proj", "gate")
 
 
 def test_an_encoder_is_told_apart(answering: ModuleTables, tmp_path: Path) -> None:
     spec = folder(tmp_path / "model", RECORDED["bert"]["config"])
     wait_for_architecture(spec, tmp_path)
-    assert inspect_inputs(spec, tmp_path).unknown == "bert is an encoder, not a causal language model"
+    assert inspect_inputs(spec, tmp_path).shape_unknown_reason == "bert is an encoder, not a causal language model"
 
 
 def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path
 def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
     config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
-    assert "does not know" in inspect_inputs(trusted, tmp_path).unknown and answering.pid is None
+    assert "does not know" in inspect_inputs(trusted, tmp_path).shape_unknown_reason and answering.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
     assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
         "transformers' own class is used"
@@ -448,10 +448,10 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
 
 
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
-    assert os.environ[reading.SWITCH] == "off"  # tests/conftest.py
+    assert os.environ[reading.WORKER_SETTING] == "off"  # tests/conftest.py
     found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
-    assert found.shape is None and found.unknown == "Footplate does not know how a starcoder2 is built"
-    assert "Starcoder2DecoderLayer" in found.classes
+    assert found.shape is None and found.shape_unknown_reason == "Footplate does not know how a starcoder2 is built"
+    assert "Starcoder2DecoderLayer" in found.module_classes
 
 
 def test_a_leaf_without_a_name_is_the_layer_itself() -> None:

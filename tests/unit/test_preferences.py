@@ -11,7 +11,7 @@ from specs import spec
 
 from backend import registry
 from backend.config import Data
-from backend.data import convert, problem, recognise, unpaired
+from backend.data import convert, detect_format, example_problem, unpair
 from backend.inspect import inspect_inputs
 from backend.memory import estimate
 from backend.rules import check
@@ -45,25 +45,27 @@ STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.format
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
     for stage in STAGES:
-        assert recognise(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
+        assert detect_format(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
     found = convert(PAIRS[name], "pairs", DATA)
     assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
-    assert [(row["completion"], row["label"]) for row in unpaired(found)] == [([RIGHT], True), ([WRONG], False)]
+    assert [(row["completion"], row["label"]) for row in unpair(found)] == [([RIGHT], True), ([WRONG], False)]
 
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labelled_answers_mean_the_same(name: str) -> None:
-    assert recognise(LABELS[name], registry.STAGES["kto"].formats) == "labels"
+    assert detect_format(LABELS[name], registry.STAGES["kto"].formats) == "labels"
     found = convert(LABELS[name], "labels", DATA)
     assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
-    assert unpaired(found) == [found]
+    assert unpair(found) == [found]
 
 
 def test_the_stage_decides_between_two_readings() -> None:
     both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
-    assert recognise(both, registry.STAGES["sft"].formats) == "messages"
-    assert recognise(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
-    assert recognise(PAIRS["texts"], registry.STAGES["sft"].formats) == "pairs", "and a rule says that it does not fit"
+    assert detect_format(both, registry.STAGES["sft"].formats) == "messages"
+    assert detect_format(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
+    assert detect_format(PAIRS["texts"], registry.STAGES["sft"].formats) == "pairs", (
+        "and a rule says that it does not fit"
+    )
 
 
 def test_conversations_share_their_beginning() -> None:
@@ -89,27 +91,27 @@ def test_system_prompt_tools_and_named_columns() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("pairs", {"prompt": "a", "chosen": "b"}, "no column rejected; the columns are: prompt, chosen"),
-    ("pairs", {"chosen": "b", "rejected": "c"}, "no column prompt, so nobody knows what is answered"),
+    ("pairs", {"prompt": "a", "chosen": "b"}, "no column rejected; its columns are: prompt, chosen"),
+    ("pairs", {"chosen": "b", "rejected": "c"}, "no prompt column prompt; its columns are"),
     ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "column chosen is empty"),
-    ("pairs", {"prompt": "a", "chosen": 3, "rejected": "c"}, "column chosen holds a number"),
-    ("pairs", {"prompt": "a", "chosen": [ASKED], "rejected": [WRONG]}, "column chosen goes on with a turn of the user"),
-    ("pairs", {"chosen": [ASKED, RIGHT], "rejected": [ELSEWHERE, WRONG]}, "different questions"),
-    ("labels", {"prompt": "a", "completion": "b", "label": "maybe"}, "'maybe' instead of true or false"),
+    ("pairs", {"prompt": "a", "chosen": 3, "rejected": "c"}, "column chosen contains a number"),
+    ("pairs", {"prompt": "a", "chosen": [ASKED], "rejected": [WRONG]}, "column chosen begins with a user turn"),
+    ("pairs", {"chosen": [ASKED, RIGHT], "rejected": [ELSEWHERE, WRONG]}, "different prompts"),
+    ("labels", {"prompt": "a", "completion": "b", "label": "maybe"}, "'maybe'; expected true or false"),
     ("labels", {"prompt": "a", "completion": "b"}, "no column label"),
-    ("labels", {"conversations": [HUMAN], "kto_tag": True}, "no conversation that ends with an answer"),
-    ("labels", {"conversations": [GPT], "kto_tag": True}, "an answer and no question"),
+    ("labels", {"conversations": [HUMAN], "kto_tag": True}, "its prompt does not end with an assistant turn"),
+    ("labels", {"conversations": [GPT], "kto_tag": True}, "a completion but no prompt"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("format", "row", "part"), BAD)
-def test_a_bad_row_is_told_in_a_sentence(format: str, row: dict[str, Any], part: str) -> None:
-    told = problem(row, format, DATA)
-    assert told is not None
-    assert part in told
+def test_an_invalid_example_is_explained(format: str, row: dict[str, Any], part: str) -> None:
+    problem = example_problem(row, format, DATA)
+    assert problem is not None
+    assert part in problem
 
 
-def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
+def test_inspection_knows_pairs_and_labels(tmp_path: Path) -> None:
     def write(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {"data__source": "files", "data__files": (name,), "data__validation": "none"}
@@ -117,12 +119,14 @@ def test_the_look_knows_pairs_and_labels(tmp_path: Path) -> None:
     long = {"prompt": "When?", "chosen": "word " * 50, "rejected": "no"}
     pairs = write("pairs.jsonl", [PAIRS["texts"], long, {"prompt": "x", "chosen": "y", "rejected": 3}])
     found = inspect_inputs(spec(train__stage="dpo", **pairs), tmp_path)
-    assert (found.format, found.rows) == ("pairs", 3)
-    assert 50 < found.longest < 70, "the longer answer counts, not both"
-    assert "line 3" in str(found.issues[0])
-    assert inspect_inputs(spec(train__stage="kto", **pairs), tmp_path).rows == 6, "each pair is two labelled answers"
+    assert (found.format, found.num_examples) == ("pairs", 3)
+    assert 50 < found.longest_example < 70, "the longer completion counts, not both"
+    assert "line 3" in str(found.data_issues[0])
+    assert inspect_inputs(spec(train__stage="kto", **pairs), tmp_path).num_examples == 6, (
+        "each pair is two labeled completions"
+    )
     labels = write("labels.jsonl", [LABELS["texts"], LABELS["ShareGPT"], {**LABELS["texts"], "label": False}])
-    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).labels == (2, 1)
+    assert inspect_inputs(spec(train__stage="kto", **labels), tmp_path).label_counts == (2, 1)
     wrong = check(
         spec(train__stage="dpo", **labels), LAPTOP, inspect_inputs(spec(train__stage="dpo", **labels), tmp_path)
     )
@@ -134,9 +138,9 @@ def device(**values: Any) -> dict[str, int]:
     return {row.name: row.bytes for row in estimate(asked, H100, LLAMA_8B).rows}
 
 
-def test_memory_of_comparing() -> None:
+def test_memory_of_preference_stages() -> None:
     sft, dpo, full = device(), device(train__stage="dpo"), {"method__kind": "full"}
-    assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two answers a row"
+    assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two sequences for each example"
     assert dpo["Reference adapter"] == dpo["Trained weights"]
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
     assert "Reference model" not in device(train__stage="dpo", preference__precompute_ref_log_probs=True, **full)

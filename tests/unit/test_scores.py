@@ -2,12 +2,12 @@
 
 import pytest
 
-from backend.train.text_metrics import Words, exact, scores
+from backend.train.text_metrics import UnicodeTokenizer, exact_match, scores
 
 
 def test_json_counts_by_what_it_says():
     wanted = ['{"a": 1, "b": [2]}', "yes", "1"]
-    assert exact(wanted, ['{"b":[2],"a":1}', " yes\n", "1.0"]) == pytest.approx(2 / 3)
+    assert exact_match(wanted, ['{"b":[2],"a":1}', " yes\n", "1.0"]) == pytest.approx(2 / 3)
 
 
 def test_right_answers_score_one_and_foreign_ones_zero():
@@ -41,5 +41,5 @@ def test_other_scripts_are_no_blank(wanted):
 
 
 def test_words():
-    assert Words().tokenize('{"Ort": "Köln", n_2: 3}') == ["ort", "köln", "n", "2", "3"]
-    assert Words().tokenize("去Köln吧") == ["去", "köln", "吧"]
+    assert UnicodeTokenizer().tokenize('{"Ort": "Köln", n_2: 3}') == ["ort", "köln", "n", "2", "3"]
+    assert UnicodeTokenizer().tokenize("去Köln吧") == ["去", "köln", "吧"]

@@ -1,19 +1,21 @@
-"""The page's own routes: one table, a handler each.
+"""The page's own routes: one table per method, one endpoint per route.
 
-Floor 6. Imports: its rooms. `asking.py` turns requests into calls and errors into sentences.
+Imports: its modules. `requests.py` parses requests and turns errors into JSON responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from starlette.routing import Route
+from fastapi import APIRouter
 
 from webui.api import checking, rules_page, runs
-from webui.api.app_state import Desk
-from webui.api.requests import Ask, Handler, Refusal, route
+from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
-GET: Mapping[str, Handler] = {
+Endpoint = Callable[..., Any]
+
+GET: Mapping[str, Endpoint] = {
     "/rules": rules_page.rules_page,
     "/api/drafts/{id}": checking.load_draft,
     "/api/presets": checking.list_presets,
@@ -30,27 +32,30 @@ GET: Mapping[str, Handler] = {
     "/api/runs/{id}/report.png": runs.report_png,
     "/api/runs/{id}/spec.yaml": runs.spec_yaml,
 }
-POST: Mapping[str, Handler] = {
+POST: Mapping[str, Endpoint] = {
     "/api/check": checking.check,
     "/api/import": checking.import_yaml,
     "/api/export": checking.export_yaml,
-    "/api/config": checking.read_config,
-    "/api/whatif": checking.what_if,
-    "/api/fix": checking.fix_all,
+    "/api/config": checking.download_model_config,
+    "/api/compare": checking.compare_strategies,
+    "/api/fix": checking.apply_safe_fixes,
     "/api/runs": runs.start,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,
-    "/api/runs/{id}/sweep": runs.sweep,
+    "/api/runs/{id}/cleanup": runs.clean_up,
 }
-DELETE: Mapping[str, Handler] = {"/api/runs/{id}": runs.delete}
+DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete}
 
 
-def routes(desk: Desk) -> list[Route]:
-    """Every route of our own, and the answer to what none of them serves."""
-    tables = (("GET", GET), ("POST", POST), ("DELETE", DELETE))
-    found = [route(desk, method, path, handler) for method, table in tables for path, handler in table.items()]
-    return [*found, *(route(desk, method, "/api/{rest:path}", _unknown) for method in ("GET", "POST", "PUT", "DELETE"))]
+def router() -> APIRouter:
+    """All routes, and a 404 response for every other path below /api."""
+    found = APIRouter(route_class=ApiRoute)
+    for method, table in (("GET", GET), ("POST", POST), ("DELETE", DELETE)):
+        for path, endpoint in table.items():
+            found.add_api_route(path, json_endpoint(endpoint), methods=[method], response_model=None)
+    found.add_api_route("/api/{rest:path}", json_endpoint(_unknown), methods=["GET", "POST", "PUT", "DELETE"])
+    return found
 
 
-def _unknown(desk: Desk, ask: Ask) -> None:
-    raise Refusal(404, f"There is nothing at api/{ask.path['rest'][:200]}.")
+def _unknown(rest: str) -> None:
+    raise ApiError(404, f"There is no route api/{rest[:200]} for this method.")

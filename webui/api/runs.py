@@ -1,6 +1,6 @@
-"""The routes of runs: start, list, one run, its log, metrics and downloads, and what is done to it.
+"""Endpoints of runs: start, list, show, log, metrics, downloads, stop, resume, clean up and delete.
 
-Floor 6. Imports: options, presets, run, checking. A run is its folder: each of these reads or writes there.
+Imports: config, runs, checking. A run is its folder: each endpoint reads or writes there.
 """
 
 from __future__ import annotations
@@ -9,94 +9,120 @@ import hashlib
 import importlib
 import re
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import Depends
+from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
 
 from backend.config import presets
 from backend.config.options import SpecError, changes
 from backend.runs import LOG, METRICS, SCRIPT, SPEC
 from backend.runs.folder import ALIVE, Run, RunError, find
-from backend.runs.metrics import Piece, before, since, since_points, table, tail
-from webui.api.app_state import Desk
-from webui.api.checking import findings_of, judged, understood, values_of
-from webui.api.requests import Ask, Refusal, json, nothing
+from backend.runs.metrics import Piece, since, since_points, table, tail
+from backend.runs.metrics import before as log_before
+from webui.api.app_state import AppState
+from webui.api.checking import findings_json, form_values, parse_form, run_preflight
+from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
-KEY = re.compile(r"[A-Za-z0-9_-]{8,64}")
-LONGEST_ID = 200
-LEAST_POINTS, MOST_POINTS = 10, 5000
+MAX_ID_LENGTH = 200
+MIN_POINTS, MAX_POINTS = 10, 5000
+ARCHITECTURE_SECONDS = 30  # to read the architecture of a model that no check has seen yet
 
 
-def _run(desk: Desk, ask: Ask) -> Run:
-    """The run that the path names. Raises Refusal."""
-    name = ask.path["id"]
-    if len(name) > LONGEST_ID:
-        raise Refusal(404, "There is no run with so long a name.")
+def _valid_key(key: str) -> str:
+    if key and not re.fullmatch(r"[A-Za-z0-9_-]{8,64}", key):
+        raise ValueError("must be 8 to 64 letters, digits, - and _")
+    return key
+
+
+class StartRequest(RequestBody):
+    """The form's values, and an idempotency key."""
+
+    values: dict[str, Any]
+    key: Annotated[str, AfterValidator(_valid_key)] = ""
+
+
+class StopRequest(RequestBody):
+    """Whether to save a checkpoint before the run stops."""
+
+    save: bool = True
+
+
+class ResumeRequest(RequestBody):
+    """Whether to delete the checkpoints and restart at step 0."""
+
+    from_scratch: bool = False
+
+
+def _find_run(state: State, id: str) -> Run:
+    """The run in the path. Raises ApiError."""
+    if len(id) > MAX_ID_LENGTH:
+        raise ApiError(404, f"A run's id has at most {MAX_ID_LENGTH} characters.")
     try:
-        return find(desk.runs, name)
+        return find(state.runs, id)
     except RunError as error:
-        raise Refusal(404, str(error)) from None
+        raise ApiError(404, str(error)) from None
 
 
-# -- starting ----------------------------------------------------------------------------------------------------
+PathRun = Annotated[Run, Depends(_find_run)]
 
 
-def start(desk: Desk, ask: Ask) -> Response:
-    """Make a run of the values and start it. The same key, sent again, gives the same run."""
-    key, values = ask.text("key", ""), ask.table("values")
-    if key and not KEY.fullmatch(key):
-        raise Refusal(400, "key must be 8 to 64 letters, digits, - and _.", field="key")
-    with desk.keys.alone():
-        run = _before(desk, key) or _made(desk, values, key)
+# -- start -------------------------------------------------------------------------------------------------------
+
+
+def start(state: State, body: StartRequest) -> Response:
+    """Create a run from the values and start it. The same key, sent again, returns the same run."""
+    with state.keys.lock():
+        run = _run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":
             run.start()
     return json({"id": run.id}, 201)
 
 
-def _before(desk: Desk, key: str) -> Run | None:
-    """The run that this key made, also if it was cut off before it was started."""
-    made = desk.keys.run_of(key) if key else ""
-    if not made:
+def _run_of_key(state: AppState, key: str) -> Run | None:
+    """The run created for this key, even if the server stopped before it started the run."""
+    created = state.keys.run_of(key) if key else ""
+    if not created:
         return None
     try:
-        return find(desk.runs, made)
+        return find(state.runs, created)
     except RunError:
-        raise Refusal(409, "This was started already, and the run has been deleted since.") from None
+        raise ApiError(409, "This run was started already and has been deleted since.") from None
 
 
-def _made(desk: Desk, values: Any, key: str) -> Run:
-    spec, problems = understood(values)
-    found = judged(desk, spec)
-    findings = findings_of(found, spec)
+def _create(state: AppState, body: StartRequest) -> Run:
+    spec, problems = parse_form(body.values)
+    report = run_preflight(state, spec, wait_seconds=15)
+    findings = findings_json(report, spec)
     if problems:
         invalid = [{"field": p.field, "message": p.message} for p in problems]
         named = "; ".join(f"{p.field} {p.message}" for p in problems)
-        raise Refusal(422, f"Not started: {named}.", field=problems[0].field, findings=findings, invalid=invalid)
-    if not found.can_run:
-        titles = "; ".join(f["title"] for f in findings if f["level"] == "error")
-        raise Refusal(422, f"Not started: {titles}.", findings=findings)
-    run = Run.create(desk.runs, found.title, found.plan, datetime.now(), found.about, found.expected)
-    if key:
-        desk.keys.keep(key, run.id)
+        raise ApiError(422, f"Not started: {named}.", field=problems[0].field, findings=findings, invalid=invalid)
+    if not report.can_run:
+        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
+        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+    run = Run.create(state.runs, report.title, report.plan, datetime.now(), report.about, report.expected)
+    if body.key:
+        state.keys.save(body.key, run.id)
     return run
 
 
-# -- looking -----------------------------------------------------------------------------------------------------
+# -- show --------------------------------------------------------------------------------------------------------
 
 
-def list_runs(desk: Desk, ask: Ask) -> Response:
-    """Every run, newest first; 204 where `have` is the tag of the same list."""
-    body = orjson.dumps({"runs": desk.summaries.all()})
+def list_runs(state: State, have: str = "") -> Response:
+    """Every run, newest first; 204 if `have` is the tag of the current list."""
+    body = orjson.dumps({"runs": state.summaries.all()})
     tag = hashlib.blake2s(body, digest_size=8).hexdigest()
-    if ask.query.get("have") == tag:
-        return nothing()
+    if have == tag:
+        return no_content()
     return json({"etag": tag, "runs": orjson.Fragment(body[len(b'{"runs":') : -1])})
 
 
-def show(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """All that is known of one run, but for log and metrics."""
-    run = _run(desk, ask)
+def show(run: PathRun) -> dict[str, Any]:
+    """Everything about one run except its log and metrics."""
     plan, yaml = run.plan(), _spec_text(run)
     return {
         "summary": run.summary(),
@@ -104,7 +130,7 @@ def show(desk: Desk, ask: Ask) -> dict[str, Any]:
         "result": run.result(),
         "estimate": run.estimate(),
         "failure": run.failure(),
-        "spec": _changes(yaml),
+        "spec": _changed_options(yaml),
         "yaml": yaml,
         "command": plan.command(),
         "script": _script(run),
@@ -117,57 +143,54 @@ def show(desk: Desk, ask: Ask) -> dict[str, Any]:
     }
 
 
-def values(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """The run's options as the form shows them, to begin another run from."""
-    return {"values": values_of(presets.load(_spec_text(_run(desk, ask))))}
+def values(run: PathRun) -> dict[str, Any]:
+    """The run's options as the form shows them, to start another run with them."""
+    return {"values": form_values(presets.load(_spec_text(run)))}
 
 
-def log(desk: Desk, ask: Ask) -> Any:
-    """Whole lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is where they begin."""
-    run = _run(desk, ask)
+def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) -> Any:
+    """Complete lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is their first byte."""
     path, ended = run.path / LOG, run.state not in ALIVE
-    rank = ask.whole("rank", -1)
     only = rank if rank >= 0 else None
-    offset = ask.whole("off", -1)
-    if "before" in ask.query:
-        return _piece(before(path, max(0, ask.whole("before", 0)), rank=only))
-    piece = tail(path, ended, rank=only) if offset < 0 else since(path, offset, ended, rank=only)
-    if offset < 0:
-        return _piece(piece, more=False) if piece.end else nothing()
-    return nothing() if piece.end == offset else _piece(piece)
+    if before is not None:
+        return _log_piece(log_before(path, max(0, before), rank=only))
+    if off < 0:
+        piece = tail(path, ended, rank=only)
+        return _log_piece(piece, more=False) if piece.end else no_content()
+    piece = since(path, off, ended, rank=only)
+    return no_content() if piece.end == off else _log_piece(piece)
 
 
-def _piece(piece: Piece, more: bool | None = None) -> dict[str, Any]:
+def _log_piece(piece: Piece, more: bool | None = None) -> dict[str, Any]:
     return {"t": piece.text, "s": piece.start, "o": piece.end, "more": piece.more if more is None else more}
 
 
-def points(desk: Desk, ask: Ask) -> Any:
-    """The points after byte `off`, as they were written; 204 where there are none."""
-    path, offset = _run(desk, ask).path / METRICS, max(0, ask.whole("off", 0))
+def points(run: PathRun, off: int = 0) -> Any:
+    """The points after byte `off`, as they were written; 204 if there are none."""
+    path, offset = run.path / METRICS, max(0, off)
     if path.is_file() and path.stat().st_size < offset:
-        offset = 0  # it is another file now
+        offset = 0  # the file was replaced
     found, end = since_points(path, offset)
-    return {"points": found, "o": end} if found or end != offset else nothing()
+    return {"points": found, "o": end} if found or end != offset else no_content()
 
 
-def series(desk: Desk, ask: Ask) -> Any:
-    """The curves, thinned to about `n` points, from step `x0` to `x1`; 204 where `have` is the tag of the same."""
-    metrics = desk.metrics(_run(desk, ask).path / METRICS)
-    if ask.query.get("have") == metrics.etag:
-        return nothing()
-    count = min(MOST_POINTS, max(LEAST_POINTS, ask.whole("n", 1000)))
-    return metrics.series(count, ask.number("x0"), ask.number("x1"))
+def series(
+    state: State, run: PathRun, n: int = 1000, x0: float | None = None, x1: float | None = None, have: str = ""
+) -> Any:
+    """The curves, downsampled to about `n` points, from step `x0` to `x1`; 204 if `have` is their current tag."""
+    metrics = state.metrics(run.path / METRICS)
+    if have == metrics.etag:
+        return no_content()
+    return metrics.series(min(MAX_POINTS, max(MIN_POINTS, n)), x0, x1)
 
 
-# -- keeping -----------------------------------------------------------------------------------------------------
+# -- download ----------------------------------------------------------------------------------------------------
 
 
-def log_file(desk: Desk, ask: Ask) -> Response:
-    """The whole log, or one rank's lines."""
-    run = _run(desk, ask)
-    rank = ask.whole("rank", -1)
+def log_file(run: PathRun, rank: int = -1) -> Response:
+    """The complete log, or the lines of one rank."""
     if not (run.path / LOG).is_file():
-        raise Refusal(404, "Nothing has been logged yet.")
+        raise ApiError(404, "This run has not written a log yet.")
     if rank < 0:
         return FileResponse(run.path / LOG, media_type="text/plain; charset=utf-8", filename=f"{run.id}.log.txt")
     parts, offset, more = [], 0, True
@@ -178,63 +201,56 @@ def log_file(desk: Desk, ask: Ask) -> Response:
     return _download("".join(parts), f"{run.id}.rank{rank}.log.txt", "text/plain; charset=utf-8")
 
 
-def metrics_csv(desk: Desk, ask: Ask) -> Response:
-    """Every point that counts, a column a key."""
-    run = _run(desk, ask)
-    return _download(table(desk.metrics(run.path / METRICS).points), f"{run.id}.csv", "text/csv; charset=utf-8")
+def metrics_csv(state: State, run: PathRun) -> Response:
+    """Every point, without those of steps that a resumed run repeated; one column per metric."""
+    return _download(table(state.metrics(run.path / METRICS).points), f"{run.id}.csv", "text/csv; charset=utf-8")
 
 
-def spec_yaml(desk: Desk, ask: Ask) -> Response:
-    """What was asked."""
-    run = _run(desk, ask)
+def spec_yaml(run: PathRun) -> Response:
+    """The run's configuration."""
     return _download(_spec_text(run), f"{run.id}.yaml", "application/yaml; charset=utf-8")
 
 
-def report_png(desk: Desk, ask: Ask) -> Response:
-    """A picture of the run to keep."""
-    run = _run(desk, ask)
-    report = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
-    picture = report.picture(run.summary(), desk.metrics(run.path / METRICS).points, run.result())
-    return Response(picture, media_type="image/png", headers=_named(f"{run.id}.png", "inline"))
+def report_png(state: State, run: PathRun) -> Response:
+    """An image of the run's curves and results."""
+    run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
+    image = run_image.draw(run.summary(), state.metrics(run.path / METRICS).points, run.result())
+    return Response(image, media_type="image/png", headers=_disposition(f"{run.id}.png", "inline"))
 
 
 def _download(text: str, name: str, kind: str) -> Response:
-    return Response(text, media_type=kind, headers=_named(name, "attachment"))
+    return Response(text, media_type=kind, headers=_disposition(name, "attachment"))
 
 
-def _named(name: str, how: str) -> dict[str, str]:
+def _disposition(name: str, how: str) -> dict[str, str]:
     return {"content-disposition": f'{how}; filename="{name}"', "cache-control": "no-store"}
 
 
-# -- acting ------------------------------------------------------------------------------------------------------
+# -- act ---------------------------------------------------------------------------------------------------------
 
 
-def stop(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """Ask for the end, with or without a checkpoint."""
-    run = _run(desk, ask)
-    run.stop(save=ask.flag("save", True))
+def stop(run: PathRun, body: StopRequest) -> dict[str, Any]:
+    """Request the run to stop, with or without a checkpoint."""
+    run.stop(save=body.save)
     return {"summary": run.summary()}
 
 
-def resume(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """Go on from the last complete checkpoint, or begin anew."""
-    run = _run(desk, ask)
-    with desk.keys.alone():
-        run.resume(anew=ask.flag("anew", False))
+def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
+    """Continue from the last complete checkpoint, or restart from scratch."""
+    with state.keys.lock():
+        run.resume(from_scratch=body.from_scratch)
     return {"summary": run.summary()}
 
 
-def sweep(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """End what a lost run left behind."""
-    run = _run(desk, ask)
+def clean_up(run: PathRun) -> dict[str, Any]:
+    """Terminate the leftover processes of a lost run."""
     return {"count": run.sweep(), "summary": run.summary()}
 
 
-def delete(desk: Desk, ask: Ask) -> dict[str, Any]:
-    """Remove the run's folder."""
-    run = _run(desk, ask)
+def delete(state: State, run: PathRun) -> dict[str, Any]:
+    """Delete the run's folder."""
     run.delete()
-    desk.forget(run.path / METRICS)
+    state.forget_metrics(run.path / METRICS)
     return {"id": run.id}
 
 
@@ -245,7 +261,7 @@ def _spec_text(run: Run) -> str:
     try:
         return (run.path / SPEC).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise Refusal(404, f"{SPEC} is missing from the run's folder.") from None
+        raise ApiError(404, f"{SPEC} is missing from the run's folder.") from None
 
 
 def _script(run: Run) -> str:
@@ -255,8 +271,8 @@ def _script(run: Run) -> str:
         return ""
 
 
-def _changes(yaml: str) -> dict[str, Any]:
-    """What differs from the defaults; empty for the spec of an older Footplate that is none any more."""
+def _changed_options(yaml: str) -> dict[str, Any]:
+    """The options that differ from their defaults; empty if this version of Footplate cannot read the spec."""
     try:
         return changes(presets.load(yaml))
     except SpecError:

@@ -1,209 +1,210 @@
-// The build page: check after every edit, drafts, presets, import and export, start. And which view is shown.
-"use strict";
-(() => {
-  const { $, el } = FP;
-  const WAIT = 40; // ms after the last key: quick, and one call a word
-  let seq = 0;
-  let drawn = 0;
-  let timer = 0;
-  let draft = "";
-  let key = newKey(); // one start a key: a double click or a retry makes one run
-  let last = null;
+// @ts-check
+// The Build view: a check after every edit, drafts, presets, machines, import, export and start.
+import { get, post, runPath } from "./api.js";
+import { $, address, download, el, notify, notifyError } from "./dom.js";
+import * as form from "./form.js";
+import { diffList } from "./fixes.js";
+import { setPlaceholder } from "./gradio.js";
+import { drawCheckFailed, drawReport, preventsStart } from "./report.js";
 
-  function newKey() { return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join(""); }
+const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
+const RETRY = 2000; // ms
+const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
-  // fresh: what is drawn is what the form holds.
-  const fresh = (yes) => ($("#fp-verdict").dataset.fresh = yes ? "yes" : "no");
-  function later() { fresh(false); clearTimeout(timer); timer = setTimeout(check, WAIT); }
+let seq = 0; // of the newest check
+let drawnSeq = 0;
+let timer = 0;
+let draft = "";
+let startKey = randomId(); // one start per key: a double click or a retry creates one run
+let lastReport = null;
+let presets = [];
 
-  async function check() {
-    const mine = ++seq;
-    if (!draft) remember(newKey());
-    try {
-      const answer = await FP.post("api/check", { values: FP.form.values(), draft, machine: place(), seq: mine });
-      if (mine < drawn) return; // a later one is drawn already
-      drawn = mine;
-      last = answer;
-      FP.verdict.draw(answer);
-      fresh(mine === seq);
-      const name = document.querySelector("#logging-run_name input, #logging-run_name textarea");
-      if (name) name.placeholder = answer.title || "Run name";
-    } catch (error) {
-      if (mine === seq) FP.verdict.offline(`${error.message} Your edits stay here; trying again.`);
-      if (error.offline && mine === seq) timer = setTimeout(check, 2000);
+function randomId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
+}
+
+// -- check ------------------------------------------------------------------------------------------------------------
+
+/** Whether the report on the page belongs to the form's current values; tests wait for it. */
+const setFresh = (fresh) => ($("#fp-status").dataset.fresh = fresh ? "yes" : "no");
+
+export function checkSoon() {
+  setFresh(false);
+  clearTimeout(timer);
+  timer = setTimeout(check, DEBOUNCE);
+}
+
+async function check() {
+  const mine = ++seq;
+  if (!draft) useDraft(randomId());
+  try {
+    const report = await post("api/check", { values: form.currentValues(), draft, machine: machine(), seq: mine });
+    if (mine < drawnSeq) return; // a later one is drawn already
+    drawnSeq = mine;
+    lastReport = report;
+    drawReport(report);
+    setFresh(mine === seq);
+    setPlaceholder("logging-run_name", report.title || "Run name");
+    if (mine === seq && report.memory.pending) timer = setTimeout(check, RETRY); // the model's code is being read
+  } catch (error) {
+    if (mine !== seq) return;
+    if (error.offline) timer = setTimeout(check, RETRY);
+    const next = error.offline ? " Your edits are kept in this tab; the check is repeated until it responds." : "";
+    drawCheckFailed(error.offline ? "No connection" : "Check failed", `${error.message}${next}`);
+  }
+}
+
+// -- drafts -----------------------------------------------------------------------------------------------------------
+
+function useDraft(id) {
+  draft = id;
+  localStorage.setItem("fp-draft", id);
+  address.set({ draft: id }, { replace: true });
+}
+
+/** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
+export async function loadInitialValues() {
+  await loadPresets();
+  const id = address.get("draft") || localStorage.getItem("fp-draft");
+  const saved = id ? await get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
+  if (saved) {
+    useDraft(id);
+    form.setValues(saved.values);
+  } else if (presets.length) {
+    await loadPreset(presets[0].name);
+  } else {
+    form.setValues({});
+  }
+}
+
+// -- machines ---------------------------------------------------------------------------------------------------------
+
+/** The machine to check for: '' is this one. A run can be started on this one only, and planned for the others. */
+const machine = () => address.get("machine") || "";
+
+export async function loadMachines() {
+  const menu = $("#fp-machine");
+  const found = await get("api/machines");
+  const text = (m) => (m.name ? m.label : `This machine: ${m.label}`);
+  menu.replaceChildren(...found.map((m) => el("option", { value: m.name }, text(m))));
+  if (!found.some((m) => m.name === machine())) address.set({ machine: "" }, { replace: true });
+  menu.addEventListener("change", () => selectMachine(menu.value));
+  selectMachine(machine());
+}
+
+function selectMachine(name) {
+  address.set({ machine: name }, { replace: true });
+  $("#fp-machine").value = name;
+  $("#fp-start").hidden = Boolean(name);
+  $("#fp-export-plan").hidden = !name;
+  document.body.classList.toggle("fp-planned", Boolean(name));
+  describePreset();
+  if (draft) checkSoon();
+}
+
+// -- presets ----------------------------------------------------------------------------------------------------------
+
+async function loadPresets() {
+  presets = await get("api/presets");
+  const menu = $("#fp-presets");
+  menu.replaceChildren(
+    el("option", { value: "" }, "Choose a preset"),
+    ...presets.map((p) => el("option", { value: p.name }, p.title)),
+    el("option", { value: DEFAULTS }, "Default values"),
+  );
+  menu.addEventListener("change", () => loadPreset(menu.value, true).catch(notifyError));
+}
+
+async function loadPreset(name, withUndo = false) {
+  if (!name) return;
+  const found = presets.find((p) => p.name === name);
+  const values = found ? (await get(`api/presets/${encodeURIComponent(name)}`)).values : form.defaults();
+  $("#fp-presets").value = name;
+  describePreset();
+  form.setValues(values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
+}
+
+/** The preset's description, with a button that selects the machine it needs. */
+function describePreset() {
+  const found = presets.find((p) => p.name === $("#fp-presets").value);
+  const about = found ? found.about : "";
+  const other = found && found.machine && found.machine !== machine();
+  const select = () => selectMachine(found.machine);
+  $("#fp-preset-about").replaceChildren(
+    el("span", { title: about }, about),
+    ...(other ? [el("button.fp-link", { type: "button", onclick: select }, "Plan for its machine")] : []),
+  );
+}
+
+// -- start, fix, import, export ---------------------------------------------------------------------------------------
+
+/** @param {(tab: string, run?: string) => void} showView */
+async function start(showView) {
+  const button = $("#fp-start");
+  button.disabled = true;
+  button.textContent = "Starting";
+  try {
+    if ($("#fp-status").dataset.fresh === "no") {
+      clearTimeout(timer);
+      await check(); // what starts is what the report shows
     }
+    const { id } = await post("api/runs", { values: form.currentValues(), key: startKey });
+    startKey = randomId();
+    showView("run", id);
+  } catch (error) {
+    notifyError(error);
+    if (error.status === 422) check();
+  } finally {
+    button.textContent = "Start";
+    button.disabled = Boolean(lastReport) && preventsStart(lastReport.status);
   }
+}
 
-  function remember(id) {
-    draft = id;
-    localStorage.setItem("fp-draft", id);
-    FP.query.set({ draft: id }, { replace: true });
-  }
+/** Apply all safe fixes as one change with one Undo. */
+async function fixAll() {
+  const found = await post("api/fix", { values: form.currentValues(), machine: machine() });
+  const applied = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
+  const titles = found.remaining.map((title) => title.replace(/\.$/, "")).join("; ");
+  const remaining = titles ? ` Remaining errors: ${titles}.` : "";
+  form.setValues(found.patch, { undo: applied + remaining, details: diffList(found.diff) });
+}
 
-  async function begin() {
-    const names = await presets();
-    const id = FP.query.get("draft") || localStorage.getItem("fp-draft");
-    const saved = id ? await FP.get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
-    if (saved) {
-      remember(id);
-      FP.form.fill(saved.values);
-    } else if (names.length) {
-      await preset(names[0].name, false);
-    } else {
-      FP.form.fill({});
-    }
-  }
+/** Copy a run's options into the form. @param {(tab: string) => void} showView */
+export async function cloneRun(id, showView) {
+  const { values } = await get(`${runPath(id)}/values`);
+  showView("build");
+  $("#fp-presets").value = "";
+  describePreset();
+  form.setValues(values, { undo: "The run's options are copied into the form." });
+}
 
-  // Which machine it is for: this one, or one that it is planned for; a run can only be started on this one.
-  const place = () => FP.query.get("machine") || "";
-  async function machines() {
-    const menu = $("#fp-machine");
-    const found = await FP.get("api/machines");
-    menu.replaceChildren(...found.map((m) => el("option", { value: m.name }, m.name ? m.label : `this machine: ${m.label}`)));
-    if (!found.some((m) => m.name === place())) FP.query.set({ machine: "" }, { replace: true });
-    menu.addEventListener("change", () => planFor(menu.value));
-    planFor(place());
+async function importFile(event) {
+  const [file] = event.target.files;
+  event.target.value = "";
+  if (!file) return;
+  try {
+    const { values, kept } = await post("api/import", { yaml: await file.text(), values: form.currentValues() });
+    $("#fp-presets").value = "";
+    describePreset();
+    const extra = kept.length ? ` Keys without an option went into the extra config: ${kept.join(", ")}.` : "";
+    form.setValues(values, { undo: `${file.name} loaded.${extra}` });
+  } catch (error) {
+    notify(`${file.name}: ${error.message}`, { level: "error" });
   }
-  function planFor(name) {
-    FP.query.set({ machine: name }, { replace: true });
-    $("#fp-machine").value = name;
-    $("#fp-start").hidden = Boolean(name);
-    $("#fp-take").hidden = !name;
-    document.body.classList.toggle("fp-planned", Boolean(name));
-    about();
-    if (draft) check();
-  }
+}
 
-  let known = [];
-  async function presets() {
-    known = await FP.get("api/presets");
-    const menu = $("#fp-presets");
-    menu.replaceChildren(el("option", { value: "" }, "Choose a preset"), ...known.map((p) => el("option", { value: p.name }, p.title)), el("option", { value: " " }, "Plain defaults"));
-    menu.addEventListener("change", () => preset(menu.value, true));
-    return known;
-  }
-  async function preset(name, undo) {
-    if (!name) return;
-    const found = known.find((p) => p.name === name);
-    const values = found ? (await FP.get(`api/presets/${encodeURIComponent(name)}`)).values : FP.form.defaults();
-    $("#fp-presets").value = name;
-    about();
-    FP.form.fill(values, { undo: undo ? `${found ? found.title : "Defaults"} loaded.` : "" });
-  }
+async function exportFile() {
+  const { yaml } = await post("api/export", { values: form.currentValues() });
+  download(`${(lastReport && lastReport.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-"), yaml);
+}
 
-  function about() { // of the preset, with a way to the machine that it is for
-    const found = known.find((p) => p.name === $("#fp-presets").value);
-    const other = found && found.machine && found.machine !== place();
-    const go = other && el("button.fp-link", { type: "button", onclick: () => planFor(found.machine) }, "Plan for its machine");
-    $("#fp-preset-about").replaceChildren(el("span", { title: found ? found.about : "" }, found ? found.about : ""), ...(go ? [go] : []));
+/** @param {(tab: string, run?: string) => void} showView */
+export function addBuildEvents(showView) {
+  $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
+  $("#fp-start").addEventListener("click", () => start(showView));
+  $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
+  $("#fp-import-file").addEventListener("change", importFile);
+  for (const id of ["#fp-export", "#fp-export-plan"]) {
+    $(id).addEventListener("click", () => exportFile().catch(notifyError));
   }
-
-  async function start() {
-    const button = $("#fp-start");
-    button.disabled = true;
-    button.textContent = "Starting";
-    try {
-      if ($("#fp-verdict").dataset.fresh === "no") { clearTimeout(timer); await check(); } // what runs is what is shown
-      const { id } = await FP.post("api/runs", { values: FP.form.values(), key });
-      key = newKey();
-      view("run", id);
-    } catch (error) {
-      FP.toast(error.message, "error");
-      if (error.status === 422) check();
-    } finally {
-      button.textContent = "Start";
-      button.disabled = Boolean(last) && FP.verdict.halts(last.verdict);
-    }
-  }
-
-  async function fixAll() { // one change, and one Undo
-    const found = await FP.post("api/fix", { values: FP.form.values(), machine: place() });
-    const count = `${found.count} ${found.count === 1 ? "fix" : "fixes"} applied.`;
-    const left = found.left.length ? ` Left: ${found.left.join("; ")}.` : "";
-    FP.form.fill(found.patch, { undo: count + left, more: FP.verdict.diffs(found.diff) });
-  }
-
-  async function clone(id) {
-    const { values } = await FP.get(`api/runs/${encodeURIComponent(id)}/values`);
-    view("build");
-    FP.form.fill(values, { undo: "Copied into the form." });
-  }
-
-  async function importFile(event) {
-    const [file] = event.target.files;
-    event.target.value = "";
-    if (!file) return;
-    try {
-      const { values, kept } = await FP.post("api/import", { yaml: await file.text(), values: FP.form.values() });
-      const rest = kept.length ? ` Kept as further keys: ${kept.join(", ")}.` : "";
-      FP.form.fill(values, { undo: `${file.name} loaded.${rest}` });
-    } catch (error) {
-      FP.toast(`${file.name}: ${error.message}`, "error");
-    }
-  }
-  async function exportFile() {
-    try {
-      const { yaml } = await FP.post("api/export", { values: FP.form.values() });
-      FP.download(`${(last && last.title) || "run"}.yaml`.replace(/[^\w.-]+/g, "-"), yaml);
-    } catch (error) {
-      FP.toast(error.message, "error");
-    }
-  }
-
-  function view(tab, run) {
-    FP.query.set(run ? { tab, run } : { tab });
-    show();
-  }
-  function show() {
-    const run = FP.query.get("run");
-    const tab = FP.query.get("tab") || (run ? "run" : "build");
-    document.body.dataset.tab = ["build", "run", "runs"].includes(tab) ? tab : "build";
-    for (const link of document.querySelectorAll(".fp-top nav a[data-tab]")) {
-      link.toggleAttribute("aria-current", link.dataset.tab === tab);
-      if (link.dataset.tab === "run") { link.hidden = !run; link.href = `?tab=run&run=${encodeURIComponent(run || "")}`; }
-    }
-    FP.emit("tab", tab);
-    if (tab === "run" && run) FP.emit("run", run);
-  }
-
-  function follow(event) { // links of the page itself, without loading it again
-    const link = event.target.closest("a[href^='?tab=']");
-    if (!link || event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
-    event.preventDefault();
-    const found = new URLSearchParams(link.getAttribute("href").slice(1));
-    view(found.get("tab"), found.get("run") || undefined);
-    window.scrollTo(0, 0);
-  }
-
-  function theme() {
-    const wanted = localStorage.getItem("fp-theme");
-    if (wanted) document.body.classList.toggle("dark", wanted === "dark");
-    $("#fp-theme").addEventListener("click", () => {
-      const dark = document.body.classList.toggle("dark");
-      localStorage.setItem("fp-theme", dark ? "dark" : "light");
-      FP.emit("theme");
-    });
-  }
-
-  FP.view = view;
-  FP.ready = async (described) => {
-    FP.form.start(described);
-    theme();
-    FP.on("edited", later);
-    FP.on("clone", (id) => clone(id).catch((error) => FP.toast(error.message, "error")));
-    $("#fp-fix-all").addEventListener("click", () => fixAll().catch((error) => FP.toast(error.message, "error")));
-    $("#fp-start").addEventListener("click", start);
-    $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
-    $("#fp-import-file").addEventListener("change", importFile);
-    for (const button of ["#fp-export", "#fp-take"]) $(button).addEventListener("click", exportFile);
-    $("#fp-copy-script").addEventListener("click", () => FP.copy(FP.verdict.script(), "Script"));
-    document.addEventListener("click", follow);
-    window.addEventListener("popstate", show);
-    FPRun.mount();
-    FPRuns.mount();
-    show();
-    await machines().catch(() => {});
-    await begin().catch((error) => FP.verdict.offline(error.message));
-    document.body.dataset.ready = "yes";
-  };
-})();
+}

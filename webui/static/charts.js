@@ -1,261 +1,380 @@
-// The charts: uPlot on series that the server has thinned; zoom asks for the part in full detail.
-"use strict";
-window.FPCharts = (() => {
-  const { el } = FP;
-  const HEIGHT = 196;
-  const POINTS = 1000;
-  const CHARTS = [
-    { key: "loss", title: "Loss", name: "train", second: "eval_loss", secondName: "evaluation", smooth: true, log: true, best: "lowest" },
-    // Of stages that compare answers alone: such a card is there only where its series is.
-    { key: "reward_margin", title: "Reward margin", name: "train", second: "eval_reward_margin", secondName: "evaluation", smooth: true, best: "highest", some: true },
-    { key: "reward_accuracy", title: "Better answer ahead", name: "train", second: "eval_reward_accuracy", secondName: "evaluation", smooth: true, best: "highest", some: true },
-    { key: "reward_chosen", title: "Rewards", name: "chosen", second: "reward_rejected", secondName: "rejected", best: "highest", some: true },
-    { key: "kl", title: "KL to the reference", name: "train", second: "eval_kl", secondName: "evaluation", smooth: true, best: "highest", some: true },
-    { key: "reward_mean", title: "Mean reward", name: "train", second: "eval_reward_mean", secondName: "evaluation", smooth: true, best: "highest", some: true },
-    { key: "learning_rate", title: "Learning rate", name: "rate", log: true, best: "highest" },
-    { key: "grad_norm", title: "Gradient norm", name: "norm", smooth: true, log: true, best: "highest" },
-    { key: "tokens_per_second", title: "Tokens per second", name: "tokens/s", smooth: true, best: "highest" },
-  ];
-  const remembered = (name, otherwise) => { const found = localStorage.getItem(name); return found === null ? otherwise : found; };
-  const whole = (value) => Math.round(value).toLocaleString("en");
-  const colour = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+// @ts-check
+// The charts of a run: uPlot on series that the server has downsampled; a zoom requests its range in full detail.
+import { get, url } from "./api.js";
+import { el } from "./dom.js";
+import { integer, num } from "./format.js";
+import { onThemeChange } from "./gradio.js";
+import { createPoller } from "./poll.js";
 
-  // Exponential mean that starts unbiased, of windows of 2^k points: least and greatest of a bucket alternate in a
-  // long series, and a line through them would be a band. share: 0 to 0.99.
-  function smoothed({ x, y }, share) {
-    const window = 2 ** Math.max(0, Math.ceil(Math.log2(x.length / 400)));
-    const found = { x: [], y: [] };
-    let mean = 0;
-    let weight = 0;
-    for (let i = 0; i < x.length; i += window) {
-      const part = y.slice(i, i + window).filter(Number.isFinite);
-      if (!part.length) continue;
-      mean = mean * share + (part.reduce((a, b) => a + b) / part.length) * (1 - share);
-      weight = weight * share + (1 - share);
-      found.x.push(x[Math.min(x.length - 1, i + window - 1)]);
-      found.y.push(mean / weight);
-    }
-    return found;
+const HEIGHT = 196;
+const POINTS = 1000;
+/**
+ * A chart: the series `key`, and a second one over it. `optional`: shown only if the run logs the series.
+ * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, smooth?: boolean,
+ *   log?: boolean, best: "lowest" | "highest", optional?: boolean }} Chart
+ */
+/** @type {Chart[]} */
+const CHARTS = [
+  { ...trainAndEval("loss", "Loss"), log: true, best: "lowest" },
+  { ...trainAndEval("reward_margin", "Reward margin"), optional: true },
+  { ...trainAndEval("reward_accuracy", "Reward accuracy"), optional: true },
+  {
+    key: "reward_chosen",
+    title: "Rewards",
+    name: "chosen",
+    second: "reward_rejected",
+    secondName: "rejected",
+    best: "highest",
+    optional: true,
+  },
+  { ...trainAndEval("kl", "KL divergence from the reference"), optional: true },
+  { ...trainAndEval("reward_mean", "Mean reward"), optional: true },
+  { key: "learning_rate", title: "Learning rate", name: "learning rate", log: true, best: "highest" },
+  { key: "grad_norm", title: "Gradient norm", name: "norm", smooth: true, log: true, best: "highest" },
+  { key: "tokens_per_second", title: "Tokens per second", name: "tokens/s", smooth: true, best: "highest" },
+];
+
+/** @returns {Chart} */
+function trainAndEval(key, title) {
+  return { key, title, name: "train", second: `eval_${key}`, secondName: "validation", smooth: true, best: "highest" };
+}
+
+const stored = (name, fallback) => localStorage.getItem(name) ?? fallback;
+const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+
+/**
+ * Bias-corrected exponential moving average, over means of 2^k points: a long series alternates between the minimum and
+ * maximum of each bucket, and a line through them would be a band. `weight` is 0 to 0.99.
+ */
+function smoothed({ x, y }, weight) {
+  const window = 2 ** Math.max(0, Math.ceil(Math.log2(x.length / 400)));
+  const result = { x: [], y: [] };
+  let mean = 0;
+  let total = 0;
+  for (let i = 0; i < x.length; i += window) {
+    const part = y.slice(i, i + window).filter(Number.isFinite);
+    if (!part.length) continue;
+    mean = mean * weight + (part.reduce((a, b) => a + b) / part.length) * (1 - weight);
+    total = total * weight + (1 - weight);
+    result.x.push(x[Math.min(x.length - 1, i + window - 1)]);
+    result.y.push(mean / total);
   }
-  function tick(value) {
-    const size = Math.abs(value);
-    if (size >= 1e6) return `${FP.num(value / 1e6, 3)}M`;
-    if (size >= 1e4) return `${FP.num(value / 1e3, 4)}k`;
-    return FP.num(value, 4);
+  return result;
+}
+
+function tickText(value) {
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${num(value / 1e6, 3)}M`;
+  if (size >= 1e4) return `${num(value / 1e3, 4)}K`;
+  return num(value, 4);
+}
+
+/** The value nearest to an index: validation points are few, and the pointer is rarely exactly on one. */
+function nearest(values, index) {
+  for (let distance = 0; distance < values.length; distance += 1) {
+    for (const i of [index - distance, index + distance]) {
+      if (values[i] !== null && values[i] !== undefined) return values[i];
+    }
   }
-  // The nearest value at or around an index: eval points are few, and the pointer is seldom right on one.
-  function near(values, index) {
-    for (let far = 0; far < values.length; far += 1) {
-      for (const i of [index - far, index + far]) if (values[i] !== null && values[i] !== undefined) return values[i];
-    }
-    return null;
-  }
+  return null;
+}
 
-  function make({ base, over, seen, trouble, drawn = () => {} }) {
-    let have = "";
-    let zoom = null; // {x0, x1} in steps, of all charts
-    let answer = null;
-    let newest = {}; // key -> {step, value}
-    let share = Number(remembered("fp-smooth", "0.6"));
-    let logarithmic = remembered("fp-log", "no") === "yes";
-    let view = 0; // a late answer of another zoom is dropped
+/** "Latest 0.31 at step 120, lowest 0.29; validation 0.33 at step 100." */
+function describe(chart, response, newest) {
+  const last = newest[chart.key];
+  if (!last) return "";
+  const best = chart.best === "lowest" ? response.min[chart.key] : response.max[chart.key];
+  const parts = [`Latest ${num(last.value)} at step ${integer(last.step)}, ${chart.best} ${num(best)}`];
+  const second = chart.second && newest[chart.second];
+  if (second) parts.push(`${chart.secondName} ${num(second.value)} at step ${integer(second.step)}`);
+  return `${parts.join("; ")}.`;
+}
 
-    const slider = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: share, "aria-label": "Smoothing", oninput: smooth });
-    const said = el("output.fp-number", {}, share.toFixed(2));
-    const log = el("button.fp-chip", { type: "button", "aria-pressed": String(logarithmic), onclick: toggleLog }, "Log scale");
-    const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
-    const cards = CHARTS.map(card);
-    const node = el("section.fp-charts", { "aria-label": "Charts" },
-      el("div.fp-charts-bar", {}, el("h3", {}, "Charts"), el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"), el("span.fp-gap"),
-        el("label", {}, "Smoothing", slider, said), log, reset),
-      el("div.fp-charts-grid", {}, cards.map((c) => c.node)));
-    const poll = FPPoll(pull, { seen, pace: 600, trouble });
-    new MutationObserver(() => cards.forEach((c) => c.rebuild())).observe(document.body, { attributes: true, attributeFilter: ["class"] });
+/**
+ * All charts of the open run. `base()` is the run's API path, `hasEnded()` whether the run had ended, `onDraw` gets the
+ * newest value of each series.
+ */
+export function createCharts({ base, hasEnded, isVisible, onTrouble, onDraw = (_) => {} }) {
+  const state = {
+    base,
+    hasEnded,
+    response: null,
+    newest: {}, // key -> { step, value }
+    zoom: null, // { x0, x1 } in steps, for all charts
+    weight: Number(stored("fp-smooth", "0.6")),
+    logScale: stored("fp-log", "no") === "yes",
+    setZoom,
+  };
+  let tag = "";
+  let view = 0; // a late response for another zoom is discarded
 
-    async function pull(current) {
-      const last = over();
-      const mine = view;
-      const part = zoom ? `&x0=${zoom.x0}&x1=${zoom.x1}` : "";
-      const found = await FP.get(`${base()}/series?n=${POINTS}${part}&have=${encodeURIComponent(have)}`);
-      if (!current() || mine !== view) return;
-      if (!found) return last ? "end" : undefined;
-      have = found.etag;
-      answer = found;
-      remember();
-      draw();
-      drawn(newest);
-    }
-    function remember() {
-      for (const [key, { x, y }] of Object.entries(answer.series)) {
-        const value = answer.last[key];
-        if (!zoom) newest[key] = { step: x[x.length - 1], value: y[y.length - 1] };
-        else if (Number.isFinite(value) && newest[key] && newest[key].value !== value) newest[key] = { step: answer.last.step, value };
-      }
-    }
-    function draw() {
-      node.hidden = over() && Boolean(answer) && !Object.keys(answer.series).length; // it ended before its first step: the log tells why
-      for (const c of cards) c.draw();
-    }
-    function smooth() {
-      share = Number(slider.value);
-      said.textContent = share.toFixed(2);
-      localStorage.setItem("fp-smooth", share);
-      draw();
-    }
-    function toggleLog() {
-      logarithmic = !logarithmic;
-      log.setAttribute("aria-pressed", String(logarithmic));
-      localStorage.setItem("fp-log", logarithmic ? "yes" : "no");
-      cards.forEach((c) => c.rebuild());
-    }
-    function setZoom(to) {
-      zoom = to;
-      reset.disabled = !to;
-      have = "";
-      view += 1;
-      cards.forEach((c) => c.zoomed());
-      poll.start();
-    }
+  const slider = el("input", {
+    type: "range",
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    value: state.weight,
+    "aria-label": "Smoothing",
+    oninput: setSmoothing,
+  });
+  const smoothing = el("output.fp-number", {}, state.weight.toFixed(2));
+  const log = el(
+    "button.fp-chip",
+    { type: "button", "aria-pressed": String(state.logScale), onclick: toggleLogScale },
+    "Log scale",
+  );
+  const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
+  const cards = CHARTS.map((chart) => createCard(chart, state));
+  const node = el(
+    "section.fp-charts",
+    { "aria-label": "Charts" },
+    el(
+      "div.fp-charts-bar",
+      {},
+      el("h3", {}, "Charts"),
+      el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"),
+      el("span.fp-gap"),
+      el("label", {}, "Smoothing", slider, smoothing),
+      log,
+      reset,
+    ),
+    el(
+      "div.fp-charts-grid",
+      {},
+      cards.map((card) => card.node),
+    ),
+  );
+  const poller = createPoller(pull, { isVisible, interval: 600, onTrouble });
+  onThemeChange(() => cards.forEach((card) => card.rebuild()));
 
-    function card(about) {
-      let plot = null;
-      let lines = []; // what the legend names
-      const legend = el("div.fp-legend", { "aria-hidden": "true" });
-      const place = el("div.fp-plot", { role: "img", "aria-label": about.title }, el("p.fp-plot-empty", {}, ""));
-      const sentence = el("p.fp-chart-said");
-      const csv = el("a.fp-quiet-link", { download: "", "aria-label": `${about.title} as CSV` }, "CSV");
-      const card = el("figure.fp-chart", {}, el("div.fp-chart-head", {}, el("h4", {}, about.title), el("span.fp-gap"), legend),
-        place, el("figcaption", {}, sentence, csv));
-      card.hidden = Boolean(about.some);
-      const useLog = () => logarithmic && about.log;
-      const positive = (y) => (useLog() ? y.map((v) => (v > 0 ? v : null)) : y);
-      new ResizeObserver(() => {
-        if (plot) plot.setSize({ width: place.clientWidth, height: HEIGHT });
-        else if (answer) draw();
-      }).observe(place);
-
-      // [{label, colour, x, y, width, points}] in drawing order.
-      function curves() {
-        const all = (answer && answer.series) || {};
-        const own = all[about.key];
-        const second = about.second && all[about.second];
-        const accent = colour("--fp-accent");
-        const made = [];
-        if (own && own.x.length) {
-          const fine = about.smooth && share > 0 && own.x.length > 2;
-          made.push({ name: about.name, stroke: fine ? colour("--fp-pale") : accent, x: own.x, y: own.y, width: fine ? 1 : 1.6 });
-          if (fine) made.push({ name: "smoothed", stroke: accent, ...smoothed(own, share), width: 1.8 });
-        }
-        if (second && second.x.length) made.push({ name: about.secondName, stroke: colour("--fp-second"), x: second.x, y: second.y, width: 1.5, points: true });
-        return made;
-      }
-
-      function draw() {
-        csv.href = FP.url(`${base()}/metrics.csv`);
-        const made = curves();
-        if (about.some) card.hidden = !made.length;
-        tell();
-        if (!made.length) { clear(); return; }
-        if (!place.clientWidth) return; // its view is not shown; the ResizeObserver comes back
-        const tables = made.map((c) => [c.x, positive(c.y)]);
-        const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-        const same = plot && lines.map((c) => c.name + c.width).join() === made.map((c) => c.name + c.width).join();
-        lines = made;
-        if (same) plot.setData(data, !zoom);
-        else build(data);
-        if (zoom) plot.setScale("x", { min: zoom.x0, max: zoom.x1 });
-      }
-
-      function build(data) {
-        if (plot) plot.destroy();
-        place.replaceChildren();
-        named();
-        const dim = colour("--fp-dim");
-        const rule = { stroke: colour("--fp-grid"), width: 1 };
-        const axis = { stroke: dim, font: "11px system-ui, sans-serif", grid: rule, ticks: { show: false }, gap: 6 };
-        plot = new uPlot({
-          width: place.clientWidth, height: HEIGHT, padding: [10, 26, 0, 0], legend: { show: false },
-          scales: { x: { time: false, range: steps }, y: { distr: useLog() ? 3 : 1 } },
-          axes: [
-            { ...axis, size: 26, space: 70, incrs: [1, 2, 5].flatMap((m) => [0, 1, 2, 3, 4, 5, 6].map((e) => m * 10 ** e)).sort((a, b) => a - b), values: (u, all) => all.map(whole) },
-            { ...axis, size: 54, space: 34, values: (u, all) => all.map((v) => (v === null ? "" : tick(v))) },
-          ],
-          series: [{}, ...lines.map((c) => ({ stroke: c.stroke, width: c.width, spanGaps: false,
-            points: { show: (c.points && c.x.length <= 40) || c.x.length === 1, size: 6, fill: c.stroke, stroke: c.stroke } }))],
-          cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false, setScale: false }, sync: { key: "footplate", filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } }, bind: { dblclick: () => () => setZoom(null) } },
-          hooks: { setSelect: [selected], setCursor: [pointed] },
-        }, data, place);
-      }
-      function steps(u, from, to) {
-        if (zoom) return [zoom.x0, zoom.x1];
-        if (from === null) return [0, 1];
-        return from === to ? [Math.max(0, from - 1), to + 1] : [from, to];
-      }
-      function selected(u) {
-        if (u.select.width < 6) return;
-        const x0 = Math.max(0, Math.floor(u.posToVal(u.select.left, "x")));
-        const x1 = Math.ceil(u.posToVal(u.select.left + u.select.width, "x"));
-        u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        if (x1 - x0 >= 2) setZoom({ x0, x1 });
-      }
-
-      function named() {
-        legend.replaceChildren(el("span.fp-legend-step"), ...lines.map((c) => {
-          const key = el("i");
-          key.style.background = c.stroke;
-          return el("span", {}, lines.length > 1 ? key : null, lines.length > 1 ? c.name : null, el("b"));
-        }));
-      }
-      function pointed(u) {
-        const i = u.cursor.idx;
-        const away = i === null || i === undefined || u.cursor.left < 0;
-        legend.firstChild.textContent = away ? "" : `step ${whole(u.data[0][i])}`;
-        lines.forEach((c, n) => {
-          const value = away ? null : near(u.data[n + 1], i);
-          legend.children[n + 1].lastChild.textContent = away ? "" : FP.num(value);
-        });
-      }
-
-      function tell() {
-        const said = sentenceOf(about, answer, newest);
-        sentence.textContent = said;
-        place.setAttribute("aria-label", `${about.title}. ${said}`);
-      }
-      function clear() {
-        if (plot) plot.destroy();
-        plot = null;
-        lines = [];
-        legend.replaceChildren();
-        place.replaceChildren(el("p.fp-plot-empty", {}, over() ? "Nothing was recorded." : "The first point comes with the first step."));
-      }
-      return {
-        node: card, draw, clear,
-        rebuild() { if (plot) { plot.destroy(); plot = null; lines = []; } draw(); },
-        zoomed() { if (plot && zoom) plot.setScale("x", { min: zoom.x0, max: zoom.x1 }); },
-      };
-    }
-
-    function open() {
-      have = "";
-      answer = null;
-      newest = {};
-      zoom = null;
-      reset.disabled = true;
-      view += 1;
-      cards.forEach((c) => { c.clear(); c.draw(); });
-      poll.start();
-    }
-    return { node, open, close: poll.stop, resume: poll.start, done: () => !poll.running(), redraw: draw };
+  async function pull(isCurrent) {
+    const last = hasEnded();
+    const mine = view;
+    const range = state.zoom ? `&x0=${state.zoom.x0}&x1=${state.zoom.x1}` : "";
+    const found = await get(`${base()}/series?n=${POINTS}${range}&have=${encodeURIComponent(tag)}`);
+    if (!isCurrent() || mine !== view) return undefined;
+    if (!found) return last ? "end" : undefined;
+    tag = found.etag;
+    state.response = found;
+    rememberNewest();
+    draw();
+    onDraw(state.newest);
+    return undefined;
   }
 
-  function sentenceOf(about, answer, newest) {
-    const last = newest[about.key];
-    if (!last) return "";
-    const best = about.best === "lowest" ? answer.min[about.key] : answer.max[about.key];
-    const parts = [`Latest ${FP.num(last.value)} at step ${whole(last.step)}, ${about.best} ${FP.num(best)}`];
-    const second = about.second && newest[about.second];
-    if (second) parts.push(`${about.secondName} ${FP.num(second.value)} at step ${whole(second.step)}`);
-    return `${parts.join("; ")}.`;
+  function rememberNewest() {
+    const { series, last } = state.response;
+    for (const [key, { x, y }] of Object.entries(series)) {
+      const value = last[key];
+      if (!state.zoom) state.newest[key] = { step: x[x.length - 1], value: y[y.length - 1] };
+      else if (Number.isFinite(value) && state.newest[key] && state.newest[key].value !== value) {
+        state.newest[key] = { step: last.step, value };
+      }
+    }
   }
-  return { make };
-})();
+
+  function draw() {
+    // A run that ended before its first step has no charts: its log tells why.
+    node.hidden = hasEnded() && Boolean(state.response) && !Object.keys(state.response.series).length;
+    for (const card of cards) card.draw();
+  }
+
+  function setSmoothing() {
+    state.weight = Number(slider.value);
+    smoothing.textContent = state.weight.toFixed(2);
+    localStorage.setItem("fp-smooth", String(state.weight));
+    draw();
+  }
+
+  function toggleLogScale() {
+    state.logScale = !state.logScale;
+    log.setAttribute("aria-pressed", String(state.logScale));
+    localStorage.setItem("fp-log", state.logScale ? "yes" : "no");
+    cards.forEach((card) => card.rebuild());
+  }
+
+  function setZoom(zoom) {
+    state.zoom = zoom;
+    reset.disabled = !zoom;
+    tag = "";
+    view += 1;
+    cards.forEach((card) => card.applyZoom());
+    poller.start();
+  }
+
+  function open() {
+    Object.assign(state, { response: null, newest: {}, zoom: null });
+    tag = "";
+    reset.disabled = true;
+    view += 1;
+    cards.forEach((card) => {
+      card.clear();
+      card.draw();
+    });
+    poller.start();
+  }
+
+  return { node, open, close: poller.stop, resume: poller.start, redraw: draw };
+}
+
+/** One chart with its legend, sentence and CSV link. @param {Chart} chart @param {any} state of createCharts */
+function createCard(chart, state) {
+  let plot = null;
+  let curves = []; // what is drawn
+
+  const legend = el("div.fp-legend", { "aria-hidden": "true" });
+  const place = el("div.fp-plot", { role: "img", "aria-label": chart.title }, el("p.fp-plot-empty", {}, ""));
+  const sentence = el("p.fp-chart-text");
+  const csv = el("a.fp-quiet-link", { download: "", "aria-label": `${chart.title} as CSV` }, "CSV");
+  const node = el(
+    "figure.fp-chart",
+    {},
+    el("div.fp-chart-head", {}, el("h4", {}, chart.title), el("span.fp-gap"), legend),
+    place,
+    el("figcaption", {}, sentence, csv),
+  );
+  node.hidden = Boolean(chart.optional);
+  new ResizeObserver(() => {
+    if (plot) plot.setSize({ width: place.clientWidth, height: HEIGHT });
+    else if (state.response) draw();
+  }).observe(place);
+
+  const usesLog = () => state.logScale && chart.log;
+  const positive = (y) => (usesLog() ? y.map((v) => (v > 0 ? v : null)) : y);
+
+  function draw() {
+    csv.href = url(`${state.base()}/metrics.csv`);
+    const next = curvesOf(chart, state);
+    if (chart.optional) node.hidden = !next.length;
+    const text = describe(chart, state.response, state.newest);
+    sentence.textContent = text;
+    place.setAttribute("aria-label", `${chart.title}. ${text}`);
+    if (!next.length) return clear();
+    if (!place.clientWidth) return undefined; // the view is hidden; the ResizeObserver draws later
+    const tables = next.map((c) => [c.x, positive(c.y)]);
+    const data = tables.length > 1 ? window.uPlot.join(tables) : tables[0];
+    const layout = (list) => list.map((c) => c.name + c.width).join();
+    const unchanged = plot && layout(curves) === layout(next);
+    curves = next;
+    if (unchanged) plot.setData(data, !state.zoom);
+    else build(data);
+    applyZoom();
+    return undefined;
+  }
+
+  function build(data) {
+    if (plot) plot.destroy();
+    place.replaceChildren();
+    drawLegend(legend, curves);
+    plot = new window.uPlot(plotOptions(place.clientWidth, usesLog(), curves, state, pointed), data, place);
+  }
+
+  function pointed(u) {
+    const i = u.cursor.idx;
+    const outside = i === null || i === undefined || u.cursor.left < 0;
+    legend.firstChild.textContent = outside ? "" : `step ${integer(u.data[0][i])}`;
+    curves.forEach((_, n) => {
+      legend.children[n + 1].lastChild.textContent = outside ? "" : num(nearest(u.data[n + 1], i));
+    });
+  }
+
+  function clear() {
+    if (plot) plot.destroy();
+    plot = null;
+    curves = [];
+    legend.replaceChildren();
+    const text = state.hasEnded() ? "This run logged no values." : "The first value comes with the first logged step.";
+    place.replaceChildren(el("p.fp-plot-empty", {}, text));
+  }
+
+  function rebuild() {
+    if (plot) plot.destroy();
+    plot = null;
+    curves = [];
+    draw();
+  }
+
+  function applyZoom() {
+    if (plot && state.zoom) plot.setScale("x", { min: state.zoom.x0, max: state.zoom.x1 });
+  }
+
+  return { node, draw, clear, rebuild, applyZoom };
+}
+
+/** The curves of a chart in drawing order: [{ name, stroke, x, y, width, points }]. */
+function curvesOf(chart, { response, weight }) {
+  const all = (response && response.series) || {};
+  const first = all[chart.key];
+  const second = chart.second && all[chart.second];
+  const accent = color("--fp-accent");
+  const curves = [];
+  if (first && first.x.length) {
+    const smooth = chart.smooth && weight > 0 && first.x.length > 2;
+    const stroke = smooth ? color("--fp-pale") : accent;
+    curves.push({ name: chart.name, stroke, x: first.x, y: first.y, width: smooth ? 1 : 1.6 });
+    if (smooth) curves.push({ name: "smoothed", stroke: accent, ...smoothed(first, weight), width: 1.8 });
+  }
+  if (second && second.x.length) {
+    const { x, y } = second;
+    curves.push({ name: chart.secondName, stroke: color("--fp-second"), x, y, width: 1.5, points: true });
+  }
+  return curves;
+}
+
+function drawLegend(legend, curves) {
+  const entry = (curve) => {
+    const key = el("i");
+    key.style.background = curve.stroke;
+    return el("span", {}, curves.length > 1 ? key : null, curves.length > 1 ? curve.name : null, el("b"));
+  };
+  legend.replaceChildren(el("span.fp-legend-step"), ...curves.map(entry));
+}
+
+function plotOptions(width, logScale, curves, state, pointed) {
+  const grid = { stroke: color("--fp-grid"), width: 1 };
+  const font = "11px system-ui, sans-serif";
+  const axis = { stroke: color("--fp-dim"), font, grid, ticks: { show: false }, gap: 6 };
+  const steps = [1, 2, 5].flatMap((m) => [0, 1, 2, 3, 4, 5, 6].map((e) => m * 10 ** e)).sort((a, b) => a - b);
+  const series = (c) => {
+    const show = (c.points && c.x.length <= 40) || c.x.length === 1;
+    const points = { show, size: 6, fill: c.stroke, stroke: c.stroke };
+    return { stroke: c.stroke, width: c.width, spanGaps: false, points };
+  };
+  return {
+    width,
+    height: HEIGHT,
+    padding: [10, 26, 0, 0],
+    legend: { show: false },
+    scales: {
+      x: { time: false, range: (u, from, to) => stepRange(state.zoom, from, to) },
+      y: { distr: logScale ? 3 : 1 },
+    },
+    axes: [
+      { ...axis, size: 26, space: 70, incrs: steps, values: (u, all) => all.map(integer) },
+      { ...axis, size: 54, space: 34, values: (u, all) => all.map((v) => (v === null ? "" : tickText(v))) },
+    ],
+    series: [{}, ...curves.map(series)],
+    cursor: {
+      y: false,
+      points: { size: 7 },
+      drag: { x: true, y: false, setScale: false },
+      sync: { key: "footplate", filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } },
+      bind: { dblclick: () => () => state.setZoom(null) },
+    },
+    hooks: { setSelect: [(u) => selected(u, state)], setCursor: [pointed] },
+  };
+}
+
+function stepRange(zoom, from, to) {
+  if (zoom) return [zoom.x0, zoom.x1];
+  if (from === null) return [0, 1];
+  return from === to ? [Math.max(0, from - 1), to + 1] : [from, to];
+}
+
+function selected(u, state) {
+  if (u.select.width < 6) return;
+  const x0 = Math.max(0, Math.floor(u.posToVal(u.select.left, "x")));
+  const x1 = Math.ceil(u.posToVal(u.select.left + u.select.width, "x"));
+  u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  if (x1 - x0 >= 2) state.setZoom({ x0, x1 });
+}

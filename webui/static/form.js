@@ -1,150 +1,243 @@
-// The form's values: read them from Gradio, write them back, show and hide, sections, outlines.
-"use strict";
-FP.form = (() => {
-  const { el, $ } = FP;
-  let about = null; // {names, deciding, options}
-  let values = {};
-  let pending = null; // values on their way into the widgets
-  const past = []; // snapshots for undo
+// @ts-check
+// The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
+import { $, el, emit, notify } from "./dom.js";
+import { editedTextField, focusField, writeFormValues } from "./gradio.js";
 
-  const id = (name) => name.replace(".", "-");
-  const attribute = (name) => `data-${name.replace(/[._]/g, "-")}`;
+const OPEN_AT_FIRST = ["model", "data", "method", "train"];
+const MAX_SUMMARY_PARTS = 4;
+const MAX_VALUES_IN_TEXT = 4; // of a condition
 
-  function start(described) {
-    about = described;
-    values = Object.fromEntries(about.names.map((name) => [name, about.options[name].default]));
-    document.querySelectorAll(".fp-section").forEach(prepare);
-    document.querySelectorAll(".fp-more").forEach((button) => button.addEventListener("click", () => more(button)));
-    document.addEventListener("input", typed, true);
+/** @type {{ names: string[], controlling: string[], options: Record<string, any> }} */
+let description = { names: [], controlling: [], options: {} };
+let values = {};
+let toWrite = null; // values on their way into the components
+const history = []; // snapshots for undo
+
+const elementId = (name) => name.replace(".", "-");
+const fieldOf = (name) => document.getElementById(elementId(name));
+const bodyAttribute = (name) => `data-${name.replace(/[._]/g, "-")}`;
+const equal = (a, b) => String(a ?? "") === String(b ?? "");
+
+export function startForm(described) {
+  description = described;
+  values = defaults();
+  document.querySelectorAll(".fp-section").forEach(prepareSection);
+  document.querySelectorAll(".fp-more").forEach((button) => {
+    button.addEventListener("click", () => showAdvanced(button));
+  });
+  document.addEventListener("input", textFieldEdited, true);
+}
+
+export const currentValues = () => ({ ...values });
+export const defaults = () => Object.fromEntries(description.names.map((n) => [n, description.options[n].default]));
+export const option = (name) => description.options[name];
+export const label = (name) => description.options[name]?.label || name;
+
+// -- sections ---------------------------------------------------------------------------------------------------------
+
+function prepareSection(section) {
+  $(".fp-head", section).addEventListener("click", () => openSection(section, section.classList.contains("fp-closed")));
+  const key = section.id.replace("fp-section-", "");
+  const stored = localStorage.getItem(`fp-open-${key}`);
+  openSection(section, stored ? stored === "yes" : OPEN_AT_FIRST.includes(key));
+}
+
+function openSection(section, open) {
+  section.classList.toggle("fp-closed", !open);
+  $(".fp-head", section).setAttribute("aria-expanded", String(open));
+  localStorage.setItem(`fp-open-${section.id.replace("fp-section-", "")}`, open ? "yes" : "no");
+}
+
+function showAdvanced(button, show = button.getAttribute("aria-expanded") !== "true") {
+  button.setAttribute("aria-expanded", String(show));
+  button.textContent = show ? "Fewer options" : "More options";
+  button.closest(".fp-body").classList.toggle("fp-all", show);
+}
+
+export const sectionTitle = (name) => {
+  const title = $(".fp-head-title", fieldOf(name)?.closest(".fp-section") || document.createElement("div"));
+  return title ? title.textContent : "";
+};
+
+/** A closed section's summary: its first value, and what differs from the defaults. */
+function summarize(section) {
+  const parts = [];
+  for (const field of section.querySelectorAll(".fp-field")) {
+    const name = description.names.find((n) => elementId(n) === field.id);
+    if (!name || !isVisible(name) || parts.length >= MAX_SUMMARY_PARTS) continue;
+    const value = values[name];
+    if (parts.length && equal(value, option(name).default)) continue;
+    const part = summaryPart(option(name), value);
+    if (part) parts.push(part);
   }
+  $(".fp-head-summary", section).textContent = parts.join(" \u00b7 ");
+}
 
-  function prepare(section) {
-    const head = $(".fp-head", section);
-    head.addEventListener("click", () => open(section, section.classList.contains("fp-closed")));
-    const key = section.id.replace("fp-section-", "");
-    open(section, localStorage.getItem(`fp-open-${key}`) !== "no" && (localStorage.getItem(`fp-open-${key}`) || ["model", "data", "method", "train"].includes(key)));
+function summaryPart(option, value) {
+  if (option.kind === "bool") return value ? option.label : "";
+  if (value === "" || value === null || / n /.test(option.choices[value])) return ""; // "Every n steps": n follows
+  if (option.choices[value]) return option.choices[value];
+  const unit = option.unit && Number(value) === 1 ? option.unit.replace(/s$/, "") : option.unit;
+  return `${option.label} ${String(value).split("\n")[0].slice(0, 40)}${unit ? ` ${unit}` : ""}`;
+}
+
+// -- edits ------------------------------------------------------------------------------------------------------------
+
+/** Gradio's handler for every edit. @param {any[]} list the values of all components */
+export function edited(list) {
+  description.names.forEach((name, i) => (values[name] = list[i]));
+  changed();
+}
+
+function textFieldEdited(event) {
+  const edit = editedTextField(event);
+  const name = edit && description.names.find((n) => elementId(n) === edit.id);
+  if (!name || values[name] === edit.value) return;
+  values[name] = edit.value;
+  changed();
+}
+
+function changed() {
+  refresh();
+  emit("edited", values);
+}
+
+function refresh() {
+  for (const name of description.controlling) document.body.setAttribute(bodyAttribute(name), String(values[name]));
+  document.querySelectorAll(".fp-section").forEach(summarize);
+  for (const name of description.names) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    field.classList.toggle("fp-set", !equal(values[name], option(name).default));
+    markChosenNames(field, name);
   }
+}
 
-  function open(section, yes) {
-    section.classList.toggle("fp-closed", !yes);
-    $(".fp-head", section).setAttribute("aria-expanded", yes ? "true" : "false");
-    localStorage.setItem(`fp-open-${section.id.replace("fp-section-", "")}`, yes ? "yes" : "no");
+/**
+ * Set some values. With `undo`, its text is shown with an Undo button.
+ * @param {Record<string, any>} changes
+ * @param {{ undo?: string, details?: Node | null }} options
+ */
+export function setValues(changes, { undo = "", details = null } = {}) {
+  if (undo) history.push({ ...values });
+  values = { ...values, ...changes };
+  toWrite = description.names.map((name) => values[name]);
+  writeFormValues();
+  changed();
+  if (undo) notify(undo, { action: { label: "Undo", run: undoLast }, details });
+}
+export const valuesToWrite = () => toWrite;
+function undoLast() {
+  if (history.length) setValues(history.pop());
+}
+
+// -- visibility -------------------------------------------------------------------------------------------------------
+
+const unmet = (condition) =>
+  Object.entries(condition).filter(([name, allowed]) => !allowed.includes(String(values[name])));
+export const isVisible = (name) => option(name).when.some((condition) => !unmet(condition).length);
+
+/** Why an option is hidden: "Shown when Strategy is ZeRO-2 or ZeRO-3 and Method is LoRA". */
+export function visibilityText(name) {
+  const conditions = option(name).when.map((condition) => Object.entries(condition).map(conditionText).join(" and "));
+  return `Shown when ${[...new Set(conditions)].join(", or when ")}`;
+}
+
+function conditionText([name, allowed]) {
+  if (option(name).kind === "bool") return `${label(name)} is ${allowed.includes("true") ? "on" : "off"}`;
+  const others = Object.keys(option(name).choices).filter((value) => !allowed.includes(value));
+  if (others.length === 1 && allowed.length > 2) return `${label(name)} is not ${choiceLabel(name, others[0])}`;
+  const words = allowed.map((value) => choiceLabel(name, value));
+  if (words.length > MAX_VALUES_IN_TEXT) {
+    return `${label(name)} is one of ${words.length} values, such as ${words[0]}`;
   }
+  const last = words.pop();
+  return `${label(name)} is ${words.length ? `${words.join(", ")} or ${last}` : last}`;
+}
 
-  function more(button, yes = button.getAttribute("aria-expanded") !== "true") {
-    button.setAttribute("aria-expanded", yes ? "true" : "false");
-    button.textContent = yes ? "Fewer options" : "More options";
-    button.closest(".fp-body").classList.toggle("fp-all", yes);
-  }
+/** Whether a condition allows at most half of the values of its option. */
+export const isSpecific = ([name, allowed]) => 2 * allowed.length <= Object.keys(option(name).choices).length;
 
-  // Gradio's handler for every edit.
-  function edited(list) {
-    about.names.forEach((name, i) => (values[name] = list[i]));
-    changed();
-  }
+export const choiceLabel = (name, value) => option(name).choices[value] || value;
 
-  // Gradio tells of keys alone: not of what is pasted, dragged, undone or filled in by the browser.
-  function typed(event) {
-    const field = event.target.dataset?.testid === "textbox" && event.target.closest(".fp-field");
-    const name = field && about.names.find((one) => id(one) === field.id);
-    if (!name || values[name] === event.target.value) return;
-    values[name] = event.target.value;
-    changed();
-  }
-
-  function changed() {
-    show();
-    FP.emit("edited", values);
-  }
-
-  const word = (value) => String(value);
-  function show() {
-    for (const name of about.deciding) document.body.setAttribute(attribute(name), word(values[name]));
-    document.querySelectorAll(".fp-section").forEach(said);
-    for (const name of about.names) {
-      const field = document.getElementById(id(name));
-      if (!field) continue;
-      field.classList.toggle("fp-set", !same(values[name], about.options[name].default));
-      press(field, name);
+/** The changes of one value that show a hidden option: [{ name, value }]; at most one per value of one option. */
+export function waysToShow(name) {
+  const ways = [];
+  for (const condition of option(name).when) {
+    const missing = unmet(condition);
+    if (missing.length !== 1) continue;
+    const [[controlling, allowed]] = missing;
+    if (!isVisible(controlling)) continue;
+    for (const value of allowed) {
+      ways.push({ name: controlling, value: option(controlling).kind === "bool" ? value === "true" : value });
     }
   }
-  const same = (a, b) => String(a ?? "") === String(b ?? "");
-  const holds = (condition) => Object.entries(condition).every(([other, allowed]) => allowed.includes(word(values[other])));
-  const shown = (name) => about.options[name].when.some(holds);
+  return ways;
+}
 
-  // What a closed section says: its first value, and what differs from the defaults.
-  function said(section) {
-    const parts = [];
-    for (const field of section.querySelectorAll(".fp-field")) {
-      const name = about.names.find((n) => id(n) === field.id);
-      if (!name || !shown(name) || parts.length >= 4) continue;
-      const option = about.options[name];
-      const value = values[name];
-      if (parts.length && same(value, option.default)) continue;
-      if (option.kind === "bool") { if (value) parts.push(option.label.toLowerCase()); continue; }
-      if (value === "" || value === null || / n /.test(option.choices[value])) continue; // "Every n steps": the number follows
-      const unit = option.unit && Number(value) === 1 ? option.unit.replace(/s$/, "") : option.unit;
-      parts.push(option.choices[value] || `${option.label.toLowerCase()} ${String(value).split("\n")[0].slice(0, 40)}${unit ? " " + unit : ""}`);
+// -- module names -----------------------------------------------------------------------------------------------------
+
+const chosenNames = (name) =>
+  String(values[name] || "")
+    .split(/[\s,]+/)
+    .filter(Boolean);
+
+/** Offer the model's module names below the fields that take some: a click adds or removes one. */
+export function offerModuleNames(modules) {
+  for (const [name, names] of Object.entries(modules)) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    let box = $(".fp-names", field);
+    if (!box) {
+      box = el("div.fp-names", { role: "group", "aria-label": "Modules of this model" });
+      field.append(box);
     }
-    $(".fp-head-said", section).textContent = parts.join(" \u00b7 ");
-  }
-
-  function fill(changes, { undo = "", more = null, quiet = false } = {}) {
-    if (undo) past.push({ ...values });
-    values = { ...values, ...changes };
-    pending = about.names.map((name) => values[name]);
-    document.getElementById("fp-fill").click();
-    if (quiet) show(); else changed();
-    if (undo) FP.toast(undo, "info", { label: "Undo", run: back }, more);
-  }
-  function filling() { return pending; }
-  function back() { if (past.length) fill(past.pop()); }
-
-  // Names found in the model, below the fields that want some: a click adds one, or takes it away.
-  const chosen = (name) => String(values[name] || "").split(/[\s,]+/).filter(Boolean);
-  function offer(found) {
-    for (const [name, names] of Object.entries(found)) {
-      const field = document.getElementById(id(name));
-      if (!field) continue;
-      const box = $(".fp-names", field) || field.appendChild(el("div.fp-names", { role: "group", "aria-label": "Names in this model" }));
-      if (box.textContent !== names.join("")) box.replaceChildren(...names.map((one) => el("button.fp-name", { type: "button", onclick: () => toggle(name, one) }, one)));
-      press(field, name);
+    if (box.textContent !== names.join("")) {
+      const button = (one) => el("button.fp-name", { type: "button", onclick: () => toggleName(name, one) }, one);
+      box.replaceChildren(...names.map(button));
     }
+    markChosenNames(field, name);
   }
-  function toggle(name, one) { // from what is chosen now: two quick clicks choose two
-    const now = chosen(name);
-    fill({ [name]: (now.includes(one) ? now.filter((n) => n !== one) : [...now, one]).join(", ") });
-  }
-  function press(field, name) {
-    for (const button of field.querySelectorAll(".fp-name")) button.setAttribute("aria-pressed", String(chosen(name).includes(button.textContent)));
-  }
+}
 
-  function outline(marks) { // {name: level}
-    document.querySelectorAll(".fp-field[data-level]").forEach((f) => f.removeAttribute("data-level"));
-    document.querySelectorAll(".fp-section[data-level]").forEach((s) => s.removeAttribute("data-level"));
-    for (const [name, level] of Object.entries(marks)) {
-      const field = document.getElementById(id(name));
-      if (!field) continue;
-      field.setAttribute("data-level", level);
-      const section = field.closest(".fp-section");
-      if (section && section.getAttribute("data-level") !== "error") section.setAttribute("data-level", level);
-    }
-  }
+function toggleName(name, one) {
+  const chosen = chosenNames(name); // read now: two quick clicks add two names
+  const changed = chosen.includes(one) ? chosen.filter((n) => n !== one) : [...chosen, one];
+  setValues({ [name]: changed.join(", ") });
+}
 
-  function go(name) {
-    const field = document.getElementById(id(name));
-    if (!field) return;
+function markChosenNames(field, name) {
+  for (const button of field.querySelectorAll(".fp-name")) {
+    button.setAttribute("aria-pressed", String(chosenNames(name).includes(button.textContent)));
+  }
+}
+
+// -- fields -----------------------------------------------------------------------------------------------------------
+
+/** Outline fields, and the sections they are in. @param {Record<string, string>} levels level by option name */
+export function outline(levels) {
+  for (const node of document.querySelectorAll(":is(.fp-field, .fp-section)[data-level]")) {
+    node.removeAttribute("data-level");
+  }
+  for (const [name, level] of Object.entries(levels)) {
+    const field = fieldOf(name);
+    if (!field) continue;
+    field.setAttribute("data-level", level);
     const section = field.closest(".fp-section");
-    if (section) open(section, true);
-    const rare = field.closest(".fp-rare");
-    if (rare) more($(".fp-more", rare.closest(".fp-body")), true);
-    field.scrollIntoView({ block: "center", behavior: "smooth" });
-    const input = field.querySelector("input:not([type=radio]), textarea, input:checked");
-    if (input) input.focus({ preventScroll: true });
-    field.classList.add("fp-flash");
-    setTimeout(() => field.classList.remove("fp-flash"), 1200);
+    if (section && section.getAttribute("data-level") !== "error") section.setAttribute("data-level", level);
   }
+}
 
-  const label = (name) => about.options[name]?.label || name;
-  return { start, edited, fill, filling, back, outline, offer, go, label, values: () => ({ ...values }), defaults: () => Object.fromEntries(about.names.map((n) => [n, about.options[n].default])) };
-})();
+/** Scroll to an option and focus it; opens its section first. */
+export function goTo(name) {
+  const field = fieldOf(name);
+  if (!field) return;
+  const section = field.closest(".fp-section");
+  if (section) openSection(section, true);
+  const advanced = field.closest(".fp-advanced");
+  if (advanced) showAdvanced($(".fp-more", advanced.closest(".fp-body")), true);
+  field.scrollIntoView({ block: "center", behavior: "smooth" });
+  focusField(field);
+  field.classList.add("fp-flash");
+  setTimeout(() => field.classList.remove("fp-flash"), 1200);
+}

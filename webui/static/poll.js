@@ -1,42 +1,63 @@
-// Asks again and again while its part of the page is seen; waits longer while the server is away; stops at the end.
-"use strict";
-// work(current) does one round. It says "more" (ask again at once), "end" (nothing more will come), or nothing;
-// after every await it must drop its answer unless current(). `trouble(n)` hears the failures in a row (0: well again).
-window.FPPoll = (work, { seen, pace = 700, hidden = 5000, trouble = () => {} }) => {
-  let turn = 0; // a late answer of an earlier turn changes nothing
+// @ts-check
+// Repeats a request while its view is visible, less often while the server is away, until there is nothing left to do.
+import { on } from "./dom.js";
+
+/**
+ * `work(isCurrent)` does one round. It returns "more" (call it again at once), "end" (stop polling) or nothing. After
+ * every await it must discard its response unless isCurrent(). `onTrouble(count, error)` gets the number of failures in
+ * a row; 0 after a recovery.
+ */
+export function createPoller(work, { isVisible, interval = 700, hiddenInterval = 5000, onTrouble = (..._) => {} }) {
+  let generation = 0; // a late response of an earlier generation is discarded
   let timer = 0;
   let busy = false;
-  let live = false;
+  let active = false;
   let failures = 0;
 
-  function later(wait) { clearTimeout(timer); timer = setTimeout(round, wait); }
+  function schedule(wait) {
+    clearTimeout(timer);
+    timer = setTimeout(round, wait);
+  }
 
   async function round() {
-    if (!live || busy || !seen()) return; // `wake` continues
-    const mine = turn;
-    const current = () => mine === turn;
+    if (!active || busy || !isVisible()) return; // `wake` continues
+    const mine = generation;
+    const isCurrent = () => mine === generation;
     busy = true;
     let wait = 0;
     try {
-      const said = await work(current);
-      if (!current()) return;
-      if (failures) trouble((failures = 0));
-      if (said === "end") live = false;
-      wait = said === "more" ? 0 : document.hidden ? hidden : pace;
+      const next = await work(isCurrent);
+      if (!isCurrent()) return;
+      if (failures) onTrouble((failures = 0));
+      if (next === "end") active = false;
+      wait = next === "more" ? 0 : document.hidden ? hiddenInterval : interval;
     } catch (error) {
-      if (!current()) return;
-      trouble(++failures, error);
+      if (!isCurrent()) return;
+      onTrouble(++failures, error);
       wait = Math.min(10000, 500 * 2 ** failures);
     }
     busy = false;
-    if (live) later(wait);
+    if (active) schedule(wait);
   }
 
-  function start() { turn += 1; busy = false; live = true; later(0); }
-  function stop() { turn += 1; busy = false; live = false; clearTimeout(timer); if (failures) trouble((failures = 0)); }
-  function wake() { if (live && !busy && !document.hidden) later(0); }
+  function start() {
+    generation += 1;
+    busy = false;
+    active = true;
+    schedule(0);
+  }
+  function stop() {
+    generation += 1;
+    busy = false;
+    active = false;
+    clearTimeout(timer);
+    if (failures) onTrouble((failures = 0));
+  }
+  function wake() {
+    if (active && !busy && !document.hidden) schedule(0);
+  }
 
   document.addEventListener("visibilitychange", wake);
-  FP.on("tab", wake);
-  return { start, stop, wake, running: () => live };
-};
+  on("view", wake);
+  return { start, stop, wake, isActive: () => active };
+}

@@ -1,138 +1,214 @@
-// The runs page: every run, newest first; a row is a real link, so that a middle click opens a tab.
-"use strict";
-window.FPRuns = (() => {
-  const { $, el } = FP;
-  const { put, route, stamp } = FPRun;
-  const GROUPS = [["", "All"], ["live", "Running"], ["done", "Done"], ["stopped", "Stopped"], ["bad", "Failed"]];
-  const groupOf = (state) => ({ done: "done", stopped: "stopped", failed: "bad", lost: "bad" })[state] || "live";
-  const seen = () => document.body.dataset.tab === "runs";
+// @ts-check
+// The Runs view: every run, newest first. A name is a real link, so that a middle click opens a tab.
+import { get } from "./api.js";
+import { $, el, emit, notify, notifyError, setText } from "./dom.js";
+import { dateTime, duration, num, toSeconds } from "./format.js";
+import { createPoller } from "./poll.js";
+import { confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
 
-  let have = "";
-  let runs = null;
-  let group = "";
-  const rows = new Map(); // id -> row; a row stays the same node, so that focus stays in it
-  const page = {};
+const GROUPS = [
+  ["", "All"],
+  ["alive", "Running"],
+  ["done", "Done"],
+  ["stopped", "Stopped"],
+  ["failed", "Failed"],
+];
+const COLUMNS = ["Name", "State", "Model", "Method", "Progress", "Loss", "Started", "Duration", ""];
+const NONE = "\u2013";
+const RESUMABLE = ["new", "stopped", "failed", "lost"];
 
-  function mount(place = $("#fp-runs-page")) {
-    if (!place || page.node) return;
-    const chips = GROUPS.map(([key, name]) => el("button.fp-chip", { type: "button", "aria-pressed": String(key === group), "data-group": key, onclick: () => choose(key) }, name, el("b")));
-    page.filter = el("input.fp-input", { type: "search", placeholder: "Filter by name, model or method", "aria-label": "Filter the runs", oninput: draw });
-    page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
-    page.body = el("tbody");
-    page.table = el("table.fp-runs-table", {}, el("thead", {}, el("tr", {}, ["Name", "State", "Model", "Method", "Progress", "Loss", "Started", "Took", ""].map((name) => el("th", { scope: "col" }, name || el("span.fp-sr", {}, "Actions"))))), page.body);
-    page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run")));
-    page.chips = chips;
-    page.node = el("div.fp-runs", {},
-      (page.head = el("header.fp-runs-head", {}, el("h2", {}, "Runs"), page.away, el("span.fp-gap"), page.filter, el("div.fp-chips", { role: "group", "aria-label": "State" }, chips))),
-      page.table, page.empty);
-    page.head.hidden = page.table.hidden = true;
-    place.replaceChildren(page.node);
-    page.poll = FPPoll(pull, { seen, pace: 1000, trouble: (n) => (page.away.hidden = n < 2) });
-    page.poll.start();
+let tag = ""; // of the newest list
+let runs = null;
+let group = "";
+const rows = new Map(); // id -> row; a row stays the same node, so that it keeps the focus
+const page = /** @type {Record<string, any>} */ ({});
+
+const groupOf = (state) => (state === "lost" ? "failed" : hasEnded(state) ? state : "alive");
+const isVisible = () => document.body.dataset.tab === "runs";
+
+export function mountRuns() {
+  page.filter = el("input.fp-input", {
+    type: "search",
+    placeholder: "Filter by name, model or method",
+    "aria-label": "Filter runs",
+    oninput: draw,
+  });
+  page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
+  page.chips = GROUPS.map(([key, name]) =>
+    el(
+      "button.fp-chip",
+      { type: "button", "aria-pressed": String(key === group), "data-group": key, onclick: () => selectGroup(key) },
+      name,
+      el("b"),
+    ),
+  );
+  page.head = el(
+    "header.fp-runs-head",
+    { hidden: true },
+    el("h2", {}, "Runs"),
+    page.away,
+    el("span.fp-gap"),
+    page.filter,
+    el("div.fp-chips", { role: "group", "aria-label": "State" }, page.chips),
+  );
+  page.body = el("tbody");
+  const heading = (name) => el("th", { scope: "col" }, name || el("span.fp-sr", {}, "Actions"));
+  const head = el("thead", {}, el("tr", {}, COLUMNS.map(heading)));
+  page.table = el("table.fp-runs-table", { hidden: true }, head, page.body);
+  const build = el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"));
+  page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), build);
+  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, page.head, page.table, page.empty));
+  const onTrouble = (failures) => (page.away.hidden = failures < 2);
+  page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble });
+  page.poller.start();
+}
+
+async function pull(isCurrent) {
+  const response = await get(`api/runs?have=${encodeURIComponent(tag)}`);
+  if (!isCurrent()) return;
+  if (!response) {
+    updateDurations();
+    return;
   }
+  tag = response.etag || "";
+  runs = response.runs;
+  draw();
+}
 
-  async function pull(current) {
-    const answer = await FP.get(`api/runs?have=${encodeURIComponent(have)}`);
-    if (!current() || !answer) { if (current()) clock(); return; }
-    have = answer.etag || "";
-    runs = answer.runs;
-    draw();
-  }
-  function choose(key) {
-    group = key;
-    for (const chip of page.chips) chip.setAttribute("aria-pressed", String(chip.dataset.group === key));
-    draw();
-  }
+function selectGroup(key) {
+  group = key;
+  for (const chip of page.chips) chip.setAttribute("aria-pressed", String(chip.dataset.group === key));
+  draw();
+}
 
-  function draw() {
-    if (!runs) return;
-    const word = page.filter.value.trim().toLowerCase();
-    const fits = (run) => (!group || groupOf(run.state) === group) && [run.name, run.id, run.model, run.method].some((text) => String(text || "").toLowerCase().includes(word));
-    const ids = new Set(runs.map((run) => run.id));
-    for (const [id, row] of rows) if (!ids.has(id)) { row.node.remove(); rows.delete(id); }
-    let before = null;
-    for (const run of runs) {
-      if (!rows.has(run.id)) rows.set(run.id, rowOf(run.id));
-      const row = rows.get(run.id);
-      row.fill(run);
-      row.node.hidden = !fits(run);
-      if (row.node.previousSibling !== before || !row.node.parentNode) before ? before.after(row.node) : page.body.prepend(row.node);
-      before = row.node;
+// -- drawing ----------------------------------------------------------------------------------------------------------
+
+function draw() {
+  if (!runs) return;
+  const word = page.filter.value.trim().toLowerCase();
+  const hasWord = (run) =>
+    [run.name, run.id, run.model, run.method].some((text) =>
+      String(text || "")
+        .toLowerCase()
+        .includes(word),
+    );
+  const matches = (run) => (!group || groupOf(run.state) === group) && hasWord(run);
+  drawRows(matches);
+  const shown = runs.filter(matches).length;
+  page.head.hidden = !runs.length;
+  page.table.hidden = !shown;
+  page.empty.hidden = Boolean(shown);
+  const [title, text] = runs.length
+    ? ["No run matches the filter", "Change the filter, or show all states."]
+    : ["No runs yet", "A run appears here as soon as it starts."];
+  setText($("h2", page.empty), title);
+  setText($("p", page.empty), text);
+  page.empty.lastChild.hidden = Boolean(runs.length);
+  for (const chip of page.chips) {
+    const key = chip.dataset.group;
+    setText(chip.lastChild, num(runs.filter((run) => !key || groupOf(run.state) === key).length));
+  }
+}
+
+function drawRows(matches) {
+  const ids = new Set(runs.map((run) => run.id));
+  for (const [id, row] of rows) {
+    if (ids.has(id)) continue;
+    row.node.remove();
+    rows.delete(id);
+  }
+  let previous = null;
+  for (const run of runs) {
+    if (!rows.has(run.id)) rows.set(run.id, createRow(run.id));
+    const row = rows.get(run.id);
+    row.draw(run);
+    row.node.hidden = !matches(run);
+    if (row.node.previousSibling !== previous || !row.node.parentNode) {
+      if (previous) previous.after(row.node);
+      else page.body.prepend(row.node);
     }
-    const shown = runs.filter(fits).length;
-    page.head.hidden = !runs.length;
-    page.table.hidden = !shown;
-    page.empty.hidden = Boolean(shown);
-    put($("h2", page.empty), runs.length ? "No run fits the filter" : "No runs yet");
-    put($("p", page.empty), runs.length ? "Change the words, or show all states." : "Build one, and it appears here as soon as it starts.");
-    page.empty.lastChild.hidden = Boolean(runs.length);
-    for (const chip of page.chips) {
-      const key = chip.dataset.group;
-      put(chip.lastChild, FP.num(runs.filter((run) => !key || groupOf(run.state) === key).length));
-    }
+    previous = row.node;
   }
-  function clock() { if (runs) for (const run of runs) if (!FPRun.ended(run.state)) rows.get(run.id)?.fill(run); }
+}
 
-  function rowOf(id) {
-    const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` });
-    const state = el("span.fp-badge");
-    const bar = el("span");
-    const steps = el("span.fp-number");
-    const cell = (name, ...children) => el("td", { "data-name": name }, ...children);
-    const button = (text, run, final) => el(`button.fp-chip${final ? ".fp-quiet-final" : ""}`, { type: "button", hidden: true, onclick: run }, text);
-    const [model, method, loss, started, took] = ["Model", "Method", "Loss", "Started", "Took"].map((name) => cell(name));
-    const actions = { resume: button("Resume", () => act(resume, () => FP.post(`${route(id)}/resume`, { anew: false }), "")), clone: button("Clone", () => FP.emit("clone", id)), remove: button("Delete", remove, true) };
-    const { resume } = actions;
-    const node = el("tr", {}, el("td", { "data-name": "Name" }, link), cell("State", state), model, method,
-      cell("Progress", el("div.fp-mini", { "aria-hidden": "true" }, bar), steps), loss, started, took, el("td.fp-row-actions", {}, Object.values(actions)));
-    for (const number of [loss, started, took]) number.classList.add("fp-number");
+function updateDurations() {
+  for (const run of runs || []) if (!hasEnded(run.state)) rows.get(run.id)?.draw(run);
+}
 
-    async function remove() {
-      if (await FPRun.askRemove(link.textContent)) act(actions.remove, () => FP.remove(route(id)), "Run deleted.");
-    }
-    function fill(run) {
-      put(link, run.name || id);
-      link.title = run.sentence || "";
-      if (state.dataset.state !== run.state) FPRun.badge(state, run.state);
-      node.dataset.state = run.state;
-      put(model, run.model || "\u2013");
-      put(method, run.method || "\u2013");
-      put(loss, FP.num(run.loss));
-      bar.style.width = `${100 * FPRun.share(run)}%`;
-      put(steps, run.max_steps ? `${FP.num(run.step || 0)} / ${FP.num(run.max_steps)}` : "");
-      const begin = stamp(run.started || run.created);
-      put(started, when(begin));
-      started.title = Number.isFinite(begin) ? new Date(1000 * begin).toLocaleString() : "";
-      const end = run.ended ? stamp(run.ended) : FPRun.ended(run.state) ? NaN : Date.now() / 1000;
-      put(took, run.started ? FP.duration(end - stamp(run.started)) : "\u2013");
-      const over = FPRun.ended(run.state);
-      actions.resume.hidden = !["new", "stopped", "failed", "lost"].includes(run.state);
-      put(actions.resume, run.state === "new" ? "Start" : "Resume");
-      actions.clone.hidden = false;
-      actions.remove.hidden = !over && run.state !== "new";
-    }
-    return { node, fill };
+function createRow(id) {
+  const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` });
+  const badge = el("span.fp-badge");
+  const bar = el("span");
+  const steps = el("span.fp-number");
+  const cell = (name, ...children) => el("td", { "data-name": name }, ...children);
+  const cells = {};
+  for (const name of COLUMNS.slice(2, -1)) cells[name] = cell(name);
+  cells.Progress.append(el("div.fp-mini", { "aria-hidden": "true" }, bar), steps);
+  for (const name of ["Loss", "Started", "Duration"]) cells[name].classList.add("fp-number");
+  const actions = createActions(id, () => link.textContent);
+  const node = el(
+    "tr",
+    {},
+    cell("Name", link),
+    cell("State", badge),
+    ...Object.values(cells),
+    el("td.fp-row-actions", {}, Object.values(actions)),
+  );
+
+  function drawRow(run) {
+    setText(link, run.name || id);
+    link.title = run.sentence || "";
+    if (badge.dataset.state !== run.state) drawBadge(badge, run.state);
+    node.dataset.state = run.state;
+    setText(cells.Model, run.model || NONE);
+    setText(cells.Method, run.method || NONE);
+    setText(cells.Loss, num(run.loss));
+    bar.style.width = `${100 * (progressOf(run) || 0)}%`;
+    setText(steps, run.max_steps ? `${num(run.step || 0)} / ${num(run.max_steps)}` : "");
+    drawTimes(cells, run);
+    actions.resume.hidden = !RESUMABLE.includes(run.state);
+    setText(actions.resume, run.state === "new" ? "Start" : "Resume");
+    actions.clone.hidden = false;
+    actions.remove.hidden = !hasEnded(run.state) && run.state !== "new";
   }
-  async function act(button, work, said) {
-    button.disabled = true;
-    try {
-      await work();
-      if (said) FP.toast(said);
-    } catch (error) {
-      FP.toast(error.message, "error");
-    }
-    button.disabled = false;
-    page.poll.start();
+  return { node, draw: drawRow };
+}
+
+function drawTimes(cells, run) {
+  const started = toSeconds(run.started || run.created);
+  setText(cells.Started, dateTime(started));
+  cells.Started.title = Number.isFinite(started) ? new Date(1000 * started).toLocaleString() : "";
+  const end = run.ended ? toSeconds(run.ended) : hasEnded(run.state) ? NaN : Date.now() / 1000;
+  setText(cells.Duration, run.started ? duration(end - toSeconds(run.started)) : NONE);
+}
+
+// -- actions ----------------------------------------------------------------------------------------------------------
+
+/** @param {string} id @param {() => string} name */
+function createActions(id, name) {
+  const button = (text, onclick, destructive = false) => {
+    const kind = destructive ? ".fp-quiet-destructive" : "";
+    return el(`button.fp-chip${kind}`, { type: "button", hidden: true, onclick }, text);
+  };
+  const remove = async () => {
+    if (await confirmDelete(name())) await act(actions.remove, () => deleteRun(id), "Run deleted.");
+  };
+  const actions = {
+    resume: button("Resume", () => act(actions.resume, () => resumeRun(id))),
+    clone: button("Copy into form", () => emit("clone", id)),
+    remove: button("Delete", remove, true),
+  };
+  return actions;
+}
+
+async function act(button, work, message = "") {
+  button.disabled = true;
+  try {
+    await work();
+    if (message) notify(message);
+  } catch (error) {
+    notifyError(error);
   }
-  function when(seconds) {
-    if (!Number.isFinite(seconds)) return "\u2013";
-    const date = new Date(1000 * seconds);
-    const time = date.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
-    const days = Math.round((new Date().setHours(0, 0, 0, 0) - new Date(date).setHours(0, 0, 0, 0)) / 864e5);
-    if (days <= 0) return `Today ${time}`;
-    if (days === 1) return `Yesterday ${time}`;
-    const year = date.getFullYear() === new Date().getFullYear() ? {} : { year: "numeric" };
-    return `${date.toLocaleDateString("en-GB", { day: "numeric", month: "short", ...year })} ${time}`;
-  }
-  return { mount };
-})();
+  button.disabled = false;
+  page.poller.start();
+}

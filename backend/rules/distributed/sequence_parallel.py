@@ -1,7 +1,4 @@
-"""Rules of rows whose tokens several devices share: context and sequence parallel.
-
-Floor 3. Imports: below.
-"""
+"""Rules of context parallelism (FSDP2, ring attention) and sequence parallelism (DeepSpeed-Ulysses)."""
 
 from __future__ import annotations
 
@@ -9,213 +6,249 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
-from backend.rules.examples import DEMO, GPT2, LLAMA_8B, TWO_H100
+from backend.rules.distributed.examples import LLAMA_8B_FACTS
+from backend.rules.examples import DEMO, GPT2, TWO_H100
 from backend.rules.stages import DPO
 
 SEQUENCE = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
-WITHOUT = Fix("Whole rows", {"parallel.sequence_parallel_size": 1}, cost="long rows take more memory")
-EIGHT_B = replace(DEMO, shape=LLAMA_8B)
-
-
-def _shared(case: Case) -> bool:
-    return case.strategy.engine == "deepspeed" and case.spec.parallel.sequence_parallel_size > 1
+CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}
+NO_SEQUENCE_PARALLEL = Fix(
+    "Disable sequence parallelism",
+    {"parallel.sequence_parallel_size": 1},
+    cost="long sequences take more memory",
+)
+NO_CONTEXT_PARALLEL = Fix(
+    "Disable context parallelism", {"parallel.context_parallel_size": 1}, cost="long sequences take more memory"
+)
+NO_PACKING = Fix("Disable packing", {"data.packing": False}, cost="more padding tokens, slower")
+SDPA = Fix("Use SDPA attention", {"model.attn_implementation": "sdpa"})
 
 
 @rule(
     "STR022",
     "error",
     fields=("parallel.context_parallel_size", "launch.device"),
-    title="Context parallel needs GPUs",
-    source="seen with torch 2.13: the CPU's attention has no sharding strategy registered",
-    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
-    fails_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}),
-    passes_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
+    title="Context parallelism requires GPUs",
+    source="verified with torch 2.13: attention on the CPU has no sharding strategy registered",
+    fixes=(NO_CONTEXT_PARALLEL,),
+    fails_on=Example(CONTEXT),
+    passes_on=Example(CONTEXT, TWO_H100),
     proof="launch",
 )
-def context_on_cpu(case: Case) -> str | None:
-    """The pieces of a row meet in the attention's kernel."""
-    asked = case.strategy.fsdp_version == 2 and case.spec.parallel.context_parallel_size > 1
-    return "The run would take the CPU." if asked and case.run.device == "cpu" else None
+def context_parallel_on_cpu(case: Case) -> str | None:
+    """Ring attention exchanges keys and values inside the attention kernel, and torch implements it for GPU kernels
+    only."""
+    size = case.run.context_parallel_size
+    if size == 1 or case.run.device != "cpu":
+        return None
+    return f"parallel.context_parallel_size is {size}, but this run would use the CPU."
 
 
 @rule(
     "STR023",
     "warning",
     fields=("parallel.context_parallel_size",),
-    title="Context parallel is not proven here",
-    source="Footplate's own tests run without GPUs",
-    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
-    fails_on=Example({"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}, TWO_H100),
+    title="Context parallelism is not verified by Footplate's tests",
+    source="Footplate's tests run without GPUs",
+    fixes=(NO_CONTEXT_PARALLEL,),
+    fails_on=Example(CONTEXT, TWO_H100),
     passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
-def context_unproven(case: Case) -> str | None:
-    """It is planned as accelerate documents it, and no test of Footplate has seen its losses."""
-    asked = case.strategy.fsdp_version == 2 and case.spec.parallel.context_parallel_size > 1
-    return "Compare the first losses with a run without it." if asked and case.run.device != "cpu" else None
+def untested_context_parallelism(case: Case) -> str | None:
+    """It is configured as accelerate documents it, but no test of Footplate has compared its losses with those of a run
+    without it."""
+    size = case.run.context_parallel_size
+    if size == 1 or case.run.device == "cpu":
+        return None
+    return f"Compare the first losses of this run with a run without context parallelism (size {size} here)."
 
 
 @rule(
     "STR026",
     "error",
     fields=("parallel.sequence_parallel_size", "launch.nproc_per_node"),
-    title="The processes cannot form groups that share a row",
-    source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the group's size must divide the world's; "
-    "torch 2.13 distributed/nn/functional.py: with gloo gradients are scattered from global ranks, of which such a "
-    "group has some",
-    fails_on=Example({**SEQUENCE, "parallel.sequence_parallel_size": 4}, TWO_H100, EIGHT_B),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    title="The processes cannot be divided into sequence parallel groups",
+    source="deepspeed 0.19 runtime/sequence_parallel/parallel_state_sp.py: the world size must be a multiple of the "
+    "group size; torch 2.13 distributed/nn/functional.py: with gloo, gradients are scattered from global ranks, which "
+    "fails in a group that leaves out ranks",
+    fails_on=Example({**SEQUENCE, "parallel.sequence_parallel_size": 4}, TWO_H100, LLAMA_8B_FACTS),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
 )
-def sequence_groups(case: Case) -> Violation | None:
-    """Each row is worked on by one group of processes, all of the same size; on a CPU by all processes together."""
-    size, count = case.spec.parallel.sequence_parallel_size, case.run.world_size
-    whole = case.run.device == "cpu"
-    if not _shared(case) or (count == size if whole else count % size == 0):
+def sequence_parallel_group_size(case: Case) -> Violation | None:
+    """Each sequence is divided among one group of processes, and all groups have the same size. On a CPU, one group
+    must contain all processes."""
+    size, world_size = case.run.sequence_parallel_size, case.run.world_size
+    one_group = case.run.device == "cpu"
+    if size == 1 or (world_size == size if one_group else world_size % size == 0):
         return None
-    fixes = (Fix(f"{count} share a row", {"parallel.sequence_parallel_size": count}),) if count > 1 else ()
-    return Violation(f"{counted(count, 'process')}, and {size} share a row.", (*fixes, WITHOUT))
+    set_size = Fix(f"Set sequence_parallel_size to {world_size}", {"parallel.sequence_parallel_size": world_size})
+    needed = f"exactly {size}" if one_group else f"a multiple of {size}"
+    message = f"parallel.sequence_parallel_size {size} needs {needed} processes; the run starts {world_size}."
+    return Violation(message, (*((set_size,) if world_size > 1 else ()), NO_SEQUENCE_PARALLEL))
 
 
 @rule(
     "STR027",
     "error",
     fields=("parallel.sequence_parallel_size", "train.stage"),
-    title="This stage looks at whole rows",
-    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py wants position_ids, which pairs of answers lack; "
-    "trl 1.16: sequence parallel is known to the SFT trainer alone",
-    fixes=(WITHOUT,),
-    fails_on=Example({**SEQUENCE, **DPO}, TWO_H100, EIGHT_B),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    title="This training stage does not support sequence parallelism",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py requires position_ids, which preference batches "
+    "lack; trl 1.16: only the SFT trainer supports sequence parallelism",
+    fixes=(NO_SEQUENCE_PARALLEL,),
+    fails_on=Example({**SEQUENCE, **DPO}, TWO_H100, LLAMA_8B_FACTS),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
     proof="launch",
 )
-def sequence_stage(case: Case) -> str | None:
-    """A loss that compares answers adds up all tokens of each, and a device has some of them."""
+def sequence_parallel_stage(case: Case) -> str | None:
+    """Preference and reward losses need the log-probability or the score of a complete sequence, but with sequence
+    parallelism each rank has only some of its tokens."""
     stage = case.spec.train.stage
-    return f"{registry.STAGES[stage].label}." if _shared(case) and stage not in registry.PLAIN else None
+    if case.run.sequence_parallel_size == 1 or stage in registry.NEXT_TOKEN_STAGES:
+        return None
+    label = registry.STAGES[stage].label
+    return f"{label} does not support sequence parallelism: its loss needs complete sequences on each rank."
 
 
 @rule(
     "STR028",
     "error",
     fields=("parallel.sequence_parallel_size", "data.packing"),
-    title="Packed rows are not cut evenly",
-    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the boundaries of "
-    "documents in a packed batch are no row of tokens",
-    fixes=(Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"), WITHOUT),
-    fails_on=Example({**SEQUENCE, "data.packing": True}, TWO_H100, EIGHT_B),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    title="Sequence parallelism does not support packing",
+    source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py, refill, with trl 1.16: the document boundaries of "
+    "a packed batch are not a tensor of tokens",
+    fixes=(NO_PACKING, NO_SEQUENCE_PARALLEL),
+    fails_on=Example({**SEQUENCE, "data.packing": True}, TWO_H100, LLAMA_8B_FACTS),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
     proof="launch",
 )
-def sequence_packing(case: Case) -> str | None:
-    """Packing tells where documents begin, and DeepSpeed cuts whatever stands in a batch into equal pieces."""
-    return "Rows would be packed." if _shared(case) and case.spec.data.packing else None
+def sequence_parallel_packing(case: Case) -> str | None:
+    """DeepSpeed divides every tensor of a batch into equal shards, but packed batches also contain the boundaries of
+    their documents."""
+    size = case.run.sequence_parallel_size
+    if size == 1 or not case.spec.data.packing:
+        return None
+    return f"data.packing is set, but packed batches cannot be divided among {size} sequence parallel ranks."
 
 
 @rule(
     "STR029",
     "error",
     fields=("parallel.sequence_parallel_size", "model.attn_implementation"),
-    title="This attention cannot be shared",
+    title="This attention implementation does not support sequence parallelism",
     source="accelerate 1.15 utils/dataclasses.py, DeepSpeedSequenceParallelConfig refuses eager and flex_attention",
-    fixes=(Fix("SDPA", {"model.attn_implementation": "sdpa"}), WITHOUT),
-    fails_on=Example({**SEQUENCE, "model.attn_implementation": "eager"}, TWO_H100, EIGHT_B),
-    passes_on=Example({**SEQUENCE, "model.attn_implementation": "sdpa"}, TWO_H100, EIGHT_B),
+    fixes=(SDPA, NO_SEQUENCE_PARALLEL),
+    fails_on=Example({**SEQUENCE, "model.attn_implementation": "eager"}, TWO_H100, LLAMA_8B_FACTS),
+    passes_on=Example({**SEQUENCE, "model.attn_implementation": "sdpa"}, TWO_H100, LLAMA_8B_FACTS),
 )
-def sequence_attention(case: Case) -> str | None:
-    """DeepSpeed exchanges tokens for heads around the attention, and knows SDPA and FlashAttention."""
-    asked = case.spec.model.attn_implementation
-    return f"{registry.ATTENTIONS[asked].label}." if _shared(case) and asked not in registry.SHAREABLE else None
+def sequence_parallel_attention(case: Case) -> str | None:
+    """DeepSpeed-Ulysses exchanges tokens for heads around the attention kernel and supports SDPA and FlashAttention
+    only."""
+    attention = case.spec.model.attn_implementation
+    if case.run.sequence_parallel_size == 1 or attention in registry.SEQUENCE_PARALLEL_ATTENTIONS:
+        return None
+    return f"{registry.ATTENTIONS[attention].label} is set, but sequence parallelism needs SDPA or FlashAttention."
 
 
 @rule(
     "STR047",
     "error",
     fields=("parallel.sequence_parallel_size",),
-    title="GPT-2's attention cannot be shared",
-    source="seen with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: it puts heads together, "
-    "and DeepSpeed has done so already",
-    fixes=(WITHOUT,),
+    title="GPT-2 does not support sequence parallelism",
+    source="verified with deepspeed 0.19 and transformers 5.23 models/gpt2/modeling_gpt2.py: GPT-2 merges the heads, "
+    "which DeepSpeed has done already",
+    fixes=(NO_SEQUENCE_PARALLEL,),
     fails_on=Example(SEQUENCE, TWO_H100, replace(DEMO, shape=GPT2)),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
     proof="launch",
 )
-def sequence_gpt2(case: Case) -> str | None:
-    """DeepSpeed exchanges tokens for heads around the attention, and gives back what GPT-2's layers do not expect."""
-    found = _shared(case) and case.shape is not None and case.shape.model_type == "gpt2"
-    return f"{case.spec.model.name} is a GPT-2." if found else None
+def sequence_parallel_gpt2(case: Case) -> str | None:
+    """DeepSpeed-Ulysses returns the attention output with its heads merged. GPT-2's layers merge them again, and the
+    shapes no longer match."""
+    if case.run.sequence_parallel_size == 1 or case.shape is None or case.shape.model_type != "gpt2":
+        return None
+    return f"{case.spec.model.name} is a GPT-2 model, whose attention layers fail with sequence parallelism."
 
 
 @rule(
     "STR030",
     "error",
     fields=("parallel.sequence_parallel_size",),
-    title="The attention's heads cannot be shared out",
+    title="The attention heads are not divisible by the sequence parallel size",
     source="deepspeed 0.19 runtime/sequence_parallel/ulysses_sp.py: heads are divided by the group's size",
-    fixes=(WITHOUT,),
+    fixes=(NO_SEQUENCE_PARALLEL,),
     fails_on=Example(SEQUENCE, TWO_H100),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
     proof="launch",
 )
-def sequence_heads(case: Case) -> str | None:
-    """Between the layers a device has some tokens of all heads, in the attention all tokens of some heads."""
-    shape, size = case.shape, case.spec.parallel.sequence_parallel_size
-    if not _shared(case) or shape is None:
+def sequence_parallel_head_count(case: Case) -> str | None:
+    """Outside attention each rank has some tokens of all heads, inside attention all tokens of some heads."""
+    shape, size = case.shape, case.run.sequence_parallel_size
+    if shape is None:
         return None
-    keys = shape.kv_heads
-    fits = shape.heads % size == 0 and (keys % size == 0 or size % keys == 0)
-    return None if fits else f"{shape.heads} heads, {keys} of keys, {size} devices."
+    kv_heads = shape.kv_heads
+    if shape.heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return None
+    return f"{shape.heads} attention heads and {kv_heads} KV heads cannot be split over {size} devices."
 
 
 @rule(
     "STR031",
     "warning",
     fields=("parallel.sequence_parallel_size", "train.gradient_accumulation_steps"),
-    title="Batches of a step count alike",
-    source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: a mean of each batch; with "
-    "accumulation 2 the losses differ from those of one process by 0.0003",
-    fixes=(Fix("No accumulation", {"train.gradient_accumulation_steps": 1}, safe=False),),
-    fails_on=Example({**SEQUENCE, "train.gradient_accumulation_steps": 4}, TWO_H100, EIGHT_B),
-    passes_on=Example(SEQUENCE, TWO_H100, EIGHT_B),
+    title="Sequence parallelism weights every accumulated batch equally",
+    source="transformers 5.23 integrations/deepspeed.py, deepspeed_sp_compute_loss: the mean of each batch; with 2 "
+    "accumulation steps the losses differ by 0.0003 from those of one process",
+    fixes=(
+        Fix(
+            "Set gradient_accumulation_steps to 1",
+            {"train.gradient_accumulation_steps": 1},
+            safe=False,
+        ),
+    ),
+    fails_on=Example({**SEQUENCE, "train.gradient_accumulation_steps": 4}, TWO_H100, LLAMA_8B_FACTS),
+    passes_on=Example(SEQUENCE, TWO_H100, LLAMA_8B_FACTS),
 )
-def sequence_accumulation(case: Case) -> str | None:
-    """Elsewhere every token of a step counts alike. With sequence parallel every accumulated batch does, so that tokens
-    of short rows weigh more."""
-    asked = case.spec.train.gradient_accumulation_steps
-    return f"{asked} batches a step." if _shared(case) and asked > 1 else None
-
-
-CONTEXT = {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2}
+def sequence_parallel_accumulation(case: Case) -> str | None:
+    """Other strategies average the loss over all tokens of an optimizer step. With sequence parallelism the Trainer
+    averages it per batch, so tokens in batches of short sequences weigh more."""
+    steps = case.spec.train.gradient_accumulation_steps
+    if case.run.sequence_parallel_size == 1 or steps == 1:
+        return None
+    return (
+        f"The loss would be averaged over each of the {steps} accumulated batches instead of over all tokens of an "
+        "optimizer step, so it differs slightly from a run without sequence parallelism."
+    )
 
 
 @rule(
     "STR037",
     "error",
     fields=("parallel.context_parallel_size", "train.stage", "data.packing", "model.attn_implementation"),
-    title="Context parallel cannot share these rows",
-    source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA alone, and inputs, labels and mask of "
-    "plain rows; accelerate 1.15 big_modeling.py: full attention alone; trl 1.16 sft_trainer.py: no packing",
-    fixes=(Fix("Whole rows", {"parallel.context_parallel_size": 1}, cost="long rows take more memory"),),
+    title="Context parallelism does not support these options",
+    source="transformers 5.23 trainer.py _prepare_context_parallel_inputs: SDPA only, and inputs, labels and mask of "
+    "unpacked sequences; accelerate 1.15 big_modeling.py: full attention only; trl 1.16 sft_trainer.py: no packing",
+    fixes=(NO_CONTEXT_PARALLEL,),
     fails_on=Example({**CONTEXT, "data.packing": True}, TWO_H100),
     passes_on=Example(CONTEXT, TWO_H100),
 )
-def context_limits(case: Case) -> Violation | None:
-    """A row is cut into pieces for the devices, and the attention's kernel puts them together again. It knows one
-    kernel, rows that stand alone and are seen whole, and a loss that adds up single tokens."""
-    spec = case.spec
-    if case.strategy.fsdp_version != 2 or spec.parallel.context_parallel_size == 1:
+def unsupported_context_parallelism(case: Case) -> Violation | None:
+    """Ring attention divides each sequence among devices inside SDPA. It supports unpacked sequences, full causal
+    attention, and losses that are a sum over tokens."""
+    spec, size = case.spec, case.run.context_parallel_size
+    if size == 1:
         return None
-    wrong = [
-        (
-            "packed rows",
-            spec.data.packing,
-            Fix("Without packing", {"data.packing": False}, cost="short rows leave devices idle"),
-        ),
+    candidates = [
+        ("packed sequences", spec.data.packing, NO_PACKING),
         (
             registry.ATTENTIONS[spec.model.attn_implementation].label,
             spec.model.attn_implementation not in ("auto", "sdpa"),
-            Fix("SDPA", {"model.attn_implementation": "sdpa"}),
+            SDPA,
         ),
-        (registry.STAGES[spec.train.stage].label, spec.train.stage not in registry.PLAIN, None),
-        ("a window of attention in the model", case.shape is not None and case.shape.sliding, None),
+        (registry.STAGES[spec.train.stage].label, spec.train.stage not in registry.NEXT_TOKEN_STAGES, None),
+        ("the model's sliding-window attention", case.shape is not None and case.shape.sliding, None),
     ]
-    found = [(name, fix) for name, holds, fix in wrong if holds]
-    return Violation(f"Asked for: {names([n for n, _ in found])}.", tuple(f for _, f in found if f)) if found else None
+    found = [(name, fix) for name, applies, fix in candidates if applies]
+    if not found:
+        return None
+    message = f"parallel.context_parallel_size is {size}, which does not support {names([name for name, _ in found])}."
+    return Violation(message, tuple(fix for _, fix in found if fix))

@@ -1,6 +1,6 @@
-"""Rules of the strategies: engines, what they can be combined with, what they are worth.
+"""Rules of all strategies: what the engine is missing on this machine, and options that the engine does not support.
 
-Floor 3. Imports: below.
+Imports the modules below rules. Rules of a single engine are in the module named after it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.modelspec import ModelShape, matches, unfrozen
-from backend.rules.base import Case, Example, Fix, rule
-from backend.rules.common_fixes import DDP, FSDP2, ONE, ZERO2
-from backend.rules.examples import DEMO, LAPTOP, TWO_H100
+from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.common_fixes import DDP, SINGLE_PROCESS, ZERO2
+from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, WITHOUT_DEEPSPEED, ZERO2_STRATEGY, with_cores
+from backend.rules.examples import LAPTOP, TWO_H100
 
-ZERO = {"parallel.strategy": "zero2"}
-WITHOUT = {name: version for name, version in LAPTOP.versions.items() if name != "deepspeed"}
-SEEING = replace(DEMO, is_multimodal=True)
-FREEZE = {"parallel.strategy": "fsdp1", "method.kind": "freeze", "train.learning_rate": 1e-5}
 APPLE = replace(LAPTOP, device="mps", name="Apple")
 
 
@@ -24,217 +20,200 @@ APPLE = replace(LAPTOP, device="mps", name="Apple")
     "STR001",
     "error",
     fields=("parallel.strategy",),
-    title="The engine is not installed",
-    source="transformers 5.23 integrations/deepspeed.py: HfDeepSpeedConfig asks for the package",
+    title="The strategy's package is not installed",
+    source="transformers 5.23 integrations/deepspeed.py: HfDeepSpeedConfig requires the package",
     fixes=(DDP,),
-    fails_on=Example(ZERO, replace(LAPTOP, versions=WITHOUT)),
-    passes_on=Example(ZERO),
+    fails_on=Example(ZERO2_STRATEGY, WITHOUT_DEEPSPEED),
+    passes_on=Example(ZERO2_STRATEGY),
 )
-def missing_engine(case: Case) -> str | None:
-    """A strategy is done by its engine, a package of its own."""
+def missing_strategy_package(case: Case) -> str | None:
+    """The strategy is implemented by a separate Python package, which the trainer imports when it starts."""
     package = case.strategy.package
     if not package or not case.machine.versions or package in case.machine.versions:
         return None
-    return f"{case.strategy.label} needs the package {package}: pip install {package}."
+    return f"{case.strategy.label} requires the package {package}, which is not installed: pip install {package}."
 
 
 @rule(
     "STR002",
     "error",
     fields=("parallel.strategy", "launch.device"),
-    title="Apple GPUs do not work together",
-    source="torch 2.13 distributed: no collective backend serves MPS tensors; accelerate 1.15 state.py: none is "
+    title="Distributed training does not work on Apple GPUs",
+    source="torch 2.13 distributed: no collective backend supports MPS tensors; accelerate 1.15 state.py: none is "
     "chosen, and each process would train alone",
     fixes=(
-        ONE,
-        Fix("On the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),
+        SINGLE_PROCESS,
+        Fix("Train on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),
     ),
-    fails_on=Example({**ZERO, "launch.nproc_per_node": 1}, APPLE),
-    passes_on=Example(ZERO),
+    fails_on=Example({**ZERO2_STRATEGY, "launch.nproc_per_node": 1}, APPLE),
+    passes_on=Example(ZERO2_STRATEGY),
 )
-def together_on_mps(case: Case) -> str | None:
-    """Processes exchange gradients through a collective backend, and there is none for Apple's GPUs. DeepSpeed wants
-    one even for a process alone."""
-    many = case.run.world_size > 1 or case.strategy.engine == "deepspeed"
-    return "The run would take Apple GPUs." if many and case.run.device == "mps" else None
+def distributed_training_on_mps(case: Case) -> str | None:
+    """Processes exchange gradients through a torch.distributed backend, and none supports MPS tensors. DeepSpeed
+    initializes a backend even for a single process."""
+    run = case.run
+    if run.device != "mps" or (run.world_size == 1 and not run.engine.needs_collectives):
+        return None
+    processes = counted(run.world_size, "process")
+    return f"{case.strategy.label} with {processes} would use Apple GPUs (MPS), which have no collective backend."
 
 
 @rule(
     "STR003",
     "error",
     fields=("save.load_best_model_at_end", "save.only_model", "parallel.strategy"),
-    title="The engine cannot go back to weights alone",
+    title="The best model cannot be loaded from checkpoints without optimizer state",
     source="transformers 5.23 trainer.py: save_only_model with an engine and load_best_model_at_end is refused",
     fixes=(
-        Fix("Whole checkpoints", {"save.only_model": False}, cost="larger on disk"),
-        Fix("End with the last weights", {"save.load_best_model_at_end": False}, safe=False, cost="they may be worse"),
+        Fix("Save the optimizer state too", {"save.only_model": False}, cost="larger checkpoints on disk"),
+        Fix(
+            "Keep the last model",
+            {"save.load_best_model_at_end": False},
+            safe=False,
+            cost="the last checkpoint may be worse than the best",
+        ),
     ),
-    fails_on=Example({**ZERO, "save.load_best_model_at_end": True, "save.only_model": True}, TWO_H100),
-    passes_on=Example({**ZERO, "save.load_best_model_at_end": True}, TWO_H100),
+    fails_on=Example({**ZERO2_STRATEGY, "save.load_best_model_at_end": True, "save.only_model": True}, TWO_H100),
+    passes_on=Example({**ZERO2_STRATEGY, "save.load_best_model_at_end": True}, TWO_H100),
     proof="launch",
 )
-def best_without_state(case: Case) -> str | None:
-    """To end with the best checkpoint the engine loads it whole, its optimizer's parts included."""
-    if case.strategy.engine not in ("deepspeed", "fsdp") or not (
-        case.spec.save.load_best_model_at_end and case.spec.save.only_model
-    ):
+def best_model_without_optimizer_state(case: Case) -> str | None:
+    """DeepSpeed and FSDP load the best checkpoint through the engine, which requires its optimizer state as well."""
+    save = case.spec.save
+    if not (case.run.engine.resumes_with_optimizer and save.load_best_model_at_end and save.only_model):
         return None
-    return "The best checkpoint is wanted at the end, and checkpoints hold weights alone."
+    return (
+        f"save.load_best_model_at_end is set, but save.only_model leaves out the optimizer state that "
+        f"{case.strategy.label} needs to load the best checkpoint."
+    )
 
 
 @rule(
     "STR004",
     "error",
     fields=("save.merge_adapter", "parallel.strategy"),
-    title="Adapters cannot be merged into spread weights",
-    source="peft 0.21 lora/layer.py: merging adds to base weights, of which each rank holds a part; launched without "
-    "our check, ZeRO-3 saves the base as it was",
+    title="Adapters cannot be merged into sharded weights",
+    source="peft 0.21 lora/layer.py: merging adds to the base weights, of which each rank holds a shard; verified by a "
+    "launch without Footplate's check: ZeRO-3 saves the base weights unchanged",
     fixes=(
-        Fix("Save the adapter alone", {"save.merge_adapter": False}, cost="to merge afterwards"),
+        Fix("Save only the adapter", {"save.merge_adapter": False}, cost="merge it after training"),
         ZERO2,
     ),
     fails_on=Example({"parallel.strategy": "zero3", "save.merge_adapter": True}, TWO_H100),
     passes_on=Example({"parallel.strategy": "zero3"}, TWO_H100),
 )
-def merge_spread(case: Case) -> str | None:
-    """Where weights are spread, no rank has those that an adapter would be merged into. It can be merged afterwards,
-    by peft's merge_and_unload."""
-    merged = case.spec.save.merge_adapter and case.spec.save.final_model and case.spec.method.kind == "lora"
-    return "The trained model is asked for in one piece." if case.strategy.shards_weights and merged else None
+def adapter_merge_with_sharded_weights(case: Case) -> str | None:
+    """Merging adds the adapter to the base weights, but each rank holds only a shard of them. Merge the adapter after
+    training with peft's merge_and_unload."""
+    merges = case.spec.save.merge_adapter and case.spec.save.final_model and case.spec.method.kind == "lora"
+    if not (case.strategy.shards_weights and merges):
+        return None
+    return f"{case.strategy.label} shards the base weights, so the adapter cannot be merged at the end of the run."
 
 
 @rule(
     "STR005",
     "error",
     fields=("eval.num_generations", "parallel.strategy"),
-    title="No answers with FSDP1, nor where devices share a row",
-    source="launched with deepspeed 0.19: other answers with sequence parallel; not proven: FSDP1 and context "
-    "parallel run on GPUs alone. Others gather the weights for the answers (train/gathered.py)",
+    title="Generations are not supported with FSDP1, context parallelism or sequence parallelism",
+    source="verified with deepspeed 0.19: sequence parallelism changes the generated text; not verified: FSDP1 and "
+    "context parallelism, which run on GPUs only. Other strategies gather the weights first (backend/train)",
     fixes=(
-        Fix("Without answers", {"eval.num_generations": 0}, cost="nothing to read"),
-        Fix("FSDP2, whole rows", {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1}),
+        Fix("Generate no samples", {"eval.num_generations": 0}, cost="no sample outputs to read"),
+        Fix(
+            "Use FSDP2 without context parallelism",
+            {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 1},
+            cost="long sequences take more memory",
+        ),
     ),
     fails_on=Example({"parallel.strategy": "fsdp1", "eval.num_generations": 8}, TWO_H100),
     passes_on=Example({"parallel.strategy": "zero3", "eval.num_generations": 8}, TWO_H100),
 )
-def answers_spread(case: Case) -> str | None:
-    """Ranks whose answers end at different lengths would wait for one another where layers are gathered one by one. So
-    ZeRO-3 and FSDP2 gather all of the weights before they answer, which FSDP1 has not been seen to do. And an attention
-    that is shared by devices expects its piece of a row, not an answer that grows."""
-    asked = case.spec.eval.num_generations and registry.STAGES[case.spec.train.stage].answers
-    return (
-        "Answers are asked for." if asked and (case.run.token_shards > 1 or case.strategy.fsdp_version == 1) else None
-    )
-
-
-@rule(
-    "STR006",
-    "advice",
-    fields=("parallel.strategy",),
-    title="ZeRO has nothing to spread worth its messages",
-    source="arithmetic: the optimizer's state of an adapter is small",
-    fixes=(DDP,),
-    fails_on=Example(ZERO, TWO_H100),
-    passes_on=Example({**ZERO, "method.kind": "full", "train.learning_rate": 1e-5}, TWO_H100),
-)
-def little_to_spread(case: Case) -> str | None:
-    """ZeRO-1 and 2 spread what training adds to the weights. Adapters add so little that DDP is simpler and as
-    small."""
-    if case.strategy.zero_stage not in (1, 2) or case.spec.method.kind != "lora" or case.run.world_size == 1:
+def unsupported_generations(case: Case) -> str | None:
+    """Generation on sharded layers would deadlock when ranks stop at different lengths, so all weights are gathered
+    first, which is not verified with FSDP1. With context or sequence parallelism, attention expects a fixed shard of
+    the tokens, but a generated sequence grows."""
+    run, generations = case.run, case.spec.eval.num_generations
+    if not generations or not registry.STAGES[case.spec.train.stage].generates:
         return None
-    return "Only adapters are trained."
+    if run.token_shards > 1:
+        return (
+            f"eval.num_generations is {generations}, but each sequence is divided among {run.token_shards} devices by "
+            "context or sequence parallelism, which does not support generation."
+        )
+    if run.engine.can_generate:
+        return None
+    return f"eval.num_generations is {generations}, but generation is not verified with {case.strategy.label}."
 
 
 @rule(
-    "STR007",
+    "STR011",
     "error",
-    fields=("parallel.strategy", "launch.device", "parallel.offload_optimizer"),
-    title="DeepSpeed needs a C++ compiler",
-    source="deepspeed 0.19 comm/torch.py: build_shm_op, and ops/op_builder/cpu/cpu_adam.py: built on first use",
-    fixes=(DDP,),
-    manual_fix="On Debian: apt-get install g++ python3-dev.",
-    fails_on=Example(ZERO, replace(LAPTOP, compiler=False)),
-    passes_on=Example(ZERO),
-)
-def no_compiler(case: Case) -> str | None:
-    """On a CPU its processes talk through kernels that DeepSpeed builds on first use, in a minute or two; and an
-    optimizer that works in the host's memory is built likewise, beside GPUs too."""
-    hosted = case.strategy.zero_stage and case.spec.parallel.offload_optimizer != "none"
-    needed = case.strategy.engine == "deepspeed" and (case.run.device == "cpu" or hosted)
-    return "There is no c++ on the path, or Python has no headers." if needed and not case.machine.compiler else None
-
-
-@rule(
-    "STR008",
-    "error",
-    fields=("parallel.strategy",),
-    title="A killed build would be waited for, without end",
-    source="torch 2.13 utils/file_baton.py: a process waits until the lock file is gone",
-    fixes=(DDP,),
-    fails_on=Example(ZERO, replace(LAPTOP, stale_lock="torch_extensions/deepspeed_shm_comm/lock")),
-    passes_on=Example(ZERO),
-)
-def stale_lock(case: Case) -> str | None:
-    """A build of DeepSpeed's kernels that is killed leaves its lock file, and every later run waits for that build,
-    without a word."""
-    lock = case.machine.stale_lock
-    return f"Delete {lock}." if lock and case.strategy.engine == "deepspeed" and case.run.device == "cpu" else None
-
-
-@rule(
-    "STR045",
-    "error",
-    fields=("parallel.ddp_find_unused_parameters", "parallel.strategy"),
-    title="DDP would wait for layers that text does not reach",
-    source="seen with torch 2.13 and a Gemma 3 on two processes: Expected to have finished reduction in the prior "
-    "iteration, at the second step",
-    fixes=(Fix("Find them", {"parallel.ddp_find_unused_parameters": True}, cost="a search in every step"), FSDP2),
-    fails_on=Example({"parallel.strategy": "ddp"}, TWO_H100, SEEING),
-    passes_on=Example({"parallel.strategy": "ddp", "parallel.ddp_find_unused_parameters": True}, TWO_H100, SEEING),
-)
-def unreached(case: Case) -> str | None:
-    """The model has layers for pictures or sound. Rows of text leave them without a gradient, for which DDP waits
-    unless it looks for such weights in every step."""
-    method, parallel = case.spec.method, case.spec.parallel
-    # Adapters by name, and single layers, may stay clear of them.
-    taught = method.kind == "full" or (method.kind == "lora" and case.spec.lora.targets != "custom")
-    waits = case.strategy.engine == "ddp" and case.run.world_size > 1 and not parallel.ddp_find_unused_parameters
-    found = case.facts.is_multimodal and waits and taught
-    return "Rows of text do not reach its layers for pictures or sound." if found else None
-
-
-def _units(shape: ModelShape, names: list[str]) -> bool:
-    """Whether a layer, or what lies beside the layers, has both trained and frozen weights."""
-    units: dict[str, set[bool]] = {}
-    for leaf in shape.leaves():
-        inner = leaf.path.startswith(f"{shape.stack}.")
-        unit = leaf.path[len(shape.stack) + 1 :].partition(".")[0] if inner else ""
-        if leaf.parameters:
-            units.setdefault(unit, set()).add(any(matches(leaf.path, name) for name in names))
-    return any(len(kinds) > 1 for kinds in units.values())
-
-
-@rule(
-    "STR046",
-    "error",
-    fields=("method.freeze_extra_modules", "parallel.strategy", "precision.compute"),
-    title="FSDP1 wants one type in a layer",
-    source="torch 2.13 distributed/fsdp/_flat_param.py: Must flatten tensors with uniform dtype",
+    fields=("parallel.strategy", "launch.nproc_per_node"),
+    title="This strategy needs at least two processes",
+    source="transformers 5.23 trainer.py: FSDP only works in distributed training",
     fixes=(
-        FSDP2,
-        Fix("Whole layers alone", {"method.freeze_extra_modules": ()}, safe=False, cost="what is named stays as it is"),
-        Fix("Full precision", {"precision.compute": "fp32"}, safe=False, cost="twice the memory, slower"),
+        Fix("Use the single-process strategy", {"parallel.strategy": "single"}),
+        Fix("Start two processes", {"launch.nproc_per_node": 2}, cost="needs a second device"),
     ),
-    fails_on=Example({**FREEZE, "method.freeze_extra_modules": ("norm",)}, TWO_H100),
-    passes_on=Example(FREEZE, TWO_H100),
+    fails_on=Example({"parallel.strategy": "fsdp2", "launch.nproc_per_node": 1}, TWO_H100),
+    passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
+    proof="launch",
 )
-def mixed_units(case: Case) -> str | None:
-    """The first FSDP lays the weights of a layer end to end, and so what lies beside the layers. Trained ones are held
-    in fp32 and frozen ones are not, so none of these may have both."""
-    method, shape = case.spec.method, case.shape
-    held = case.run.compute_dtype != "fp32" and case.run.fp32_master_weights
-    if case.strategy.fsdp_version != 1 or method.kind != "freeze" or shape is None or not held:
+def sharding_with_one_process(case: Case) -> str | None:
+    """FSDP and tensor parallelism shard the model over processes and refuse to start with a world size of 1."""
+    if not case.run.engine.needs_several_processes or case.run.world_size > 1:
         return None
-    if case.spec.parallel.transformer_layer_cls_to_wrap or not _units(shape, unfrozen(method, shape)):
+    return f"{case.strategy.label} shards the model over processes, but the run starts only one process."
+
+
+@rule(
+    "STR018",
+    "error",
+    fields=(
+        "parallel.replicate_size",
+        "parallel.context_parallel_size",
+        "parallel.tensor_parallel_size",
+        "launch.nproc_per_node",
+    ),
+    title="The number of processes does not match the device mesh",
+    source="accelerate 1.15 parallelism_config.py, transformers 5.23 distributed: the mesh sizes multiply to the world "
+    "size",
+    fixes=(
+        Fix(
+            "Use one replica and no context parallelism",
+            {"parallel.replicate_size": 1, "parallel.context_parallel_size": 1},
+            cost="all devices share one replica",
+        ),
+    ),
+    fails_on=Example(
+        {**FULL, **FOUR_PROCESSES, "parallel.strategy": "fsdp2", "parallel.replicate_size": 3}, with_cores(LAPTOP, 4)
+    ),
+    passes_on=Example(
+        {**FULL, **FOUR_PROCESSES, "parallel.strategy": "fsdp2", "parallel.replicate_size": 2}, with_cores(LAPTOP, 4)
+    ),
+    proof="launch",
+)
+def device_mesh_mismatch(case: Case) -> Violation | None:
+    """The world size must be a multiple of replicas x context parallel size (FSDP2) or of the tensor parallel size.
+    With several FSDP2 replicas, each replica needs at least two processes to shard over."""
+    run, parallel = case.run, case.spec.parallel
+    divisor, processes = run.engine.mesh_divisor(case.spec), counted(run.world_size, "process")
+    least = 2 * divisor if run.fsdp_version and parallel.replicate_size > 1 else divisor
+    if run.world_size % divisor == 0 and (divisor == 1 or run.world_size >= least):
         return None
-    return f"Some weights of a layer would be in {case.run.compute_dtype}, and others in fp32."
+    if run.tensor_parallel_size > 1:
+        wanted = max(1, run.world_size // divisor) * divisor
+        message = f"{processes} cannot be divided into tensor parallel groups of {divisor}."
+    else:
+        wanted = 2 * divisor if run.world_size < 2 * divisor else run.world_size // divisor * divisor
+        mesh = f"{counted(parallel.replicate_size, 'replica')} x context parallel size {parallel.context_parallel_size}"
+        message = f"{mesh} needs a multiple of {divisor} processes, at least {least}; the run starts {processes}."
+    return Violation(message, _start_processes(case, wanted))
+
+
+def _start_processes(case: Case, world_size: int) -> tuple[Fix, ...]:
+    """A fix that starts this many processes on all nodes together, if they can be divided among the nodes."""
+    each, rest = divmod(world_size, case.run.nnodes)
+    fix = Fix(f"Start {counted(world_size, 'process')}", {"launch.nproc_per_node": each}, cost="one device per process")
+    return () if rest else (fix,)

@@ -20,6 +20,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import fully_shard
+from trainings import an_engine
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from backend import registry
@@ -29,9 +30,8 @@ from backend.engines import engine_of
 from backend.launch import accelerate_config
 from backend.resolve import resolve
 from backend.rules import accelerate_launcher
-from backend.rules.distributed import extra_config_conflicts
+from backend.rules.distributed import fsdp_extra_config
 from backend.rules.examples import TWO_H100
-from backend.train import engine
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,7 +78,10 @@ def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], w
 @cites("LCH013")
 @pytest.mark.parametrize(
     "given",
-    [{"mixed_precision": "no"}, *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.TWICE))],
+    [
+        {"mixed_precision": "no"},
+        *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.DEEPSPEED_FILE_KEYS)),
+    ],
 )
 def test_what_stands_in_deepspeeds_file_is_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +131,7 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
         activation_checkpointing=False,
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
-    engine._plugin(spec, given, "cuda", "bf16")
+    an_engine(spec, 2, "cuda")._complete_plugin(given)
     return FullyShardedDataParallelPlugin(**given.fsdp_plugin_args)
 
 
@@ -157,7 +160,7 @@ def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], m
                 changed = True
         if changed:
             heard.add(name)
-    assert heard == set(accelerate_launcher.HEARD)
+    assert heard == set(accelerate_launcher.FSDP_ENVIRONMENT_KEYS)
 
 
 @pytest.mark.parametrize("name", registry.SHARDINGS)
@@ -174,7 +177,7 @@ def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: py
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
     before = told(tmp_path, {}, DDP)[1]
-    for name in accelerate_launcher.UNREAD:
+    for name in accelerate_launcher.IGNORED_KEYS:
         assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
     alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
@@ -213,7 +216,7 @@ class Looked(dict[str, Any]):
 @cites("STR043")
 @pytest.mark.parametrize(
     ("version", "known"),
-    [(1, extra_config_conflicts.READ | extra_config_conflicts.READ_ONCE), (2, extra_config_conflicts.READ)],
+    [(1, fsdp_extra_config.KNOWN_KEYS | fsdp_extra_config.FSDP1_KEYS), (2, fsdp_extra_config.KNOWN_KEYS)],
 )
 def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
     asked: set[str] = set()

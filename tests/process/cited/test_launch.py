@@ -24,9 +24,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from backend.launch.hostfile import chosen, hosts
+from backend.launch.hostfile import included_slots, parse_hostfile
 from backend.resolve import DEFAULT_PORT
-from backend.rules.launch import THEIRS
+from backend.rules.launch import ENGINE_VARIABLE_PREFIXES
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -67,7 +67,7 @@ def plugin() -> FullyShardedDataParallelPlugin:
 
 
 @cites("LCH012")
-@pytest.mark.parametrize("prefix", THEIRS)
+@pytest.mark.parametrize("prefix", ENGINE_VARIABLE_PREFIXES)
 def test_the_environment_decides(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, value, take = VARIABLES[prefix]
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
@@ -169,7 +169,7 @@ HOSTFILE = ["worker-1 slots=2", "worker-2 slots=2"]
 @cites("NOD009")
 @pytest.mark.parametrize("lines", [["worker-1 slots=2", "worker-2"], ["worker-1 slots=2"] * 2, ["worker-1 slots=x"]])
 def test_lines_that_are_no_hostfile(lines: list[str]) -> None:
-    assert {name: tuple(range(n)) for name, n in runner._parse_hostfile(HOSTFILE).items()} == hosts(HOSTFILE)
+    assert {name: tuple(range(n)) for name, n in runner._parse_hostfile(HOSTFILE).items()} == parse_hostfile(HOSTFILE)
     with pytest.raises(ValueError, match="unable to proceed with launching"):
         runner._parse_hostfile(lines)
 
@@ -190,7 +190,7 @@ def test_an_include_of_others_is_refused() -> None:
 @cites("NOD011", "NOD012")
 @pytest.mark.parametrize("include", ["", "worker-1@worker-2", "worker-1:0@worker-2", "worker-2:1"])
 def test_an_include_chooses_hosts_and_slots(include: str) -> None:
-    assert active(include) == chosen(HOSTFILE, include)
+    assert active(include) == included_slots(HOSTFILE, include)
 
 
 @cites("NOD014")

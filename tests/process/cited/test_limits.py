@@ -17,19 +17,21 @@ from transformers.utils.import_utils import (
     is_torchao_available,
 )
 
-from backend.rules.requirements import LEAST
+from backend import registry
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @cites("HW007")
-def test_an_older_package_counts_as_none() -> None:
-    least = (BITSANDBYTES_MIN_VERSION, SCHEDULEFREE_MIN_VERSION, TORCHAO_MIN_VERSION)
-    assert least == tuple(LEAST[name] for name in ("bitsandbytes", "schedulefree", "torchao"))
-    for there in (is_bitsandbytes_available, is_schedulefree_available, is_torchao_available):
-        assert there()
-        assert not there("99"), "this one is older"
+def test_an_older_package_counts_as_missing() -> None:
+    optimizers = registry.OPTIMIZERS
+    rows = (optimizers["adamw_bnb_8bit"], optimizers["schedule_free_adamw"], optimizers["adamw_torch_8bit"])
+    minimums = (BITSANDBYTES_MIN_VERSION, SCHEDULEFREE_MIN_VERSION, TORCHAO_MIN_VERSION)
+    assert tuple(row.package_min_version for row in rows) == minimums
+    for is_available in (is_bitsandbytes_available, is_schedulefree_available, is_torchao_available):
+        assert is_available()
+        assert not is_available("99"), "a minimum above the installed version"
 
 
 @cites("QNT017")

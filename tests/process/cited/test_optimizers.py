@@ -34,7 +34,7 @@ from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Those that the Trainer makes by a package of its own; what backend.train makes is not among its names.
-THEIRS = sorted({row.name for row in registry.OPTIMIZERS.values() if row.package and row.name})
+THEIRS = sorted({row.trainer_optim for row in registry.OPTIMIZERS.values() if row.package and row.trainer_optim})
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:

@@ -31,7 +31,7 @@ from torch.utils.file_baton import FileBaton
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from backend import registry
-from backend.rules.distributed.extra_config import REMOVED
+from backend.rules.distributed.deepspeed_extra_config import REMOVED_KEYS
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -137,7 +137,7 @@ def test_groups_that_share_a_row_divide_the_processes(group: None, monkeypatch: 
 @cites("STR029")
 @pytest.mark.parametrize("name", registry.ATTENTIONS)
 def test_attentions_that_can_be_shared(name: str) -> None:
-    if name in registry.SHAREABLE:
+    if name in registry.SEQUENCE_PARALLEL_ATTENTIONS:
         assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=None if name == "auto" else name)
         return
     with pytest.raises(ValueError, match="Invalid sp_attn_implementation"):
@@ -180,7 +180,7 @@ def test_what_deepspeed_has_removed() -> None:
     """STR034, which is launched too, names all of it."""
     names = [*deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
     names += [f"zero_optimization.{name}" for name in deepspeed_config._REMOVED_ZERO_CONFIG_KEYS]
-    assert sorted(names) == sorted(REMOVED)
+    assert sorted(names) == sorted(REMOVED_KEYS)
     for name in names:
         given: dict[str, Any] = {"train_batch_size": 1}
         inner = given.setdefault("zero_optimization", {}) if "." in name else given

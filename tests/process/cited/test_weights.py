@@ -47,7 +47,7 @@ from trl.kernels import chunked_logprob
 
 from backend import registry
 from backend.modelspec import FAMILIES
-from backend.rules.kernels import FUSED, LACKS
+from backend.rules.kernels import TRITON_LOSS_STAGES, UNSUPPORTED_ATTENTION
 from backend.train import trl_trainers
 from backend.train.quantized import is_packed
 from cited import cites
@@ -123,7 +123,7 @@ def test_losses_that_are_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in trl_trainers.KINDS.items()}
     # Which of them ask for it shows on a device that has it alone, so the words are looked for.
     fused = {name for name, module in modules.items() if "fused_lm_head=True" in inspect.getsource(module)}
-    assert fused == set(FUSED)
+    assert fused == set(TRITON_LOSS_STAGES)
 
 
 @cites("KRN012")
@@ -139,7 +139,7 @@ def test_attentions_that_an_architecture_has() -> None:
             except ValueError as error:
                 assert "does not support an attention implementation through torch" in str(error)
                 lacking.add((kind, name))
-    assert lacking == LACKS
+    assert lacking == UNSUPPORTED_ATTENTION
 
 
 @cites("QNT001")
@@ -194,8 +194,8 @@ UNSEEN = {"eetq", "quanto", "sinq", "mxfp8", "aqlm", "torchao", "bitnet", "fp_qu
 @cites("QNT010")
 def test_kinds_that_are_not_trained() -> None:
     kinds = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
-    assert set(registry.PACKED) <= kinds
-    for kind in kinds - set(registry.PACKED) - UNSEEN:
+    assert set(registry.PREQUANTIZED) <= kinds
+    for kind in kinds - set(registry.PREQUANTIZED) - UNSEEN:
         quantizer = AUTO_QUANTIZER_MAPPING[kind]
         assert quantizer.is_trainable.fget(SimpleNamespace()) is False, kind
     base = llama()
@@ -212,7 +212,7 @@ def test_kinds_that_are_not_trained() -> None:
 
 @cites("QNT011")
 @pytest.mark.parametrize(
-    ("kind", "package"), [(kind, name) for kind, row in registry.PACKED.items() for name in row.packages]
+    ("kind", "package"), [(kind, name) for kind, row in registry.PREQUANTIZED.items() for name in row.packages]
 )
 def test_a_packed_model_asks_for_its_package(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "bitsandbytes":  # its own
@@ -349,7 +349,7 @@ def test_adapters_on_experts_are_plain(more: dict[str, Any]) -> None:
     get_peft_model(_mixture(), LoraConfig(target_modules="all-linear"))
     with pytest.raises((ValueError, AttributeError)):
         get_peft_model(_mixture(), LoraConfig(target_modules="all-linear", **more))
-    for kind, layers in registry.STACKED.items():
+    for kind, layers in registry.STACKED_EXPERTS.items():
         like = conversion._MODEL_TO_CONVERSION_PATTERN[kind]
         into = conversion._MOE_TARGET_MODULE_MAPPING[like]
         assert [into[name] for name in layers] == ["gate_up_proj", "gate_up_proj", "down_proj", "gate.weight"]

@@ -1,0 +1,99 @@
+"""Checkpoint inspection: whether a run can resume from the checkpoint folder in save.resume_path.
+
+Imports registry, config, engines. Reads file names and adapter_config.json, never weights.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from backend import registry
+from backend.config import RunSpec
+from backend.config.processes import world_size
+from backend.engines import engine_of
+
+# Format -> the files of its optimizer state, and who writes it. transformers 5.23 trainer.py, accelerate 1.15
+# utils/fsdp_utils.py, DeepSpeed 0.19 runtime/engine.py.
+OPTIMIZER_FILES = {
+    "deepspeed": ("global_step*/*zero_pp_rank_*_optim_states.pt", "DeepSpeed"),
+    "fsdp": ("optimizer.bin", "FSDP with a full state dict"),
+    "sharded": ("optimizer_0", "FSDP with a sharded state dict"),
+    "ddp": ("optimizer.pt", "DDP or a single process"),
+}
+ZERO3_FILES = "global_step*/*zero_pp_rank_*_model_states.pt"  # ZeRO-3: one shard of the weights for each rank
+NVME_FILES = "global_step*/offloaded_tensors"  # state that was offloaded to NVMe
+
+
+def checkpoint_problem(spec: RunSpec, base: Path) -> str:
+    """Why the run cannot resume from save.resume_path, a sentence; '' if it can, or does not resume from a path."""
+    if spec.save.resume_from != "path":
+        return ""
+    if not spec.save.resume_path:
+        return "save.resume_path is empty: set the path of a checkpoint-N folder."
+    folder = base / Path(spec.save.resume_path).expanduser()
+    if not (folder / "trainer_state.json").is_file():
+        return f"{folder} is not a checkpoint (it has no trainer_state.json): set the path of a checkpoint-N folder."
+    if folder.parent.name == "checkpoints" and not (folder / "complete").is_file():
+        return f"{folder} is incomplete, because its run ended while it was saved: use an earlier checkpoint."
+    if problem := _optimizer_problem(spec, folder):
+        return problem
+    sharded = (folder / OPTIMIZER_FILES["sharded"][0]).exists()  # whose file names do not tell adapters apart
+    if not sharded and (folder / "adapter_config.json").is_file() != (spec.method.kind == "lora"):
+        content = "full model weights" if spec.method.kind == "lora" else "a LoRA adapter"
+        return f"{folder} contains {content}, but method.kind is {spec.method.kind}."
+    return _adapter_problem(spec, folder) if spec.method.kind == "lora" else ""
+
+
+def _adapter_problem(spec: RunSpec, folder: Path) -> str:
+    """A setting of the checkpoint's adapter that differs from the spec: its weights would not fit, or be scaled
+    differently."""
+    requested = {
+        "r": spec.lora.r,
+        "lora_alpha": spec.lora.alpha,
+        "use_dora": spec.lora.use_dora,
+        "use_rslora": spec.lora.use_rslora,
+        "init_lora_weights": registry.LORA_INITS[spec.lora.init].name,
+    }
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        for key, value in requested.items():
+            if found.get(key, value) != value:
+                return f"The adapter in {folder} was trained with {key}={found[key]}, but this run sets {key}={value}."
+    return ""
+
+
+def _optimizer_problem(spec: RunSpec, folder: Path) -> str:
+    """What is wrong with the checkpoint's optimizer state: each engine reads only its own format."""
+    found = {name: list(folder.glob(pattern)) for name, (pattern, _) in OPTIMIZER_FILES.items()}
+    written = next((name for name, files in found.items() if files), "")
+    if not written:
+        return f"{folder} contains model weights but no optimizer state, so training cannot resume from it."
+    expected = engine_of(spec.parallel.strategy).checkpoint_format(spec)
+    if expected != written:
+        label = registry.STRATEGIES[spec.parallel.strategy].label
+        if expected == "fsdp" and written == "sharded":
+            label += " with a full state dict"
+        return f"{folder} was saved by {OPTIMIZER_FILES[written][1]}, and {label} cannot resume from that format."
+    return _deepspeed_problem(spec, folder, len(found["deepspeed"])) if expected == "deepspeed" else ""
+
+
+def _deepspeed_problem(spec: RunSpec, folder: Path, saved_processes: int) -> str:
+    """What is wrong with a DeepSpeed checkpoint: its files depend on the ZeRO stage, and on the number of processes
+    unless the trainer can convert them (AdamW's state, not on NVMe)."""
+    strategy = registry.STRATEGIES[spec.parallel.strategy]
+    if (strategy.zero_stage == 3) != any(folder.glob(ZERO3_FILES)):
+        other = "ZeRO-1 or ZeRO-2" if strategy.zero_stage == 3 else "ZeRO-3"
+        return f"{folder} was saved by {other}, and {strategy.label} cannot resume from that format."
+    processes = world_size(spec)
+    if saved_processes == processes:
+        return ""
+    on_nvme = any(folder.glob(NVME_FILES))
+    obstacle = "state offloaded to NVMe" if on_nvme else engine_of(spec.parallel.strategy).resize_obstacle(spec)
+    if not obstacle:
+        return ""
+    return (
+        f"{folder} was saved by {saved_processes} processes and this run has {processes}: with {obstacle}, DeepSpeed "
+        "resumes only with the same number."
+    )

@@ -1,0 +1,197 @@
+"""Rules of DeepSpeed: ZeRO stages, the compiler they need, and offload to CPU and NVMe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import registry
+from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.common_fixes import DDP, ZERO3
+from backend.rules.distributed.examples import ZERO2_STRATEGY
+from backend.rules.examples import DEMO, LAPTOP, TWO_H100
+
+CPU_OFFLOAD = {**ZERO2_STRATEGY, "parallel.offload_optimizer": "cpu"}
+NVME_OFFLOAD = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+NVME_FACTS = replace(DEMO, nvme_problem="")
+OPTIMIZER_TO_CPU = Fix(
+    "Offload the optimizer to CPU memory", {"parallel.offload_optimizer": "cpu"}, cost="needs host RAM"
+)
+NO_NVME = Fix(
+    "Offload to CPU memory instead",
+    {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "none"},
+    cost="needs host RAM",
+)
+
+
+@rule(
+    "STR006",
+    "advice",
+    fields=("parallel.strategy",),
+    title="ZeRO-1 and ZeRO-2 save almost no memory with LoRA",
+    source="arithmetic: the optimizer state of an adapter is small",
+    fixes=(DDP,),
+    fails_on=Example(ZERO2_STRATEGY, TWO_H100),
+    passes_on=Example({**ZERO2_STRATEGY, "method.kind": "full", "train.learning_rate": 1e-5}, TWO_H100),
+)
+def zero_1_or_2_with_lora(case: Case) -> str | None:
+    """ZeRO-1 and ZeRO-2 shard gradients and optimizer state, which are small for adapters. The base weights stay
+    replicated, so DDP needs about as much memory and is simpler."""
+    if case.run.zero_stage not in (1, 2) or case.spec.method.kind != "lora" or case.run.world_size == 1:
+        return None
+    return (
+        f"Only LoRA adapters are trained, and {case.strategy.label} does not shard the base weights: "
+        "DDP needs about the same memory per device."
+    )
+
+
+@rule(
+    "STR007",
+    "error",
+    fields=("parallel.strategy", "launch.device", "parallel.offload_optimizer"),
+    title="DeepSpeed needs a C++ compiler",
+    source="deepspeed 0.19 comm/torch.py: build_shm_op, and ops/op_builder/cpu/cpu_adam.py: built on first use",
+    fixes=(DDP,),
+    manual_fix="On Debian and Ubuntu: apt-get install g++ python3-dev.",
+    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, compiler=False)),
+    passes_on=Example(ZERO2_STRATEGY),
+)
+def deepspeed_without_compiler(case: Case) -> str | None:
+    """On a CPU, DeepSpeed compiles its shared-memory collectives on first use, which takes a minute or two. For an
+    offloaded optimizer it compiles CPU Adam, on machines with GPUs too."""
+    if case.machine.compiler or not case.run.engine.compiles_kernels(case.spec, case.run.device):
+        return None
+    kernel = "its collectives" if case.run.device == "cpu" else "CPU Adam for the offloaded optimizer"
+    return (
+        f"{case.strategy.label} compiles {kernel} on first use, but this machine has no C++ compiler (c++) or no "
+        "Python headers."
+    )
+
+
+@rule(
+    "STR008",
+    "error",
+    fields=("parallel.strategy",),
+    title="A stale DeepSpeed build lock would block the run forever",
+    source="torch 2.13 utils/file_baton.py: a process waits until the lock file is gone",
+    fixes=(DDP,),
+    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, stale_lock="torch_extensions/deepspeed_shm_comm/lock")),
+    passes_on=Example(ZERO2_STRATEGY),
+)
+def stale_deepspeed_build_lock(case: Case) -> str | None:
+    """A killed build of DeepSpeed's CPU kernels leaves its lock file behind. Every later run waits for that file to
+    disappear, without a time limit and without a log message."""
+    lock = case.machine.stale_lock
+    if not lock or case.run.device != "cpu" or not case.run.engine.compiles_kernels(case.spec, "cpu"):
+        return None
+    return f"An interrupted build of DeepSpeed's kernels left the lock file {lock}. Delete the file."
+
+
+@rule(
+    "STR012",
+    "error",
+    fields=("parallel.offload_optimizer", "train.optim"),
+    title="DeepSpeed replaces an offloaded optimizer with CPU Adam",
+    source="accelerate 1.15 utils/deepspeed.py, map_pytorch_optim_to_deepspeed: any other becomes DeepSpeedCPUAdam",
+    fixes=(
+        Fix(
+            "Keep the optimizer state on the device",
+            {"parallel.offload_optimizer": "none"},
+            cost="more memory on each device",
+        ),
+        Fix("Use AdamW", {"train.optim": "adamw_torch"}, safe=False),
+    ),
+    fails_on=Example({**CPU_OFFLOAD, "train.optim": "sgd"}, TWO_H100),
+    passes_on=Example(CPU_OFFLOAD, TWO_H100),
+    proof="launch",
+)
+def offloaded_optimizer_replaced_by_cpu_adam(case: Case) -> str | None:
+    """With offload_optimizer, DeepSpeed steps with DeepSpeedCPUAdam, whatever optimizer is set."""
+    optimizer = registry.OPTIMIZERS[case.spec.train.optim]
+    if not case.run.zero_stage or case.run.optimizer_offload == "none":
+        return None
+    if optimizer.trainer_optim in ("adamw_torch", "adamw_torch_fused"):
+        return None
+    return (
+        f"parallel.offload_optimizer is {case.run.optimizer_offload}, so DeepSpeed would silently replace "
+        f"{optimizer.label} with its CPU Adam."
+    )
+
+
+def _uses_nvme(case: Case) -> bool:
+    return "nvme" in (case.run.optimizer_offload, case.run.param_offload)
+
+
+@rule(
+    "STR013",
+    "error",
+    fields=("parallel.offload_optimizer", "parallel.strategy"),
+    title="NVMe offload requires ZeRO-3",
+    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU only; verified: no file "
+    "appears in the NVMe folder",
+    fixes=(OPTIMIZER_TO_CPU, ZERO3),
+    fails_on=Example({**NVME_OFFLOAD, "parallel.strategy": "zero2"}, TWO_H100, NVME_FACTS),
+    passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
+)
+def nvme_offload_without_zero3(case: Case) -> str | None:
+    """ZeRO-1 and ZeRO-2 offload the optimizer state to CPU memory only and write nothing to the disk."""
+    if not _uses_nvme(case) or case.run.zero_stage == 3:
+        return None
+    return f"parallel.offload_optimizer is nvme, but {case.strategy.label} would keep the optimizer state in host RAM."
+
+
+@rule(
+    "STR014",
+    "error",
+    fields=("parallel.nvme_path",),
+    title="The NVMe folder cannot be used",
+    source="deepspeed 0.19 runtime/swap_tensor: creates its swap files in this folder",
+    fixes=(NO_NVME,),
+    fails_on=Example(
+        {**NVME_OFFLOAD, "parallel.nvme_path": ""},
+        TWO_H100,
+        replace(DEMO, nvme_problem="parallel.nvme_path is empty: set a folder on a local NVMe disk."),
+    ),
+    passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
+    proof="launch",
+)
+def unusable_nvme_folder(case: Case) -> str | None:
+    """DeepSpeed swaps optimizer state and parameters to files in this folder in every step."""
+    return case.facts.nvme_problem or None if _uses_nvme(case) else None
+
+
+@rule(
+    "STR015",
+    "error",
+    fields=("parallel.offload_optimizer", "parallel.offload_param"),
+    title="libaio is not installed",
+    source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and checks that it is installed",
+    fixes=(NO_NVME,),
+    manual_fix="On Debian and Ubuntu: apt-get install libaio-dev g++ python3-dev.",
+    fails_on=Example(NVME_OFFLOAD, replace(TWO_H100, libaio=False), NVME_FACTS),
+    passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
+)
+def missing_libaio(case: Case) -> str | None:
+    """DeepSpeed compiles its NVMe I/O against libaio, the Linux library for asynchronous disk I/O."""
+    if case.machine.libaio or not _uses_nvme(case):
+        return None
+    return "NVMe offload reads and writes the disk through libaio, whose headers are not installed on this machine."
+
+
+@rule(
+    "STR016",
+    "warning",
+    fields=("parallel.nvme_path",),
+    title="The NVMe folder is not on a fast local disk",
+    source="deepspeed.ai ZeRO-Infinity: designed for several GB/s",
+    fixes=(NO_NVME,),
+    fails_on=Example(
+        NVME_OFFLOAD,
+        TWO_H100,
+        replace(DEMO, nvme_problem="", nvme_slow_reason="/nvme is on a hard disk, not on an SSD."),
+    ),
+    passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
+)
+def slow_nvme_folder(case: Case) -> str | None:
+    """Every optimizer step reads and writes 12 bytes per trainable parameter: the fp32 weight and AdamW's two
+    moments."""
+    return case.facts.nvme_slow_reason or None if _uses_nvme(case) else None

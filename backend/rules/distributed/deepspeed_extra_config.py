@@ -1,0 +1,301 @@
+"""Rules of extra config for deepspeed.json: keys that DeepSpeed or the Trainer refuses, or that break the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from backend import registry
+from backend.config import merge
+from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
+from backend.rules.distributed.extra_config import (
+    EXTRA_CONFIG,
+    HARMLESS,
+    ZERO2,
+    extra_config,
+    number,
+    value_at,
+    without_keys,
+    zero3_example,
+)
+from backend.rules.examples import TWO_H100
+from backend.runs import DEEPSPEED
+
+# deepspeed 0.19 runtime/config.py raises DeepSpeedConfigError for each of these.
+REMOVED_KEYS = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue",
+    "sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+    "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
+# Keys whose value must be an object (runtime/config.py); the generated file has objects for some of them.
+OBJECT_KEYS = (
+    "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comms_logger", "compile", "csv_monitor",
+    "data_efficiency", "data_types", "flops_profiler", "fp16", "hybrid_engine", "optimizer", "pipeline", "scheduler",
+    "tensor_parallel", "tensorboard", "wandb", "zero_optimization",
+)  # fmt: skip
+GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+AUTOTP_SIZE = "tensor_parallel.autotp_size"
+ZERO, BF16 = "zero_optimization", "bf16.bf16_"
+DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def _zero2_example(extra: Mapping[str, Any]) -> Example:
+    return Example({**ZERO2, EXTRA_CONFIG: json.dumps(extra)}, TWO_H100)
+
+
+@rule(
+    "STR032",
+    "error",
+    fields=(EXTRA_CONFIG,),
+    title="The DeepSpeed config and the options set different values",
+    source="transformers 5.23 integrations/deepspeed.py: values that mismatch TrainingArguments raise ValueError",
+    fails_on=zero3_example({"gradient_clipping": 0.5}),
+    passes_on=zero3_example({"gradient_clipping": 1.0}),
+    proof="launch",
+)
+def deepspeed_config_mismatch(case: Case) -> Violation | None:
+    """deepspeed.json has auto where an option sets the value, and the Trainer fills it in. A number in the extra config
+    must be equal to the option, otherwise the Trainer raises ValueError."""
+    extra, expected = extra_config(case, DEEPSPEED), _trainer_values(case)
+    wrong = [path for path, value in expected.items() if value_at(extra, path) not in (merge.AUTO, value)]
+    if not wrong:
+        return None
+    values = [f"{path} is {value_at(extra, path)} (options: {expected[path]})" for path in wrong]
+    return Violation(
+        f"In the extra config, {names(values)}.", (Fix("Use the options", without_keys(extra, wrong), safe=False),)
+    )
+
+
+def _trainer_values(case: Case) -> dict[str, Any]:
+    """Dotted keys of deepspeed.json with the values that the Trainer fills in."""
+    train, dtype = case.spec.train, case.run.compute_dtype
+    batch_size = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    values = {
+        "train_micro_batch_size_per_gpu": train.per_device_train_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "train_batch_size": batch_size * case.run.world_size,
+        "gradient_clipping": train.max_grad_norm,
+        "fp16.enabled": dtype == "fp16",
+        "optimizer.params.lr": train.learning_rate,
+        "optimizer.params.betas": [train.adam_beta1, train.adam_beta2],
+        "optimizer.params.eps": train.adam_epsilon,
+        "optimizer.params.weight_decay": train.weight_decay,
+        "scheduler.params.warmup_max_lr": train.learning_rate,
+    }
+    return {**values, "bf16.enabled": dtype == "bf16"} if case.run.fp32_master_weights else values
+
+
+@rule(
+    "STR033",
+    "error",
+    fields=(EXTRA_CONFIG, "train.optim", "train.lr_scheduler_type"),
+    title="DeepSpeed would replace the optimizer or the learning rate schedule",
+    source="transformers 5.23 integrations/deepspeed.py deepspeed_optim_sched: with them the Trainer creates none",
+    fails_on=zero3_example({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
+    passes_on=HARMLESS,
+)
+def deepspeed_optimizer_or_scheduler(case: Case) -> Violation | None:
+    """An optimizer or scheduler block in deepspeed.json silently replaces the Trainer's: train.optim, LoRA+ learning
+    rates, weight decay exclusions, warmup and schedule have no effect, and DeepSpeed compiles its Adam on first use."""
+    extra = extra_config(case, DEEPSPEED)
+    blocks: list[str] = [name for name in ("optimizer", "scheduler") if name in extra]
+    if not blocks:
+        return None
+    types = [str(value_at(extra, f"{name}.type")) for name in blocks]
+    fix = Fix("Use the options", without_keys(extra, blocks), safe=types == ["AdamW"])
+    found = names([f"{name} {kind}" for name, kind in zip(blocks, types, strict=True)])
+    replaced = [{"optimizer": "train.optim", "scheduler": "train.lr_scheduler_type"}[name] for name in blocks]
+    return Violation(f"The extra config defines {found}, so {names(replaced)} would have no effect.", (fix,))
+
+
+@rule(
+    "STR034",
+    "error",
+    fields=(EXTRA_CONFIG,),
+    title="The extra config has keys that DeepSpeed removed",
+    source="deepspeed 0.19 runtime/config.py: DeepSpeedConfigError",
+    fails_on=zero3_example({"elasticity": {"enabled": False}}),
+    passes_on=HARMLESS,
+    proof="launch",
+)
+def removed_deepspeed_keys(case: Case) -> Violation | None:
+    """DeepSpeed 0.19 raises DeepSpeedConfigError for these keys of older files, even if the feature is disabled."""
+    extra = extra_config(case, DEEPSPEED)
+    found = [path for path in REMOVED_KEYS if value_at(extra, path) != merge.AUTO]
+    if not found:
+        return None
+    message = f"DeepSpeed no longer supports {names(found)} and would raise an error at start."
+    return Violation(message, (Fix("Remove these keys", without_keys(extra, found)),))
+
+
+@rule(
+    "STR035",
+    "error",
+    fields=(EXTRA_CONFIG, "save.final_model"),
+    title="The final ZeRO-3 model could not be saved",
+    source="accelerate 1.15 accelerator.py get_state_dict: Cannot get 16bit model weights because ... is False",
+    fails_on=zero3_example({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}),
+    passes_on=zero3_example({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}),
+    proof="launch",
+)
+def zero3_save_without_gathering(case: Case) -> Violation | None:
+    """ZeRO-3 shards every weight and must gather them to save the model. With gathering disabled, the run trains to the
+    end and then fails."""
+    extra = extra_config(case, DEEPSPEED)
+    if case.run.zero_stage != 3 or not case.spec.save.final_model or value_at(extra, GATHER_ON_SAVE) is not False:
+        return None
+    fixes = (
+        Fix("Gather the weights on save", without_keys(extra, [GATHER_ON_SAVE])),
+        Fix(
+            "Save checkpoints only",
+            {"save.final_model": False},
+            cost="convert the last checkpoint with zero_to_fp32.py",
+        ),
+    )
+    return Violation(f"save.final_model is set, but the extra config sets {GATHER_ON_SAVE} to false.", fixes)
+
+
+@rule(
+    "STR041",
+    "error",
+    fields=(EXTRA_CONFIG, "parallel.strategy"),
+    title="DeepSpeed's AutoTP would save only a shard of the model",
+    source="deepspeed 0.19 module_inject/auto_tp.py, verified with two processes: the saved model is rank 0's shard",
+    fails_on=_zero2_example({"tensor_parallel": {"autotp_size": 2}}),
+    passes_on=HARMLESS,
+)
+def deepspeed_autotp(case: Case) -> Violation | None:
+    """With AutoTP, DeepSpeed divides every layer among ranks when it starts, unknown to the Trainer: batch size and
+    memory are computed for whole layers, and saving keeps only the shard of rank 0."""
+    extra = extra_config(case, DEEPSPEED)
+    size = value_at(extra, AUTOTP_SIZE)
+    if size == merge.AUTO or number(size) <= 1:
+        return None
+    fix = Fix("Disable AutoTP", without_keys(extra, ["tensor_parallel"]), safe=False)
+    return Violation(
+        f"The extra config sets {AUTOTP_SIZE} to {size}: the saved model would be the shard of rank 0.", (fix,)
+    )
+
+
+Lookup = Callable[[str], Any]  # the value of a dotted key of the extra config
+Applies = Callable[[Case, Lookup], bool]
+
+
+def _offloads_optimizer(case: Case) -> bool:
+    return case.run.zero_stage > 0 and case.run.optimizer_offload != "none"
+
+
+def _refuses_bf16_masters(case: Case, at: Lookup) -> bool:
+    """bf16 master weights need an offloaded optimizer with fp32 state, or an optimizer state in bf16 on the device."""
+    bf16_state = at(f"{BF16}optimizer_states") is True
+    return not case.run.zero_stage or bf16_state == _offloads_optimizer(case)
+
+
+def _accumulates_in_fp32(case: Case, at: Lookup) -> bool:
+    """Whether ZeRO-1 accumulates bf16 gradients in fp32, for which DeepSpeed uses a different optimizer class."""
+    dtype = DTYPES.get(str(at("data_types.grad_accum_dtype")))
+    return case.run.zero_stage == 1 and case.run.compute_dtype == "bf16" and dtype == "fp32"
+
+
+def _reduce_scatters(case: Case, at: Lookup) -> bool:
+    """Whether gradients are averaged with reduce-scatter, which leaves each device its shard only."""
+    averages = str(at("gradient_allreduce_op")).lower() != "sum"
+    return averages and case.run.zero_stage in (2, 3) and at(f"{ZERO}.reduce_scatter") is not False
+
+
+def _other_dtype(case: Case, value: Any) -> bool:
+    return DTYPES.get(str(value), case.run.compute_dtype) != case.run.compute_dtype
+
+
+# Key, when DeepSpeed refuses it, and why. Verified with two processes, or read in deepspeed 0.19 zero/config.py,
+# runtime/config.py, runtime/base_optimizer.py and runtime/engine.py.
+CONFLICTS: tuple[tuple[str, Applies, str], ...] = (
+    (
+        f"{ZERO}.offload_optimizer.ratio",
+        lambda case, at: number(at(f"{ZERO}.offload_optimizer.ratio")) < 1 and case.run.zero_stage != 3,
+        "only ZeRO-3 supports partial optimizer offload",
+    ),
+    (
+        "gradient_allreduce_op",
+        lambda case, at: str(at("gradient_allreduce_op")).lower() == "sum" and case.run.zero_stage == 3,
+        "ZeRO-3 supports mean only",
+    ),
+    (
+        f"{ZERO}.compute_grad_norm",
+        lambda case, at: (
+            at(f"{ZERO}.compute_grad_norm") is False
+            and (
+                case.run.zero_stage not in (1, 2)
+                or bool(case.spec.train.max_grad_norm)
+                or _offloads_optimizer(case)
+                or _accumulates_in_fp32(case, at)
+            )
+        ),
+        "false requires ZeRO-1 or ZeRO-2 without gradient clipping, optimizer offload, or ZeRO-1 gradient accumulation "
+        "in fp32",
+    ),
+    (
+        f"{BF16}master_weights_and_grads",
+        lambda case, at: at(f"{BF16}master_weights_and_grads") is True and _refuses_bf16_masters(case, at),
+        "requires ZeRO-1, 2 or 3, with the optimizer state offloaded to CPU, or else with bf16_optimizer_states",
+    ),
+    (
+        "fp16.fp16_master_weights_and_grads",
+        lambda case, at: at("fp16.fp16_master_weights_and_grads") is True and not _offloads_optimizer(case),
+        "requires the optimizer state offloaded to CPU",
+    ),
+    (
+        f"{BF16}optimizer_states",
+        lambda case, at: at(f"{BF16}optimizer_states") is True and at(f"{BF16}master_weights_and_grads") is not True,
+        "requires bf16_master_weights_and_grads",
+    ),
+    (
+        "data_types.param_dtype",
+        lambda case, at: _other_dtype(case, at("data_types.param_dtype")),
+        "must be the compute dtype of the run",
+    ),
+    (
+        "data_types.grad_accum_dtype",
+        lambda case, at: not case.run.zero_stage and _other_dtype(case, at("data_types.grad_accum_dtype")),
+        "ZeRO-0 accumulates gradients in the compute dtype",
+    ),
+    (
+        "gradient_predivide_factor",
+        lambda case, at: number(at("gradient_predivide_factor")) != 1 and _reduce_scatters(case, at),
+        "requires zero_optimization.reduce_scatter to be false",
+    ),
+    (
+        "prescale_gradients",
+        lambda case, at: at("prescale_gradients") is True and _reduce_scatters(case, at),
+        "requires zero_optimization.reduce_scatter to be false",
+    ),
+)
+
+
+@rule(
+    "STR040",
+    "error",
+    fields=(EXTRA_CONFIG,),
+    title="DeepSpeed refuses this combination of keys",
+    source="deepspeed 0.19 runtime/zero/config.py, runtime/config.py, runtime/engine.py, runtime/base_optimizer.py, "
+    "runtime/zero/stage_1_and_2.py: assertions and ValueError, verified with two processes",
+    fails_on=_zero2_example({"prescale_gradients": True}),
+    passes_on=_zero2_example({"prescale_gradients": True, ZERO: {"reduce_scatter": False}}),
+    proof="launch",
+)
+def conflicting_deepspeed_keys(case: Case) -> Violation | None:
+    """Some keys require a certain ZeRO stage or other keys. DeepSpeed checks them only after the model is loaded, and
+    raises an error."""
+    extra = extra_config(case, DEEPSPEED)
+    found = [
+        (path, why)
+        for path, applies, why in CONFLICTS
+        if value_at(extra, path) != merge.AUTO and applies(case, lambda path: value_at(extra, path))
+    ]
+    found += [(name, "must be a JSON object") for name in OBJECT_KEYS if not isinstance(extra.get(name, {}), Mapping)]
+    if not found:
+        return None
+    fix = Fix("Remove these keys", without_keys(extra, [path for path, _ in found]), safe=False)
+    return Violation(f"DeepSpeed would refuse these keys of the extra config: {reasons(found)}", (fix,))

@@ -1,0 +1,154 @@
+"""Rules of FSDP2 and FSDP1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.modelspec import ModelShape, matches, unfrozen
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.common_fixes import DDP, FSDP2
+from backend.rules.examples import DEMO, TWO_H100
+
+FSDP2_STRATEGY, FSDP1_STRATEGY = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "fsdp1"}
+FREEZE = {**FSDP1_STRATEGY, "method.kind": "freeze", "train.learning_rate": 1e-5}
+LLAMA_CLASSES = replace(DEMO, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
+SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
+
+
+@rule(
+    "STR009",
+    "error",
+    fields=("parallel.strategy", "launch.device"),
+    title="FSDP1 does not run on a CPU",
+    source="accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin requires an accelerator for version 1",
+    fixes=(FSDP2, DDP),
+    fails_on=Example(FSDP1_STRATEGY),
+    passes_on=Example(FSDP1_STRATEGY, TWO_H100),
+    proof="launch",
+)
+def fsdp1_on_cpu(case: Case) -> str | None:
+    """accelerate starts FSDP1 on accelerators only. FSDP2 also runs on a CPU."""
+    if case.run.fsdp_version != 1 or case.run.device != "cpu":
+        return None
+    return "FSDP1 requires an accelerator, but this run would use the CPU."
+
+
+@rule(
+    "STR010",
+    "warning",
+    fields=("parallel.strategy",),
+    title="FSDP1 is deprecated",
+    source="transformers 5.23 training_args.py: deprecated, to be removed",
+    fixes=(FSDP2,),
+    fails_on=Example(FSDP1_STRATEGY, TWO_H100),
+    passes_on=Example(FSDP2_STRATEGY, TWO_H100),
+)
+def deprecated_fsdp1(case: Case) -> str | None:
+    """FSDP2 shards each parameter on its own: less memory, frozen and trainable parameters in one layer, and
+    checkpoints that resume with a different number of processes."""
+    if case.run.fsdp_version != 1:
+        return None
+    return "transformers 5 deprecates FSDP1 and will remove it. FSDP2 replaces it."
+
+
+@rule(
+    "STR017",
+    "error",
+    fields=("parallel.transformer_layer_cls_to_wrap",),
+    title="The model has no layers of the class to wrap",
+    source="accelerate 1.15 utils/dataclasses.py and fsdp_utils.py: could not find the transformer layer class",
+    fixes=(
+        Fix(
+            "Detect the layer class",
+            {"parallel.transformer_layer_cls_to_wrap": ()},
+            cost="wraps the classes in the model's _no_split_modules",
+        ),
+    ),
+    fails_on=Example(
+        {**FSDP2_STRATEGY, "parallel.transformer_layer_cls_to_wrap": ("GPT2Block",)}, TWO_H100, LLAMA_CLASSES
+    ),
+    passes_on=Example(
+        {**FSDP2_STRATEGY, "parallel.transformer_layer_cls_to_wrap": ("LlamaDecoderLayer",)}, TWO_H100, LLAMA_CLASSES
+    ),
+)
+def unknown_class_to_wrap(case: Case) -> Violation | None:
+    """FSDP gathers the parameters one wrapped layer at a time and finds the layers by their class names."""
+    classes, wrapped = case.facts.module_classes, case.spec.parallel.transformer_layer_cls_to_wrap
+    missing = [name for name in wrapped if classes and name not in classes]
+    if not case.run.fsdp_version or not missing:
+        return None
+    layers = [name for name in classes if name.endswith(("Layer", "Block"))] or list(classes)
+    fixes = (Fix(f"Wrap {layers[0]}", {"parallel.transformer_layer_cls_to_wrap": (layers[0],)}),) if layers else ()
+    message = f"parallel.transformer_layer_cls_to_wrap lists {names(missing)}; the model has {names(layers[:4])}."
+    return Violation(message, fixes)
+
+
+@rule(
+    "STR024",
+    "error",
+    fields=("save.only_model", "parallel.state_dict_type"),
+    title="Sharded checkpoints cannot leave out the optimizer state",
+    source="transformers 5.23 trainer.py: save_only_model is not compatible with SHARDED_STATE_DICT",
+    fixes=(
+        Fix(
+            "Save a full state dict",
+            {"parallel.state_dict_type": "full"},
+            cost="gathers the weights in the host RAM of rank 0",
+        ),
+        Fix("Save the optimizer state too", {"save.only_model": False}, cost="larger checkpoints on disk"),
+    ),
+    fails_on=Example({**SHARDED, "save.only_model": True, "save.strategy": "epoch"}, TWO_H100),
+    passes_on=Example(SHARDED, TWO_H100),
+    proof="launch",
+)
+def sharded_checkpoints_without_optimizer(case: Case) -> str | None:
+    """The Trainer writes sharded FSDP checkpoints only along with the optimizer state."""
+    weights_only = case.spec.save.strategy != "no" and case.spec.save.only_model
+    if not weights_only or case.run.checkpoint_format != "sharded":
+        return None
+    return "save.only_model is set, but parallel.state_dict_type is sharded: the Trainer refuses this combination."
+
+
+def _has_mixed_unit(shape: ModelShape, trainable: list[str]) -> bool:
+    """Whether an FSDP unit (a layer, or all modules outside the layers) has both trainable and frozen parameters."""
+    units: dict[str, set[bool]] = {}
+    for leaf in shape.leaves():
+        in_layer = leaf.path.startswith(f"{shape.stack}.")
+        unit = leaf.path[len(shape.stack) + 1 :].partition(".")[0] if in_layer else ""
+        if leaf.parameters:
+            units.setdefault(unit, set()).add(any(matches(leaf.path, name) for name in trainable))
+    return any(len(kinds) > 1 for kinds in units.values())
+
+
+@rule(
+    "STR046",
+    "error",
+    fields=("method.freeze_extra_modules", "parallel.strategy", "precision.compute"),
+    title="FSDP1 cannot mix trainable and frozen parameters in one layer",
+    source="torch 2.13 distributed/fsdp/_flat_param.py: Must flatten tensors with uniform dtype",
+    fixes=(
+        FSDP2,
+        Fix(
+            "Train complete layers only",
+            {"method.freeze_extra_modules": ()},
+            safe=False,
+            cost="the extra modules stay frozen",
+        ),
+        Fix("Use fp32", {"precision.compute": "fp32"}, safe=False, cost="twice the memory, slower"),
+    ),
+    fails_on=Example({**FREEZE, "method.freeze_extra_modules": ("norm",)}, TWO_H100),
+    passes_on=Example(FREEZE, TWO_H100),
+)
+def fsdp1_mixed_dtypes(case: Case) -> str | None:
+    """FSDP1 flattens the parameters of a layer, and those outside the layers, into one tensor of one dtype. Trainable
+    parameters are kept in fp32 and frozen ones in the compute dtype."""
+    method, shape, run = case.spec.method, case.shape, case.run
+    two_dtypes = run.compute_dtype != "fp32" and run.fp32_master_weights
+    if run.fsdp_version != 1 or method.kind != "freeze" or shape is None or not two_dtypes:
+        return None
+    if case.spec.parallel.transformer_layer_cls_to_wrap or not _has_mixed_unit(shape, unfrozen(method, shape)):
+        return None
+    return (
+        f"A layer would have frozen parameters in {run.compute_dtype} and trainable parameters in fp32, which FSDP1 "
+        "cannot flatten into one tensor."
+    )

@@ -1,0 +1,101 @@
+"""Rules of tensor parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.common_fixes import DDP, FSDP2
+from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, TINY_FACTS, with_cores
+from backend.rules.examples import DEMO, GPT2, LAPTOP, TWO_H100
+
+TENSOR = {**FULL, "parallel.strategy": "tensor", "save.strategy": "no"}
+
+
+@rule(
+    "STR019",
+    "error",
+    fields=("parallel.strategy", "method.kind"),
+    title="LoRA does not work with tensor parallelism",
+    source="verified with peft 0.21 and transformers 5.23: the adapter has the shapes of the whole layer",
+    fixes=(FSDP2, Fix("Fine-tune all parameters", FULL, safe=False, cost="much more memory")),
+    fails_on=Example({"parallel.strategy": "tensor", "save.strategy": "no"}, TWO_H100, TINY_FACTS),
+    passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
+    proof="launch",
+)
+def lora_with_tensor_parallelism(case: Case) -> str | None:
+    """Tensor parallelism loads a shard of every linear layer, but peft creates adapters for the whole layer, so their
+    outputs have different shapes."""
+    if case.run.engine.supports_lora or case.spec.method.kind != "lora":
+        return None
+    return (
+        f"method.kind is lora, but each of the {case.run.tensor_parallel_size} tensor parallel ranks holds only a shard "
+        "of every layer that an adapter would be added to."
+    )
+
+
+@rule(
+    "STR020",
+    "error",
+    fields=("parallel.strategy", "save.strategy", "save.only_model"),
+    title="Tensor parallel runs cannot be resumed",
+    source="transformers 5.23 trainer.py: resuming is not supported for models sharded at load time",
+    fixes=(
+        Fix("Save only the model weights", {"save.only_model": True}, cost="the run cannot be resumed"),
+        Fix("Save no checkpoints", {"save.strategy": "no"}, cost="nothing is saved before the end of the run"),
+        FSDP2,
+    ),
+    fails_on=Example({**TENSOR, "save.strategy": "epoch"}, TWO_H100, TINY_FACTS),
+    passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
+    proof="launch",
+)
+def tensor_parallel_resume(case: Case) -> str | None:
+    """The Trainer cannot save and load the optimizer state of a model that was sharded while loading."""
+    save = case.spec.save
+    if case.run.engine.can_resume or save.strategy == "no" or save.only_model:
+        return None
+    return (
+        f"save.strategy is {save.strategy} with optimizer state, but the Trainer cannot resume a tensor parallel model."
+    )
+
+
+@rule(
+    "STR021",
+    "error",
+    fields=("parallel.tensor_parallel_size",),
+    title="The KV heads are not divisible by the tensor parallel size",
+    source="transformers 5.23 distributed/tensor_parallel.py: a projection is divided evenly, and attention needs whole "
+    "heads",
+    fixes=(FSDP2,),
+    fails_on=Example({**TENSOR, **FOUR_PROCESSES, "parallel.tensor_parallel_size": 4}, with_cores(LAPTOP, 4)),
+    passes_on=Example(
+        {**TENSOR, "parallel.tensor_parallel_size": 3, "launch.nproc_per_node": 3}, with_cores(LAPTOP, 3)
+    ),
+    proof="launch",
+)
+def tensor_parallel_head_count(case: Case) -> str | None:
+    """Tensor parallelism divides the attention projections between heads, so that each rank computes whole heads."""
+    shape, size = case.shape, case.run.tensor_parallel_size
+    if shape is None or shape.kv_heads % size == 0:
+        return None
+    return f"{shape.kv_heads} KV heads cannot be divided evenly among {size} tensor parallel ranks."
+
+
+@rule(
+    "STR038",
+    "error",
+    fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
+    title="The architecture has no tensor parallel plan",
+    source="transformers 5.23 distributed/mixin.py: a model without tp_plan is refused; GPT-2 has none",
+    fixes=(FSDP2, DDP),
+    fails_on=Example(TENSOR, TWO_H100, replace(DEMO, shape=GPT2)),
+    passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
+    proof="launch",
+)
+def missing_tensor_parallel_plan(case: Case) -> str | None:
+    """transformers divides layers by column or by row as the architecture's base_model_tp_plan says, and refuses a
+    model without a plan."""
+    shape = case.shape
+    if case.run.tensor_parallel_size == 1 or shape is None or shape.model_type != "gpt2":
+        return None
+    return f"transformers has no tensor parallel plan (base_model_tp_plan) for {shape.architecture}."

@@ -1,0 +1,148 @@
+"""Rules about the machine: the device type, the build of torch, busy GPUs, NVLink and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend import registry
+from backend.machine import GIB
+from backend.rules.base import Case, Example, Fix, Violation, amount, names, rule
+from backend.rules.examples import DEMO, H100, INSTALLED, LAPTOP, TINY, TWO_H100
+
+MIN_SHARED_MEMORY = GIB
+CPU_TORCH = {**INSTALLED, "torch": "2.13.0+cpu"}
+TENSOR_SPEC = {"parallel.strategy": "tensor", "method.kind": "full", "save.strategy": "no"}
+TINY_MODEL = replace(DEMO, shape=TINY)  # two attention heads, which two devices can share
+BUSY = replace(
+    TWO_H100,
+    gpus=tuple(replace(gpu, users=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus),
+)
+NO_NVLINK = replace(TWO_H100, gpus=tuple(replace(gpu, links=()) for gpu in TWO_H100.gpus))
+
+
+@rule(
+    "HW001",
+    "error",
+    fields=("launch.device",),
+    title="This machine has no device of the requested type",
+    source="arithmetic: the machine's list of devices",
+    fixes=(Fix("Set device to auto", {"launch.device": "auto"}),),
+    fails_on=Example({"launch.device": "cuda"}),
+    passes_on=Example({"launch.device": "cpu"}),
+    proof="launch",
+)
+def device_not_found(case: Case) -> str | None:
+    """A run cannot use a device type that the machine does not have."""
+    if case.run.device in ("cpu", case.machine.device):
+        return None
+    found, wanted = registry.DEVICES[case.machine.device].label, registry.DEVICES[case.run.device].label
+    return f"launch.device requests {wanted}; the only device type found on this machine is {found}."
+
+
+@rule(
+    "HW005",
+    "advice",
+    fields=("parallel.strategy",),
+    title="The run uses only one of several nodes",
+    source="Footplate's launch plan: without a rendezvous, processes start on this node only",
+    manual_fix="Set launch.rendezvous to static or elastic to train on several nodes.",
+    fails_on=Example(machine=replace(H100, nodes=2)),
+    passes_on=Example(machine=H100),
+)
+def other_nodes_unused(case: Case) -> str | None:
+    """A run uses the node that it is started on, unless a rendezvous connects several nodes."""
+    if case.machine.nodes == 1 or case.run.nnodes > 1:
+        return None
+    return f"The machine description has {case.machine.nodes} nodes; this run uses 1."
+
+
+@rule(
+    "HW006",
+    "error",
+    fields=("launch.device",),
+    title="The installed torch build does not support this device",
+    source="torch 2.13 cuda/__init__.py: is_available is false in a build without it; the run would use the CPU",
+    fixes=(Fix("Run on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
+    manual_fix="Install a torch build for this device; pytorch.org lists the commands.",
+    fails_on=Example(machine=replace(H100, versions=CPU_TORCH)),
+    passes_on=Example(machine=H100),
+)
+def torch_build_without_device(case: Case) -> str | None:
+    """Each torch build supports one vendor's devices, which its version suffix names: +cu, +rocm, +xpu or +cpu. A build
+    for another vendor finds no device and silently uses the CPU."""
+    version = case.machine.versions.get("torch", "")
+    if case.run.device != case.machine.device or not version or case.run.device not in ("cuda", "xpu"):
+        return None
+    nvidia = any(gpu.capability > (0, 0) for gpu in case.gpus)
+    others = {"cuda": ("rocm", "xpu") if nvidia else ("cu", "xpu"), "xpu": ("cu", "rocm")}[case.run.device]
+    if not case.gpus or not version.partition("+")[2].startswith(("cpu", *others)):
+        return None
+    return f"torch {version} is installed, which does not support {case.gpus[0].name}."
+
+
+@rule(
+    "HW008",
+    "warning",
+    fields=("launch.devices",),
+    title="Another process is using this GPU",
+    source="NVML: nvmlDeviceGetComputeRunningProcesses",
+    fails_on=Example({}, BUSY),
+    passes_on=Example({"launch.devices": (1,)}, BUSY),
+    at_start=True,
+)
+def gpu_in_use(case: Case) -> Violation | None:
+    """Processes on one GPU take turns and share its memory: both slow down, and either can run out of memory."""
+    busy = [gpu for gpu in case.gpus if gpu.users] if case.run.device == case.machine.device else []
+    if not busy:
+        return None
+    free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.users)[: case.run.nproc_per_node]
+    fix = Fix(f"Use GPU{'s' if len(free) > 1 else ''} {names(free)}", {"launch.devices": free})
+    users = names([f"GPU {gpu.id} ({gpu.name}) is used by {names(gpu.users)}" for gpu in busy])
+    return Violation(f"{users}.", (fix,) if len(free) == case.run.nproc_per_node else ())
+
+
+@rule(
+    "HW009",
+    "warning",
+    fields=("train.dataloader_num_workers", "launch.nproc_per_node"),
+    title="/dev/shm is too small for worker processes",
+    source="torch 2.13 storage.py share_memory_, by which DataLoader workers pass batches; NCCL's user guide, "
+    "troubleshooting, shared memory",
+    manual_fix="Start the container with --ipc=host or --shm-size=8g.",
+    fixes=(Fix("Load data in the training process", {"train.dataloader_num_workers": 0}),),
+    fails_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
+    passes_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
+    at_start=True,
+)
+def small_shared_memory(case: Case) -> str | None:
+    """DataLoader workers pass batches through /dev/shm, and NCCL exchanges data through it. A container has 64 MiB of
+    it by default; when it is full, a bus error ends the run at any step."""
+    free, workers = case.machine.shm_bytes, case.spec.train.dataloader_num_workers
+    nccl = case.run.device == "cuda" and case.run.nproc_per_node > 1
+    if free is None or free >= MIN_SHARED_MEMORY or not (workers or nccl):
+        return None
+    users = [f"{workers} DataLoader worker{'s' if workers > 1 else ''}"] if workers else []
+    users += [f"NCCL between {case.run.nproc_per_node} processes"] if nccl else []
+    return f"/dev/shm has {amount(free)} free, less than {amount(MIN_SHARED_MEMORY)}, and is used by {names(users)}."
+
+
+@rule(
+    "HW010",
+    "advice",
+    fields=("parallel.strategy",),
+    title="Tensor parallelism without NVLink",
+    source="Narayanan et al. 2021, Megatron-LM: tensor parallelism within NVLink, as each layer waits for all-reduces",
+    fixes=(Fix("Use FSDP2", {"parallel.strategy": "fsdp2"}),),
+    fails_on=Example(TENSOR_SPEC, NO_NVLINK, TINY_MODEL),
+    passes_on=Example(TENSOR_SPEC, TWO_H100, TINY_MODEL),
+)
+def tensor_parallel_without_nvlink(case: Case) -> str | None:
+    """With tensor parallelism, every layer waits for four all-reduces per step. Over PCIe these take longer than the
+    computation; FSDP2 overlaps its communication with computation."""
+    if case.strategy.engine != "tensor" or case.run.device != case.machine.device:
+        return None
+    ids = {gpu.id for gpu in case.gpus}
+    apart = [gpu.id for gpu in case.gpus if gpu.links is not None and not ids <= {gpu.id, *gpu.links}]
+    if not apart:
+        return None
+    return f"GPUs {names(sorted(ids))} share every layer, and NVLink does not connect {names(apart)} with all others."

@@ -1,0 +1,95 @@
+"""Rules about the model's files, hub id and chat template. Imports rules.base."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from backend.rules.base import Case, Example, Fix, Violation, rule
+from backend.rules.examples import DEMO, LOCAL_MODEL
+
+BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
+
+
+@rule(
+    "MDL001",
+    "error",
+    fields=("model.path",),
+    title="The model folder cannot be loaded",
+    source="transformers: the files that save_pretrained writes",
+    fixes=(BUILTIN_MODEL,),
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(
+            DEMO, shape=None, shape_unknown_reason="there is no config.json", model_problem="x has no config.json."
+        ),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+    proof="launch",
+)
+def incomplete_model_folder(case: Case) -> str | None:
+    """A model folder needs config.json, weights (*.safetensors) and a tokenizer."""
+    return case.facts.model_problem if case.spec.model.source == "path" and case.facts.model_problem else None
+
+
+@rule(
+    "MDL002",
+    "error",
+    fields=("model.hub_id",),
+    title="No model id is set",
+    source="arithmetic: nothing to download",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Set model.hub_id to organization/name.",
+    fails_on=Example({"model.source": "hub"}),
+    passes_on=Example({"model.source": "hub", "model.hub_id": "HuggingFaceTB/SmolLM2-135M"}),
+    proof="launch",
+)
+def missing_model_hub_id(case: Case) -> str | None:
+    """A model is downloaded from the Hugging Face Hub by its id, organization/name."""
+    model = case.spec.model
+    if model.source != "hub" or model.hub_id.strip():
+        return None
+    return "model.source is hub and model.hub_id is empty."
+
+
+@rule(
+    "MDL003",
+    "error",
+    fields=("data.chat_template", "model.path"),
+    title="The tokenizer has no chat template",
+    source="transformers 5.23: apply_chat_template rejects a tokenizer without one",
+    fixes=(Fix("Use the ChatML template", {"data.chat_template": "chatml"}, safe=False),),
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, has_chat_template=False)),
+    passes_on=Example({**LOCAL_MODEL, "data.chat_template": "chatml"}, facts=replace(DEMO, has_chat_template=False)),
+    proof="launch",
+)
+def missing_chat_template(case: Case) -> Violation | None:
+    """Conversations become text through the tokenizer's chat template, which base models often lack. A template that is
+    set here, such as ChatML, is saved with the trained model."""
+    data, facts = case.spec.data, case.facts
+    if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_chat_template is not False:
+        return None
+    if facts.format == "text":
+        return None
+    plain_text = Fix("Train on plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat format")
+    message = "data.chat_template is model, the model's tokenizer has no template, and the examples are conversations."
+    return Violation(message, (plain_text,) if case.spec.train.stage == "sft" else ())
+
+
+@rule(
+    "MDL004",
+    "error",
+    fields=("data.chat_template_file",),
+    title="The chat template file cannot be used",
+    source="transformers: a chat template is a Jinja template over messages",
+    fixes=(Fix("Use the model's own template", {"data.chat_template": "model"}, safe=False),),
+    fails_on=Example(
+        {"data.chat_template": "file"}, facts=replace(DEMO, template_problem="No template file is named.")
+    ),
+    passes_on=Example({"data.chat_template": "file", "data.chat_template_file": "t.jinja"}),
+    proof="launch",
+)
+def unusable_chat_template_file(case: Case) -> str | None:
+    """The file must be a readable Jinja template that writes the conversation, which it receives as messages."""
+    return (
+        case.facts.template_problem if case.spec.data.chat_template == "file" and case.facts.template_problem else None
+    )

@@ -1,0 +1,42 @@
+"""Tensor parallelism by transformers. Imports train.engines.base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers.distributed import DistributedConfig
+
+from backend.train.engines.base import TrainEngine
+
+# Otherwise FSDP2 keeps whole gradients on every rank until the last batch of an accumulation; and torch 2.13 fails there
+# on an output layer in a unit of its own, whose weights TRL's loss uses without calling it (_fsdp_param.py).
+SYNC_EACH_BATCH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+
+def mark_cpu_as_accelerator() -> None:
+    """accelerate 1.15 turns on FSDP and meshes for accelerators only, and silently trains on a CPU as DDP."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+class TrainTensorParallel(TrainEngine):
+    """Every layer is sharded over a group of devices while it loads; FSDP2 shards over the groups."""
+
+    def trainer_arguments(self, folder: Path) -> dict[str, Any]:
+        """Process group."""
+        found = super().trainer_arguments(folder)
+        return found | self._process_group() | SYNC_EACH_BATCH if self.world_size > 1 else found
+
+    def start(self, config: Any) -> None:
+        """Nothing starts by itself; a CPU must count as an accelerator."""
+        if self.run.device == "cpu":
+            mark_cpu_as_accelerator()
+
+    def load_arguments(self) -> dict[str, Any]:
+        """The mesh that transformers shards the model over while loading."""
+        size = self.run.tensor_parallel_size
+        shards = self.world_size // size
+        mixed = shards > 1 and self.run.compute_dtype == "bf16"
+        return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=shards, fsdp_mixed_precision=mixed)}

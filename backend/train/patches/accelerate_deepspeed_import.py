@@ -1,0 +1,26 @@
+"""accelerate imports DeepSpeed at the first save of every run.
+
+utils/other.py, `extract_model_from_parallel`: if DeepSpeed is installed, accelerate imports it only to test whether the
+model is a DeepSpeedEngine. Without the patch each run without DeepSpeed waits for seconds at its first save, and
+DeepSpeed's import writes lines into the log.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import accelerate.utils.other
+
+LIBRARY, SEEN_IN = "accelerate", "1.15.0"
+
+
+def apply() -> None:
+    """Let accelerate see no DeepSpeed there. Only for runs that do not use it."""
+    accelerate.utils.other.is_deepspeed_available = lambda: False
+
+
+def obsolete() -> bool:
+    """Whether saving no longer imports DeepSpeed."""
+    return "from deepspeed import DeepSpeedEngine" not in inspect.getsource(
+        accelerate.utils.other.extract_model_from_parallel
+    )

@@ -1,0 +1,62 @@
+"""BAdam's checkpoints hold the moments of the current block only.
+
+block_optim.py, `__init__`: `state_dict` is that of the base optimizer. The fp32 master weights, the learning rate and
+the position in the order of blocks are missing. Without the patch a resumed run starts again with the first block, with
+moments that belong to another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+LIBRARY, SEEN_IN = "badam", "1.4"
+
+
+def block_optimizer(*arguments: Any, **options: Any) -> Any:
+    """BAdam's BlockOptimizer with a complete state_dict; arguments as for BlockOptimizer."""
+    package: Any = importlib.import_module("badam")
+
+    class ResumableBlockOptimizer(package.BlockOptimizer):
+        """BlockOptimizer whose state_dict holds everything that the next step depends on."""
+
+        def switch_trainable_params(self, verbose: int | None = 0) -> None:
+            """Switch to the next block, without a log line for each switch."""
+            self.active = self.current_block_idx
+            super().switch_trainable_params(0)
+
+        def complete_state_dict(self) -> dict[str, Any]:
+            """Moments, master weights, learning rate, and the position in the order of blocks."""
+            return {
+                "base": self.base_optimizer.state_dict(),
+                "masters": list(self.param_idx2hp.values()),
+                "rate": self.param_groups[0]["lr"],
+                "step": self.global_step,
+                "active": self.active,
+                "next": self.current_block_idx,
+                "order": list(getattr(self, "block_order", [])),
+            }
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Continue with the block that was active."""
+            self.current_block_idx = state_dict["active"]
+            self.block_order = [0, *state_dict["order"]]  # the switch removes the first entry
+            self.switch_trainable_params()
+            self.base_optimizer.load_state_dict(state_dict["base"])
+            for master, saved in zip(self.param_idx2hp.values(), state_dict["masters"], strict=True):
+                master.data.copy_(saved.data)
+            self.current_block_idx, self.block_order = state_dict["next"], list(state_dict["order"])
+            self.global_step = state_dict["step"]
+            for group in self.param_groups:
+                group["lr"] = state_dict["rate"]
+
+    optimizer = ResumableBlockOptimizer(*arguments, **options)
+    optimizer.state_dict = optimizer.complete_state_dict  # BlockOptimizer's constructor has set the base optimizer's
+    return optimizer
+
+
+def obsolete() -> bool:
+    """Whether BAdam saves more than the state of its base optimizer."""
+    package: Any = importlib.import_module("badam")
+    return "self.state_dict = base_optimizer.state_dict" not in inspect.getsource(package.BlockOptimizer.__init__)

@@ -1,0 +1,29 @@
+"""DeepSpeed's converter to universal checkpoints uses paths as patterns.
+
+checkpoint/ds_to_universal.py, `_merge_zero_shards`: paths go into `glob` and `re.compile` without being escaped.
+Without the patch the conversion fails in folders whose names have a plus, a bracket or the like.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+
+LIBRARY, SEEN_IN = "deepspeed", "0.19.8"
+
+
+@contextmanager
+def relative_source(folder: Path, source: Path) -> Iterator[str]:
+    """Work in `folder`, where the result is a link to `source`: a path without special characters."""
+    (folder / "source").symlink_to(source.resolve())
+    with chdir(folder):
+        yield "source"
+
+
+def obsolete() -> bool:
+    """Whether paths are escaped."""
+    tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    return "escape" in inspect.getsource(tool._merge_zero_shards)

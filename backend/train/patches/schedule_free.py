@@ -1,0 +1,37 @@
+"""transformers' schedule-free optimizers: warm-up of a share of all steps, and what is saved.
+
+- trainer_optimizer.py, `_get_schedule_free_optimizer` hands `warmup_steps` on as it is, also where it is a ratio (below
+  1). Without `set_warmup_steps` a warm-up of 10 % becomes one of 0.1 steps.
+- trainer.py calls `optimizer.eval()`, which puts the average into the weights, for evaluations only. Without
+  `use_average` checkpoints and the trained model hold the weights of the last gradient instead of the average.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+LIBRARY, SEEN_IN = "transformers", "5.23.0"
+
+
+def set_warmup_steps(optimizer: Any, steps: int) -> None:
+    """Let the optimizer warm up for `steps`; others than the schedule-free ones have no such option."""
+    for group in optimizer.param_groups:
+        if "warmup_steps" in group:
+            group["warmup_steps"] = steps
+
+
+def use_average(optimizer: Any) -> None:
+    """Put the average into the weights."""
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
+
+
+def obsolete() -> bool:
+    """Whether the ratio is converted and the average is saved."""
+    made = importlib.import_module("transformers.trainer_optimizer")._get_schedule_free_optimizer
+    from transformers import Trainer  # noqa: PLC0415  (takes seconds)
+
+    converts = "= ctx.args.warmup_steps" not in inspect.getsource(made)
+    return converts and "optimizer.eval" in inspect.getsource(Trainer._save_checkpoint)

@@ -1,0 +1,70 @@
+"""The command line: what it prints, its JSON and its exit codes. Runs are in tests/process."""
+
+import json
+import shlex
+
+import pytest
+
+from backend.__main__ import main
+from backend.rules import RULES
+
+TOO_LARGE = ["full-8b-fsdp2", "--machine", "1x24gb"]
+
+
+def printed(capsys, *words, code=0):
+    assert main(list(words)) == code
+    return capsys.readouterr().out
+
+
+def test_check_prints_reason_and_fixes_with_cost_and_safety(capsys):
+    out = printed(capsys, "check", "first-run", "--machine", "laptop", "--set", "parallel.strategy=fsdp1", code=1)
+    assert out.startswith("Cannot run: ")
+    assert "\n         Why: " in out and "\n         Fix: " in out and "safe)" in out
+    assert "--set parallel.strategy=" in out
+
+
+def test_check_json_has_everything(capsys):
+    report = json.loads(printed(capsys, "check", *TOO_LARGE, "--json", code=1))
+    assert report["can_run"] is False and report["machine"] and report["verdict"]
+    finding = next(f for f in report["findings"] if f["level"] == "error")
+    assert all(finding[key] for key in ("code", "slug", "title", "message", "reason", "fields", "source"))
+    assert all({"label", "patch", "safe", "cost"} <= fix.keys() for f in report["findings"] for fix in f["fixes"])
+
+
+def test_printed_fixes_are_arguments(capsys):
+    out = printed(capsys, "check", *TOO_LARGE, code=1)
+    fixes = [line.strip() for line in out.splitlines() if line.strip().startswith("--set ")]
+    assert len(fixes) == out.count("Fix: ") > 0
+    for fix in fixes:
+        assert main(["check", *TOO_LARGE, *shlex.split(fix)]) in (0, 1)
+        assert capsys.readouterr().out != out
+
+
+def test_rules_json_describes_every_rule(capsys):
+    entries = json.loads(printed(capsys, "rules", "--json"))
+    assert [entry["code"] for entry in entries] == [rule.code for rule in RULES]
+    keys = {"code", "slug", "level", "family", "title", "reason", "example", "fixes", "manual_fix", "options", "source"}
+    for entry in entries:
+        assert entry.keys() == keys | {"proof"}
+        assert entry["reason"] and entry["example"] and entry["slug"]
+        assert entry["fixes"] or entry["manual_fix"] or entry["level"] != "error", entry["code"]
+
+
+def test_plan_shows_another_launcher(capsys):
+    assert "accelerate.commands.launch" in printed(capsys, "plan", "first-run", "--launcher", "accelerate")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "no-such-preset"], "no such file and no such preset"),
+        (["check", "first-run", "--set", "train.seed"], "expected section.key=value"),
+        (["check", "first-run", "--set", "train.seed=x"], "train.seed"),
+        (["show", "2026", "--runs", "no-such-folder"], "2026"),
+    ],
+)
+def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == "" and "Traceback" not in captured.err

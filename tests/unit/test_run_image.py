@@ -1,0 +1,31 @@
+"""The image of a run."""
+
+import pytest
+
+from webui import run_image
+
+SUMMARY = {"name": "a $name$ with_underscores", "method": "LoRA", "model": "tiny", "sentence": "Done: 3 steps in 2 s."}
+
+
+def test_outcome_has_method_end_and_metrics():
+    text = run_image.outcome(SUMMARY, {"exact_match_before": 0.0, "exact_match_after": 0.916, "eval_loss": 0.34})
+    assert text == "LoRA tiny | Done: 3 steps in 2 s | exact match 0% before training, 92% after | validation loss 0.34"
+    assert len(run_image.outcome({"sentence": "word " * 100}, {})) <= run_image.MAX_LINE_LENGTH
+
+
+def test_column_skips_null_and_keeps_the_last():
+    points = [{"step": i, "loss": None if i == 2 else i} for i in range(20_001)]
+    steps, values = run_image.column(points, "loss")
+    assert steps == values and len(steps) <= run_image.MAX_POINTS + 1 and 2 not in steps and steps[-1] == 20_000
+
+
+def test_smoothed_keeps_a_straight_line():
+    line = [float(i) for i in range(200)]
+    assert run_image.smoothed(line) == pytest.approx(line)
+    assert run_image.smoothed([]) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 500])
+def test_draw(count):
+    points = [{"step": i, "loss": 1 / (i + 1), "learning_rate": 1e-3, "eval_loss": 0.5} for i in range(count)]
+    assert run_image.draw(SUMMARY, points, {}).startswith(b"\x89PNG")

@@ -1,0 +1,126 @@
+// @ts-check
+// Elements, events between modules, the address, notifications, dialogs. Data never becomes HTML.
+
+/**
+ * el("button.fp-link", { onclick: f, "aria-label": "x" }, "text", child)
+ * @returns {any}
+ */
+export function el(tag, attributes = {}, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const node = document.createElement(name);
+  if (classes.length) node.className = classes.join(" ");
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** @returns {any} */
+export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
+
+/** Set a node's text without touching the DOM if it is unchanged. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** @type {Record<string, Function[]>} */
+const listeners = {};
+/** Events between modules: edited, view, run, clone. */
+export const on = (event, listener) => (listeners[event] = listeners[event] || []).push(listener);
+export const emit = (event, detail = undefined) => (listeners[event] || []).forEach((listener) => listener(detail));
+
+/** The parameters of the page's address. */
+export const address = {
+  get: (name) => new URLSearchParams(location.search).get(name),
+  set(changes, { replace = false } = {}) {
+    const parameters = new URLSearchParams(location.search);
+    for (const [name, value] of Object.entries(changes)) {
+      if (value) parameters.set(name, value);
+      else parameters.delete(name);
+    }
+    const text = parameters.toString();
+    if (text === location.search.slice(1)) return;
+    history[replace ? "replaceState" : "pushState"](null, "", text ? `?${text}` : location.pathname);
+  },
+};
+
+/**
+ * Show a notification. With `details` it stays until it is dismissed.
+ * @param {string} text
+ * @param {{ level?: string, action?: { label: string, run: () => void } | null, details?: Node | null }} options
+ */
+export function notify(text, { level = "info", action = null, details = null } = {}) {
+  let area = $("#fp-toasts");
+  if (!area) {
+    area = el("div", { id: "fp-toasts", role: "status", "aria-live": "polite" });
+    document.body.append(area);
+  }
+  const close = () => note.remove();
+  const act = () => {
+    close();
+    action.run();
+  };
+  const note = el(
+    "div.fp-toast",
+    { "data-level": level },
+    el("div", {}, text, details),
+    action && el("button.fp-link", { type: "button", onclick: act }, action.label),
+    el("button.fp-icon", { type: "button", "aria-label": "Dismiss", onclick: close }, "\u00d7"),
+  );
+  area.replaceChildren(note);
+  if (!details) setTimeout(close, level === "error" ? 12000 : 7000);
+}
+
+export const notifyError = (error) => notify(error.message, { level: "error" });
+
+/**
+ * Ask for confirmation. `destructive` colors the button.
+ * @returns {Promise<boolean>}
+ */
+export function confirmDialog(text, label = "OK", destructive = false) {
+  return new Promise((resolve) => {
+    const close = (confirmed) => {
+      dialog.close();
+      dialog.remove();
+      resolve(confirmed);
+    };
+    const kind = destructive ? "fp-destructive" : "fp-primary";
+    const dialog = el(
+      "dialog.fp-dialog",
+      { oncancel: () => close(false) },
+      el("p", {}, text),
+      el(
+        "div.fp-dialog-row",
+        {},
+        el("button.fp-button", { type: "button", onclick: () => close(false) }, "Cancel"),
+        el(`button.fp-button.${kind}`, { type: "button", onclick: () => close(true) }, label),
+      ),
+    );
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+export async function copy(text, name) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // The clipboard API needs https or localhost.
+    const area = el("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+  notify(`${name} copied to the clipboard.`);
+}
+
+export function download(name, text) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: "text/plain" })), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}

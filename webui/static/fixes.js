@@ -1,0 +1,25 @@
+// @ts-check
+// Fixes of findings: their note, their diff, and applying one.
+import { el } from "./dom.js";
+import { num } from "./format.js";
+import { setValues } from "./form.js";
+
+export const applyFix = (fix) => setValues(fix.patch, { undo: `Applied: ${fix.label}.` });
+
+/** What a fix costs, and whether it changes the training result. */
+export function fixNote({ cost, safe }) {
+  return el("span.fp-dim", {}, [cost, safe ? "" : "changes the training result"].filter(Boolean).join("; "));
+}
+
+/** The values that a fix changes: "Launcher: python -> torchrun". */
+export function diffList(diff) {
+  const item = ({ label, from, to }) =>
+    el("span.fp-diff", {}, `${label}: `, el("s", {}, display(from)), " \u2192 ", el("b", {}, display(to)));
+  return el("span.fp-diffs", {}, ...diff.map(item));
+}
+
+function display(value) {
+  if (value === "" || value === null) return "empty";
+  if (typeof value === "boolean") return value ? "on" : "off";
+  return typeof value === "number" ? num(value) : String(value);
+}

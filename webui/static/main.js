@@ -1,0 +1,79 @@
+// @ts-check
+// The entry point: starts the views and switches between them. Gradio's event handlers call `window.footplate`.
+import { get } from "./api.js";
+import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines } from "./build.js";
+import { $, address, copy, emit, notify, notifyError, on } from "./dom.js";
+import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
+import { isDark, setDark } from "./gradio.js";
+import { drawCheckFailed, script } from "./report.js";
+import { mountRun } from "./run.js";
+import { mountRuns } from "./runs.js";
+import { startSearch } from "./search.js";
+
+const VIEWS = ["build", "run", "runs"];
+
+/** Show a view, and put it into the address. @param {string} tab @param {string} [run] */
+function showView(tab, run) {
+  address.set(run ? { tab, run } : { tab });
+  drawView();
+}
+
+/** Show the view in the address. */
+function drawView() {
+  const run = address.get("run");
+  const tab = address.get("tab") || (run ? "run" : "build");
+  document.body.dataset.tab = VIEWS.includes(tab) ? tab : "build";
+  for (const link of document.querySelectorAll(".fp-top nav a[data-tab]")) {
+    const name = link.getAttribute("data-tab");
+    link.toggleAttribute("aria-current", name === tab);
+    if (name === "run") {
+      link.toggleAttribute("hidden", !run);
+      link.setAttribute("href", `?tab=run&run=${encodeURIComponent(run || "")}`);
+    }
+  }
+  emit("view", tab);
+  if (tab === "run" && run) emit("run", run);
+}
+
+/** Follow the page's own links without loading the page again. */
+function linkClicked(event) {
+  const link = event.target.closest("a[href^='?tab=']");
+  if (!link || event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
+  event.preventDefault();
+  const parameters = new URLSearchParams(link.getAttribute("href").slice(1));
+  showView(parameters.get("tab"), parameters.get("run") || undefined);
+  window.scrollTo(0, 0);
+}
+
+function startTheme() {
+  const stored = localStorage.getItem("fp-theme");
+  if (stored) setDark(stored === "dark");
+  $("#fp-theme").addEventListener("click", () => {
+    setDark(!isDark());
+    localStorage.setItem("fp-theme", isDark() ? "dark" : "light");
+  });
+}
+
+/** Called by Gradio when the page is rendered. @param {any} description of the form: pages.py */
+async function start(description) {
+  startForm(description);
+  startSearch(description.search);
+  startTheme();
+  on("edited", checkSoon);
+  on("clone", (id) => cloneRun(id, showView).catch(notifyError));
+  addBuildEvents(showView);
+  $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
+  document.addEventListener("click", linkClicked);
+  window.addEventListener("popstate", drawView);
+  mountRun(showView);
+  mountRuns();
+  drawView();
+  await loadMachines().catch(() => {});
+  await loadInitialValues().catch((error) => drawCheckFailed("Loading failed", error.message));
+  document.body.dataset.ready = "yes";
+}
+
+// For Gradio's handlers (pages.py), and for tests/browser.
+Object.assign(window, {
+  footplate: { start, edited, valuesToWrite, values: currentValues, script, showView, notify, get },
+});

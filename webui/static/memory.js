@@ -1,0 +1,103 @@
+// @ts-check
+// The memory card: the estimate as a bar, its range, its parts, and the changes that reduce it.
+import { post } from "./api.js";
+import { comparison } from "./compare.js";
+import { $, el, emit, notifyError } from "./dom.js";
+import { applyFix, fixNote } from "./fixes.js";
+import { bytes } from "./format.js";
+
+const COLORS = 6;
+const PLACES = { device: "Each device", host: "Host memory", disk: "Disk" };
+
+/** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one */
+export function drawMemory(memory, finding) {
+  const box = $("#fp-memory");
+  box.hidden = !memory;
+  if (!memory) return;
+  const { unknown } = memory;
+  const detailsOpen = $("details:not(.fp-compare)", box)?.open;
+  const level = levelOf(memory);
+  const text = unknown ? "Unknown" : `${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
+  const children = [
+    el(
+      "div.fp-card-head",
+      {},
+      el("h3", {}, memory.device_label ? `Memory, ${memory.device_label}` : "Memory"),
+      el("span.fp-gap"),
+      el("span.fp-figure", { "data-level": level }, text),
+    ),
+    unknown ? el("p.fp-dim", {}, `The memory cannot be estimated: ${unknown}`) : null,
+    memory.download ? downloadButton(memory.download) : null,
+  ];
+  if (!unknown) {
+    children.push(
+      bar(memory, text, level),
+      range(memory),
+      finding && finding.fixes.length ? reductions(finding) : null,
+      el("details", { open: detailsOpen }, el("summary", {}, "Breakdown"), breakdown(memory.rows)),
+      comparison(),
+    );
+  }
+  box.replaceChildren(...children.filter(Boolean));
+}
+
+function levelOf({ fits, capacity_bytes: capacity, high_bytes: high }) {
+  if (fits === false) return "error";
+  return capacity && high > capacity ? "warning" : "ok";
+}
+
+const scaleOf = ({ capacity_bytes: capacity, high_bytes: high }) => Math.max(capacity || 0, high) || 1;
+
+function bar(memory, text, level) {
+  const rows = memory.rows.filter((r) => r.where === "device" && r.bytes > 0).sort((a, b) => b.bytes - a.bytes);
+  const part = (row, i) => {
+    const node = el("span", { title: `${row.name}: ${bytes(row.bytes)}`, "data-part": i % COLORS });
+    node.style.width = `${(100 * row.bytes) / scaleOf(memory)}%`;
+    return node;
+  };
+  return el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map(part));
+}
+
+/** The uncertainty of the estimate below the bar, and a mark where the device's memory ends. */
+function range(memory) {
+  const { low_bytes: low, high_bytes: high, capacity_bytes: capacity } = memory;
+  const scale = scaleOf(memory);
+  const text = `Estimated range: ${bytes(low)} to ${bytes(high)}`;
+  const line = el("span", { title: text });
+  line.style.left = `${(100 * low) / scale}%`;
+  line.style.width = `${(100 * (high - low)) / scale}%`;
+  const end = el("i", { title: `${bytes(capacity)} available` });
+  end.style.left = `${(100 * capacity) / scale}%`;
+  return el("div.fp-range", { role: "img", "aria-label": text }, line, capacity && scale > capacity ? end : null);
+}
+
+/** Every fix of a memory finding, with the peak that it leads to. */
+function reductions({ level, fixes }) {
+  const row = (fix) => {
+    const button = el("button.fp-link", { type: "button", onclick: () => applyFix(fix) }, fix.label);
+    return el("tr", {}, el("td", {}, button, el("div", {}, fixNote(fix))), el("td.fp-n", {}, bytes(fix.peak)));
+  };
+  const title = level === "error" ? "Changes that make it fit, with the new estimate" : "Changes that leave more room";
+  return el("table.fp-rows.fp-reductions", {}, el("caption", {}, title), el("tbody", {}, ...fixes.map(row)));
+}
+
+function breakdown(rows) {
+  const group = ([place, title]) => {
+    const some = rows.filter((r) => r.where === place && r.bytes > 0);
+    const row = (r) =>
+      el("tr", {}, el("td", {}, r.name), el("td.fp-n", {}, bytes(r.bytes)), el("td.fp-dim", {}, r.formula));
+    return some.length ? [el("tr", {}, el("th", { colspan: 3 }, title)), ...some.map(row)] : [];
+  };
+  return el("table.fp-rows", {}, el("tbody", {}, ...Object.entries(PLACES).flatMap(group)));
+}
+
+function downloadButton(model) {
+  const button = el("button.fp-link", { type: "button", onclick: start }, "Download its config.json from the Hub");
+  async function start() {
+    button.disabled = true;
+    button.textContent = "Downloading config.json";
+    await post("api/config", model).catch(notifyError);
+    emit("edited");
+  }
+  return button;
+}

@@ -1,0 +1,151 @@
+// @ts-check
+// Draws the response of a check: status, findings with fixes, launch preview.
+import { url } from "./api.js";
+import { $, copy, el } from "./dom.js";
+import * as form from "./form.js";
+import { drawMemory } from "./memory.js";
+import { diffList, fixNote, applyFix } from "./fixes.js";
+
+const MAX_FIXES = 3; // on a card; the memory card lists all fixes of the memory rules
+const MEMORY_RULES = ["MEM001", "MEM002"];
+const LEVELS = { error: "Error", warning: "Warning", advice: "Advice" };
+
+let scriptText = "";
+let previewTab = "command";
+
+export const script = () => scriptText;
+export const preventsStart = (status) => ["error", "invalid"].includes(status.level);
+
+export function drawReport(report) {
+  const { status, findings, invalid } = report;
+  const box = $("#fp-status");
+  box.dataset.level = status.level;
+  $(".fp-status-text", box).textContent = status.text;
+  const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
+  $(".fp-status-more", box).textContent = more;
+  disableStart(preventsStart(status));
+  drawFixAll(findings.filter((f) => f.level === "error"));
+  outlineFields(findings, invalid);
+  form.offerModuleNames(report.modules || {});
+  $("#fp-findings").replaceChildren(...invalid.map(invalidCard), ...findings.map(findingCard));
+  drawMemory(
+    report.memory,
+    findings.find((f) => MEMORY_RULES.includes(f.code)),
+  );
+  drawPreview(report.preview);
+}
+
+/** The check failed: no response, or an error. @param {string} title @param {string} text */
+export function drawCheckFailed(title, text) {
+  const box = $("#fp-status");
+  box.dataset.level = "checking";
+  $(".fp-status-text", box).textContent = title;
+  $(".fp-status-more", box).textContent = text;
+  disableStart(true);
+}
+
+/** Start, or Export in its place when the run is planned for another machine. The Export link above stays enabled. */
+function disableStart(disabled) {
+  for (const id of ["#fp-start", "#fp-export-plan"]) $(id).disabled = disabled;
+}
+
+function drawFixAll(errors) {
+  const fixable = errors.filter((f) => f.fixes.some((fix) => fix.safe));
+  $("#fp-fix-all").hidden = !fixable.length;
+  $("#fp-fix-all").textContent = fixable.length === errors.length ? "Apply all fixes" : "Apply safe fixes";
+}
+
+function outlineFields(findings, invalid) {
+  const order = { warning: 1, error: 2 };
+  /** @type {Record<string, string>} */
+  const levels = {};
+  for (const { level, fields } of findings) {
+    for (const name of fields) if (order[level] > (order[levels[name]] || 0)) levels[name] = level;
+  }
+  for (const { field } of invalid) if (field) levels[field] = "error";
+  form.outline(levels);
+}
+
+// -- findings ---------------------------------------------------------------------------------------------------------
+
+function invalidCard({ field, message }) {
+  return el(
+    "article.fp-finding",
+    { "data-level": "error" },
+    cardHeader("error", field ? `Invalid value: ${form.label(field)}` : "Invalid configuration"),
+    el("p", {}, field ? `${form.label(field)} ${message}.` : `The configuration ${message}.`),
+    fieldLinks(field ? [field] : []),
+  );
+}
+
+function findingCard(finding) {
+  const { code, level, title, message, reason, fields, fixes } = finding;
+  return el(
+    "article.fp-finding",
+    { "data-level": level, "data-code": code },
+    cardHeader(level, title),
+    el("p", {}, message),
+    reason ? el("p.fp-reason", {}, reason) : null,
+    fieldLinks(fields),
+    ...fixes.slice(0, MAX_FIXES).map(fixRow),
+    findingDetails(finding),
+  );
+}
+
+const cardHeader = (level, title) => el("header", {}, el("span.fp-level", {}, LEVELS[level]), el("h4", {}, title));
+
+function fieldLinks(fields) {
+  if (!fields.length) return null;
+  const link = (name) =>
+    el("button.fp-field-link", { type: "button", onclick: () => form.goTo(name) }, form.label(name));
+  return el("p.fp-links", {}, ...fields.map(link));
+}
+
+function findingDetails({ code, slug, source }) {
+  const rule = el("a", { href: url(`rules#${code}`), target: "_blank", rel: "noopener" }, `${code} ${slug}`);
+  return el(
+    "details.fp-finding-details",
+    {},
+    el("summary", {}, "Details"),
+    el("p", {}, "Rule: ", rule),
+    source ? el("p", {}, `Source: ${source}`) : null,
+  );
+}
+
+function fixRow(fix) {
+  const button = el("button.fp-button", { type: "button", onclick: () => applyFix(fix) }, fix.label);
+  return el("div.fp-fix", {}, button, fixNote(fix), diffList(fix.diff));
+}
+
+// -- launch preview ---------------------------------------------------------------------------------------------------
+
+function drawPreview(preview) {
+  const box = $("#fp-preview");
+  box.hidden = !preview;
+  if (!preview) return;
+  scriptText = preview.script;
+  const parts = [...preview.others, ...preview.files];
+  const texts = { command: preview.command, ...Object.fromEntries(parts.map((part) => [part.name, part.text])) };
+  if (!(previewTab in texts)) previewTab = "command";
+  const title = (name) => (name === "command" ? "Command" : name);
+  const select = (name) => {
+    previewTab = name;
+    drawPreview(preview);
+  };
+  const tab = (name) =>
+    el(
+      "button",
+      { type: "button", role: "tab", "aria-selected": String(name === previewTab), onclick: () => select(name) },
+      title(name),
+    );
+  const copyTab = () => copy(texts[previewTab], title(previewTab));
+  $("#fp-preview-tabs").replaceChildren(
+    ...Object.keys(texts).map(tab),
+    el("span.fp-gap"),
+    el("button.fp-link", { type: "button", onclick: copyTab }, "Copy"),
+  );
+  const pre = $("#fp-preview-text");
+  if (pre.textContent !== texts[previewTab]) pre.textContent = texts[previewTab];
+  const file = preview.files.find((f) => f.name === previewTab);
+  $("#fp-preview-notes").textContent = file ? file.about : preview.notes.join(" ");
+}

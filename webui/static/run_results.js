@@ -1,0 +1,284 @@
+// @ts-check
+// Parts of the Run view that show what is known of a run: result cards, generated samples, failure, details.
+import { url } from "./api.js";
+import { copy, el } from "./dom.js";
+import { bytes, count, duration, integer, num, percent, toSeconds } from "./format.js";
+import { hasEnded } from "./run_state.js";
+
+const SHOWN_SAMPLES = 6;
+const FILES = [
+  ["Report", "report.png"],
+  ["Metrics", "metrics.csv"],
+  ["Log", "log.txt"],
+  ["Configuration", "spec.yaml"],
+];
+
+export const fold = (title, body, onCopy = null) =>
+  el(
+    "details.fp-fold",
+    {},
+    el("summary", {}, title),
+    onCopy ? el("button.fp-chip.fp-copy", { type: "button", onclick: onCopy }, "Copy") : null,
+    body,
+  );
+
+const codeBlock = (text) => el("pre.fp-code", { tabindex: 0 }, text);
+const copyable = (title, text, name = title) => (text ? fold(title, codeBlock(text), () => copy(text, name)) : null);
+
+/** The files to download. @param {string} base the run's API path */
+export const downloadLinks = (base) =>
+  FILES.map(([name, file]) =>
+    el("a", { href: url(`${base}/${file}`), download: "" }, name, el("span.fp-dim", {}, file)),
+  );
+
+// -- failure ----------------------------------------------------------------------------------------------------------
+
+/** @returns {Node[]} */
+export function failureParts(failure, rankCount) {
+  const onRank = Number.isFinite(failure.rank) && rankCount > 1;
+  const trace = el("pre.fp-code.fp-trace", { tabindex: 0 }, failure.traceback || "");
+  return [
+    el("h3", {}, onRank ? `Error, first on rank ${failure.rank}` : "Error"),
+    el("p.fp-failure-text", {}, failure.sentence),
+    failure.help ? el("p", {}, failure.help) : null,
+    failure.traceback ? fold("Traceback", trace, () => copy(failure.traceback, "Traceback")) : null,
+  ].filter(Boolean);
+}
+
+// -- result cards -----------------------------------------------------------------------------------------------------
+
+/**
+ * What is known so far; the final values replace the latest ones in place.
+ * @returns {{ title: string, value?: any, note?: string, large?: boolean, time?: boolean }[]}
+ */
+export function resultCards({ summary, result: found, estimate }, latest) {
+  const result = found || {};
+  const now = (key) => (latest && latest[key] ? latest[key].value : undefined);
+  return [
+    ...generationCards(result),
+    ...lossCards(result, now),
+    ...speedCards(result, summary, now),
+    ...sizeCards(result, estimate || {}),
+  ];
+}
+
+function generationCards(result) {
+  const cards = [];
+  const { exact_match_before: before, exact_match_after: after } = result;
+  if (Number.isFinite(after)) {
+    const known = Number.isFinite(before);
+    const arrow = el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192");
+    cards.push({
+      title: "Exact match on validation examples",
+      value: [
+        known ? el("span.fp-was", {}, percent(before)) : null,
+        known ? arrow : null,
+        el("strong", {}, percent(after)),
+      ],
+      note: known ? "before and after training" : "after training",
+      large: true,
+    });
+  }
+  const scores = (side) => [result[`rouge_l_${side}`], result[`bleu_${side}`]];
+  const text = (pair) => pair.map((value) => num(100 * value, 3)).join(" \u00b7 ");
+  if (scores("after").every(Number.isFinite)) {
+    const note = scores("before").every(Number.isFinite) ? `${text(scores("before"))} before training` : "";
+    cards.push({ title: "ROUGE-L \u00b7 BLEU", value: text(scores("after")), note });
+  }
+  return cards;
+}
+
+function lossCards(result, now) {
+  const cards = [];
+  const add = (title, value, text = num, note = "") => {
+    if (Number.isFinite(value)) cards.push({ title, value: text(value), note });
+  };
+  const latest = (key) => result[`eval_${key}`] ?? now(`eval_${key}`) ?? now(key);
+  add("Validation loss", result.eval_loss ?? now("eval_loss"));
+  add("Reward accuracy", latest("reward_accuracy"), percent, "of the preference pairs");
+  add("Reward margin", latest("reward_margin"));
+  add(Number.isFinite(result.train_loss) ? "Mean training loss" : "Training loss", result.train_loss ?? now("loss"));
+  return cards;
+}
+
+function speedCards(result, { state, started, ended }, now) {
+  const cards = [];
+  const { seconds, tokens } = result;
+  const speed = tokens && seconds ? tokens / seconds : now("tokens_per_second");
+  if (Number.isFinite(speed)) cards.push({ title: "Tokens per second", value: integer(speed) });
+  const elapsed = (end) => duration(end - toSeconds(started));
+  if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
+  else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });
+  else if (started && ended) cards.push({ title: "Duration", value: elapsed(toSeconds(ended)), time: true });
+  return cards;
+}
+
+function sizeCards(
+  { trainable_parameters: trainable, parameters, peak_bytes: measured },
+  { measured_bytes: estimated },
+) {
+  const cards = [];
+  if (trainable) {
+    const note = parameters ? `${percent(trainable / parameters)} of ${count(parameters)}` : "";
+    cards.push({ title: "Trainable parameters", value: count(trainable), note });
+  }
+  const peaks = (measured || []).filter(Number.isFinite);
+  if (peaks.length) {
+    const note = estimated ? `estimated ${bytes(estimated)}` : peaks.length > 1 ? "on the fullest rank" : "";
+    cards.push({ title: "Peak memory", value: bytes(Math.max(...peaks)), note });
+  }
+  return cards;
+}
+
+export const cardNode = ({ title, value, note, large }) =>
+  el(
+    `div.fp-result${large ? ".fp-large" : ""}`,
+    {},
+    el("dt", {}, title),
+    el("dd", {}, value),
+    note ? el("dd.fp-dim", {}, note) : null,
+  );
+
+// -- generated samples ------------------------------------------------------------------------------------------------
+
+/** Whether two texts match as exact match in Python does: JSON objects may differ in spaces and the order of keys. */
+function isSame(one, other) {
+  return canonical(one) === canonical(other);
+}
+function canonical(text) {
+  try {
+    const value = JSON.parse(text);
+    return typeof value === "object" ? JSON.stringify(sortKeys(value)) : text.trim();
+  } catch {
+    return String(text ?? "").trim();
+  }
+}
+function sortKeys(value) {
+  if (Array.isArray(value)) return value.map(sortKeys);
+  if (!value || typeof value !== "object") return value;
+  return Object.fromEntries(
+    Object.keys(value)
+      .sort()
+      .map((key) => [key, sortKeys(value[key])]),
+  );
+}
+
+/** Prompts with their reference and the generations before and after training. @returns {Node[]} */
+export function sampleParts(samples) {
+  const rows = samples.map((sample, n) =>
+    el(
+      "tr",
+      { hidden: n >= SHOWN_SAMPLES },
+      el("td", { "data-name": "Prompt" }, el("div.fp-prompt", {}, sample.prompt)),
+      el("td", { "data-name": "Reference" }, el("pre", {}, sample.reference)),
+      generationCell(sample, "before"),
+      generationCell(sample, "after"),
+    ),
+  );
+  const correct = (side) => samples.filter((sample) => isSame(sample[side], sample.reference)).length;
+  const columns = ["Prompt", "Reference", "Before training", "After training"];
+  const heading = el(
+    "tr",
+    {},
+    columns.map((name) => el("th", { scope: "col" }, name)),
+  );
+  const text = `${correct("before")} of ${samples.length} correct before training, ${correct("after")} after`;
+  return [
+    el(
+      "div.fp-panel-head",
+      {},
+      el("h3", {}, "Generations on validation examples"),
+      el("span.fp-dim.fp-number", {}, text),
+      el("span.fp-gap"),
+      showAllButton(rows),
+    ),
+    el("table", {}, el("thead", {}, heading), el("tbody", {}, rows)),
+  ];
+}
+
+function generationCell(sample, side) {
+  const title = side === "before" ? "Before training" : "After training";
+  const text = sample[side];
+  if (text === null || text === undefined) return el("td.fp-dim", { "data-name": title }, "\u2013");
+  const correct = isSame(text, sample.reference);
+  const mark = el(
+    "span.fp-mark",
+    { role: "img", "aria-label": correct ? "correct" : "wrong" },
+    correct ? "\u2713" : "\u2717",
+  );
+  const body = el("pre", {}, text || "(empty)");
+  return el("td", { "data-name": title }, el("div.fp-generation", { "data-correct": String(correct) }, mark, body));
+}
+
+function showAllButton(rows) {
+  const all = `Show all ${rows.length}`;
+  const attributes = {
+    type: "button",
+    hidden: rows.length <= SHOWN_SAMPLES,
+    "aria-expanded": "false",
+    onclick: toggle,
+  };
+  const button = el("button.fp-chip", attributes, all);
+  function toggle() {
+    const expand = button.getAttribute("aria-expanded") !== "true";
+    button.setAttribute("aria-expanded", String(expand));
+    button.textContent = expand ? "Show fewer" : all;
+    rows.forEach((row, n) => (row.hidden = !expand && n >= SHOWN_SAMPLES));
+  }
+  return button;
+}
+
+// -- details ----------------------------------------------------------------------------------------------------------
+
+/** @returns {Node[]} */
+export function detailParts({ spec, command, joining, yaml, script, checkpoints, result, estimate }) {
+  const options = Object.entries(spec || {});
+  const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(value)));
+  const table = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
+  const steps = [...(checkpoints || [])].sort((a, b) => a - b).map((n) => num(n));
+  const title = steps.length === 1 ? "1 checkpoint" : `${steps.length} checkpoints`;
+  return [
+    fold("Configuration", options.length ? table : el("p.fp-dim", {}, "All options have their default values.")),
+    (result || {}).peak_bytes || (estimate || {}).rows
+      ? fold("Memory", memoryTables(result || {}, estimate || {}))
+      : null,
+    copyable("Command", command),
+    copyable("Commands for the other nodes", joining, "Commands"),
+    copyable("spec.yaml", yaml),
+    copyable("run.sh", script),
+    steps.length ? fold(title, el("p", {}, `Saved at step ${steps.join(", ")}.`)) : null,
+  ].filter(Boolean);
+}
+
+function display(value) {
+  if (Array.isArray(value)) return value.join(", ");
+  if (value === null || value === "") return "\u2013";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value === "object") return JSON.stringify(value);
+  return typeof value === "number" && !Number.isInteger(value) ? num(value) : String(value);
+}
+
+/** The measured peak of each rank next to the estimate. torch does not see the memory that the driver reserves. */
+function memoryTables({ peak_bytes: peaks = [], reserved_bytes: reserved = [] }, { rows = [], device_bytes: total }) {
+  const line = (cells, tag = "td") =>
+    el(
+      "tr",
+      {},
+      cells.map((cell, i) => el(i ? `${tag}.fp-n` : tag, {}, cell)),
+    );
+  const table = (head, body) => el("table.fp-rows", {}, el("thead", {}, line(head, "th")), el("tbody", {}, body));
+  const hasReserved = reserved.some(Number.isFinite);
+  const rank = (peak, i) => line([`Rank ${i}`, bytes(peak), ...(hasReserved ? [bytes(reserved[i])] : [])]);
+  const parts = rows.filter((row) => row.where === "device" && row.bytes > 0);
+  return el(
+    "div.fp-memory-tables",
+    {},
+    peaks.length ? table(["Measured", "Peak", ...(hasReserved ? ["Reserved"] : [])], peaks.map(rank)) : null,
+    parts.length
+      ? table(
+          ["Estimate for each device", bytes(total)],
+          parts.map((row) => line([row.name, bytes(row.bytes)])),
+        )
+      : null,
+  );
+}

@@ -1,0 +1,41 @@
+// @ts-check
+// What the Run view and the list of runs share: states, progress, actions.
+import { post, remove, runPath } from "./api.js";
+import { confirmDialog } from "./dom.js";
+
+const ALIVE = ["new", "starting", "running", "stopping"];
+export const STATES = {
+  new: "New",
+  starting: "Starting",
+  running: "Running",
+  stopping: "Stopping",
+  done: "Done",
+  stopped: "Stopped",
+  failed: "Failed",
+  lost: "Lost",
+};
+
+export const hasEnded = (state) => !ALIVE.includes(state);
+
+export function drawBadge(node, state) {
+  node.textContent = STATES[state] || state;
+  node.dataset.state = state;
+}
+
+/**
+ * The completed fraction, or null if it is unknown. From steps only: the fraction of a phase (a download, an
+ * evaluation) would make the bar jump back and forth.
+ */
+export function progressOf({ state, step, max_steps: total }) {
+  if (state === "done") return 1;
+  return total ? Math.min(1, (step || 0) / total) : null;
+}
+
+export const resumeRun = (id, fromScratch = false) => post(`${runPath(id)}/resume`, { from_scratch: fromScratch });
+export const deleteRun = (id) => remove(runPath(id));
+
+/** @param {string} name @returns {Promise<boolean>} */
+export function confirmDelete(name) {
+  const text = `Delete ${name}? This deletes its log, metrics, checkpoints and model from the disk.`;
+  return confirmDialog(text, "Delete", true);
+}
