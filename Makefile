@@ -63,7 +63,6 @@ soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with mor
 	done; \
 	exit $$failed
 
-gpu: setup tools  ## the proofs on NVIDIA GPUs, one or more; writes docs/gpu.md
 gpu: setup tools  ## tests on one or more NVIDIA GPUs; writes docs/gpu.md
 	$(BIN)/pytest -m gpu -rs
 
