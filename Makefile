@@ -1,4 +1,4 @@
-# Targets: run, test, check, soak, gpu, bench, docs. Each sets up what it needs.
+# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,12 @@ HOST ?= 127.0.0.1
 PORT ?= 7860
 RUNS ?= runs
 
-.PHONY: setup run test check soak gpu bench docs tools
+# make test CPU=avx2 THREADS=2: the kernels of another x86-64 CPU (default, which is SSE4 at most, avx2 or avx512; unset:
+# whatever this CPU has), and this many intra-op threads in each training process. tests/conftest.py reads both.
+export FOOTPLATE_TEST_CPU := $(CPU)
+export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
+
+.PHONY: setup run test check soak soak-cpu gpu bench docs tools
 
 setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
 
@@ -29,16 +34,34 @@ check: setup  ## linters, types and unit tests
 	tests/js/check.sh
 	$(BIN)/pytest tests/test_floors.py tests/test_docs.py tests/unit
 
-test: setup tools  ## all tests except soak and gpu
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# The second part of the tests runs even if the first one failed.
+test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	tests/js/check.sh
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone and not soak and not gpu"
-	$(BIN)/pytest -m "alone and not soak and not gpu"
+	@trap 'exit 130' INT; failed=0; set -x; \
+	$(BIN)/pytest $(PARALLEL) -m "not alone and not soak and not gpu" || failed=1; \
+	$(BIN)/pytest -m "alone and not soak and not gpu" || failed=1; \
+	exit $$failed
 
 soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.md
 	$(BIN)/pytest -m soak
+
+# The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
+# Losses must agree within rounding with any of them, not to the last bit.
+has = $(shell grep -qw $(1) /proc/cpuinfo && echo $(2))
+CPUS = default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
+TRAIN := optimizers strategies stages methods quantized precisions training loading mixtures labels effects
+soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with more threads
+	@trap 'exit 130' INT; failed=0; \
+	for each in $(CPUS:%=%/1) $(lastword $(CPUS))/2 $(lastword $(CPUS))/4; do \
+		echo "CPU=$${each%/*} THREADS=$${each#*/}"; \
+		FOOTPLATE_TEST_CPU=$${each%/*} FOOTPLATE_TEST_THREADS=$${each#*/} $(BIN)/pytest $(PARALLEL) \
+			$(TRAIN:%=tests/process/test_%.py) -m "not alone and not soak and not gpu" || failed=1; \
+	done; \
+	exit $$failed
 
 gpu: setup tools  ## tests on one or more NVIDIA GPUs; writes docs/gpu.md
 	$(BIN)/pytest -m gpu -rs
@@ -49,11 +72,21 @@ bench: setup tools  ## timings, printed as tables
 docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
 
-# Debian packages that the tests need: a browser; a compiler and libaio, because DeepSpeed builds operators on first use.
+# What the tests need from the system: a browser; a compiler, Python's headers and libaio, because DeepSpeed builds operators
+# on first use. A fresh Debian has no package lists until it is updated.
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
+HEADERS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 tools:
-	@command -v chromium >/dev/null || $(ROOT) apt-get install -y chromium
-	@command -v c++ >/dev/null || $(ROOT) apt-get install -y g++
-	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" || \
-		$(ROOT) apt-get install -y python3-dev
-	@test -e /usr/include/libaio.h || $(ROOT) apt-get install -y libaio-dev
+	@missing=""; \
+	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || missing="$$missing chromium"; \
+	command -v c++ >/dev/null || missing="$$missing g++"; \
+	test -e "$(HEADERS)/Python.h" || missing="$$missing python3-dev"; \
+	test -e /usr/include/libaio.h || missing="$$missing libaio-dev"; \
+	test -n "$$missing" || exit 0; \
+	if ! command -v apt-get >/dev/null; then \
+		echo "The tests need these Debian packages, and this system has no apt-get:$$missing." >&2; \
+		echo "Install what corresponds to them: chromium is the browser, g++ a C++ compiler named c++," >&2; \
+		echo "python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h." >&2; \
+		exit 1; \
+	fi; \
+	$(ROOT) apt-get update && $(ROOT) apt-get install -y $$missing

@@ -16,6 +16,26 @@ from backend.runs.folder import Run
 NOW = datetime(2026, 11, 21, 9, 5, 12)
 MakeRun = Callable[..., Run]
 
+# `make test CPU=avx2 THREADS=2`. For each CPU: the instruction set of ATen's own kernels, of oneDNN's and of MKL's
+# (COMPATIBLE is SSE2), and the flag that this machine must have, since torch would use AVX-512 without checking.
+# All are set before anything imports torch, and inherited by every process that a test starts.
+CPU, THREADS = (os.environ.get(f"FOOTPLATE_TEST_{name}") for name in ("CPU", "THREADS"))
+KERNELS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+CPUS = {
+    "default": ("default", "SSE41", "COMPATIBLE", "sse4_1"),
+    "avx2": ("avx2", "AVX2", "AVX2", "avx2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512", "avx512vl"),
+}
+if CPU:
+    if CPU not in CPUS:
+        pytest.exit(f"CPU={CPU} is not known; use one of {', '.join(CPUS)}.", 4)
+    *kernels, flag = CPUS[CPU]
+    if flag not in Path("/proc/cpuinfo").read_text().split():
+        pytest.exit(f"CPU={CPU} needs a CPU with {flag}, which this machine does not have.", 4)
+    os.environ.update(zip(KERNELS, kernels, strict=True))
+if THREADS and THREADS != "1":
+    # There may be more threads than cores: MKL, and torch with it, would take fewer, and threads that wait would spin.
+    os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
 os.environ.setdefault("FOOTPLATE_MODEL_TABLES", "off")  # no worker process unless a test is about it
 SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]

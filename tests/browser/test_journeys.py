@@ -324,9 +324,10 @@ def test_the_exported_script_gives_the_same_losses(server, page):
     if cache := os.environ.get("FOOTPLATE_CACHE"):
         clean.append(f"FOOTPLATE_CACHE={cache}")
     subprocess.run([*clean, "bash", "-c", script], check=True, capture_output=True, timeout=180)
-    assert losses_of(Path(place)) == losses_of(run.path)
+    # The clean shell inherits no CPU and no THREADS of `make`; at a loss near 7, 5e-6 is ten units of the last place.
+    first = pytest.approx(losses_of(run.path), rel=0, abs=5e-6)
+    assert losses_of(Path(place)) == first
     assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
-    first = losses_of(run.path)
     subprocess.run([*clean, run.path / "run.sh", "--from-scratch"], check=True, capture_output=True, timeout=180)
     assert losses_of(run.path)[-6:] == first
     assert [r.id for r in runs(server.runs)] == [run.id]
@@ -334,7 +335,7 @@ def test_the_exported_script_gives_the_same_losses(server, page):
 
 def losses_of(folder):
     points = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return [(p["step"], p["loss"]) for p in points if "loss" in p]
+    return [number for p in points if "loss" in p for number in (p["step"], p["loss"])]  # flat, for pytest.approx
 
 
 def test_switching_strategies_keeps_all_values(server, page):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainings import environment, lay, text
+from trainings import THREADS, environment, lay, text
 
 from backend import registry
 from backend.config import RunSpec
@@ -97,7 +97,7 @@ class Host:
         As under a launcher, the first rank that fails ends the others. Nothing of it is left. `script`: a file of
         Python to run in its stead.
         """
-        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": "1", RUN_MARKER: str(folder)}
+        own = {**env, "FOOTPLATE_CACHE": str(self.cache), "OMP_NUM_THREADS": THREADS, RUN_MARKER: str(folder)}
         order = {"folder": str(folder), "env": own, "ranks": ranks, "arguments": arguments, "seconds": seconds}
         order |= {"script": script}
         assert self.process.stdin

@@ -16,7 +16,7 @@ from host import Host, write
 from models import fresh, tokenizer
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import SMALL, a_spec, an_engine, losses, mostly_soak, text
+from trainings import REORDERED, SMALL, a_spec, an_engine, losses, mostly_soak, same_losses, text
 from transformers import AutoModelForCausalLM
 
 from backend.train import data, device, kernels, lora, model, trainers
@@ -91,6 +91,7 @@ def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precisi
     again = left.float() + layer.get_delta_weight("default")
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
     same = a_layer(fresh({"lora.init": init, "train.seed": 7}, precision))
+    # Exact: the same decomposition of the same weights in this process. A tolerance would hide what the seed draws.
     assert torch.equal(same.base_layer.weight, left), "a run that goes on must find the same start"
 
 
@@ -123,7 +124,7 @@ def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
     """Each rank holds a part of the weights that the start is taken out of."""
     one = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
     spread = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
-    assert losses(spread) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(spread) == same_losses(losses(one), REORDERED)
     adapter = PeftModel.from_pretrained(base(cache), spread / "model")
     again = PeftModel.from_pretrained(base(cache), one / "model")
     assert torch.allclose(logits(adapter), logits(again), atol=2e-2)
@@ -136,7 +137,7 @@ def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> Non
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
     shutil.rmtree(folder / "model")
     host.go_on(folder, 2, ranks=2)
-    assert losses(folder) == pytest.approx(before, abs=1e-5)
+    assert losses(folder) == same_losses(before)
     again = load_file(folder / "model/adapter_model.safetensors")
     assert all(torch.allclose(again[name], tensor, atol=1e-5) for name, tensor in state.items())
 
@@ -182,7 +183,7 @@ def test_attentions_learn_the_same(trained: Any, packing: bool) -> None:
     """Packed rows see each other in neither: one that did would learn something else."""
     more = {"data.packing": packing, "save.final_model": False}
     one, two = (losses(trained({**more, "model.attn_implementation": name})) for name in ("sdpa", "eager"))
-    assert two == pytest.approx(one, abs=1e-4)
+    assert two == same_losses(one, REORDERED)
 
 
 def test_what_is_taken_is_what_was_asked_for(cache: Path) -> None:

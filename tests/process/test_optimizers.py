@@ -11,7 +11,7 @@ import pytest
 import torch
 from host import Host
 from safetensors.torch import load_file
-from trainings import a_spec, losses, mostly_soak, result
+from trainings import REORDERED, a_spec, losses, mostly_soak, result, same_losses
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from backend import registry
@@ -34,7 +34,7 @@ FULL = {
     "train.weight_decay": 0.1,
 }
 HERE = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
-KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arithmetic
+KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arithmetic, by different kernels
 # Others are resumed by the same class, with fewer or more bits.
 ONCE = {"adamw_torch_fused", "paged_adamw_32bit", "paged_adamw_8bit", "adamw_torch_4bit", "ademamix", "lion_32bit", "paged_lion_32bit"} | {
     "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
@@ -74,9 +74,9 @@ def made(host: Host, root: Path) -> Callable[[str], Path]:
 def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dict[int, float]) -> None:
     row, folder = registry.OPTIMIZERS[name], made(name)
     before = losses(folder)
-    assert before[1] == usual[1]
+    assert before[1] == same_losses(usual[1])
     assert all(loss == loss and loss < 12 for loss in before.values())
-    assert (before == usual) is (name in KIN)
+    assert (before == same_losses(usual)) is (name in KIN)
     if name != "schedule_free_radam":  # its first five steps wait for the variance
         moved(folder)
     found: dict[str, Any] = result(folder)["optimizer"][0]
@@ -91,6 +91,7 @@ def test_it_goes_on(name: str, made: Callable[[str], Path], host: Host) -> None:
     host.go_on(folder, 2, env=ENV)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
+    # Exact: the same kernels on the same machine, from a state that was saved bit by bit.
     assert (losses(folder) == before) is not row.loses_state_on_save
 
 
@@ -161,9 +162,9 @@ def test_a_state_that_was_made_early_follows_the_weights(strategy: str, root: Pa
     one = losses(host.train(root / f"early-1-{strategy}", a_spec(early)))
     more = {**early, "parallel.strategy": strategy, "train.per_device_train_batch_size": 1}
     folder = host.train(root / f"early-2-{strategy}", a_spec(more), 2)
-    assert losses(folder) == pytest.approx(one, abs=1e-4)
+    assert losses(folder) == same_losses(one, REORDERED)
     host.go_on(folder, 2, 2)
-    assert losses(folder) == pytest.approx(one, abs=1e-4)
+    assert losses(folder) == same_losses(one, REORDERED)
 
 
 def test_muon_orthogonalises_the_layers_alone() -> None:
@@ -190,7 +191,7 @@ def test_a_schedule_free_run_ends_with_its_average(host: Host, tmp_path: Path) -
     group = state["param_groups"][0]
     assert (group["warmup_steps"], group["train_mode"], group["k"]) == (2, False, 4)
     whole, kept = (load_file(folder / where / "model.safetensors") for where in ("model", "checkpoints/checkpoint-4"))
-    assert all(whole[name].equal(kept[name]) for name in whole)
+    assert all(whole[name].equal(kept[name]) for name in whole), "nothing is computed between the two files"
 
 
 def test_muon_takes_no_single_rows() -> None:

@@ -16,7 +16,7 @@ import torch
 from host import Host, write
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
-from trainings import Launch, a_folder, a_spec, an_engine, losses, mostly_soak, result, text, together
+from trainings import REORDERED, Launch, a_folder, a_spec, an_engine, losses, mostly_soak, result, same_losses, text, together
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
@@ -148,7 +148,7 @@ def alone_adapter(trained: Trained) -> Path:
 def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name: str) -> None:
     one = losses(alone)
     assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
-    assert losses(trained.full(name)) == pytest.approx(one, abs=1e-4)
+    assert losses(trained.full(name)) == same_losses(one, REORDERED)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -172,7 +172,7 @@ def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> N
 @pytest.mark.parametrize("name", mostly_soak(ADAPTED, {*ADAPTED} - {"zero3-sequence"}))
 def test_an_adapter_learns_the_same(alone_adapter: Path, trained: Trained, name: str) -> None:
     folder, case = trained.adapter(name), CASES[name]
-    assert losses(folder) == pytest.approx(losses(alone_adapter), abs=1e-4)
+    assert losses(folder) == same_losses(losses(alone_adapter), REORDERED)
     whole = result(alone_adapter)["parameters"]
     assert result(folder)["trainable_parameters"] == result(alone_adapter)["trainable_parameters"]
     for rank in result(folder)["held"]:
@@ -193,7 +193,7 @@ def test_modules_are_trained_in_full_beside_an_adapter(trained: Trained) -> None
         trained.run(f"{name}-ends", {**asked, **CASES[name].changes, "train.per_device_train_batch_size": 2}, 2)
         for name in ("zero2", "zero3")
     )
-    assert losses(three) == pytest.approx(losses(two), abs=1e-4)
+    assert losses(three) == same_losses(losses(two), REORDERED)
 
 
 def test_an_adapter_adds_up_batches(trained: Trained) -> None:
@@ -229,14 +229,14 @@ def test_it_goes_on_from_its_checkpoint(trained: Trained, name: str) -> None:
     folder = trained.full(name)
     before = losses(folder)
     assert go_on(trained, folder, CASES[name].ranks) == [1, 2, 3, 3]
-    assert losses(folder) == pytest.approx(before, abs=1e-5)
+    assert losses(folder) == same_losses(before)
 
 
 def test_an_adapter_goes_on_from_its_checkpoint(trained: Trained) -> None:
     folder = trained.adapter("fsdp2")
     before = losses(folder)
     assert go_on(trained, folder, 2) == [1, 2, 3, 3]
-    assert losses(folder) == pytest.approx(before, abs=1e-5)
+    assert losses(folder) == same_losses(before)
 
 
 def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_pat
     shutil.copytree(source / "checkpoints/checkpoint-2", tmp_path / "four/checkpoints/checkpoint-2")
     assert trained.host.run(tmp_path / "four", 4) == 0, text(tmp_path / "four")
     assert "Going on from checkpoint-2." in text(tmp_path / "four")
-    assert losses(tmp_path / "four")[3] == pytest.approx(losses(source)[3], abs=1e-4)
+    assert losses(tmp_path / "four")[3] == same_losses(losses(source)[3], REORDERED)
 
 
 def state(checkpoint: Path) -> tuple[set[float], list[float], dict[str, float]]:
@@ -317,7 +317,7 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
     folder, code = elsewhere(trained, source, {**MOVED[name], "train.per_device_train_batch_size": 4 // ranks}, ranks)
     assert code == 0, text(folder)
     assert f"Converting checkpoint-2 of 2 processes for {ranks}" in text(folder)
-    assert losses(folder)[3] == pytest.approx(losses(source)[3], abs=1e-4)
+    assert losses(folder)[3] == same_losses(losses(source)[3], REORDERED)
     (steps, decays, moments), wanted = (state(f / "checkpoints/checkpoint-3") for f in (folder, source))
     assert steps == wanted[0] == {3.0}
     assert decays == wanted[1] and decays == ([0.0] if "lora" in name else [0.1, 0.0]), "norms do not decay"
@@ -367,7 +367,7 @@ def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     one = trained.run("alone-tied", {**of, "train.per_device_train_batch_size": 4}, 0)
     size = {"train.per_device_train_batch_size": 4 if name == "tensor" else 2}
     folder = trained.run(f"{name}-tied", {**of, "parallel.strategy": name, **size}, 2)
-    assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(folder) == same_losses(losses(one), REORDERED)
     assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
 
 
@@ -383,7 +383,7 @@ def test_older_architectures_share_rows(trained: Trained) -> None:
     of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(folder)}
     one = trained.run("alone-neox", {**of, "train.per_device_train_batch_size": 4}, 0)
     two = trained.run("neox-sequence", {**of, **CASES["zero2-sequence"].changes}, 2)
-    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(two) == same_losses(losses(one), REORDERED)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
@@ -399,7 +399,7 @@ def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str
         Launch(folder, cache, 1).done()
     else:
         together(cache, folder)
-    assert losses(folder) == pytest.approx(losses(alone), abs=1e-4)
+    assert losses(folder) == same_losses(losses(alone), REORDERED)
 
 
 ANSWERED = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
@@ -416,8 +416,10 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     assert len({sample["before"] for sample in wanted}) > 1, "answers that are all alike would prove nothing"
     rows = {"train.per_device_train_batch_size": 4 // case.ranks}
     folder = trained.run(f"{name}-answers", {**FULL, **PLAIN, **ASKED, **rows, **case.changes}, case.ranks)
+    # Texts are exact: in these samples the logits of the two likeliest tokens are 2e-4 apart or more before training,
+    # 0.2 after it, and other kernels, batches or ranks move a logit by less than 3e-5.
     assert result(folder)["samples"] == wanted
-    assert losses(folder) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(folder) == same_losses(losses(one), REORDERED)
     held = [rank["parameters"] for rank in result(folder)["held"]]
     assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"
 
