@@ -118,7 +118,9 @@ class ProgressCallback(TrainerCallback):
         width = len(str(state.max_steps))
         start = f"step {state.global_step:>{width}}/{state.max_steps}"
         if "eval_loss" in point:
-            return "  ".join([start, f"validation loss {_number(point['eval_loss'])}", *_preference_words(point, "eval_")])
+            return "  ".join(
+                [start, f"validation loss {_number(point['eval_loss'])}", *_preference_words(point, "eval_")]
+            )
         words = [start, f"loss {_number(point['loss'])}", f"lr {point.get('learning_rate', 0):.2e}"]
         if "grad_norm" in point:
             words.append(f"grad norm {_number(point['grad_norm'])}")
@@ -166,7 +168,9 @@ class CheckpointCallback(TrainerCallback):
 
 def preference_metrics(logs: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of preference training in `logs`, of training and evaluation, under the names above."""
-    sides = ((f"{side}{library}", f"{side}{name}") for side in ("", "eval_") for library, name in PREFERENCE_METRICS.items())
+    sides = (
+        (f"{side}{library}", f"{side}{name}") for side in ("", "eval_") for library, name in PREFERENCE_METRICS.items()
+    )
     return {name: logs[library] for library, name in sides if library in logs}
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of a run: which are complete, which one to resume from, and which are deleted.
 
-Imports runs, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`, which is written last:
-a checkpoint that was cut off does not have it.
+Imports runs, run_log. `checkpoints/checkpoint-N` is complete once it contains the file `complete`, which is written
+last: a checkpoint that was cut off does not have it.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ def collective_backend(family: str) -> str:
     """The collective backend of a device type. Raises TrainError where torch has none for several processes."""
     if family == "xpu" and not getattr(dist, "is_xccl_available", lambda: False)():
         # accelerate 1.15 state.py: each process would silently train alone.
-        raise TrainError(
-            "launch.device: several Intel GPUs need a torch with XCCL. Install that, or use one process."
-        )
+        raise TrainError("launch.device: several Intel GPUs need a torch with XCCL. Install that, or use one process.")
     return registry.DEVICES[family].backends[0]
 
 

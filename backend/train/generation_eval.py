@@ -53,8 +53,8 @@ def eval_prompts(chat: ChatTokenizer, examples: Sequence[ConvertedExample]) -> l
 
 @dataclass(frozen=True)
 class Generator:
-    """Generates greedily, `batch_size` prompts at a time, at most `max_new_tokens` each. `tensor_parallel_size` ranks in
-    a row hold one model and generate together."""
+    """Generates greedily, `batch_size` prompts at a time, at most `max_new_tokens` each. `tensor_parallel_size` ranks
+    in a row hold one model and generate together."""
 
     tokenizer: Any
     group: ProcessGroup
@@ -71,9 +71,7 @@ class Generator:
         batch_size, longest = spec.eval.per_device_eval_batch_size, spec.eval.max_new_tokens
         return cls(tokenizer, group, batch_size, longest, dtype, tensor_parallel_size)
 
-    def generate(
-        self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]
-    ) -> list[str]:
+    def generate(self, model: Any, prompts: Sequence[EvalPrompt], tick: Callable[[int, int], bool]) -> list[str]:
         """The outputs in the order of `prompts`; the ranks share the work. Where `tick` ended it, the rest are ''."""
         size, world = self.tensor_parallel_size, self.group.world
         mine = list(range(self.group.rank // size, len(prompts), world // size))

@@ -53,7 +53,9 @@ def scores(references: Sequence[str], outputs: Sequence[str]) -> dict[str, float
     sacrebleu: Any = importlib.import_module("sacrebleu.metrics")
     scorer = rouge.RougeScorer(list(ROUGE.values()), tokenizer=UnicodeTokenizer())
     examples = [scorer.score(want, output) for want, output in zip(references, outputs, strict=True)]
-    unspaced = "char" if any(map(UNSPACED_NOT_HAN.search, references)) else "zh" if any(map(HAN.search, references)) else ""
+    unspaced = (
+        "char" if any(map(UNSPACED_NOT_HAN.search, references)) else "zh" if any(map(HAN.search, references)) else ""
+    )
     bleu = sacrebleu.BLEU(tokenize=unspaced or "13a")
     found = {ours: sum(each[name].fmeasure for each in examples) / len(examples) for ours, name in ROUGE.items()}
     found |= {"bleu": bleu.corpus_score(list(outputs), [list(references)]).score / 100}

@@ -131,7 +131,11 @@ def _check_preference(spec: RunSpec) -> None:
         )
     if stage == "dpo" and asked.dpo_loss_type == "exo_pair" and not asked.label_smoothing:
         raise TrainError("preference.label_smoothing must be above 0 for the EXO loss; 0.001 is usual.")
-    if registry.STAGES[stage].uses_reference_model and asked.precompute_ref_log_probs and spec.parallel.strategy == "tensor":
+    if (
+        registry.STAGES[stage].uses_reference_model
+        and asked.precompute_ref_log_probs
+        and spec.parallel.strategy == "tensor"
+    ):
         raise TrainError(
             "preference.precompute_ref_log_probs: tensor parallel slices every layer, of which TRL takes no sum."
         )
@@ -157,7 +161,13 @@ def _as_configured(model: Any) -> Iterator[None]:
 
 
 def build(
-    spec: RunSpec, config: Any, model: Any, tokens: Any, prepared: PreparedData, callbacks: list[Any], reference: Any = None
+    spec: RunSpec,
+    config: Any,
+    model: Any,
+    tokens: Any,
+    prepared: PreparedData,
+    callbacks: list[Any],
+    reference: Any = None,
 ) -> Any:
     """The trainer, with the model on its device, and beside it the one that it is held to, if there is one."""
     if prepared.validation is None:

@@ -41,9 +41,7 @@ from backend.train.templates import ChatTokenizer
 PREPARED = ".prepared"  # tokenized rows on their way from rank 0 to the others
 
 
-def train(
-    spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, group: device.ProcessGroup
-) -> None:
+def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, group: device.ProcessGroup) -> None:
     """Train what `spec` says, in the run's `folder`; `from_scratch` starts at step 0. Raises TrainError."""
     deepspeed = run.engine.config_file == DEEPSPEED
     device.settle(deepspeed)
@@ -71,11 +69,17 @@ def train_in_phases(work: TrainContext) -> None:
     source = _source(work)
     tokens = model.tokenizer(spec, source)
     prepared = _prepared(work, tokens)
-    asked = generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples) if prepared.eval_examples else []
+    asked = (
+        generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples)
+        if prepared.eval_examples
+        else []
+    )
     exam = generation_eval.GenerationEvalCallback(
-        work, generation_eval.Generator.create(
+        work,
+        generation_eval.Generator.create(
             spec, tokens, group, device.DTYPES[work.precision], work.run.tensor_parallel_size
-        ), asked
+        ),
+        asked,
     )
     reporter, keeper = ProgressCallback(run_log), CheckpointCallback(spec, work.folder, group, run_log)
     exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
@@ -123,7 +127,12 @@ def _prepared(work: TrainContext, tokens: Any) -> data.PreparedData:
 
 
 def _trainer(
-    work: TrainContext, config: Any, source: model.Source, tokens: Any, prepared: data.PreparedData, callbacks: list[Any]
+    work: TrainContext,
+    config: Any,
+    source: model.Source,
+    tokens: Any,
+    prepared: data.PreparedData,
+    callbacks: list[Any],
 ) -> Any:
     """The weights, what they are held to if the stage wants that, and the trainer of both."""
     spec, precision = work.spec, work.precision
