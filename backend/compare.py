@@ -1,6 +1,6 @@
-"""Every strategy for this model on this machine: what it takes, what it sends, whether it would run; and the lightest.
+"""Comparison of all parallel strategies for one spec and machine: memory, communication, errors, and a recommendation.
 
-Floor 4. Imports: derived, memory, options, rules. Nothing is launched: it is the rules and the estimate, asked again.
+Imports config, memory and rules. Nothing is launched: every strategy is checked and estimated as a spec of its own.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
 from backend.memory import Account
 from backend.memory.communication import hosted, sent
 from backend.rules import Case
 from backend.rules.base import amount
-from backend.rules.memory_remedies import obstacles, smaller, strategies
+from backend.rules.memory_remedies import available_gpus, other_errors, smaller_batches, strategy_patches
 
-HOST = 4  # a byte to the host counts as so many between devices
+HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way: the patch that leads there; bytes on each device, in RAM, and sent at each optimizer step."""
+    """A spec with a strategy: the patch that selects it, the peak on each device and in host RAM, and the bytes that
+    each device sends per optimizer step, to other devices and to the host."""
 
     name: str
     patch: Mapping[str, Any]
@@ -31,82 +33,83 @@ class Variant:
     host_bytes: int
     ram_bytes: int
     sent_bytes: int
-    hosted_bytes: int
-    obstacle: str
-    """The title of the first error but memory; '' if there is none."""
-    now: bool
+    host_traffic_bytes: int
+    error: str  # title of the first error that is not about memory; '' without one
+    is_current: bool  # the strategy of the spec
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within each device, and the host's RAM."""
+        """Whether device memory and host RAM suffice."""
         return self.device_bytes <= self.capacity_bytes and self.host_bytes <= self.ram_bytes
 
     @property
     def runs(self) -> bool:
-        """Whether it would run."""
-        return self.fits and not self.obstacle
+        """Whether it fits and no rule reports an error."""
+        return self.fits and not self.error
 
     @property
     def cost(self) -> int:
-        """What a step waits for."""
-        return self.sent_bytes + HOST * self.hosted_bytes
+        """The weighted communication of an optimizer step."""
+        return self.sent_bytes + HOST_TRAFFIC_WEIGHT * self.host_traffic_bytes
 
 
-def variants(case: Case, ease: Mapping[str, Any] = {}) -> list[Variant]:
-    """Every strategy, beside the change `ease`; [] where the model's shape is not known."""
+def variants(case: Case, extra_patch: Mapping[str, Any] = {}) -> list[Variant]:
+    """Every recommended strategy, each with `extra_patch` applied too; [] if the model's shape is not known."""
     if case.shape is None or case.shape.activations_unknown:
         return []
-    eased = Case(case.with_patch(ease), case.machine, case.facts)
-    return [_variant(case, label, {**ease, **patch}) for _, label, patch in strategies(eased)]
+    patched = Case(case.with_patch(extra_patch), case.machine, case.facts)
+    return [_variant(case, label, {**extra_patch, **patch}) for _, label, patch in strategy_patches(patched)]
 
 
-def suggestion(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
-    """The lightest way that runs and uses every device, and why it is that; None if there is none. `known` are the
-    variants, where somebody has them."""
-    many = len(case.machine.gpus) > 1 and case.run.device == case.machine.device
-    for ease, words in _eases(case):
-        ways = variants(case, ease) if ease or known is None else known
-        found = [v for v in ways if not many or v.patch["parallel.strategy"] != "single"]
-        good = sorted((v for v in found if v.runs), key=lambda v: v.cost)
-        if good:
-            best = good[0]
-            over = [v.name for v in found if not v.obstacle and not v.fits and v.cost <= best.cost]
-            parts = f"{amount(best.device_bytes)} of {amount(best.capacity_bytes)}{words}, and the least to send"
-            return best, f"{parts}; {', '.join(over)} would not fit." if over else f"{parts}."
+def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
+    """The variant that runs, uses every device and communicates least, with the reason; None if none runs. `known` are
+    the variants of the case, if they are computed already."""
+    several = len(available_gpus(case)) > 1 and case.run.device == case.machine.device
+    for extra_patch, description in _smaller_settings(case):
+        found = variants(case, extra_patch) if extra_patch or known is None else known
+        found = [v for v in found if not several or v.patch["parallel.strategy"] in registry.MULTI_PROCESS]
+        running = sorted((v for v in found if v.runs), key=lambda v: v.cost)
+        if running:
+            best = running[0]
+            too_large = [v.name for v in found if not v.error and not v.fits and v.cost <= best.cost]
+            reason = (
+                f"It needs {amount(best.device_bytes)} of {amount(best.capacity_bytes)} per device{description} and "
+                "has the least communication of the strategies that fit"
+            )
+            return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
     return None
 
 
-def _eases(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _smaller_settings(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Patches that reduce activation memory, and their description: none, activation checkpointing, smaller batches."""
     checkpointing = {"train.activation_checkpointing": True}
     yield {}, ""
     yield checkpointing, " with activation checkpointing"
-    for patch in smaller(case):
-        yield (
-            {**checkpointing, **patch},
-            f" with activation checkpointing and batches of {patch['train.per_device_train_batch_size']}",
-        )
+    for patch in smaller_batches(case):
+        size = patch["train.per_device_train_batch_size"]
+        yield {**checkpointing, **patch}, f" with activation checkpointing and a per-device batch size of {size}"
 
 
 def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     spec = effective(case.with_patch(patch))
     other = Case(spec, case.machine, case.facts)
-    found, shape = other.estimate, case.facts.shape
+    estimate, shape = other.estimate, case.facts.shape
     assert shape is not None
     account = Account(spec, case.machine, shape, case.facts.longest_example)
-    errors = [found.title for found in obstacles(other)]
+    errors = [finding.title for finding in other_errors(other)]
     return Variant(
         name,
         patch,
-        found.device_bytes,
-        found.capacity_bytes,
-        found.host_bytes,
+        estimate.device_bytes,
+        estimate.capacity_bytes,
+        estimate.host_bytes,
         case.machine.ram_free_bytes,
-        sent(account, spec.train.per_device_train_batch_size * _length(spec, case)),
+        sent(account, spec.train.per_device_train_batch_size * _sequence_length(spec, case)),
         hosted(account),
         errors[0] if errors else "",
         spec == case.spec,
     )
 
 
-def _length(spec: RunSpec, case: Case) -> int:
+def _sequence_length(spec: RunSpec, case: Case) -> int:
     return min(spec.data.max_length, case.facts.longest_example or spec.data.max_length)

@@ -1,6 +1,6 @@
-"""The tables that options choose from: one row a choice, with what the form, the rules and the memory need.
+"""Registry: the values of each choice option, with label, help, requirements and properties.
 
-Floor 0. Imports nothing of ours. A new optimizer or model is one row here.
+Imports nothing from Footplate. The form, the rules and the memory estimate read it; a new optimizer is one entry.
 """
 
 from __future__ import annotations
@@ -81,29 +81,31 @@ __all__ = [
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {
-    "lora": Choice("LoRA", "Train small adapters beside frozen weights. Least memory."),
-    "freeze": Choice("Freeze", "Train some of the layers and keep the others."),
-    "full": Choice("Full", "Train every weight. Most memory."),
+    "lora": Choice("LoRA", "Trains small low-rank adapters next to frozen weights: least memory."),
+    "freeze": Choice("Freeze", "Trains some of the layers and freezes the others."),
+    "full": Choice("Full", "Trains all parameters: most memory."),
 }
 
 PRECISIONS: Mapping[str, Precision] = {
-    "auto": Precision("Automatic", "bf16 where the device computes in it, otherwise fp32."),
-    "bf16": Precision("bf16", "Mixed precision: half the activations, fast on Ampere and later.", compute_dtype="bf16"),
-    "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs before Ampere.", compute_dtype="fp16"),
-    "fp32": Precision("fp32", "Full precision: the most memory, works everywhere.", compute_dtype="fp32"),
+    "auto": Precision("Automatic", "bf16 where the device supports it, else fp32."),
+    "bf16": Precision(
+        "bf16", "Mixed precision: half the activation memory; fast on Ampere and newer GPUs.", compute_dtype="bf16"
+    ),
+    "fp16": Precision("fp16", "Mixed precision with loss scaling, for GPUs older than Ampere.", compute_dtype="fp16"),
+    "fp32": Precision("fp32", "Full precision: most memory; works on every device.", compute_dtype="fp32"),
     "tf32": Precision(
         "tf32",
-        "fp32 numbers, multiplied in the TF32 units of Ampere and later.",
+        "fp32 tensors, with matrix multiplications in TF32 on Ampere and newer GPUs.",
         compute_dtype="fp32",
         devices=("cuda",),
         min_capability=(8, 0),
     ),
     "fp8": Precision(
-        "fp8", "Mixed precision with linear layers in 8 bits, for Ada, Hopper and later.", compute_dtype="bf16"
+        "fp8", "bf16 mixed precision with linear layers in FP8, for Ada, Hopper and newer GPUs.", compute_dtype="bf16"
     ),
     "pure_bf16": Precision(
         "Pure bf16",
-        "Weights, gradients and most optimizers' state in bf16: half the memory of bf16, small updates are lost.",
+        "Weights, gradients and most optimizer state in bf16: half the memory of bf16, but small updates are lost.",
         compute_dtype="bf16",
         fp32_master_weights=False,
     ),
@@ -112,52 +114,56 @@ PRECISIONS: Mapping[str, Precision] = {
 FP8_BACKENDS: Mapping[str, Choice] = {
     "torchao": Choice(
         "torchao",
-        "Float8 training of PyTorch's own.",
+        "Float8 training of PyTorch's torchao.",
         package="torchao",
         devices=("cuda", "cpu"),
         min_capability=(8, 9),
     ),
     "te": Choice(
         "Transformer Engine",
-        "NVIDIA's kernels.",
+        "NVIDIA's FP8 kernels.",
         package="transformer-engine",
         devices=("cuda",),
         min_capability=(8, 9),
     ),
 }
 
-LIGER = Choice("Liger kernels", package="liger-kernel", package_min_version="0.3.0", devices=("cuda", "xpu"))
+LIGER = Choice("Liger", package="liger-kernel", package_min_version="0.3.0", devices=("cuda", "xpu"))
 
 PROJECTION_TARGETS: Mapping[str, Choice] = {
-    "all-linear": Choice("All linear layers", "The output layer too: least state."),
-    "attention": Choice("Attention", "q, k, v and o."),
-    "custom": Choice("By name", "The module names that you give."),
+    "all-linear": Choice("All linear layers", "All linear layers including the LM head: least optimizer state."),
+    "attention": Choice("Attention projections", "Only q, k, v and o projections."),
+    "custom": Choice("By name", "The modules in train.optim_target_modules."),
 }
 
 SCHEDULERS: Mapping[str, Choice] = {
-    "cosine": Choice("Cosine", "Falls to zero along a half cosine."),
-    "linear": Choice("Linear", "Falls to zero in a straight line."),
-    "constant": Choice("Constant", "Stays as it is, without warm-up."),
-    "constant_with_warmup": Choice("Constant after warm-up", "Rises, then stays."),
-    "cosine_with_min_lr": Choice("Cosine to a floor", "Falls to a tenth of the peak."),
-    "inverse_sqrt": Choice("Inverse square root", "Falls slowly; for open-ended runs."),
+    "cosine": Choice("Cosine", "Decays to zero along a half cosine."),
+    "linear": Choice("Linear", "Decays to zero linearly."),
+    "constant": Choice("Constant", "Stays at the peak, without warmup."),
+    "constant_with_warmup": Choice("Constant with warmup", "Stays at the peak after warmup."),
+    "cosine_with_min_lr": Choice("Cosine with minimum", "Decays along a half cosine to a tenth of the peak."),
+    "inverse_sqrt": Choice(
+        "Inverse square root", "Decays with the inverse square root of the step; for runs without a planned end."
+    ),
 }
 
 FORMATS: Mapping[str, Choice] = {
-    "auto": Choice("Recognise it", "From the column names of the first row."),
-    "messages": Choice("Messages (OpenAI)", "A column with a list of {role, content}."),
-    "sharegpt": Choice("ShareGPT", "A column with a list of {from, value}."),
-    "alpaca": Choice("Alpaca", "instruction, input, output."),
-    "prompt_completion": Choice("Prompt and completion", "Two columns of text."),
-    "text": Choice("Plain text", "One column of text, every token is learned."),
-    "pairs": Choice("Chosen and rejected", "Two answers to one question: texts, or lists of turns."),
-    "labels": Choice("Answers with a label", "A question, an answer, and whether it is a good one."),
+    "auto": Choice("Automatic", "Detected from the columns of the first example."),
+    "messages": Choice("Messages (OpenAI)", "One column with a list of {role, content} turns."),
+    "sharegpt": Choice("ShareGPT", "One column with a list of {from, value} turns."),
+    "alpaca": Choice("Alpaca", "Columns instruction, input (optional) and output."),
+    "prompt_completion": Choice("Prompt and completion", "Two text columns."),
+    "text": Choice("Plain text", "One text column; the loss counts every token."),
+    "pairs": Choice("Chosen and rejected", "Two completions of one prompt, as text or as turns."),
+    "labels": Choice(
+        "Labeled completions", "A prompt, a completion, and a label that is true for desirable completions."
+    ),
 }
 
 TEMPLATES: Mapping[str, Choice] = {
-    "model": Choice("The model's own", "As stored with its tokenizer."),
-    "chatml": Choice("ChatML", "<|im_start|>role ... <|im_end|>; for base models without a template."),
-    "file": Choice("From a file", "A Jinja chat template of your own."),
+    "model": Choice("From the model", "The template that is saved with the tokenizer."),
+    "chatml": Choice("ChatML", "<|im_start|>role ... <|im_end|>, for base models without a template."),
+    "file": Choice("From a file", "A custom Jinja chat template."),
 }
 
 DEVICES: Mapping[str, Device] = {
@@ -171,8 +177,8 @@ DEVICES: Mapping[str, Device] = {
 }
 
 REPORTERS: Mapping[str, Choice] = {
-    "none": Choice("Nowhere else", "The run's own page has log and plots."),
-    "tensorboard": Choice("TensorBoard", "Event files in the run's folder.", package="tensorboard"),
+    "none": Choice("None", "The page of the run has its log and plots."),
+    "tensorboard": Choice("TensorBoard", "Writes event files to the run folder.", package="tensorboard"),
     "wandb": Choice("Weights & Biases", "Needs WANDB_API_KEY, or WANDB_MODE=offline.", package="wandb"),
     "mlflow": Choice("MLflow", "Needs MLFLOW_TRACKING_URI.", package="mlflow"),
 }

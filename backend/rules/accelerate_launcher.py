@@ -202,4 +202,6 @@ def dynamo_backend_in_extra_config(case: Case) -> Violation | None:
     if case.strategy.engine in ("", "ddp"):
         patch["train.torch_compile"] = True
     fix = Fix("Use train.torch_compile instead" if "train.torch_compile" in patch else "Remove dynamo_config", patch)
-    return Violation(f"dynamo_config sets the torch.compile backend to {backend}, next to train.torch_compile.", (fix,))
+    return Violation(
+        f"dynamo_config turns on torch.compile with the backend {backend}, without train.torch_compile.", (fix,)
+    )

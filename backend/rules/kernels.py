@@ -128,7 +128,9 @@ def triton_without_c_compiler(case: Case) -> str | None:
     spec = case.spec
     if case.run.device not in ("cuda", "xpu") or case.machine.triton:
         return None
-    users = [f"TRL's {registry.STAGES[spec.train.stage].label} loss"] if spec.train.stage in TRITON_LOSS_STAGES else []
+    users = (
+        [f"TRL's loss for {registry.STAGES[spec.train.stage].label}"] if spec.train.stage in TRITON_LOSS_STAGES else []
+    )
     users += [name for name in ("torch_compile", "use_liger_kernel", "use_unsloth") if getattr(spec.train, name)]
     users += [name for name in (spec.model.attn_implementation,) if name == "flex_attention"]
     users += [registry.OPTIMIZERS[spec.train.optim].label] if registry.OPTIMIZERS[spec.train.optim].compiled else []

@@ -196,7 +196,7 @@ def repeated_device_id(case: Case) -> Violation | None:
     fix = Fix("Remove repeated ids", {"launch.devices": once})
     if len(once) < case.run.nproc_per_node:
         fix = Fix("Use the first devices", ANY_DEVICES, cost="clears the list of device ids")
-    return Violation(f"launch.devices is {names(ids)}; each id may be listed once.", (fix,))
+    return Violation(f"launch.devices lists {names(ids)}; each id may be listed once.", (fix,))
 
 
 @rule(

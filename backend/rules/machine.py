@@ -36,7 +36,7 @@ def device_not_found(case: Case) -> str | None:
     if case.run.device in ("cpu", case.machine.device):
         return None
     found, wanted = registry.DEVICES[case.machine.device].label, registry.DEVICES[case.run.device].label
-    return f"launch.device requests {wanted}; the only device type found on this machine is {found}."
+    return f"launch.device is {case.run.device} ({wanted}), and the only device type found on this machine is {found}."
 
 
 @rule(
@@ -77,7 +77,7 @@ def torch_build_without_device(case: Case) -> str | None:
     others = {"cuda": ("rocm", "xpu") if nvidia else ("cu", "xpu"), "xpu": ("cu", "rocm")}[case.run.device]
     if not case.gpus or not version.partition("+")[2].startswith(("cpu", *others)):
         return None
-    return f"torch {version} is installed, which does not support {case.gpus[0].name}."
+    return f"torch {version} does not support {case.gpus[0].name}, so this run would silently use the CPU."
 
 
 @rule(
@@ -145,4 +145,6 @@ def tensor_parallel_without_nvlink(case: Case) -> str | None:
     apart = [gpu.id for gpu in case.gpus if gpu.links is not None and not ids <= {gpu.id, *gpu.links}]
     if not apart:
         return None
-    return f"GPUs {names(sorted(ids))} share every layer, and NVLink does not connect {names(apart)} with all others."
+    return (
+        f"Every layer is split over GPUs {names(sorted(ids))}; not connected to all others by NVLink: {names(apart)}."
+    )

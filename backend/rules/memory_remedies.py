@@ -1,7 +1,8 @@
-"""Ways to need less memory: each a fix, with the peak that it leads to. One list for the rules and for what if.
+"""Remedies: changes of a spec that make it fit into memory, each a fix with the peak that it leads to.
 
-Floor 3. Imports: below. Those that keep what is learned come before others. Single changes are tried first, then two,
-then three; of as many the quickest comes first.
+Imports everything below rules. The memory rules and the page show the same list. Single changes are tried first, then
+combinations of two and three. Changes that do not affect the training result come before those that do; among equals,
+the fastest comes first.
 """
 
 from __future__ import annotations
@@ -13,265 +14,267 @@ from typing import Any
 
 from backend import registry
 from backend.config.options import effective
+from backend.engines import engine_of
+from backend.machine import Gpu
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
 from backend.rules.base import RULES, Case, Finding, Fix, counted
 from backend.rules.common_fixes import ATTENTION_ONLY
 
-MOST = 6  # ways that are worth reading
-FEW = 3  # below it, rows are cut, too
-TRIES = 12  # combinations of one size that are worth the time
-LOSSES = ((0, 0, 1), (1, 39, FEW), (40, 1000, 1))  # from, to; further changes are added until so many are found
-CLEARLY = 1.2  # of what is free: it does not start, as far as the estimate may be wrong
-ON_DEVICE = {"parallel.offload_optimizer": "none", "parallel.offload_param": "none", "parallel.cpu_offload": False}
-AWAY: Mapping[str, Mapping[str, Any]] = {
-    "zero2": {"parallel.offload_optimizer": "cpu"},
-    "zero3": {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"},
-    "fsdp2": {"parallel.cpu_offload": True},
-}
-LEFT_OUT = ("zero0", "fsdp1")  # as DDP, and as FSDP2
-# How much longer a step takes, in percent, about: for the order alone.
-SLOW = {"zero1": 4, "zero2": 6, "fsdp2": 25, "zero3": 30, "tensor": 40}
-SLOW_AWAY = {"zero2": 80, "fsdp2": 150, "zero3": 200}
+MAX_REMEDIES = 6
+ENOUGH = 3  # remedies; below it, those with a larger effect on training, such as a smaller max_length, are tried too
+MAX_TRIES = 12  # combinations of one size that are estimated, the best ranked first
+# (least effect, largest effect, wanted): combinations are tried until this many of the band are found.
+EFFECT_BANDS = ((0, 0, 1), (1, 39, ENOUGH), (40, 1000, 1))
+# An estimate above this multiple of the free memory does not fit, even if the estimate is off by as much as measured.
+CLEAR_EXCESS = 1.2
+NO_OFFLOAD = {"parallel.offload_optimizer": "none", "parallel.offload_param": "none", "parallel.cpu_offload": False}
+MIN_MAX_LENGTH = 128
+LARGE_RANK = 64  # a larger LoRA rank is reduced to 16
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing to do otherwise; of a kind only one is done. `loss` ranks what it does to what is learned (0: the same
-    is learned), `slow` to the time of a step."""
+    """One change of a spec; of each kind, a combination has at most one. `effect` ranks the effect on the training
+    result (0: none), `slowdown` the effect on the time of a step in percent."""
 
     kind: str
     fix: Fix
-    loss: int = 0
-    slow: int = 0
+    effect: int = 0
+    slowdown: int = 0
 
 
-def ways(case: Case, share: float) -> list[Fix]:
-    """The best changes, at most six, after which the most that it may come to is within `share` of what is free, with
-    no new error. Another model is the last resort."""
+def find_remedies(case: Case, limit: float) -> list[Fix]:
+    """The best changes after which the upper bound of the estimate is at most `limit` x the free memory, without a new
+    error. A smaller model is offered only if nothing else fits."""
     if case.shape is None or case.shape.activations_unknown:
         return []
     case = replace(case, spec=effective(case.spec))
-    known = {found.code for found in obstacles(case)}
-    found = list(islice(_combined(case, share, known), MOST))
-    return found or list(islice(_smaller_models(case, share, known), MOST))
+    known = {finding.code for finding in other_errors(case)}
+    found = list(islice(_combinations(case, limit, known), MAX_REMEDIES))
+    return found or list(islice(_smaller_models(case, limit, known), MAX_REMEDIES))
 
 
-def after(case: Case, patch: Mapping[str, Any]) -> Case:
-    """The case with a patch applied, and what is known of another model that it names."""
+def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
+    """The case with a patch applied, and the facts of a different model that the patch names."""
     spec, facts = effective(case.with_patch(patch)), case.facts
     if spec.model != case.spec.model:
         config = registry.HUB_CONFIGS.get(spec.model.hub_id.lower()) if spec.model.source == "hub" else None
         shape = from_config(config or registry.BUILTIN_MODELS[spec.model.builtin].config)
-        scores = registry.STAGES[spec.train.stage].is_reward_model
-        facts = replace(facts, shape=shape.scoring if scores else shape, quant_method="", model_problem="")
+        is_reward_model = registry.STAGES[spec.train.stage].is_reward_model
+        facts = replace(facts, shape=shape.scoring if is_reward_model else shape, quant_method="", model_problem="")
     return Case(spec, case.machine, facts)
 
 
-def _combined(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
-    """Ways that fit: those that keep what is learned, then what learns a little otherwise, then what cuts rows, if
-    there are few others. What saves too little even if all savings added up is not looked at twice."""
-    if _load(_least(case).estimate) > share:
+def other_errors(case: Case) -> list[Finding]:
+    """The errors that are not about memory, sorted by code."""
+    rules = (rule for rule in sorted(RULES, key=lambda rule: rule.code) if not rule.code.startswith("MEM"))
+    return [finding for rule in rules if rule.level == "error" and (finding := rule.finding(case))]
+
+
+def _combinations(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
+    """Remedies by increasing effect on training. Combinations whose savings together are too small are not
+    estimated."""
+    if _load(_smallest(case).estimate) > limit:
         return
-    load, useful = _load(case.estimate), _useful(case)
-    alone = [[change] for change, saved in useful if load - saved <= share]
-    rest = [(change, saved) for change, saved in useful if [change] not in alone]
-    enough = [
-        [change for change, _ in some]
+    load, savings = _load(case.estimate), _savings(case)
+    single = [[change] for change, saved in savings if load - saved <= limit]
+    rest = [(change, saved) for change, saved in savings if [change] not in single]
+    several = [
+        [change for change, _ in changes]
         for size in (2, 3)
-        for some in combinations(rest, size)
-        if load - sum(saved for _, saved in some) <= share and len({change.kind for change, _ in some}) == size
+        for changes in combinations(rest, size)
+        if load - sum(saved for _, saved in changes) <= limit and len({change.kind for change, _ in changes}) == size
     ]
-    taken: list[list[Change]] = []
-    for least, most, wanted in LOSSES:
-        if len(taken) < FEW:
-            sets = [some for some in alone + enough if least <= _price(some)[0] <= most]
-            yield from _fewest(sets, wanted, taken, case, share, known)
+    accepted: list[list[Change]] = []
+    for least, largest, wanted in EFFECT_BANDS:
+        if len(accepted) < ENOUGH:
+            candidates = [changes for changes in single + several if least <= _rank(changes)[0] <= largest]
+            yield from _smallest_that_fit(candidates, wanted, accepted, case, limit, known)
 
 
-def _least(case: Case) -> Case:
-    """The case with the last change of every kind: as little memory as options can do with, nearly."""
+def _smallest(case: Case) -> Case:
+    """The case with the strongest change of every kind: about the least memory that options can achieve."""
     for kind in KINDS:
-        others = [after(case, change.fix.patch) for change in _changes(case, kind)[-2:]]
-        case = min([case, *others], key=lambda now: _load(now.estimate))
+        others = [patched_case(case, change.fix.patch) for change in _changes(case, kind)[-2:]]
+        case = min([case, *others], key=lambda candidate: _load(candidate.estimate))
     return case
 
 
-def _useful(case: Case) -> list[tuple[Change, float]]:
-    """Changes that save, and how much at most, as a share of what is free. A peak is where most is held at once: what
-    a change saves may show only after the largest saving."""
+def _savings(case: Case) -> list[tuple[Change, float]]:
+    """Changes that save memory, and how much at most as a share of the free memory. A peak is the largest of several
+    phases, so a change may save only after the largest saving is applied."""
 
-    def saving(now: Case) -> dict[str, float]:
-        load = _load(now.estimate)
-        return {c.fix.label: load - _load(after(now, c.fix.patch).estimate) for c in _changes(now)}
+    def saving(base: Case) -> dict[str, float]:
+        load = _load(base.estimate)
+        changes = _changes(base)
+        return {c.fix.label: load - _load(patched_case(base, c.fix.patch).estimate) for c in changes}
 
     first = saving(case)
     changes = _changes(case)
     largest = max(changes, key=lambda change: first[change.fix.label], default=None)
-    then = saving(after(case, largest.fix.patch)) if largest else {}
+    then = saving(patched_case(case, largest.fix.patch)) if largest else {}
     most = [(change, max(first[change.fix.label], then.get(change.fix.label, 0))) for change in changes]
     return [(change, saved) for change, saved in most if saved > 0]
 
 
-def _fewest(
-    sets: list[list[Change]], wanted: int, taken: list[list[Change]], case: Case, share: float, known: set[str]
+def _smallest_that_fit(
+    candidates: list[list[Change]], wanted: int, accepted: list[list[Change]], case: Case, limit: float, known: set[str]
 ) -> Iterator[Fix]:
-    """Of these sets the smallest that fit, the cheapest first: few of the same kinds, and none with more in it than
-    one that is taken."""
-    before = len(taken)
-    for size in (1, 2) if taken else (1, 2, 3):
+    """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that contains an
+    accepted one."""
+    before = len(accepted)
+    for size in (1, 2) if accepted else (1, 2, 3):
         kinds: list[tuple[str, ...]] = []
-        for some in islice(sorted((s for s in sets if len(s) == size), key=_price), TRIES):
-            own = tuple(change.kind for change in some)
-            more = any(all(change in some for change in less) for less in taken)
-            few = kinds.count(own) < (1 if own[-1] in LADDERS else 2)
-            if few and not more and (fix := _fitting(case, some, share, known)):
+        for changes in islice(sorted((c for c in candidates if len(c) == size), key=_rank), MAX_TRIES):
+            own = tuple(change.kind for change in changes)
+            contains_accepted = any(all(change in changes for change in other) for other in accepted)
+            is_new = kinds.count(own) < (1 if own[-1] in GRADUAL_KINDS else 2)
+            if is_new and not contains_accepted and (fix := _as_fix(case, changes, limit, known)):
                 kinds.append(own)
-                taken.append(some)
+                accepted.append(changes)
                 yield fix
-        if len(taken) - before >= wanted:
+        if len(accepted) - before >= wanted:
             return
 
 
-def _price(some: Sequence[Change]) -> tuple[int, int]:
-    return sum(change.loss for change in some), sum(change.slow for change in some)
+def _rank(changes: Sequence[Change]) -> tuple[int, int]:
+    return sum(change.effect for change in changes), sum(change.slowdown for change in changes)
 
 
-def _fitting(case: Case, some: Sequence[Change], share: float, known: set[str]) -> Fix | None:
-    """These changes as one fix, if they fit. Each is asked for again after the ones before it: a strategy
-    deals rows out anew."""
-    labels, costs, safe, now, patch = [], [], True, case, dict[str, Any]()
-    for change in some:
-        found = [change] if change.kind not in KINDS else _changes(now, change.kind)
+def _as_fix(case: Case, changes: Sequence[Change], limit: float, known: set[str]) -> Fix | None:
+    """These changes as one fix, if they fit. Each is computed again after the ones before it: a strategy may change the
+    number of gradient accumulation steps."""
+    labels, costs, safe, current, patch = [], [], True, case, dict[str, Any]()
+    for change in changes:
+        found = [change] if change.kind not in KINDS else _changes(current, change.kind)
         again = next((c for c in found if c.fix.label == change.fix.label), None)
         if again is None:
             return None
         labels.append(again.fix.label)
         costs += [again.fix.cost] if again.fix.cost not in costs else []
-        safe, now, patch = safe and again.fix.safe, after(now, again.fix.patch), {**patch, **again.fix.patch}
-    taken = now.estimate
-    if _load(taken) > share or taken.host_bytes > CLEARLY * case.machine.ram_free_bytes:
+        safe, patch = safe and again.fix.safe, {**patch, **again.fix.patch}
+        current = patched_case(current, again.fix.patch)
+    estimate = current.estimate
+    if _load(estimate) > limit or estimate.host_bytes > CLEAR_EXCESS * case.machine.ram_free_bytes:
         return None
-    if {found.code for found in obstacles(now)} - known:
+    if {finding.code for finding in other_errors(current)} - known:
         return None
-    return Fix(" + ".join(labels), patch, safe, "; ".join(filter(None, costs)), taken.device_bytes)
+    return Fix(" + ".join(labels), patch, safe, "; ".join(filter(None, costs)), estimate.device_bytes)
 
 
-def _load(found: Estimate) -> float:
-    return found.high_bytes / max(1, found.capacity_bytes)
+def _load(estimate: Estimate) -> float:
+    """The upper bound of the estimate as a share of the free memory."""
+    return estimate.high_bytes / max(1, estimate.capacity_bytes)
 
 
-def obstacles(case: Case) -> list[Finding]:
-    """The errors that are not about memory, in the order of codes."""
-    others = (rule for rule in sorted(RULES, key=lambda rule: rule.code) if not rule.code.startswith("MEM"))
-    return [found for rule in others if rule.level == "error" and (found := rule.finding(case))]
-
-
-def _smaller_models(case: Case, share: float, known: set[str]) -> Iterator[Fix]:
-    """Other models, the largest first: each as it would be trained now, or with as little else as it takes."""
+def _smaller_models(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
+    """Smaller models, the largest first: each as it would be trained now, or with as few other changes as needed."""
     model = case.spec.model
-    names = siblings(model.hub_id) if model.source == "hub" else []
-    patches = [(name.partition("/")[2], {"model.hub_id": name}) for name in names]
+    hub_ids = siblings(model.hub_id) if model.source == "hub" else []
+    patches = [(hub_id.partition("/")[2], {"model.hub_id": hub_id}) for hub_id in hub_ids]
     if model.source != "builtin":
-        patches.append(("The built-in small model", {"model.source": "builtin"}))
+        patches.append(("Built-in small model", {"model.source": "builtin"}))
     for label, patch in patches:
         first = Change("model", Fix(label, patch, safe=False, cost="a smaller model"))
         less = [*_changes(case, "checkpointing"), *_changes(case, "batch")[-1:]]
         others = ([], less, *([method, *more] for method in _changes(case, "method") for more in ([], less)))
-        fixes = (_fitting(case, [first, *rest], share, known) for rest in others)
+        fixes = (_as_fix(case, [first, *rest], limit, known) for rest in others)
         yield from islice(filter(None, fixes), 1)
 
 
 def _changes(case: Case, kind: str = "") -> list[Change]:
-    """Every single change that a spec takes, or those of a kind, in the order in which several are done."""
-    found = (change for name, list_ in KINDS.items() if kind in ("", name) for change in list_(case))
+    """All single changes that the spec takes, or those of one kind, in the order in which several are applied."""
+    found = (change for name, changes in KINDS.items() if kind in ("", name) for change in changes(case))
     return [change for change in found if case.takes(change.fix.patch)]
 
 
 def _strategies(case: Case) -> Iterator[Change]:
-    for name, label, patch in strategies(case):
-        away = any(patch[option] != kept for option, kept in ON_DEVICE.items())
+    for strategy, label, patch in strategy_patches(case):
+        offloads = any(patch[option] != value for option, value in NO_OFFLOAD.items())
         if case.run.device == "cpu":
-            helps = name == "single"  # every process has a share of the same RAM
+            helps = strategy not in registry.MULTI_PROCESS  # all processes share the same RAM
         else:
-            helps = away or (len(case.machine.gpus) > 1 and name not in ("single", "ddp"))
+            helps = offloads or (len(available_gpus(case)) > 1 and engine_of(strategy).shards_optimizer)
         if helps:
-            yield _strategy(case, name, label, patch, away)
+            yield _strategy(case, strategy, label, patch, offloads)
 
 
-def _strategy(case: Case, name: str, label: str, patch: Mapping[str, Any], away: bool) -> Change:
-    other = case.with_patch(patch)
-    same = case.resolved(other).global_batch_size == case.run.global_batch_size
-    slow = SLOW_AWAY[name] if away else SLOW.get(name, 0)
-    cost = "much slower: waits for the host" if away else "slower: more is sent" if slow >= 25 else ""
-    return Change("strategy", Fix(label, patch, same, cost), loss=0 if same else 8, slow=slow)
+def _strategy(case: Case, strategy: str, label: str, patch: Mapping[str, Any], offloads: bool) -> Change:
+    engine = engine_of(strategy)
+    same_batch = case.resolved(case.with_patch(patch)).global_batch_size == case.run.global_batch_size
+    slowdown = engine.offload_slowdown if offloads else engine.step_slowdown
+    communicates = "slower: more communication" if slowdown >= 25 else ""
+    cost = "much slower: waits for CPU and PCIe" if offloads else communicates
+    return Change("strategy", Fix(label, patch, same_batch, cost), effect=0 if same_batch else 8, slowdown=slowdown)
 
 
 def _methods(case: Case) -> Iterator[Change]:
-    """Adapters instead of whole weights, and a packed base: not where weights go to and fro, which nobody has seen."""
-    method, parallel = case.spec.method, case.spec.parallel
+    """LoRA instead of full fine-tuning, and a 4-bit base model. QLoRA with offloaded parameters is not verified."""
+    method = case.spec.method
     lora: dict[str, Any] = {"method.kind": "lora"}
     if case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
         lora["train.learning_rate"] = 2e-4
-    if method.kind != "lora":
-        yield Change("method", Fix("LoRA", lora, False, "only adapters learn"), loss=20)
-    if method.quantization == "none" and not parallel.cpu_offload and parallel.offload_param == "none":
-        whole = method.kind != "lora"
-        packed = {"method.quantization": "nf4", "method.bnb_4bit_use_double_quant": True, **(lora if whole else {})}
-        cost = "only adapters learn, on 4 bits" if whole else "the base has 4 bits"
-        yield Change("method", Fix("QLoRA", packed, False, cost), loss=25 if whole else 10, slow=30)
+    is_lora = method.kind == "lora"
+    if not is_lora:
+        yield Change("method", Fix("LoRA", lora, False, "trains adapters only"), effect=20)
+    if method.quantization == "none" and case.run.param_offload == "none":
+        nf4 = {"method.quantization": "nf4", "method.bnb_4bit_use_double_quant": True}
+        cost = "4-bit base model" if is_lora else "trains adapters only, 4-bit base model"
+        fix = Fix("QLoRA", nf4 if is_lora else {**nf4, **lora}, False, cost)
+        yield Change("method", fix, effect=10 if is_lora else 25, slowdown=30)
 
 
 def _ranks(case: Case) -> Iterator[Change]:
-    if case.spec.lora.r > 64:
-        narrow = {"lora.r": 16, "lora.alpha": 32.0}
-        yield Change("rank", Fix("Rank 16", narrow, False, "narrower adapters"), loss=6)
+    if case.spec.lora.r > LARGE_RANK:
+        fix = Fix("LoRA rank 16", {"lora.r": 16, "lora.alpha": 32.0}, False, "fewer trainable parameters")
+        yield Change("rank", fix, effect=6)
 
 
 def _targets(case: Case) -> Iterator[Change]:
     if case.spec.adapts_experts(case.facts.stacked_modules):
-        yield Change("targets", ATTENTION_ONLY, loss=7)
+        yield Change("targets", ATTENTION_ONLY, effect=7)
 
 
 def _optimizers(case: Case) -> Iterator[Change]:
     if case.spec.train.optim in ("adamw_torch", "adamw_torch_fused"):
-        rounded = Fix("8-bit AdamW", {"train.optim": "adamw_bnb_8bit"}, False, "its state is rounded")
-        yield Change("optimizer", rounded, loss=5)
-        other = Fix("Adafactor", {"train.optim": "adafactor"}, False, "learns another way")
-        yield Change("optimizer", other, loss=15, slow=5)
+        eight_bit = Fix("8-bit AdamW", {"train.optim": "adamw_bnb_8bit"}, False, "quantized optimizer state")
+        yield Change("optimizer", eight_bit, effect=5)
+        adafactor = Fix("Adafactor", {"train.optim": "adafactor"}, False, "a different optimizer")
+        yield Change("optimizer", adafactor, effect=15, slowdown=5)
 
 
 def _references(case: Case) -> Iterator[Change]:
     if not registry.STAGES[case.spec.train.stage].uses_reference_model:
         return
     fix = Fix(
-        "Reference computed beforehand",
+        "Precomputed reference log-probabilities",
         {"preference.precompute_ref_log_probs": True},
-        cost="one pass over the rows before",
+        cost="one pass over the data before training",
     )
-    yield Change("reference", fix, slow=5)
+    yield Change("reference", fix, slowdown=5)
 
 
 def _checkpointing(case: Case) -> Iterator[Change]:
-    fix = Fix("Activation checkpointing", {"train.activation_checkpointing": True}, cost="a third slower")
-    yield Change("checkpointing", fix, slow=30)
+    fix = Fix("Activation checkpointing", {"train.activation_checkpointing": True}, cost="about a third slower")
+    yield Change("checkpointing", fix, slowdown=30)
 
 
 def _batches(case: Case) -> Iterator[Change]:
-    for step, patch in enumerate(smaller(case), start=1):
-        fix = Fix(
-            f"Batch size {patch['train.per_device_train_batch_size']}, accumulated", patch, cost="a little slower"
-        )
-        yield Change("batch", fix, slow=4 * step)
+    for halvings, patch in enumerate(smaller_batches(case), start=1):
+        # The label must not name the accumulation steps: `_as_fix` finds the change again by its label.
+        label = f"Batch size {patch['train.per_device_train_batch_size']} with more gradient accumulation"
+        yield Change("batch", Fix(label, patch, cost="a little slower"), slowdown=4 * halvings)
 
 
 def _lengths(case: Case) -> Iterator[Change]:
-    length, step = case.spec.data.max_length // 2, 1
-    while length >= 128:
-        cut = Fix(f"Cut off at {counted(length, 'token')}", {"data.max_length": length}, False, "longer rows lose more")
-        yield Change("length", cut, loss=40 + 5 * step)
-        length, step = length // 2, step + 1
+    length, halvings = case.spec.data.max_length // 2, 1
+    while length >= MIN_MAX_LENGTH:
+        label = f"Max sequence length of {counted(length, 'token')}"
+        fix = Fix(label, {"data.max_length": length}, False, "truncates longer examples")
+        yield Change("length", fix, effect=40 + 5 * halvings)
+        length, halvings = length // 2, halvings + 1
 
 
 KINDS = {
@@ -285,41 +288,50 @@ KINDS = {
     "batch": _batches,
     "length": _lengths,
 }
-LADDERS = ("batch", "length")  # the first step that is enough will do; of other kinds two
+GRADUAL_KINDS = ("batch", "length")  # only the smallest sufficient change is offered; two of other kinds
 
 
-def smaller(case: Case) -> Iterator[dict[str, Any]]:
-    """Half the batch with twice the accumulation, again and again: a step learns from the same rows."""
+def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:
+    """Half the batch size with twice the gradient accumulation, repeatedly: the global batch size stays the same."""
     size, accumulation = case.spec.train.per_device_train_batch_size, case.spec.train.gradient_accumulation_steps
     if registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward:
-        return  # it steps with every batch: nothing adds up
-    neighbours = case.spec.train.stage == "kto" and case.spec.preference.kto_loss_type == "kto"  # a row needs another
-    while size > 1 + neighbours and size % 2 == 0:
+        return  # these optimizers step in every backward pass, so they cannot accumulate gradients
+    least = 2 if case.spec.train.stage == "kto" and case.spec.preference.kto_loss_type == "kto" else 1
+    while size > least and size % 2 == 0:  # KTO's KL term compares examples of a batch
         size, accumulation = size // 2, accumulation * 2
         yield {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
 
 
-def strategies(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every strategy: its name, its label, and the change to it."""
-    for name, row in registry.STRATEGIES.items():
-        if name in LEFT_OUT:
+def available_gpus(case: Case) -> tuple[Gpu, ...]:
+    """The GPUs that any strategy of this run may use: those of launch.devices, or all."""
+    listed = case.spec.launch.devices
+    return tuple(gpu for gpu in case.machine.gpus if not listed or gpu.id in listed)
+
+
+def strategy_patches(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each recommended strategy, without offload and, on accelerators, with it: key, label, and the patch."""
+    for strategy, row in registry.STRATEGIES.items():
+        engine = engine_of(strategy)
+        if not engine.is_recommended:
             continue
-        yield name, row.label, _to_strategy(case, name, ON_DEVICE)
-        if name in AWAY and case.run.device != "cpu":
-            yield name, f"{row.label}, offloaded", _to_strategy(case, name, {**ON_DEVICE, **AWAY[name]})
+        yield strategy, row.label, _strategy_patch(case, strategy, NO_OFFLOAD)
+        if engine.offload_patch and case.run.device != "cpu":
+            patch = _strategy_patch(case, strategy, {**NO_OFFLOAD, **engine.offload_patch})
+            yield strategy, f"{row.label} with CPU offload", patch
 
 
-def _to_strategy(case: Case, strategy: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The change to a strategy, with all devices, and the same rows a step where they can be dealt out."""
+def _strategy_patch(case: Case, strategy: str, offload: Mapping[str, Any]) -> dict[str, Any]:
+    """The patch that selects a strategy on all devices, with the same global batch size where that is divisible."""
     spec = case.spec
-    patch = {"parallel.strategy": strategy, **more}
+    patch = {"parallel.strategy": strategy, **offload}
     if strategy in registry.MULTI_PROCESS:
-        there = len(case.machine.gpus) if case.run.on_gpu else 0
-        asked = spec.launch.nproc_per_node if spec.parallel.strategy in registry.MULTI_PROCESS else there or 2
-        patch["launch.nproc_per_node"] = min(asked, there or asked)
-    rows = case.run.global_batch_size
+        devices = len(available_gpus(case)) if case.run.on_gpu else 0
+        is_distributed = spec.parallel.strategy in registry.MULTI_PROCESS
+        processes = spec.launch.nproc_per_node if is_distributed else devices or 2
+        patch["launch.nproc_per_node"] = min(processes, devices or processes)
+    batch_size = case.run.global_batch_size
     each = spec.train.per_device_train_batch_size * case.resolved(case.with_patch(patch)).data_parallel_size
-    dealt = {**patch, "train.gradient_accumulation_steps": rows // each}
-    if rows % each == 0 and case.takes(dealt):
-        return dealt
+    same_batch = {**patch, "train.gradient_accumulation_steps": batch_size // each}
+    if batch_size % each == 0 and case.takes(same_batch):
+        return same_batch
     return patch

@@ -195,9 +195,10 @@ def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
         Fix(f"Require all {launch.nnodes} nodes", {"launch.min_nnodes": launch.nnodes}, cost="waits for missing nodes"),
         DDP,
     )
+    fewer = counted(launch.min_nnodes, "node")
     nodes = f"min_nnodes {launch.min_nnodes} is below nnodes {launch.nnodes}"
     reason = f" with {obstacle}" if obstacle and obstacle != case.strategy.label else ""
-    message = f"{nodes}, and {case.strategy.label} checkpoints{reason} cannot be resumed on {launch.min_nnodes}."
+    message = f"{nodes}, and {case.strategy.label} checkpoints{reason} cannot be resumed on {fewer}."
     return Violation(message, fixes)
 
 

@@ -261,7 +261,9 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
         ),
     )
     steps = train.gradient_accumulation_steps
-    return Violation(f"{row.label} steps in every backward pass; gradient_accumulation_steps is {steps}.", fixes)
+    return Violation(
+        f"{row.label} updates the weights in every backward pass; gradient_accumulation_steps is {steps}.", fixes
+    )
 
 
 @rule(
@@ -301,9 +303,7 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     name = UNPAGED[case.spec.train.optim]
     device, unpaged = registry.DEVICES[case.run.device].label, registry.OPTIMIZERS[name].label
     fix = Fix(f"Use {unpaged}", {"train.optim": name})
-    return Violation(
-        f"{row.label} pages its state between an NVIDIA GPU and CPU memory; this run uses {device}.", (fix,)
-    )
+    return Violation(f"The state of {row.label} is paged on NVIDIA GPUs only; this run uses {device}.", (fix,))
 
 
 @rule(

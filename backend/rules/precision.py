@@ -100,7 +100,7 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
         return None
     if not case.gpus or not all(gpu.capability >= (8, 0) for gpu in case.gpus):
         return None
-    gpus = names(dict.fromkeys(gpu.name for gpu in case.gpus))
+    gpus = names(list(dict.fromkeys(gpu.name for gpu in case.gpus)))
     return f"The run computes in fp32 on {gpus}, where bf16 mixed precision is several times faster."
 
 

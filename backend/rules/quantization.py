@@ -250,7 +250,7 @@ def dequantized_on_load(case: Case) -> str | None:
     source="accelerate 1.15 utils/fsdp_utils.py leaves integer weights out of FSDP2; torch 2.13 FSDP1 cannot flatten "
     "them; ZeRO-3 does not partition buffers",
     fixes=(ZERO2, DDP),
-    manual_fix="Or use the unquantized model with method.quantization nf4, which can be sharded.",
+    manual_fix="Alternatively, use the unquantized model with method.quantization nf4, which can be sharded.",
     fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "fsdp2"}, TWO_H100, BNB_MODEL),
     passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, BNB_MODEL),
 )
@@ -270,7 +270,7 @@ def prequantized_model_sharded(case: Case) -> str | None:
     title="GPTQ and AWQ models do not support DoRA",
     source="peft 0.21 tuners/lora/gptq.py GPTQLoraLinear, tuners/lora/awq.py AwqLoraLinear: does not support DoRA yet",
     fixes=(NO_DORA,),
-    manual_fix="Or use the unquantized model with method.quantization nf4, which supports DoRA.",
+    manual_fix="Alternatively, use the unquantized model with method.quantization nf4, which supports DoRA.",
     fails_on=Example({**LOCAL_MODEL, "lora.use_dora": True}, GPTQ_H100, GPTQ_MODEL),
     passes_on=Example({**LOCAL_MODEL, "lora.use_dora": True}, HQQ_H100, HQQ_MODEL),
 )

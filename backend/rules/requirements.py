@@ -112,7 +112,10 @@ def liger_package(case: Case) -> registry.Choice | None:
 
 def fp8_backend(case: Case) -> registry.Choice | None:
     """The row of the fp8 library, if the run uses fp8."""
-    return registry.FP8_BACKENDS[case.spec.precision.fp8_backend] if case.spec.precision.compute == "fp8" else None
+    if case.spec.precision.compute != "fp8":
+        return None
+    row = registry.FP8_BACKENDS[case.spec.precision.fp8_backend]
+    return replace(row, label=f"fp8 with {row.label}")
 
 
 def tf32(case: Case) -> registry.Choice | None:
@@ -226,8 +229,10 @@ def unsupported_device(code: str, slug: str, reason: str, *, row: Row, **more: A
 
 def wrong_device(case: Case, row: registry.Choice) -> str:
     """The sentence about a row that does not run on the device type of the run."""
-    supported = names([registry.DEVICES[name].label for name in row.devices]).replace(" and ", " or ")
-    return f"{row.label} requires {supported}; this run would use {registry.DEVICES[case.run.device].label}."
+    supported = names([registry.DEVICES[name].label for name in row.devices])
+    types = "device type" if len(row.devices) == 1 else "device types"
+    used = registry.DEVICES[case.run.device].label
+    return f"{row.label} supports only the {types} {supported}; this run would use {used}."
 
 
 def unsupported_capability(code: str, slug: str, reason: str, *, row: Row, any_vendor: bool, **more: Any) -> Check:
@@ -325,7 +330,7 @@ missing_package(
     fields=("launch.device",),
     title="A required package is not installed",
     source="pyproject.toml",
-    manual_fix="Or set up Footplate's own environment again with `make run`.",
+    manual_fix="Alternatively, set up Footplate's own environment again with `make run`.",
     fails_on=Example(machine=TORCH_ONLY),
     passes_on=Example(),
 )
@@ -425,7 +430,7 @@ missing_package(
     fields=("model.path", "model.hub_id"),
     title="The library of the model's quantization format is not installed",
     source="transformers 5.23 quantizers: validate_environment",
-    manual_fix="Or use the unquantized version of the model.",
+    manual_fix="Alternatively, use the unquantized version of the model.",
     fails_on=Example(LOCAL_MODEL, H100, GPTQ_MODEL),
     passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
 )
