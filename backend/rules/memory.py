@@ -1,6 +1,6 @@
-"""Rules of memory: what clearly does not fit, what is close, and the changes that make it fit.
+"""Rules of memory: runs that do not fit, or may not, on the devices and in host RAM, with changes that make them fit.
 
-Floor 3. Imports: below.
+Imports everything below rules.
 """
 
 from __future__ import annotations
@@ -13,110 +13,117 @@ from backend.memory import Estimate, estimate
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
-from backend.rules.memory_remedies import CLEARLY, ways
+from backend.rules.memory_remedies import CLEAR_EXCESS, find_remedies
 
-PERHAPS = 1.25  # of what is free, at most: the estimate itself is within it, or nearly
-EIGHT_B = replace(DEMO, shape=LLAMA_8B)
-WHOLE = {"method.kind": "full", "train.learning_rate": 2e-5}
-NEED = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
-ZERO = {**WHOLE, "parallel.strategy": "zero3"}
-POOR = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
-NO_WAY = "No option changes that: it takes a smaller model, or a machine with more memory."
-THERE = "more memory on the devices"
-SOURCE = "the estimate: closed formulas, checked against measured peaks"
+LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
+FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
+DEFAULT_PEAK = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
+OPTIMIZER_OFFLOAD = {**FULL, "parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu"}
+SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
+POSSIBLE_EXCESS = 1.25  # remedies up to this multiple of the free memory are offered if none fits for certain
+NO_REMEDY = "No combination of options fits: use a smaller model or a machine with more memory."
+MORE_DEVICE_MEMORY = "more memory on the devices"
+SOURCE = "the estimate: closed formulas, verified with measured peaks"
 
 
 @rule(
     "MEM001",
     "error",
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
-    title="It does not fit into memory",
+    title="The run does not fit into memory",
     source=SOURCE,
-    fails_on=Example(WHOLE, H100, EIGHT_B),
-    passes_on=Example({}, H100, EIGHT_B),
-    at_start=True,
+    fails_on=Example(FULL, H100, LLAMA_8B_FACTS),
+    passes_on=Example({}, H100, LLAMA_8B_FACTS),
 )
-def does_not_fit(case: Case) -> Violation | None:
-    """The run would end with an out-of-memory error, on a CPU by the system's hand and without a word."""
-    found = case.estimate
-    if found.fits is None or not _beyond(found):
+def device_out_of_memory(case: Case) -> Violation | None:
+    """The run would end with an out-of-memory error. On a CPU, the kernel kills the process without an error
+    message."""
+    if case.estimate.fits is None or not _clearly_exceeds(case.estimate):
         return None
-    fixes = ways(case, 1.0) or ways(case, PERHAPS)
-    return Violation(_message(case) if fixes else f"{_message(case)} {NO_WAY}", tuple(fixes), _fields(case))
+    fixes = find_remedies(case, 1.0) or find_remedies(case, POSSIBLE_EXCESS)
+    return Violation(_message(case) if fixes else f"{_message(case)} {NO_REMEDY}", tuple(fixes), _fields(case))
 
 
 @rule(
     "MEM002",
     "warning",
     fields=("train.per_device_train_batch_size", "data.max_length", "method.kind"),
-    title="It may not fit into memory",
+    title="The run may not fit into memory",
     source=SOURCE,
-    fails_on=Example({}, replace(LAPTOP, ram_free_bytes=NEED)),
+    fails_on=Example({}, replace(LAPTOP, ram_free_bytes=DEFAULT_PEAK)),
     passes_on=Example(),
-    at_start=True,
 )
-def nearly_full(case: Case) -> Violation | None:
-    """The most that the estimate allows for is more than what is free, so this may or may not fit."""
+def possible_device_out_of_memory(case: Case) -> Violation | None:
+    """The upper bound of the estimated range exceeds the free memory, so the run may or may not fit."""
     found = case.estimate
-    if found.fits is None or found.high_bytes <= found.capacity_bytes or _beyond(found):
+    if found.fits is None or found.high_bytes <= found.capacity_bytes or _clearly_exceeds(found):
         return None
-    most = f"It may come to {amount(found.high_bytes)}" if found.fits else "Most likely it does not"
-    return Violation(f"{most}: {_message(case)}", tuple(ways(case, 1.0)), _fields(case))
+    doubt = f"The peak may reach {amount(found.high_bytes)}." if found.fits else "The run most likely does not fit."
+    return Violation(f"{doubt} {_message(case)}", tuple(find_remedies(case, 1.0)), _fields(case))
 
 
 @rule(
     "MEM003",
     "error",
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
-    title="It does not fit into the host's RAM",
+    title="The run does not fit into host RAM",
     source=SOURCE,
-    manual_fix="Fewer processes on a machine hold fewer copies; a machine with more RAM holds them all.",
-    fails_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, POOR, EIGHT_B),
-    passes_on=Example({**ZERO, "parallel.offload_optimizer": "cpu"}, TWO_H100, EIGHT_B),
-    at_start=True,
+    manual_fix="Start fewer processes per node, which load fewer copies of the weights, or use more RAM.",
+    fails_on=Example(OPTIMIZER_OFFLOAD, SMALL_RAM, LLAMA_8B_FACTS),
+    passes_on=Example(OPTIMIZER_OFFLOAD, TWO_H100, LLAMA_8B_FACTS),
 )
-def host_full(case: Case) -> Violation | None:
-    """Each process reads the weights into RAM before its device has them, and what is offloaded stays there. Where it
-    ends, the system kills processes without a word."""
-    found, room = case.estimate, case.machine.ram_free_bytes
-    if found.fits is None or found.host_bytes <= CLEARLY * room:
+def host_out_of_memory(case: Case) -> Violation | None:
+    """Each process loads the weights into host RAM before they are moved to its device, and offloaded state stays
+    there. When RAM runs out, the kernel kills processes without an error message."""
+    found, free = case.estimate, case.machine.ram_free_bytes
+    if found.fits is None or found.host_bytes <= CLEAR_EXCESS * free:
         return None
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
-    said = f"{amount(found.host_bytes)} on each node, and it has {amount(room)} free"
-    ways = (
+    candidates = (
         FSDP2,
-        Fix("Optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=THERE),
+        Fix("Keep the optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=MORE_DEVICE_MEMORY),
         Fix(
-            "Nothing offloaded",
+            "Disable offload",
             {"parallel.offload_optimizer": "none", "parallel.offload_param": "none"},
-            cost=THERE,
+            cost=MORE_DEVICE_MEMORY,
         ),
-        Fix("Nothing offloaded", {"parallel.cpu_offload": False}, cost=THERE),
+        Fix("Disable CPU offload", {"parallel.cpu_offload": False}, cost=MORE_DEVICE_MEMORY),
     )
-    good = [way for way in ways if case.takes(way.patch) and _frees(case, way, room)]
-    return Violation(f"{said}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}.", tuple(good[:2]))
+    fixes = [fix for fix in candidates if case.takes(fix.patch) and _fits_afterwards(case, fix)]
+    message = (
+        f"The run needs {amount(found.host_bytes)} of host RAM on each node, but {amount(free)} is free. "
+        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
+    )
+    return Violation(message, tuple(fixes[:2]))
 
 
-def _frees(case: Case, fix: Fix, room: int) -> bool:
-    """Whether host and devices have room after it."""
+def _fits_afterwards(case: Case, fix: Fix) -> bool:
+    """Whether neither host RAM nor device memory is clearly exceeded after the fix."""
     found = case.estimated(case.with_patch(fix.patch))
-    return found.host_bytes <= CLEARLY * room and not _beyond(found)
+    return found.host_bytes <= CLEAR_EXCESS * case.machine.ram_free_bytes and not _clearly_exceeds(found)
 
 
-def _beyond(found: Estimate) -> bool:
-    return found.device_bytes > CLEARLY * found.capacity_bytes
+def _clearly_exceeds(found: Estimate) -> bool:
+    return found.device_bytes > CLEAR_EXCESS * found.capacity_bytes
+
+
+def _lower(name: str) -> str:
+    """The name of an estimate's row within a sentence."""
+    return name[:1].lower() + name[1:]
 
 
 def _message(case: Case) -> str:
     found = case.estimate
-    place = "each process" if case.run.device == "cpu" else "each device"
+    where = "for each process" if case.run.device == "cpu" else "on each device"
     largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
-    parts = f"{amount(found.device_bytes)} on {place}, and {amount(found.capacity_bytes)} free"
-    return f"{parts}. Most of it: {largest.name.lower()}, {amount(largest.bytes)}."
+    return (
+        f"The run needs {amount(found.device_bytes)} {where}, but {amount(found.capacity_bytes)} is free. "
+        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
+    )
 
 
 def _fields(case: Case) -> tuple[str, ...]:
-    """The options that the largest row depends on."""
+    """The options that the largest part of the estimate depends on."""
     largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
     if largest.name in ("Activations", "A layer's gradients", "Loss"):
         return ("train.per_device_train_batch_size", "data.max_length", "train.activation_checkpointing")
