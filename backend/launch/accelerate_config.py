@@ -62,4 +62,4 @@ def _mixed_precision(run: ResolvedRun) -> str:
 def text(spec: RunSpec, run: ResolvedRun) -> str:
     """`configuration`, overridden by the user's extra config, as the text of a file."""
     extra = merge.parse(spec.launch.extra_accelerate_config)
-    return yaml.safe_dump(merge.over(configuration(spec, run), extra))
+    return yaml.safe_dump(merge.override(configuration(spec, run), extra))

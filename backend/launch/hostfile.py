@@ -1,7 +1,6 @@
-"""DeepSpeed's hostfile and its --include: who takes part, with which slots.
+"""DeepSpeed's hostfile and its --include argument: the hosts and slots of a run.
 
-Floor 1. Imports nothing of ours. Pure. Sources: deepspeed 0.19 launcher/runner.py, _parse_hostfile and
-parse_resource_filter.
+Imports config. Sources: deepspeed 0.19 launcher/runner.py, _parse_hostfile and parse_resource_filter.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ Slots = Mapping[str, tuple[int, ...]]
 
 
 class HostfileError(ValueError):
-    """What is wrong, in one sentence."""
+    """A hostfile or --include value that DeepSpeed cannot read; the message is one sentence."""
 
 
-def hosts(lines: Sequence[str]) -> Slots:
+def parse_hostfile(lines: Sequence[str]) -> Slots:
     """Host -> its slots, in order. Raises HostfileError."""
     found: dict[str, tuple[int, ...]] = {}
     for line in lines:
@@ -26,39 +25,43 @@ def hosts(lines: Sequence[str]) -> Slots:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if not match:
-            raise HostfileError(f"{line!r} is no line of a hostfile: write a name and its slots, worker-1 slots=4.")
+            raise HostfileError(
+                f"{line!r} is not a valid hostfile line: write a host and its slots, such as worker-1 slots=4."
+            )
         if match[1] in found:
-            raise HostfileError(f"{match[1]} stands there twice.")
+            raise HostfileError(f"The hostfile lists {match[1]} twice.")
         found[match[1]] = tuple(range(int(match[2])))
     if not found:
-        raise HostfileError("It is empty: write a host a line, worker-1 slots=4.")
+        raise HostfileError("The hostfile is empty: write one host per line, such as worker-1 slots=4.")
     return found
 
 
-def chosen(lines: Sequence[str], include: str) -> Slots:
-    """Those of the hostfile that `include` leaves, in the hostfile's order. Raises HostfileError."""
-    there = hosts(lines)
+def included_slots(lines: Sequence[str], include: str) -> Slots:
+    """The hosts and slots of the hostfile that `include` selects, in the hostfile's order. Raises HostfileError."""
+    available = parse_hostfile(lines)
     if not include:
-        return there
-    wanted: dict[str, tuple[int, ...]] = {}
+        return available
+    selected: dict[str, tuple[int, ...]] = {}
     for part in include.split("@"):
         match = re.fullmatch(r"([^\s:]+)(?::(\d+(?:,\d+)*))?", part.strip())
         if not match:
-            raise HostfileError(f"{part!r} is no part of an include: write worker-1@worker-2:0,1.")
+            raise HostfileError(f"{part!r} is not a valid --include part: write worker-1@worker-2:0,1.")
         name, slots = match[1], tuple(int(slot) for slot in (match[2] or "").split(",") if slot)
-        if name not in there:
-            raise HostfileError(f"{name} is not in the hostfile, which has {', '.join(there)}.")
-        if missing := [slot for slot in slots if slot not in there[name]]:
-            raise HostfileError(f"{name} has {len(there[name])} slots, from 0 on: there is no slot {missing[0]}.")
-        wanted[name] = tuple(sorted({*wanted.get(name, ()), *(slots or there[name])}))
-    return {name: wanted[name] for name in there if name in wanted}
+        if name not in available:
+            raise HostfileError(f"{name} is not in the hostfile, which lists {', '.join(available)}.")
+        if missing := [slot for slot in slots if slot not in available[name]]:
+            raise HostfileError(
+                f"{name} has {len(available[name])} slots, counted from 0; slot {missing[0]} is not one."
+            )
+        selected[name] = tuple(sorted({*selected.get(name, ()), *(slots or available[name])}))
+    return {name: selected[name] for name in available if name in selected}
 
 
-def same_slots(names: Sequence[str], ids: Sequence[int]) -> str:
-    """An include of the same slots on each host; empty where no ids are given."""
-    slots = ",".join(map(str, ids))
-    heads = (line.split()[0] for line in names if not line.startswith("#"))
-    return "@".join(f"{name}:{slots}" for name in heads) if slots else ""
+def same_slots(lines: Sequence[str], slots: Sequence[int]) -> str:
+    """An --include value with the same slots on each host of a hostfile; empty without slots."""
+    joined = ",".join(map(str, slots))
+    hosts = (line.split()[0] for line in lines if not line.startswith("#"))
+    return "@".join(f"{host}:{joined}" for host in hosts) if joined else ""
 
 
 def include_argument(spec: RunSpec) -> str:

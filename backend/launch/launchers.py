@@ -1,6 +1,6 @@
 """Launchers: the command that starts the processes of one node.
 
-Imports registry, config, resolve, machine, runs. Pure. Each function returns the arguments after `python -m`.
+Imports registry, config, resolve, machine, runs. Each function returns the arguments after `python -m`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -
 
 
 def other_commands(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, tuple[str, ...]]:
-    """The commands of the other nodes by the name of their script: one each, or one for all of an elastic run, whose
-    nodes have no fixed ranks."""
+    """Name of the script -> command, for the other nodes: one each, or one for all nodes of an elastic run, which have
+    no fixed ranks."""
     if run.nnodes == 1:
         return {}
     if spec.launch.rendezvous == "elastic":
@@ -43,7 +43,7 @@ def _torchrun(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...
 
 
 def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
-    """torchrun's arguments about nodes and the address where they meet."""
+    """torchrun's arguments about nodes and rendezvous."""
     launch, port = spec.launch, spec.launch.master_port or DEFAULT_PORT
     if launch.rendezvous == "static":
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
@@ -64,18 +64,18 @@ def _accelerate(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, .
 def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
     launch, port = spec.launch, (f"--master_port={spec.launch.master_port or DEFAULT_PORT}",)
     if run.nnodes > 1:
-        # Each node starts its own processes. Over ssh, DeepSpeed would end a run by `pkill -f backend.train` on every
+        # Each node starts its own processes. Over ssh, DeepSpeed stops a run with `pkill -f backend.train` on every
         # host, and with it every other run there.
-        hosts = hostfile.include_argument(spec)
-        where = (f"--hostfile={HOSTFILE}", *((f"--include={hosts}",) if hosts else ()))
-        where = (*where, "--no_ssh", f"--node_rank={node_rank}", f"--master_addr={launch.master_addr}")
+        include = hostfile.include_argument(spec)
+        nodes = (f"--hostfile={HOSTFILE}", *((f"--include={include}",) if include else ()))
+        nodes = (*nodes, "--no_ssh", f"--node_rank={node_rank}", f"--master_addr={launch.master_addr}")
     else:
         has_ids = registry.DEVICES[run.device].visible_devices_env
         local = hostfile.same_slots(("localhost",), run.device_ids) if has_ids else ""
-        # Without this argument it reads /job/hostfile if that exists, and starts the run on those hosts over ssh.
-        where = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")
-    quiet = ("--no_local_rank", "--log_level=error")
-    return ("deepspeed.launcher.runner", *where, *port, *quiet, "--module", *TRAINER)
+        # Without --hostfile, DeepSpeed reads /job/hostfile if it exists and starts the run on those hosts over ssh.
+        nodes = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")
+    flags = ("--no_local_rank", "--log_level=error")  # the trainer reads LOCAL_RANK from the environment
+    return ("deepspeed.launcher.runner", *nodes, *port, *flags, "--module", *TRAINER)
 
 
 LAUNCHERS: Mapping[str, Callable[[RunSpec, ResolvedRun, int], tuple[str, ...]]] = {

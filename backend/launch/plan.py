@@ -1,7 +1,7 @@
 """Plan: the exact command, environment and files of a run.
 
-Imports registry, config, engines, resolve, machine, runs. Pure: no clock, no search for a free port, no environment, so
-equal input gives equal text. Preview and launch use the same Plan.
+Imports registry, config, engines, resolve, machine, runs. It reads no clock, no environment and no ports, so that equal
+input gives equal text. Preview and launch use the same Plan.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from backend.runs import ACCELERATE, ALIASES, DEEPSPEED, FSDP, HOSTFILE, JOIN, R
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
 NO_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-# Log lines start with the rank among all nodes instead of the rank on the node.
+# Log lines start with the global rank instead of the local rank.
 GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]:"}
-# A node that joins later needs the address where the ranks meet, which torch 2.13 otherwise shares only in the first
-# round (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait a minute, then fail.
+# A node that joins later needs the address of the store, which torch 2.13 otherwise shares only in the first round
+# (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait for a minute, then fail.
 SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # Shown above each file in the preview.
@@ -43,7 +43,7 @@ ABOUT: Mapping[str, str] = {
 
 
 def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: ResolvedRun | None = None) -> Plan:
-    """What runs `spec` on `machine`. Never raises: combinations that cannot work are reported by the rules."""
+    """The launch plan of `spec` on `machine`. Never raises: rules report combinations that cannot work."""
     spec = effective(spec)
     run = run or resolve(spec, machine, facts)
     return Plan(
@@ -68,17 +68,18 @@ def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:
 
 
 def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
-    """Additions to the environment; what the user set wins."""
+    """Environment variables to set. Those of launch.env override ours."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
     env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, machine.cores // run.nproc_per_node))}
-    env["PYTHONUNBUFFERED"] = "1"  # so that the log is live
+    env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
-    if run.device == "cpu" and (run.engine.config_file == DEEPSPEED or launcher == "deepspeed"):
-        env["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed uses an accelerator if there is one
-    if device.visible_devices_env and launcher != "deepspeed":  # its launcher sets the variable itself, from --include
+    env |= run.engine.environment(run.device)
+    if run.device == "cpu" and launcher == "deepspeed":
+        env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
+    if device.visible_devices_env and launcher != "deepspeed":  # which sets it from --include
         env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbered as by the driver; CUDA's default puts the fastest first
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
     if run.nnodes > 1 and launcher in ("torchrun", "accelerate"):
         env |= GLOBAL_RANK_PREFIX
     if run.nnodes > 1 and spec.launch.rendezvous == "elastic":
@@ -87,18 +88,18 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
 
 
 def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
-    """Additions that are set only where the variable, under any of its names, is not set yet."""
+    """Environment variables to set unless the variable, under any of its names, is set already."""
     if run.device != "cuda":
         return {}
     no_peers = NO_PEER_ACCESS if _lacks_peer_access(run, machine) else {}
     found = {**(CUDA_DEFAULTS if spec.launch.cuda_env_defaults else {}), **no_peers}
-    own = spec.launch.env.keys()
-    return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & own}
+    user_set = spec.launch.env.keys()
+    return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & user_set}
 
 
 def _lacks_peer_access(run: ResolvedRun, machine: Machine) -> bool:
-    """Whether the selected GPUs cannot reach each other's memory, so that accelerate 1.15 state.py refuses to start on
-    them unless NCCL's variables are set: RTX 40 with a driver before 550.40.7."""
+    """Whether the selected GPUs have no peer-to-peer access: RTX 40 with a driver before 550.40.7. accelerate 1.15
+    state.py refuses to start on them unless NO_PEER_ACCESS is set."""
     try:
         old = Version(machine.driver) < Version("550.40.7")
     except InvalidVersion:
@@ -109,14 +110,14 @@ def _lacks_peer_access(run: ResolvedRun, machine: Machine) -> bool:
 
 def _notes(spec: RunSpec, run: ResolvedRun) -> tuple[str, ...]:
     label = registry.DEVICES[run.device].label
-    where = f"{run.nproc_per_node} x {label}" if run.nproc_per_node > 1 else label
-    where = f"{run.nnodes} nodes, each {where}" if run.nnodes > 1 else where
-    backend = f", {run.backend} backend" if run.backend else ""
-    notes = [f"Trains on {where}{backend}."]
+    devices = f"{run.nproc_per_node} x {label}" if run.nproc_per_node > 1 else label
+    devices = f"{run.nnodes} nodes, each with {devices}" if run.nnodes > 1 else devices
+    backend = f" ({run.backend} backend)" if run.backend else ""
+    notes = [f"Trains on {devices}{backend}."]
     if run.nnodes > 1:
         script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"
         notes.append(
-            f"Every node needs the same Python environment and this run's folder under the same path: start {script} "
-            "on each of the other nodes."
+            "Every node needs the same Python environment, and the run folder under the same path. "
+            f"Start {script} on each of the other nodes."
         )
     return tuple(notes)
