@@ -1,9 +1,9 @@
-"""RunSpec: everything a person decides about a run, each option declared once.
+"""RunSpec: the options of a run, each declared once.
 
-Floor 1. An option is one line (type, limits, label, when it is shown, default) and its help is the docstring
-below it. Nothing derived is kept here, and nothing about this machine. Type and limits of one field are pydantic's;
-whatever needs two fields, or the machine, is a rule (`backend/rules`). Hidden options are without effect: a
-spec is written without them (`options.effective`).
+Imports registry. An option is one field (type, limits, label, visibility condition, default), and its help is the
+docstring below it. Pydantic checks each value alone; constraints between options, or on the machine, are rules
+(`backend/rules`). Values that follow from others are in `backend/resolve.py`. Hidden options have no effect and are
+not written to a spec (`options.effective`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Condition", "Data", "Launch", "Lora", "Method", "Model", "OneOf", "R
 
 
 class RunSpec(Section):
-    """A run, as a person described it."""
+    """The options of a run."""
 
     model: Model = Model()
     data: Data = Data()
@@ -42,29 +42,34 @@ class RunSpec(Section):
 
     @property
     def modifies_loaded_weights(self) -> bool:
-        """Whether the model is made anew out of its weights (packed, cast to fp8, adapters that begin inside them), or
-        by code of its own."""
-        moves = registry.LORA_INITS[self.lora.init].changes_base_weights
-        packs = registry.QUANTIZATIONS[self.method.quantization].bits > 0
-        remade = self.precision.compute == "fp8" or (self.method.kind == "lora" and (moves or packs))
-        return remade or self.model.trust_remote_code
+        """Whether the loaded weights are changed before training (quantized, converted to FP8, or by the initialization
+        of the adapter), or may be, by remote code."""
+        subtracts_adapter = registry.LORA_INITS[self.lora.init].changes_base_weights
+        quantizes = registry.QUANTIZATIONS[self.method.quantization].bits > 0
+        lora_changes = self.method.kind == "lora" and (subtracts_adapter or quantizes)
+        return self.precision.compute == "fp8" or lora_changes or self.model.trust_remote_code
 
     @property
     def needs_reference_model(self) -> bool:
-        """Whether a second model is read, to which a preference stage holds the first. An adapter is its own reference,
-        once it is switched off; but FSDP spreads what is trained only when the training starts, so what is computed
-        before is asked of another one, which is let go again."""
-        before, whole = self.preference.precompute_ref_log_probs, self.method.kind != "lora"
-        held = self.parallel.strategy in registry.FSDP if before else whole
-        return registry.STAGES[self.train.stage].uses_reference_model and held
+        """Whether a preference stage loads a reference model. With LoRA, the reference is the model without its
+        adapter. Precomputed log-probs come from the model before training; but FSDP shards it only when training
+        starts, so there they come from a second model, which is freed before training."""
+        if self.preference.precompute_ref_log_probs:
+            loads_second_model = self.parallel.strategy in registry.FSDP
+        else:
+            loads_second_model = self.method.kind != "lora"
+        return registry.STAGES[self.train.stage].uses_reference_model and loads_second_model
 
     @property
     def has_param_groups(self) -> bool:
-        """Whether the optimizer has several groups of weights: norms and biases do not decay, LoRA+ has two rates."""
-        decaying = {"lm_head", "embed_tokens"}.issuperset(self.lora.modules_to_save)
-        return self.method.kind != "lora" or self.lora.loraplus_lr_ratio > 1 or not decaying
+        """Whether the optimizer has several parameter groups: weight decay skips norms and biases, and LoRA+ has two
+        learning rates."""
+        all_decay = {"lm_head", "embed_tokens"}.issuperset(self.lora.modules_to_save)
+        return self.method.kind != "lora" or self.lora.loraplus_lr_ratio > 1 or not all_decay
 
-    def adapts_experts(self, stacked: Collection[str]) -> bool:
-        """Whether adapters are placed on a mixture's experts, whose linear layers peft knows by the names `stacked`."""
-        named = self.lora.targets == "custom" and any(name in stacked for name in self.lora.target_modules)
-        return self.method.kind == "lora" and bool(stacked) and (self.lora.targets == "all-linear" or named)
+    def adapts_experts(self, stacked_modules: Collection[str]) -> bool:
+        """Whether the experts of an MoE model get adapters; peft targets them by the names in `stacked_modules`."""
+        if self.method.kind != "lora" or not stacked_modules:
+            return False
+        targets = self.lora.target_modules if self.lora.targets == "custom" else ()
+        return self.lora.targets == "all-linear" or any(name in stacked_modules for name in targets)

@@ -22,65 +22,71 @@ WITH_PROMPT = ("prompt_completion", "alpaca", "pairs", "labels")
 
 
 class Data(Section):
-    """What to learn from."""
+    """The training and validation data."""
 
-    source: Annotated[Literal["builtin", "files", "hub"], Ui("Data from")] = "builtin"
-    """The demo needs no network; files lie on this machine; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(registry.DATASETS), Ui("Dataset", when={"data.source": ("builtin",)})] = "trains"
-    """Small and made for Footplate."""
-    files: Annotated[Lines, Ui("Files", when={"data.source": ("files",)}, widget="lines")] = ()
-    """One path a line: .json, .jsonl, .csv or .parquet. Shell patterns (*.jsonl) work."""
-    hub_id: Annotated[str, Ui("Dataset id", when={"data.source": ("hub",)})] = ""
-    """As on the hub: organisation/name."""
-    hub_config: Annotated[str, Ui("Configuration", when={"data.source": ("hub",)})] = ""
-    """The dataset's subset, if it has several."""
-    hub_split: Annotated[str, Ui("Split", when={"data.source": ("hub",)})] = "train"
-    """The part to train on; slices such as train[:10%] work."""
-    format: Annotated[str, *one_of(registry.FORMATS), Ui("Format", when=USER_DATA)] = "auto"
-    """How a row is written."""
+    source: Annotated[Literal["builtin", "files", "hub"], Ui("Data source")] = "builtin"
+    """Where the dataset comes from: built into Footplate, local files, or the Hugging Face Hub (downloaded by the
+    run)."""
+    builtin: Annotated[str, *one_of(registry.DATASETS), Ui("Built-in dataset", when={"data.source": ("builtin",)})] = (
+        "trains"
+    )
+    """Small demo datasets that need no network."""
+    files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines")] = ()
+    """One path per line: .jsonl, .json, .csv or .parquet; glob patterns such as data/*.jsonl work."""
+    hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
+    """Dataset on the Hugging Face Hub, as organization/name: HuggingFaceH4/ultrachat_200k."""
+    hub_config: Annotated[str, Ui("Dataset config", when={"data.source": ("hub",)})] = ""
+    """Configuration (subset) of the Hub dataset; leave it empty for the default one."""
+    hub_split: Annotated[str, Ui("Dataset split", when={"data.source": ("hub",)})] = "train"
+    """Split of the Hub dataset to train on; slices such as train[:10%] work."""
+    format: Annotated[str, *one_of(registry.FORMATS), Ui("Data format", when=USER_DATA)] = "auto"
+    """Layout of an example; Automatic detects it from the columns of the first example."""
     messages_column: Annotated[
-        str, Ui("Conversation column", when={**USER_DATA, "data.format": ("messages", "sharegpt")})
+        str, Ui("Messages column", when={**USER_DATA, "data.format": ("messages", "sharegpt")})
     ] = ""
-    """Empty: messages, or conversations for ShareGPT."""
+    """Column with the conversation; empty uses messages, or conversations for ShareGPT."""
     prompt_column: Annotated[str, Ui("Prompt column", when={**USER_DATA, "data.format": WITH_PROMPT})] = ""
-    """Empty: prompt, or instruction for Alpaca; of compared answers also a conversation."""
+    """Column with the prompt; empty uses prompt, or instruction for Alpaca. Preference data may have a conversation
+    here."""
     completion_column: Annotated[
         str, Ui("Completion column", when={**USER_DATA, "data.format": ("prompt_completion", "alpaca", "labels")})
     ] = ""
-    """Empty: completion, or output for Alpaca."""
+    """Column with the completion; empty uses completion, or output for Alpaca."""
     chosen_column: Annotated[str, Ui("Chosen column", when={**USER_DATA, "data.format": ("pairs",)})] = ""
-    """Empty: chosen."""
+    """Column with the preferred completion or conversation; empty uses chosen."""
     rejected_column: Annotated[str, Ui("Rejected column", when={**USER_DATA, "data.format": ("pairs",)})] = ""
-    """Empty: rejected."""
+    """Column with the rejected completion or conversation; empty uses rejected."""
     label_column: Annotated[str, Ui("Label column", when={**USER_DATA, "data.format": ("labels",)})] = ""
-    """Empty: label, or kto_tag. True marks a good answer."""
+    """Column that is true for desirable completions; empty uses label or kto_tag."""
     text_column: Annotated[str, Ui("Text column", when={**USER_DATA, "data.format": ("text",)})] = ""
-    """Empty: text."""
+    """Column with plain text; empty uses text."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
-    """Put before every conversation that brings none of its own."""
+    """Added to every conversation that has no system prompt; usually empty."""
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
-    """How a conversation becomes text. It is saved with the trained model."""
-    chat_template_file: Annotated[str, Ui("Template file", when={**CHAT, "data.chat_template": ("file",)})] = ""
-    """A Jinja file, as tokenizers store it."""
-    loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Learn", when=SFT)] = "completions"
-    """Answers: the loss counts the assistant's turns (every one), or the completion. All: every token."""
-    max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Cut-off length", unit="tokens")] = 512
-    """Longer rows are cut here. Memory grows with it."""
-    packing: Annotated[bool, Ui("Pack rows", when=NEXT_TOKEN)] = False
-    """Fill every row up to the cut-off length with several examples: less padding, quicker epochs."""
-    max_samples: Annotated[int, Field(ge=0), Ui("Sample limit")] = 0
-    """Train on the first so many rows after shuffling; 0 takes all."""
-    validation: Annotated[Literal["none", "split", "files"], Ui("Validation", when=USER_DATA)] = "split"
-    """Rows that are never trained on: for the evaluation curve and the answers before and after."""
+    """How conversations are rendered to text; it is saved with the trained model. Use ChatML for base models without
+    one."""
+    chat_template_file: Annotated[str, Ui("Chat template file", when={**CHAT, "data.chat_template": ("file",)})] = ""
+    """Path of a Jinja chat template, such as the chat_template.jinja of a tokenizer."""
+    loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
+    """Tokens that the SFT loss counts: every assistant turn or completion (usual), or all tokens of the example."""
+    max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Max sequence length", unit="tokens")] = 512
+    """Longer examples are truncated; activation memory grows with it. 1024 to 8192 is usual."""
+    packing: Annotated[bool, Ui("Packing", when=NEXT_TOKEN)] = False
+    """Concatenates examples into sequences of the max length: less padding and faster epochs when examples are
+    short."""
+    max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
+    """Trains on this many examples, chosen after shuffling; 0 uses all."""
+    validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
+    """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[
         float,
         Field(gt=0, lt=1),
-        Ui("Validation share", when={**USER_DATA, "data.validation": ("split",)}),
+        Ui("Validation split", when={**USER_DATA, "data.validation": ("split",)}),
     ] = 0.05
-    """Share of the rows kept back, chosen by the seed."""
+    """Fraction of the examples that is split off with the seed as validation set; 0.01 to 0.1 is usual."""
     validation_files: Annotated[
         Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
     ] = ()
-    """One path a line, in the same format."""
-    dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Preparation processes")] = 1
-    """Processes that tokenize. More than one pays from some ten thousand rows."""
+    """One path per line, in the same format as the data files."""
+    dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
+    """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""

@@ -1,6 +1,6 @@
-"""How an option is declared: its label, when it is shown, and the kinds of values that a form or a shell may send.
+"""Declaration of options: label and visibility (Ui), value types, and the visibility conditions.
 
-Floor 1. Imports: catalog.
+Imports registry, config.merge.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ When = Condition | tuple[Condition, ...]
 
 @dataclass(frozen=True)
 class Ui:
-    """How an option is shown: its label, when (option -> allowed values, all must hold; of several conditions one
-    is enough), the widget's kind."""
+    """The label, visibility and widget of an option. `when`: option -> allowed values, which must all hold; of several
+    conditions, one is enough."""
 
     label: str
     when: When = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Ui:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The table that a text option chooses from."""
+    """The registry table of a choice."""
 
     table: Mapping[str, registry.Choice]
 
@@ -41,16 +41,16 @@ class OneOf:
 def one_of(table: Mapping[str, registry.Choice]) -> tuple[OneOf, AfterValidator]:
     """Annotations for a text option whose value is a key of `table`."""
 
-    def known(value: str) -> str:
+    def check(value: str) -> str:
         if value not in table:
             raise ValueError(f"must be one of {', '.join(table)}")
         return value
 
-    return OneOf(table), AfterValidator(known)
+    return OneOf(table), AfterValidator(check)
 
 
-def _parts(pattern: str) -> BeforeValidator:
-    """Accept one text for a list: a form's field, or a value on the command line."""
+def _split_by(pattern: str) -> BeforeValidator:
+    """Accept one text for a list, as a form field or the command line sends it."""
 
     def split(value: Any) -> Any:
         return tuple(p.strip() for p in re.split(pattern, value) if p.strip()) if isinstance(value, str) else value
@@ -59,34 +59,34 @@ def _parts(pattern: str) -> BeforeValidator:
 
 
 def _pairs(value: Any) -> Any:
-    """Accept lines of NAME=value for a table of environment variables."""
+    """Accept lines of NAME=value for environment variables."""
     if not isinstance(value, str):
         return value
     pairs = {}
     for line in filter(None, (line.strip() for line in value.splitlines())):
         name, equals, text = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
-            raise ValueError(f"write one NAME=value a line, not {line!r}")
+            raise ValueError(f"must have one NAME=value per line; {line!r} is not")
         pairs[name.strip()] = text.strip()
     return pairs
 
 
-def _named(value: dict[str, str]) -> dict[str, str]:
+def _variable_names(value: dict[str, str]) -> dict[str, str]:
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name for an environment variable")
+            raise ValueError(f"has an invalid name of an environment variable: {name!r}")
     return value
 
 
 def word_like() -> tuple[AfterValidator]:
-    """Annotation for a name that becomes part of a command and of a file's path."""
+    """Annotation for a name that becomes part of a command and of a file path."""
 
-    def plain(value: str) -> str:
+    def check(value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value):
-            raise ValueError("must be a word of letters, digits, _, . and -")
+            raise ValueError("must begin with a letter or digit and contain only letters, digits, _, . and -")
         return value
 
-    return (AfterValidator(plain),)
+    return (AfterValidator(check),)
 
 
 def _json(text: str) -> str:
@@ -95,14 +95,14 @@ def _json(text: str) -> str:
 
 
 JsonText = Annotated[str, AfterValidator(_json)]
-Lines = Annotated[tuple[str, ...], _parts(r"[\n]")]
-Names = Annotated[tuple[str, ...], _parts(r"[\s,]+")]
-Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _parts(r"[\s,]+")]
-Pairs = Annotated[dict[str, str], BeforeValidator(_pairs), AfterValidator(_named)]
+Lines = Annotated[tuple[str, ...], _split_by(r"[\n]")]
+Names = Annotated[tuple[str, ...], _split_by(r"[\s,]+")]
+Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _split_by(r"[\s,]+")]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs), AfterValidator(_variable_names)]
 
 
 class Section(BaseModel):
-    """A part of the spec; unknown names are refused, nothing is changed in place."""
+    """A section of the spec: immutable, without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
@@ -110,7 +110,7 @@ class Section(BaseModel):
 
 
 def read_by(option: str) -> Condition:
-    """Shown for the optimizers that read this option."""
+    """The condition that the optimizer uses this option."""
     return {"train.optim": tuple(name for name, row in registry.OPTIMIZERS.items() if option in row.reads)}
 
 

@@ -1,14 +1,13 @@
-"""Configurations of others: a DeepSpeed JSON or an accelerate YAML fills the form, and what the form has no field for
-is kept as further keys of the same file.
+"""Importers: a DeepSpeed JSON or an accelerate YAML as a spec.
 
-Floor 2. Imports: below. Nothing is guessed: a value that a field takes goes there; afterwards the file that the form
-would write is compared with the file that came, and the rest is kept.
+Imports registry, config, engines, resolve and launch.accelerate_config. Values that have an option set it. Then the
+file that Footplate would generate is compared with the imported one, and the keys that differ become extra config.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -25,11 +24,10 @@ from backend.resolve import resolve
 
 MIB = 1024**2
 Patch = dict[str, Any]
-Take = Callable[[Any], Patch]
 
 
-def recognise(text: str) -> str:
-    """'deepspeed' or 'accelerate' if the text is one of theirs, otherwise ''."""
+def detect_format(text: str) -> str:
+    """'deepspeed' or 'accelerate' if the text is such a configuration file, otherwise ''."""
     try:
         found = yaml.safe_load(text)  # JSON is YAML
     except yaml.YAMLError:
@@ -41,39 +39,43 @@ def recognise(text: str) -> str:
     return "accelerate" if {"compute_environment", "distributed_type"} & found.keys() else ""
 
 
-def read(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """(`spec` with what the file says, the dotted keys that became further keys). Raises SpecError."""
-    theirs = _plain(yaml.safe_load(text))
-    kind = recognise(text)
-    made = edit(spec, _deepspeed(theirs) if kind == "deepspeed" else _accelerate(theirs))
-    if kind == "deepspeed":
-        made = edit(made, _rows(theirs, made))
-        kept = merge.beyond(theirs, engine_of(made.parallel.strategy).configuration(made))
-        kept = {key: value for key, value in kept.items() if key not in _understood(theirs)}
-        if _is_number(whole := theirs.get("train_batch_size")) and whole != _step(made):
-            kept["train_batch_size"] = whole
-        return edit(made, {"parallel.extra_config": _text(kept)}), merge.paths(kept)
-    kept = merge.beyond(theirs, accelerate_config.configuration(made, resolve(made, Machine())))
-    kept = _without(kept, SAID)
-    return edit(made, {"launch.extra_accelerate_config": _text(kept)}), merge.paths(kept)
+def import_config(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """(`spec` with the values of the file, the dotted keys that became extra config). Raises SpecError."""
+    imported = _parse_numbers(yaml.safe_load(text))
+    if detect_format(text) == "deepspeed":
+        return _import_deepspeed(imported, spec)
+    result = edit(spec, _accelerate(imported))
+    extra = merge.additions(imported, accelerate_config.configuration(result, resolve(result, Machine())))
+    extra = _without(extra, ACCELERATE_OPTIONS)
+    return edit(result, {"launch.extra_accelerate_config": _json(extra)}), merge.paths(extra)
 
 
-def _without(table: Mapping[str, Any], said: set[str], before: str = "") -> dict[str, Any]:
-    """`table` without the leaves of these dotted paths."""
+def _import_deepspeed(imported: Mapping[str, Any], spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    result = edit(spec, _deepspeed(imported))
+    result = edit(result, _batch_size(imported, result))
+    extra = merge.additions(imported, engine_of(result.parallel.strategy).configuration(result))
+    extra = {key: value for key, value in extra.items() if key not in _imported_blocks(imported)}
+    if _is_number(global_size := imported.get("train_batch_size")) and global_size != _global_batch_size(result):
+        extra["train_batch_size"] = global_size
+    return edit(result, {"parallel.extra_config": _json(extra)}), merge.paths(extra)
+
+
+def _without(table: Mapping[str, Any], removed: set[str], prefix: str = "") -> dict[str, Any]:
+    """`table` without the leaves at these dotted paths."""
     found = {}
     for key, value in table.items():
-        inner = _without(value, said, f"{before}{key}.") if isinstance(value, Mapping) else value
-        if f"{before}{key}" not in said and (inner or not isinstance(value, Mapping)):
+        inner = _without(value, removed, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        if f"{prefix}{key}" not in removed and (inner or not isinstance(value, Mapping)):
             found[key] = inner
     return found
 
 
-def _text(kept: Mapping[str, Any]) -> str:
-    return json.dumps(kept, indent=2) if kept else ""
+def _json(extra: Mapping[str, Any]) -> str:
+    return json.dumps(extra, indent=2) if extra else ""
 
 
-def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers such as 5e8, which YAML takes for words."""
+def _parse_numbers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with strings such as 5e8, which YAML does not read as numbers, as numbers, and 8.0 as 8."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -93,7 +95,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(name: str, value: Any, divide: float = 1) -> Patch:
-    """A patch of one option, if the value is a number ("auto" and null leave the form as it is)."""
+    """A patch of one option if the value is a number; "auto" and null leave the option unchanged."""
     if not _is_number(value):
         return {}
     return {name: max(1, round(value / divide)) if divide != 1 else value}
@@ -102,53 +104,60 @@ def _number(name: str, value: Any, divide: float = 1) -> Patch:
 # --- DeepSpeed ---
 
 
-def _deepspeed(theirs: Mapping[str, Any]) -> Patch:
-    zero = theirs.get("zero_optimization") or {}
+def _deepspeed(imported: Mapping[str, Any]) -> Patch:
+    """The options that a DeepSpeed configuration sets."""
+    zero = imported.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise SpecError([Problem("", f"zero_optimization.stage must be 0, 1, 2 or 3, not {stage!r}")])
     patch: Patch = {"parallel.strategy": f"zero{stage}"}
-    patch |= _number("train.per_device_train_batch_size", theirs.get("train_micro_batch_size_per_gpu"))
-    patch |= _number("train.gradient_accumulation_steps", theirs.get("gradient_accumulation_steps"))
-    patch |= _number("train.max_grad_norm", theirs.get("gradient_clipping"))
+    patch |= _number("train.per_device_train_batch_size", imported.get("train_micro_batch_size_per_gpu"))
+    patch |= _number("train.gradient_accumulation_steps", imported.get("gradient_accumulation_steps"))
+    patch |= _number("train.max_grad_norm", imported.get("gradient_clipping"))
     patch |= _number("parallel.bucket_cap_mb", zero.get("reduce_bucket_size"), MIB / 2)
     for name in ("bf16", "fp16"):
-        if (theirs.get(name) or {}).get("enabled") is True:
+        if (imported.get(name) or {}).get("enabled") is True:
             patch["precision.compute"] = name
     for key in ("offload_optimizer", "offload_param"):
         patch |= _offload(key, zero.get(key) or {})
-    aio = theirs.get("aio") or {}
+    aio = imported.get("aio") or {}
     patch |= _number("parallel.aio_block_size_kb", aio.get("block_size"), 1024)
     patch |= _number("parallel.aio_queue_depth", aio.get("queue_depth"))
     patch |= _number("parallel.aio_intra_op_parallelism", aio.get("intra_op_parallelism"))
-    return patch | _schedule(theirs.get("scheduler") or {}) | _optimizer(theirs.get("optimizer") or {})
+    return patch | _scheduler(imported.get("scheduler") or {}) | _optimizer(imported.get("optimizer") or {})
 
 
-def _step(spec: RunSpec) -> int:
-    """Rows of a step, as DeepSpeed counts them."""
+def _global_batch_size(spec: RunSpec) -> int:
+    """train_batch_size as DeepSpeed computes it, from the world size even with sequence parallelism."""
     return spec.train.per_device_train_batch_size * spec.train.gradient_accumulation_steps * world_size(spec)
 
 
-def _rows(theirs: Mapping[str, Any], made: RunSpec) -> Patch:
-    """What of batch size and accumulation is not said, so that a step learns from as many rows as the file says."""
-    whole: Any = theirs.get("train_batch_size")
+def _batch_size(imported: Mapping[str, Any], spec: RunSpec) -> Patch:
+    """Batch size or accumulation, whichever the file leaves open, so that train_batch_size is the file's."""
+    global_size: Any = imported.get("train_batch_size")
     for name, key, other in (
-        ("train.gradient_accumulation_steps", "gradient_accumulation_steps", made.train.per_device_train_batch_size),
-        ("train.per_device_train_batch_size", "train_micro_batch_size_per_gpu", made.train.gradient_accumulation_steps),
+        ("train.gradient_accumulation_steps", "gradient_accumulation_steps", spec.train.per_device_train_batch_size),
+        ("train.per_device_train_batch_size", "train_micro_batch_size_per_gpu", spec.train.gradient_accumulation_steps),
     ):
-        each = other * world_size(made)
-        if _is_number(whole) and not _is_number(theirs.get(key)) and whole % each == 0:
-            return {name: whole // each}
+        each = other * world_size(spec)
+        if _is_number(global_size) and not _is_number(imported.get(key)) and global_size % each == 0:
+            return {name: global_size // each}
     return {}
 
 
-# DeepSpeed's optimizers and schedules that are the form's too; source: transformers 5.23 docs/main_classes/deepspeed.
-OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}  # its Adam decays like AdamW, unless told otherwise
-SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-PLAIN = {"torch_adam": (True, False), "adam_w_mode": (True,), "bias_correction": (True,), "warmup_min_lr": (0, "auto"),
-         "warmup_type": ("linear",)}  # fmt: skip
-RATES = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-STEPS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup_steps"}
+# DeepSpeed's optimizers and schedulers -> our options; source: transformers 5.23 docs/main_classes/deepspeed.
+OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
+SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Parameters without an option, with the values that change nothing.
+NEUTRAL_VALUES = {
+    "torch_adam": (True, False),
+    "adam_w_mode": (True,),
+    "bias_correction": (True,),
+    "warmup_min_lr": (0, "auto"),
+    "warmup_type": ("linear",),
+}
+OPTIMIZER_PARAMS = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+SCHEDULER_PARAMS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmup_steps"}
 
 
 def _optimizer(block: Mapping[str, Any]) -> Patch:
@@ -156,7 +165,7 @@ def _optimizer(block: Mapping[str, Any]) -> Patch:
     patch: Patch = {}
     if name := OPTIMIZERS.get(str(block.get("type")).lower()):
         patch["train.optim"] = name
-    for key, option in RATES.items():
+    for key, option in OPTIMIZER_PARAMS.items():
         patch |= _number(f"train.{option}", params.get(key))
     betas = params.get("betas")
     if isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)):
@@ -164,28 +173,28 @@ def _optimizer(block: Mapping[str, Any]) -> Patch:
     return patch
 
 
-def _schedule(block: Mapping[str, Any]) -> Patch:
+def _scheduler(block: Mapping[str, Any]) -> Patch:
     params: Mapping[str, Any] = block.get("params") or {}
     patch: Patch = {}
-    if name := SCHEDULES.get(str(block.get("type"))):
+    if name := SCHEDULERS.get(str(block.get("type"))):
         patch["train.lr_scheduler_type"] = name
-    for key, option in STEPS.items():
+    for key, option in SCHEDULER_PARAMS.items():
         patch |= _number(f"train.{option}", params.get(key))
-    if _is_number(steps := params.get("total_num_steps")):  # of the whole training
+    if _is_number(steps := params.get("total_num_steps")):  # optimizer steps of the whole run
         patch |= {"train.duration": "steps", "train.max_steps": steps}
     return patch
 
 
-def _understood(theirs: Mapping[str, Any]) -> list[str]:
-    """Which of the blocks optimizer and scheduler the form says in full."""
+def _imported_blocks(imported: Mapping[str, Any]) -> list[str]:
+    """Which of the blocks optimizer and scheduler are completely expressed by options."""
     found = []
-    for name, types, said in (
-        ("optimizer", {*OPTIMIZERS}, {*RATES, "betas"}),
-        ("scheduler", {key.lower() for key in SCHEDULES}, {*STEPS, "total_num_steps"}),
+    for name, types, params_with_option in (
+        ("optimizer", {*OPTIMIZERS}, {*OPTIMIZER_PARAMS, "betas"}),
+        ("scheduler", {key.lower() for key in SCHEDULERS}, {*SCHEDULER_PARAMS, "total_num_steps"}),
     ):
-        block = theirs.get(name) or {}
+        block = imported.get(name) or {}
         params = block.get("params") or {}
-        rest = {k: v for k, v in params.items() if k not in said and v not in PLAIN.get(k, ())}
+        rest = {k: v for k, v in params.items() if k not in params_with_option and v not in NEUTRAL_VALUES.get(k, ())}
         if str(block.get("type")).lower() in types and not rest:
             found.append(name)
     return found
@@ -205,51 +214,52 @@ def _offload(option: str, table: Mapping[str, Any]) -> Patch:
 
 # --- accelerate ---
 
-# What the form says in other words, so that its own file need not repeat it.
-SAID = {
+# Keys that options express under other names.
+ACCELERATE_OPTIONS = {
     "distributed_type", "mixed_precision", "gpu_ids", "use_cpu",
     "fsdp_config.fsdp_activation_checkpointing", "fsdp_config.fsdp_sharding_strategy",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
     *(f"deepspeed_config.{key}" for key in (
         "zero_stage", "gradient_accumulation_steps", "gradient_clipping", "deepspeed_config_file",
         "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device", "offload_param_nvme_path",
-        "zero3_init_flag", "zero3_save_16bit_model",  # as deepspeed.json does always
+        "zero3_init_flag", "zero3_save_16bit_model",  # always on in our deepspeed.json
     )),
 }  # fmt: skip
-STRATEGIES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
+DISTRIBUTED_TYPES = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "MULTI_XPU": "ddp", "MULTI_NPU": "ddp"}
 
 
-def _accelerate(theirs: Mapping[str, Any]) -> Patch:
-    kind = str(theirs.get("distributed_type", "NO"))
+def _accelerate(imported: Mapping[str, Any]) -> Patch:
+    kind = str(imported.get("distributed_type", "NO"))
     patch: Patch = {"launch.launcher": "accelerate"}
     if kind == "DEEPSPEED":
-        patch |= _accelerate_deepspeed(theirs.get("deepspeed_config") or {})
+        patch |= _accelerate_deepspeed(imported.get("deepspeed_config") or {})
     elif kind == "FSDP":
-        patch |= _accelerate_fsdp(theirs.get("fsdp_config") or {})
-    elif kind in STRATEGIES:
-        patch["parallel.strategy"] = STRATEGIES[kind]
+        patch |= _accelerate_fsdp(imported.get("fsdp_config") or {})
+    elif kind in DISTRIBUTED_TYPES:
+        patch["parallel.strategy"] = DISTRIBUTED_TYPES[kind]
     else:
-        raise SpecError([Problem("", f"distributed_type {kind} is none that Footplate starts")])
-    machines = int(theirs.get("num_machines") or 1)
-    patch |= _number("launch.nproc_per_node", int(theirs.get("num_processes") or machines) // machines)
+        raise SpecError([Problem("", f"distributed_type {kind} is not supported")])
+    machines = int(imported.get("num_machines") or 1)
+    patch |= _number("launch.nproc_per_node", int(imported.get("num_processes") or machines) // machines)
     if machines > 1:
         patch |= {"launch.rendezvous": "static", "launch.nnodes": machines}
-        patch |= {"launch.master_addr": str(theirs.get("main_process_ip") or "")}
-        patch |= _number("launch.node_rank", theirs.get("machine_rank"))
-    patch |= _number("launch.master_port", theirs.get("main_process_port"))
-    if theirs.get("mixed_precision") in ("no", "bf16", "fp16", "fp8"):
-        patch["precision.compute"] = str(theirs["mixed_precision"]).replace("no", "fp32")
-    if theirs.get("use_cpu") is True:
+        patch |= {"launch.master_addr": str(imported.get("main_process_ip") or "")}
+        patch |= _number("launch.node_rank", imported.get("machine_rank"))
+    patch |= _number("launch.master_port", imported.get("main_process_port"))
+    if imported.get("mixed_precision") in ("no", "bf16", "fp16", "fp8"):
+        patch["precision.compute"] = str(imported["mixed_precision"]).replace("no", "fp32")
+    if imported.get("use_cpu") is True:
         patch["launch.device"] = "cpu"
-    ids = str(theirs.get("gpu_ids", "all"))
+    ids = str(imported.get("gpu_ids", "all"))
     return patch | ({"launch.devices": ids} if ids not in ("all", "None") else {})
 
 
 def _accelerate_deepspeed(table: Mapping[str, Any]) -> Patch:
     if table.get("deepspeed_config_file"):
-        said = f"deepspeed_config names {table['deepspeed_config_file']}: import that file too, before or after"
-        patch: Patch = {} if table.get("zero_stage") is None else {"parallel.strategy": f"zero{table['zero_stage']}"}
-        return patch or _refuse(said)
+        if table.get("zero_stage") is None:
+            file = table["deepspeed_config_file"]
+            raise SpecError([Problem("", f"deepspeed_config refers to {file}: import that file instead")])
+        return {"parallel.strategy": f"zero{table['zero_stage']}"}
     zero = {"stage": table.get("zero_stage", 2)}
     for key in ("optimizer", "param"):
         zero[f"offload_{key}"] = {
@@ -260,28 +270,24 @@ def _accelerate_deepspeed(table: Mapping[str, Any]) -> Patch:
     return _deepspeed({"zero_optimization": zero, **{key: table.get(key) for key in same}})
 
 
-def _refuse(sentence: str) -> Patch:
-    raise SpecError([Problem("", sentence)])
-
-
 def _accelerate_fsdp(table: Mapping[str, Any]) -> Patch:
-    said = {key.removeprefix("fsdp_"): value for key, value in table.items()}
-    version = 2 if said.get("version") == 2 else 1
+    config = {key.removeprefix("fsdp_"): value for key, value in table.items()}
+    version = 2 if config.get("version") == 2 else 1
     patch: Patch = {"parallel.strategy": f"fsdp{version}"}
-    sharding = str(said.get("sharding_strategy") or said.get("reshard_after_forward", "")).lower()
+    sharding = str(config.get("sharding_strategy") or config.get("reshard_after_forward", "")).lower()
     if version == 1 and sharding in registry.SHARDINGS:
         patch["parallel.sharding_strategy"] = sharding
-    if version == 2 and isinstance(said.get("reshard_after_forward"), bool):
-        patch["parallel.reshard_after_forward"] = said["reshard_after_forward"]
-    if isinstance(said.get("offload_params"), bool):
-        patch["parallel.cpu_offload"] = said["offload_params"]
+    if version == 2 and isinstance(config.get("reshard_after_forward"), bool):
+        patch["parallel.reshard_after_forward"] = config["reshard_after_forward"]
+    if isinstance(config.get("offload_params"), bool):
+        patch["parallel.cpu_offload"] = config["offload_params"]
     formats = {value: key for key, value in STATE_DICTS.items()}
-    if said.get("state_dict_type") in formats:
-        patch["parallel.state_dict_type"] = formats[said["state_dict_type"]]
-    if version == 2 and said.get("cpu_ram_efficient_loading") is False:  # both files must say so
-        patch["parallel.extra_config"] = _text({"cpu_ram_efficient_loading": False})
-    layers = said.get("transformer_layer_cls_to_wrap") or ""
+    if config.get("state_dict_type") in formats:
+        patch["parallel.state_dict_type"] = formats[config["state_dict_type"]]
+    if version == 2 and config.get("cpu_ram_efficient_loading") is False:  # fsdp.json must agree with it
+        patch["parallel.extra_config"] = _json({"cpu_ram_efficient_loading": False})
+    layers = config.get("transformer_layer_cls_to_wrap") or ""
     return patch | {
         "parallel.transformer_layer_cls_to_wrap": layers,
-        "train.activation_checkpointing": said.get("activation_checkpointing") is True,
+        "train.activation_checkpointing": config.get("activation_checkpointing") is True,
     }

@@ -22,50 +22,54 @@ from backend.config.fields import (
     word_like,
 )
 
+RENDEZVOUS = {"standalone": "Single node", "static": "Multi-node, static", "elastic": "Multi-node, elastic"}
+
 
 class Launch(Section):
-    """Where it runs, and what starts it."""
+    """Launcher, devices, nodes and environment."""
 
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher")] = "torchrun"
-    """What starts the processes of a node; python starts one process alone, a little sooner."""
-    device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device")] = "auto"
-    """Automatic takes the accelerator that is there, otherwise the CPU."""
+    """Program that starts the processes; torchrun is usual. python starts a single process without a launcher."""
+    device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device type")] = "auto"
+    """Automatic uses the accelerator that is found, else the CPU."""
     devices: Annotated[
-        Ids, Ui("Device ids", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
+        Ids, Ui("Device IDs", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
     ] = ()
-    """Which GPUs, by id: 0, 1. Empty takes the first ones."""
-    nproc_per_node: Annotated[int, Field(ge=1, le=1024), Ui("Processes", when=MULTI_PROCESS)] = 2
-    """On each node, one for each device."""
+    """IDs of the devices to use, such as 0, 1; empty uses the first ones."""
+    nproc_per_node: Annotated[int, Field(ge=1, le=1024), Ui("Processes per node", when=MULTI_PROCESS)] = 2
+    """Processes that the launcher starts on each node, one per device."""
     rendezvous: Annotated[
         Literal["standalone", "static", "elastic"],
-        Ui("Nodes", when=WITH_LAUNCHER, choices={"standalone": "One", "static": "Several", "elastic": "Elastic"}),
+        Ui("Rendezvous", when=WITH_LAUNCHER, choices=RENDEZVOUS),
     ] = "standalone"
-    """Several wait for one another; elastic nodes may come and go, and a rank that dies comes back."""
-    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Number of nodes", when=MULTI_NODE)] = 2
-    """Machines that train together; of an elastic run, the most."""
-    min_nnodes: Annotated[int, Field(ge=1, le=128), Ui("At least", when=ELASTIC, unit="nodes")] = 1
-    """It begins, and goes on, with as few."""
-    node_rank: Annotated[int, Field(ge=0, le=127), Ui("This node's rank", when=STATIC)] = 0
-    """Which of the nodes the run is started on, from 0."""
-    master_addr: Annotated[str, Ui("Address of node 0", when=MULTI_NODE)] = ""
-    """The name or IP by which the other nodes reach it; the ranks meet there."""
-    master_port: Annotated[int, Field(ge=0, le=65535), Ui("Port", when=WITH_LAUNCHER)] = 0
-    """Where the ranks meet. 0 takes a free one on one node; 29500 for several, and for deepspeed."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Restarts", when=ELASTIC)] = 3
-    """How often the ranks start again, from the last checkpoint, when one of them dies."""
-    rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous id", when=ELASTIC)] = "footplate"
-    """The same on all nodes; another one for each run that meets at the same address and port."""
+    """How the nodes of a run find each other; with elastic, nodes may join and leave, and failed ranks are
+    restarted."""
+    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=MULTI_NODE)] = 2
+    """Number of nodes that train together; for an elastic run, the maximum."""
+    min_nnodes: Annotated[int, Field(ge=1, le=128), Ui("Minimum nodes", when=ELASTIC, unit="nodes")] = 1
+    """Minimum number of nodes to start or continue an elastic run."""
+    node_rank: Annotated[int, Field(ge=0, le=127), Ui("Node rank", when=STATIC)] = 0
+    """Rank of this node, from 0 to nodes - 1."""
+    master_addr: Annotated[str, Ui("Master address", when=MULTI_NODE)] = ""
+    """Host name or IP address of node 0, as the other nodes reach it."""
+    master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=WITH_LAUNCHER)] = 0
+    """Port on node 0 for the rendezvous; 0 picks a free port on one node, and 29500 with several nodes or deepspeed."""
+    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=ELASTIC)] = 3
+    """How often torchrun restarts the processes from the latest checkpoint after a failure; 3 is usual."""
+    rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous ID", when=ELASTIC)] = "footplate"
+    """The same on all nodes of a run; different for runs that share an address and port."""
     hostfile: Annotated[Lines, Ui("Hostfile", when=WITH_HOSTFILE, widget="lines")] = ()
-    """A node a line, node 0 first: worker-1 slots=4."""
+    """One node per line, node 0 first, as the deepspeed launcher expects: worker-1 slots=4."""
     include: Annotated[str, Ui("Include", when=WITH_HOSTFILE)] = ""
-    """Only these hosts and slots: worker-1@worker-2:0,1. Empty takes all of the hostfile."""
-    omp_num_threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads a process")] = 0
-    """0 shares the cores among the processes."""
-    cuda_env_defaults: Annotated[bool, Ui("Memory settings", when={"launch.device": ("auto", "cuda")})] = True
-    """On CUDA: expandable_segments for the allocator, no recorded streams for NCCL. What you have set stays."""
+    """Hosts and slots of the hostfile to use: worker-1@worker-2:0,1. Empty uses all."""
+    omp_num_threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads per process")] = 0
+    """Value of OMP_NUM_THREADS; 0 divides the CPU cores by the number of processes."""
+    cuda_env_defaults: Annotated[bool, Ui("CUDA memory defaults", when={"launch.device": ("auto", "cuda")})] = True
+    """Sets expandable_segments for the CUDA allocator and disables record_stream for NCCL, unless you set these
+    variables."""
     extra_accelerate_config: Annotated[
-        JsonText, Ui("Further keys of accelerate", when={"launch.launcher": ("accelerate",)}, widget="text")
+        JsonText, Ui("Extra accelerate config (JSON)", when={"launch.launcher": ("accelerate",)}, widget="text")
     ] = ""
-    """JSON, laid over accelerate.yaml: for what has no field here."""
-    env: Annotated[Pairs, Ui("Environment", widget="lines")] = Field(default_factory=dict)
-    """Added for the run, one NAME=value a line."""
+    """Keys merged over the generated accelerate.yaml, for settings that have no option."""
+    env: Annotated[Pairs, Ui("Environment variables", widget="lines")] = Field(default_factory=dict)
+    """Variables added to the environment of the run, one NAME=value per line."""

@@ -1,7 +1,4 @@
-"""Tables within tables, as configuration files are: laid over each other, and compared.
-
-Floor 0. Standard library only.
-"""
+"""Merging and comparing nested tables, such as configuration files. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,36 +7,36 @@ from collections.abc import Mapping
 from typing import Any
 
 Table = Mapping[str, Any]
-AUTO = "auto"  # the trainer fills it in
+AUTO = "auto"  # the Trainer fills in the value
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A table from JSON text; an empty text is an empty table. Raises ValueError."""
+    """A table from JSON text; an empty text gives an empty table. Raises ValueError."""
     try:
         found = json.loads(text) if text.strip() else {}
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise ValueError(f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     if not isinstance(found, dict):
         raise ValueError('must be a JSON object: {"key": value}')
     return found
 
 
-def over(base: Table, upper: Table) -> dict[str, Any]:
-    """`base` with every value of `upper` in its place."""
+def override(base: Table, extra: Table) -> dict[str, Any]:
+    """`base` with the values of `extra`, which replace values of the same dotted key."""
     found = dict(base)
-    for key, value in upper.items():
+    for key, value in extra.items():
         below = found.get(key)
         both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        found[key] = over(below, value) if both else value  # type: ignore[arg-type]
+        found[key] = override(below, value) if both else value  # type: ignore[arg-type]
     return found
 
 
-def beyond(theirs: Table, ours: Table) -> dict[str, Any]:
-    """What `theirs` says and `ours` does not. Where ours is "auto" a number of theirs counts as said."""
+def additions(theirs: Table, ours: Table) -> dict[str, Any]:
+    """The values of `theirs` that are missing or different in `ours`. Where ours is "auto", any value is the same."""
     found: dict[str, Any] = {}
     for key, value in theirs.items():
         if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping):
-            if inner := beyond(value, ours[key]):
+            if inner := additions(value, ours[key]):
                 found[key] = inner
         elif key not in ours or (ours[key] != value and ours[key] != AUTO):
             found[key] = value
@@ -47,7 +44,7 @@ def beyond(theirs: Table, ours: Table) -> dict[str, Any]:
 
 
 def conflicts(theirs: Table, ours: Table) -> dict[str, Any]:
-    """What both say, and differently; an "auto" of ours is no value."""
+    """The values of `theirs` that are different in `ours`; "auto" in ours is not a value."""
     found: dict[str, Any] = {}
     for key, value in theirs.items():
         mine = ours.get(key, value)
@@ -59,10 +56,10 @@ def conflicts(theirs: Table, ours: Table) -> dict[str, Any]:
     return found
 
 
-def paths(table: Table, before: str = "") -> list[str]:
+def paths(table: Table, prefix: str = "") -> list[str]:
     """Dotted paths of all leaves."""
     found = []
     for key, value in table.items():
-        inner = paths(value, f"{before}{key}.") if isinstance(value, Mapping) and value else [f"{before}{key}"]
+        inner = paths(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [f"{prefix}{key}"]
         found += inner
     return found

@@ -13,27 +13,28 @@ from backend.config.fields import (
 
 
 class Model(Section):
-    """Which weights to start from."""
+    """The base model."""
 
-    source: Annotated[Literal["builtin", "path", "hub"], Ui("Model from")] = "builtin"
-    """Built in needs no network; a folder holds config.json and weights; a hub id is downloaded."""
-    builtin: Annotated[str, *one_of(registry.BUILTIN_MODELS), Ui("Model", when={"model.source": ("builtin",)})] = (
-        "smollm2-135m-instruct"
-    )
-    """Ready to train without an account."""
+    source: Annotated[Literal["builtin", "path", "hub"], Ui("Model source")] = "builtin"
+    """Where the base model comes from: built into Footplate, a local folder, or the Hugging Face Hub (downloaded by the
+    run)."""
+    builtin: Annotated[
+        str, *one_of(registry.BUILTIN_MODELS), Ui("Built-in model", when={"model.source": ("builtin",)})
+    ] = "smollm2-135m-instruct"
+    """Models that need no account and no Hugging Face Hub; SmolLM2 135M is a good first run."""
     path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)})] = ""
-    """A folder with config.json, weights and tokenizer, as `save_pretrained` writes it."""
-    hub_id: Annotated[str, Ui("Hub id", when={"model.source": ("hub",)})] = ""
-    """As on the hub: organisation/name."""
+    """Folder with config.json, weights and tokenizer, as save_pretrained writes it."""
+    hub_id: Annotated[str, Ui("Hub model ID", when={"model.source": ("hub",)})] = ""
+    """Model on the Hugging Face Hub, as organization/name: Qwen/Qwen3-8B. Gated models need HF_TOKEN in launch.env."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
-    """Branch, tag or commit. A commit makes the run repeatable."""
-    trust_remote_code: Annotated[bool, Ui("Run the model's own code", when={"model.source": ("path", "hub")})] = False
-    """Some models bring Python files. They run with your rights: only for sources that you trust."""
-    attn_implementation: Annotated[str, *one_of(registry.ATTENTIONS), Ui("Attention")] = "auto"
-    """How attention is computed. What is asked for is taken, or the run ends: nothing is replaced in silence."""
+    """Branch, tag or commit of the Hub repository; set a commit to make the run reproducible."""
+    trust_remote_code: Annotated[bool, Ui("Trust remote code", when={"model.source": ("path", "hub")})] = False
+    """Runs the Python files of a model repository with your permissions; enable it only for sources that you trust."""
+    attn_implementation: Annotated[str, *one_of(registry.ATTENTIONS), Ui("Attention implementation")] = "auto"
+    """Attention kernels of transformers; the run fails rather than fall back to another one. Automatic is usual."""
 
     @property
     def name(self) -> str:
-        """In a word: a built-in's name, the last part of a path or of a hub id."""
+        """A short name: the built-in model, or the last part of the path or Hub ID."""
         last = (self.path if self.source == "path" else self.hub_id).rstrip("/").rpartition("/")[2]
         return self.builtin if self.source == "builtin" else last

@@ -1,7 +1,7 @@
-"""Walks RunSpec: one Option a leaf; read, edit, flatten, and leave out what is hidden.
+"""Option table of RunSpec: reading, editing, flattening and validating specs by option key, and their visibility.
 
-Floor 1. Imports: catalog, spec. Names are the same everywhere: `train.learning_rate` is the option, the element
-id (with a dash), the YAML key and the column of a table.
+Imports registry, config. An option has one key everywhere: `train.learning_rate` is the YAML key, the command-line
+option, the column of a table and, with a dash, the element ID on the page.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from backend.config import Condition, OneOf, RunSpec, Ui
+from backend.config.suggestions import suggest_option, suggest_section, suggest_value
 from backend.registry import Choice
 
 Values = dict[str, Any]
@@ -23,9 +24,9 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """One leaf of RunSpec. `kind` is bool, int, float, str, choice, list or table; limits are inclusive or None.
+    """One option of RunSpec. `kind` is bool, int, float, str, choice, list or table; limits are inclusive or None.
 
-    It is shown if one of the conditions of `when` holds.
+    It is visible if one of the conditions in `when` holds.
     """
 
     name: str
@@ -42,25 +43,26 @@ class Option:
 
     @property
     def section(self) -> str:
-        """The first half of the name."""
+        """The first half of the key."""
         return self.name.partition(".")[0]
 
     @property
     def element_id(self) -> str:
-        """The id of its widget on the page."""
+        """The element ID of its widget on the page."""
         return self.name.replace(".", "-")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One value that is no value for its option: `field` is a dotted name ('' for the whole spec)."""
+    """An invalid value or an unknown key: `field` is the dotted key ('' for the whole spec), and the message completes
+    it: "train.max_steps: must be at least 1, but is 0"."""
 
     field: str
     message: str
 
 
 class SpecError(ValueError):
-    """Values that are no RunSpec; `problems` names each field and what it takes."""
+    """An invalid spec; `problems` has one entry for each invalid field."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in problems))
@@ -70,23 +72,25 @@ class SpecError(ValueError):
 def _kind(annotation: Any, ui: Ui) -> tuple[str, Mapping[str, Choice]]:
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
-        words = {v: v.replace("_", " ").capitalize() for v in typing.get_args(annotation)}
-        words |= {k: v for k, v in {**LITERAL_LABELS, **ui.choices}.items() if k in words}
-        return "choice", {value: Choice(label) for value, label in words.items()}
+        labels = {v: v.replace("_", " ").capitalize() for v in typing.get_args(annotation)}
+        labels |= {k: v for k, v in {**LITERAL_LABELS, **ui.choices}.items() if k in labels}
+        return "choice", {value: Choice(label) for value, label in labels.items()}
     return {bool: "bool", int: "int", float: "float", str: "str", dict: "table", tuple: "list"}[
         origin or annotation
     ], {}
 
 
-# Literal values whose capitalised word is not how the field says it.
+# Labels of Literal values that are not just the capitalized value.
 LITERAL_LABELS = {
-    "builtin": "Built in",
-    "path": "A folder",
+    "builtin": "Built-in",
+    "path": "Local folder",
     "hub": "Hugging Face Hub",
+    "files": "Local files",
     "no": "Never",
-    "steps": "Every n steps",
+    "none": "None",
+    "steps": "Every N steps",
     "epoch": "Every epoch",
-    "cuda": "CUDA GPU",
+    "cuda": "CUDA or ROCm GPU",
     "npu": "Ascend NPU",
     "xpu": "Intel XPU",
     "mps": "Apple GPU",
@@ -96,11 +100,11 @@ LITERAL_LABELS = {
     "accelerate": "accelerate",
     "deepspeed": "deepspeed",
     "python": "python",
-    "split": "Part of the data",
+    "split": "Split of the data",
     "completions": "Completions only",
     "all_tokens": "All tokens",
-    "latest": "Latest checkpoint, if any",
-    "scratch": "Step 0, always",
+    "latest": "Latest checkpoint",
+    "scratch": "From scratch (step 0)",
 }
 
 
@@ -134,13 +138,13 @@ def options() -> tuple[Option, ...]:
 
 
 def _limit(metadata: list[Any], *names: str) -> float | None:
-    """The first of an annotation's limits with one of these names: Ge has `ge`, Gt has `gt`, and so on."""
+    """The first limit with one of these names: annotated_types.Ge has `ge`, Gt has `gt`, and so on."""
     return next((getattr(mark, name) for mark in metadata for name in names if hasattr(mark, name)), None)
 
 
 @cache
 def by_name() -> Mapping[str, Option]:
-    """Every option by its dotted name."""
+    """Option key -> option."""
     return {o.name: o for o in options()}
 
 
@@ -151,12 +155,12 @@ def get(spec: RunSpec, name: str) -> Any:
 
 
 def flat(spec: RunSpec) -> Values:
-    """Dotted name -> value, for every option."""
+    """Option key -> value, for every option."""
     return {o.name: get(spec, o.name) for o in options()}
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names -> sections."""
+    """Dotted keys -> nested sections."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
@@ -165,7 +169,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(sections: Mapping[str, Any]) -> RunSpec:
-    """RunSpec from nested values. Raises SpecError naming every field that is wrong, with what it takes."""
+    """RunSpec from nested values. Raises SpecError with a problem for each invalid field."""
     try:
         return RunSpec.model_validate(sections)
     except ValidationError as error:
@@ -173,18 +177,35 @@ def build(sections: Mapping[str, Any]) -> RunSpec:
 
 
 def parse(values: Mapping[str, Any]) -> RunSpec:
-    """RunSpec from dotted names, as a form sends them. Raises SpecError."""
+    """RunSpec from dotted keys, as the form sends them. Raises SpecError."""
     _known(values)
     return build(nest(values))
 
 
 def _known(values: Mapping[str, Any]) -> None:
-    if unknown := [Problem(name, "is no option of Footplate") for name in values if name not in by_name()]:
+    if unknown := [_unknown(name) for name in values if name not in by_name()]:
         raise SpecError(unknown)
 
 
+def _unknown(name: str) -> Problem:
+    """The problem of an unknown key: names the option or section that it most likely stands for."""
+    sections = RunSpec.model_fields
+    if name in sections:
+        return Problem(
+            name, f"is a section; set one of its options, such as {name}.{next(iter(nest(by_name())[name]))}"
+        )
+    is_option = "." in name or bool(suggest_option(name, by_name(), exact=True))
+    if not is_option and (section := suggest_section(name, sections)):
+        return Problem(name, f"unknown section; did you mean {section}?")
+    if suggestion := suggest_option(name, by_name()):
+        return Problem(name, f"unknown option; did you mean {suggestion}?")
+    if is_option:
+        return Problem(name, "unknown option; docs/options.md lists all options")
+    return Problem(name, f"unknown section; sections are {', '.join(sections)}")
+
+
 def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
-    """`spec` with the options of `patch` (dotted names) replaced. Raises SpecError."""
+    """`spec` with the options of `patch` (dotted keys) replaced. Raises SpecError."""
     _known(patch)
     sections = {section: {**vars(getattr(spec, section))} for section in RunSpec.model_fields}
     for name, value in patch.items():
@@ -193,59 +214,79 @@ def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
     return build(sections)
 
 
+MESSAGES = {  # pydantic error type -> message
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be greater than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_type": "must be an integer",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a table of names and values",
+}
+
+
 def _problem(error: Any) -> Problem:
-    """A pydantic error in a form's words: the field, and what it takes."""
+    """A pydantic error as a Problem: the field, its limits and the value."""
     name = ".".join(str(part) for part in error["loc"][:2])
-    option = by_name().get(name)
-    kind, context = error["type"], error.get("ctx", {})
+    option, kind, value = by_name().get(name), error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return Problem(name, "is no option of Footplate")
+        return _unknown(name)
+    if option is not None and option.kind == "choice":
+        return Problem(name, _choice_message(option, value))
     if kind == "value_error":
-        return Problem(name, str(context["error"]))
-    if option is not None and option.kind in ("int", "float") and error["input"] in (None, ""):
-        return Problem(name, f"is empty; the default is {option.default}")
-    words = {
-        "greater_than_equal": "must be at least {ge}",
-        "greater_than": "must be more than {gt}",
-        "less_than_equal": "must be at most {le}",
-        "less_than": "must be less than {lt}",
-        "int_from_float": "must be a whole number",
-        "int_parsing": "must be a whole number",
-        "int_type": "must be a whole number",
-        "float_parsing": "must be a number",
-        "float_type": "must be a number",
-        "finite_number": "must be a finite number",
-        "bool_parsing": "must be true or false",
-        "bool_type": "must be true or false",
-        "literal_error": "must be one of {expected}",
-    }
-    message = words[kind].format(**context) if kind in words else error["msg"]
-    return Problem(name, message)
+        return Problem(name, str(error["ctx"]["error"]))
+    if option is not None and option.kind in ("int", "float") and value in (None, ""):
+        return Problem(name, f"must not be empty; the default is {option.default}")
+    if kind not in MESSAGES:
+        return Problem(name, str(error["msg"]))
+    limits = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in error.get("ctx", {}).items()}
+    return Problem(name, f"{MESSAGES[kind].format(**limits)}, but is {_shown_value(value)}")
+
+
+def _choice_message(option: Option, value: Any) -> str:
+    choices = [choice for choice, _ in option.choices]
+    if suggestion := suggest_value(option.name, word(value), choices):
+        return f"has no value {_shown_value(value)}; did you mean {suggestion}? Its values are {', '.join(choices)}"
+    return f"must be one of {', '.join(choices)}, but is {_shown_value(value)}"
+
+
+def _shown_value(value: Any) -> str:
+    """A value in a message; quoted if it is text, and shortened."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def shown(spec: RunSpec, option: Option) -> bool:
-    """Whether `option` has an effect in `spec`: one of the conditions of its `when` holds."""
+    """Whether `option` is visible and has an effect in `spec`: one of the conditions in `when` holds."""
     return any(all(word(get(spec, name)) in allowed for name, allowed in c.items()) for c in option.when)
 
 
 def word(value: Any) -> str:
-    """A value as `when` and the page's CSS write it."""
+    """A value as `when` and the CSS of the page write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def effective(spec: RunSpec) -> RunSpec:
-    """`spec` with every hidden option at its default: two specs that do the same are then equal."""
+    """`spec` with every hidden option at its default, so that specs with the same effect are equal."""
     hidden = {o.name: o.default for o in options() if not shown(spec, o)}
     return edit(spec, hidden) if hidden else spec
 
 
 def changes(spec: RunSpec) -> Values:
-    """Dotted name -> value of what is shown and differs from the default, in order of declaration."""
+    """Option key -> value of the visible options that differ from their default, in order of declaration."""
     return {o.name: get(spec, o.name) for o in options() if shown(spec, o) and get(spec, o.name) != o.default}
 
 
 def text(option: Option, value: Any) -> Any:
-    """A value as a form's field shows it: lists and tables become text, others stay as they are."""
+    """A value as a form field shows it: lists and tables as text, others unchanged."""
     if option.kind == "list" and not isinstance(value, str):
         return ("\n" if option.widget == "lines" else ", ").join(str(v) for v in value)
     if option.kind == "table" and not isinstance(value, str):

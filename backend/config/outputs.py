@@ -19,51 +19,55 @@ from backend.config.fields import (
 
 
 class Eval(Section):
-    """What is looked at beside the loss."""
+    """Evaluation during the run."""
 
-    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Evaluate")] = "epoch"
-    """The loss on validation rows, drawn beside the training loss."""
-    steps: Annotated[int, Field(ge=1), Ui("Every", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
-    """Steps between evaluations."""
-    per_device_eval_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size", when=EVALUATING)] = 8
-    """Rows a device evaluates at once."""
-    num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Answers before and after", when=GENERATING)] = 0
-    """Validation rows answered by the model before and after training and compared with what was wanted; 0 is off."""
-    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Longest answer", when=GENERATING, unit="tokens")] = 128
-    """Where an answer is cut."""
+    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Evaluation strategy")] = "epoch"
+    """When the eval loss on the validation set is computed."""
+    steps: Annotated[int, Field(ge=1), Ui("Evaluation interval", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
+    """Optimizer steps between evaluations."""
+    per_device_eval_batch_size: Annotated[
+        int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=EVALUATING)
+    ] = 8
+    """Examples per forward pass on each device in evaluation."""
+    num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Generations to evaluate", when=GENERATING)] = 0
+    """Validation prompts that the model completes before and after training, scored against the expected text; 0
+    disables it."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=32_768), Ui("Max new tokens", when=GENERATING, unit="tokens")] = 128
+    """Length limit of each evaluated generation; 128 to 512 is usual."""
 
 
 class Save(Section):
-    """What is kept on the way, and at the end."""
+    """Checkpoints and the final model."""
 
-    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Save checkpoints")] = "epoch"
-    """A stopped or failed run goes on from the last complete one."""
-    steps: Annotated[int, Field(ge=1), Ui("Every", when={"save.strategy": ("steps",)}, unit="steps")] = 100
-    """Steps between checkpoints."""
-    total_limit: Annotated[int, Field(ge=0), Ui("Keep", when=SAVING)] = 2
-    """Older checkpoints are deleted; 0 keeps all."""
-    only_model: Annotated[bool, Ui("Weights only", when=SAVING)] = False
-    """Smaller, but such a checkpoint cannot be resumed from."""
-    load_best_model_at_end: Annotated[bool, Ui("End with the best", when={**SAVING, **EVALUATING})] = False
-    """Load the checkpoint with the lowest validation loss at the end."""
-    resume_from: Annotated[Literal["latest", "scratch", "path"], Ui("Start from")] = "latest"
-    """Started again, a run continues from its last complete checkpoint, begins anew, or takes one that you name."""
+    strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Save strategy")] = "epoch"
+    """When checkpoints are saved; a stopped or failed run resumes from the last complete one."""
+    steps: Annotated[int, Field(ge=1), Ui("Save interval", when={"save.strategy": ("steps",)}, unit="steps")] = 100
+    """Optimizer steps between checkpoints."""
+    total_limit: Annotated[int, Field(ge=0), Ui("Checkpoint limit", when=SAVING)] = 2
+    """Older checkpoints are deleted; 0 keeps all. Each one of full fine-tuning takes up to 12 bytes per parameter."""
+    only_model: Annotated[bool, Ui("Save only the model", when=SAVING)] = False
+    """Checkpoints without optimizer state: smaller, but a run cannot resume from them."""
+    load_best_model_at_end: Annotated[bool, Ui("Load best model at end", when={**SAVING, **EVALUATING})] = False
+    """Loads the checkpoint with the lowest eval loss before the final model is saved."""
+    resume_from: Annotated[Literal["latest", "scratch", "path"], Ui("Resume from")] = "latest"
+    """What a restarted run does: continue from the latest checkpoint, start from scratch, or resume from a checkpoint
+    folder."""
     resume_path: Annotated[str, Ui("Checkpoint folder", when={"save.resume_from": ("path",)})] = ""
-    """A checkpoint-N folder of a run with the same model and method; the number of processes may be another."""
-    final_model: Annotated[bool, Ui("Save the trained model")] = True
-    """In the run's folder under model/, as `from_pretrained` loads it."""
-    merge_adapter: Annotated[bool, Ui("Merge the adapter", when={**LORA, "save.final_model": ("true",)})] = False
-    """Save whole weights with the adapter added in, instead of the adapter alone."""
+    """A checkpoint-N folder of a run with the same model and method; the number of processes may differ."""
+    final_model: Annotated[bool, Ui("Save final model")] = True
+    """Saves the trained model or adapter in the run's folder model/, for from_pretrained."""
+    merge_adapter: Annotated[bool, Ui("Merge adapter", when={**LORA, "save.final_model": ("true",)})] = False
+    """Saves full weights with the adapter merged into them, instead of only the adapter."""
 
 
 class Logging(Section):
-    """What is written down while it runs."""
+    """Run name, log and experiment tracker."""
 
     run_name: Annotated[str, Field(max_length=80), Ui("Run name")] = ""
-    """Part of the folder's name; empty takes model and method."""
-    steps: Annotated[int, Field(ge=1), Ui("Log every", unit="steps")] = 1
-    """Steps between points of the curves."""
+    """Part of the run folder's name; empty uses the model and the method."""
+    steps: Annotated[int, Field(ge=1), Ui("Logging interval", unit="steps")] = 1
+    """Optimizer steps between logged metrics; 1 to 10 is usual."""
     level: Annotated[Literal["info", "warning", "error"], Ui("Log level")] = "warning"
-    """How much the libraries say in the log."""
-    report_to: Annotated[str, *one_of(registry.REPORTERS), Ui("Also report to")] = "none"
-    """A tracker that you use already."""
+    """Log level of transformers, accelerate, peft and the other libraries; warning is usual."""
+    report_to: Annotated[str, *one_of(registry.REPORTERS), Ui("Report to")] = "none"
+    """Experiment tracker that gets the metrics, in addition to the run's page."""

@@ -31,73 +31,66 @@ from backend.config.fields import (
 
 
 class Parallel(Section):
-    """How many processes work together, and how."""
+    """Distributed strategy and its settings."""
 
-    strategy: Annotated[str, *one_of(registry.STRATEGIES), Ui("Strategy")] = "single"
-    """How a model and its batches are spread over devices."""
+    strategy: Annotated[str, *one_of(registry.STRATEGIES), Ui("Distributed strategy")] = "single"
+    """How weights, gradients and optimizer state are placed on the devices: one process, DDP, ZeRO, FSDP or tensor
+    parallelism."""
     ddp_find_unused_parameters: Annotated[bool, Ui("Find unused parameters", when=DDP)] = False
-    """For models whose parts are skipped in some steps. Costs time."""
-    bucket_cap_mb: Annotated[int, Field(ge=1, le=4096), Ui("Gradient bucket", when=BUCKETS, unit="MB")] = 25
-    """Gradients are sent in parcels of this size."""
-    ddp_timeout: Annotated[int, Field(ge=1), Ui("Time-out", when=MULTI_PROCESS, unit="s")] = 1800
-    """A rank that waits longer for the others ends the run."""
-    offload_optimizer: Annotated[str, *one_of(registry.OFFLOADS), Ui("Optimizer state in", when=OFFLOADING)] = "none"
-    """Away from the device it leaves room, and the step is made by the CPU."""
-    offload_param: Annotated[str, *one_of(registry.OFFLOADS), Ui("Weights in", when=ZERO3)] = "none"
-    """Away from the device, each layer's weights travel when they are needed."""
-    pin_memory: Annotated[bool, Ui("Pinned memory", when=OFFLOADED)] = True
-    """Quicker on its way to the device, and never paged out: RAM that nobody else can use."""
+    """For models that skip parameters in some steps; it slows down every step, so it is usually off."""
+    bucket_cap_mb: Annotated[int, Field(ge=1, le=4096), Ui("Bucket size", when=BUCKETS, unit="MB")] = 25
+    """Gradients are communicated in buckets of this size; 25 is usual, and larger buckets need more memory."""
+    ddp_timeout: Annotated[int, Field(ge=1), Ui("Distributed timeout", when=MULTI_PROCESS, unit="s")] = 1800
+    """Ends the run if a rank waits longer than this in a collective; raise it for slow data preparation. 1800 is
+    usual."""
+    offload_optimizer: Annotated[str, *one_of(registry.OFFLOADS), Ui("Offload optimizer to", when=OFFLOADING)] = "none"
+    """Keeps the optimizer state in CPU memory or on NVMe and steps on the CPU: less GPU memory, slower steps."""
+    offload_param: Annotated[str, *one_of(registry.OFFLOADS), Ui("Offload parameters to", when=ZERO3)] = "none"
+    """Keeps ZeRO-3 weights in CPU memory or on NVMe and copies each layer to the GPU when it is used: much slower."""
+    pin_memory: Annotated[bool, Ui("Pin memory", when=OFFLOADED)] = True
+    """Uses page-locked CPU memory for offloaded tensors: faster copies, but that memory cannot be swapped. Usually
+    on."""
     nvme_path: Annotated[str, Ui("NVMe folder", when=NVME)] = ""
-    """On a local NVMe disk; holds the state while the run lives."""
-    nvme_buffer_count: Annotated[int, Field(ge=4, le=1024), Ui("Buffers", when=NVME)] = 5
-    """Pieces on their way at once; each takes RAM."""
-    nvme_buffer_size_mb: Annotated[int, Field(ge=1, le=65536), Ui("Buffer size", when=NVME_WEIGHTS, unit="MB")] = 200
-    """Holds the largest layer's weights at least."""
-    aio_block_size_kb: Annotated[int, Field(ge=4, le=1048576), Ui("Block size", when=NVME, unit="KB")] = 1024
-    """Bytes of one request to the disk."""
-    aio_queue_depth: Annotated[int, Field(ge=1, le=4096), Ui("Queue depth", when=NVME)] = 8
-    """Requests on their way at once."""
-    aio_intra_op_parallelism: Annotated[int, Field(ge=1, le=256), Ui("Threads a request", when=NVME)] = 1
-    """Threads that share one request."""
-    sharding_strategy: Annotated[str, *one_of(registry.SHARDINGS), Ui("Sharding", when=FSDP1)] = "full_shard"
-    """What is spread over the devices."""
+    """Folder on a local NVMe disk that holds offloaded tensors during the run."""
+    nvme_buffer_count: Annotated[int, Field(ge=4, le=1024), Ui("NVMe buffer count", when=NVME)] = 5
+    """Pinned CPU buffers for transfers to and from NVMe (buffer_count); 5 is usual."""
+    nvme_buffer_size_mb: Annotated[int, Field(ge=1, le=65536), Ui("NVMe buffer size", when=NVME_WEIGHTS, unit="MB")] = (
+        200
+    )
+    """Size of a parameter buffer; it must hold the largest parameter of the model."""
+    aio_block_size_kb: Annotated[int, Field(ge=4, le=1048576), Ui("AIO block size", when=NVME, unit="KB")] = 1024
+    """Size of one I/O request to the NVMe disk (aio.block_size); 1024 is usual."""
+    aio_queue_depth: Annotated[int, Field(ge=1, le=4096), Ui("AIO queue depth", when=NVME)] = 8
+    """I/O requests in flight (aio.queue_depth); 8 to 32 is usual."""
+    aio_intra_op_parallelism: Annotated[int, Field(ge=1, le=256), Ui("AIO threads per request", when=NVME)] = 1
+    """Threads that share one I/O request (aio.intra_op_parallelism); 1 is usual."""
+    sharding_strategy: Annotated[str, *one_of(registry.SHARDINGS), Ui("Sharding strategy", when=FSDP1)] = "full_shard"
+    """What FSDP1 shards over the devices; FULL_SHARD is usual and needs the least memory."""
     reshard_after_forward: Annotated[bool, Ui("Reshard after forward", when=FSDP2)] = True
-    """Let go of a layer's weights until its backward pass. Off: more memory, fewer messages."""
-    cpu_offload: Annotated[bool, Ui("Offload to CPU memory", when=FSDP)] = False
-    """Weights, gradients and optimizer state live in RAM, and the CPU makes the step."""
-    transformer_layer_cls_to_wrap: Annotated[Names, Ui("Wrapped layers", when=FSDP, widget="list")] = ()
-    """Class names of the layers that are gathered one by one. Empty: the model's own, such as LlamaDecoderLayer."""
+    """Frees the gathered weights of a layer until its backward pass; off uses more memory and less communication."""
+    cpu_offload: Annotated[bool, Ui("CPU offload", when=FSDP)] = False
+    """Keeps weights, gradients and optimizer state in CPU memory and steps on the CPU: least GPU memory, much
+    slower."""
+    transformer_layer_cls_to_wrap: Annotated[
+        Names, Ui("Transformer layer classes to wrap", when=FSDP, widget="list")
+    ] = ()
+    """Class names of the layers that FSDP shards as units; empty uses the model's, such as LlamaDecoderLayer."""
     reduce_dtype: Annotated[
         Literal["fp32", "compute"],
-        Ui("Reduce gradients in", when=FSDP, choices={"fp32": "fp32", "compute": "as computed"}),
+        Ui("Gradient reduction dtype", when=FSDP, choices={"fp32": "fp32", "compute": "Compute dtype"}),
     ] = "fp32"
-    """In which numbers gradients are added up between devices."""
-    state_dict_type: Annotated[str, *one_of(registry.STATE_DICTS), Ui("Checkpoint as", when=FSDP)] = "full"
-    """How weights and optimizer state lie in a checkpoint. The trained model is one file either way."""
-    replicate_size: Annotated[int, Field(ge=1, le=65536), Ui("Replicas", when=FSDP2)] = 1
-    """HSDP: so many copies, each spread over its part of the devices. Usually the number of nodes."""
-    tensor_parallel_size: Annotated[int, Field(ge=2, le=1024), Ui("Slices of a layer", when=TENSOR)] = 2
-    """So many devices share every layer and work on the same rows. More processes than that are FSDP2 shards."""
-    context_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel", when=FSDP2)] = 1
-    """So many devices share a row's tokens, for long rows. Not proven without GPUs."""
-    sequence_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel", when=ZERO)] = 1
-    """So many devices share a row's tokens (Ulysses): activations of long rows are divided."""
-    extra_config: Annotated[JsonText, Ui("Further keys", when=WITH_ENGINE_CONFIG, widget="text")] = ""
-    """JSON, laid over the engine's own file: for what has no field here."""
-
-    @property
-    def slices(self) -> int:
-        """Devices that share every layer: tensor parallel."""
-        return self.tensor_parallel_size if registry.STRATEGIES[self.strategy].engine == "tensor" else 1
-
-    @property
-    def pieces(self) -> int:
-        """Devices that share the tokens of a row: context or sequence parallel."""
-        row = registry.STRATEGIES[self.strategy]
-        return (
-            self.context_parallel_size
-            if row.fsdp_version == 2
-            else self.sequence_parallel_size
-            if row.engine == "deepspeed"
-            else 1
-        )
+    """Dtype in which gradients are summed over the devices; fp32 is usual, the compute dtype halves the
+    communication."""
+    state_dict_type: Annotated[str, *one_of(registry.STATE_DICTS), Ui("Checkpoint format", when=FSDP)] = "full"
+    """State dict type of FSDP checkpoints; the final model is always saved in full."""
+    replicate_size: Annotated[int, Field(ge=1, le=65536), Ui("Replicate size (HSDP)", when=FSDP2)] = 1
+    """Number of replicas of the sharded model, usually the number of nodes; 1 shards over all devices."""
+    tensor_parallel_size: Annotated[int, Field(ge=2, le=1024), Ui("Tensor parallel size", when=TENSOR)] = 2
+    """Devices that share every layer and train on the same examples; further processes are FSDP2 shards. 2 to 8, within
+    a node."""
+    context_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel size", when=FSDP2)] = 1
+    """Devices that share the tokens of one sequence, for long sequences; 1 is usual. Not verified on GPUs."""
+    sequence_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel size", when=ZERO)] = 1
+    """Devices that share the tokens of one sequence (DeepSpeed Ulysses), for long sequences; 1 is usual."""
+    extra_config: Annotated[JsonText, Ui("Extra config (JSON)", when=WITH_ENGINE_CONFIG, widget="text")] = ""
+    """Keys merged over the generated DeepSpeed or FSDP config, for settings that have no option."""

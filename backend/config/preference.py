@@ -20,27 +20,30 @@ from backend.config.fields import (
 
 
 class Preference(Section):
-    """How answers are compared, and how far the model may leave what it was."""
+    """Losses of DPO, KTO, ORPO and reward modeling."""
 
     beta: Annotated[float, Field(gt=0, le=100), Ui("Beta", when=WITH_BETA)] = 0.1
-    """DPO and KTO: how tightly the model is held to what it was; ORPO: how much preferring counts beside learning."""
-    dpo_loss_type: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("Loss", when=DPO)] = "sigmoid"
-    """How a pair is turned into a loss."""
+    """DPO and KTO: strength of the penalty for leaving the reference model; ORPO: weight of the odds-ratio loss. 0.1 is
+    usual."""
+    dpo_loss_type: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("DPO loss", when=DPO)] = "sigmoid"
+    """Loss function for a chosen and a rejected completion (loss_type of DPOConfig); sigmoid is usual."""
     label_smoothing: Annotated[
         float,
         Field(ge=0, lt=0.5),
         Ui("Label smoothing", when={**DPO, "preference.dpo_loss_type": ("robust", "exo_pair", "aot", "aot_unpaired")}),
     ] = 0.0
-    """The share of pairs that may be labelled the wrong way round."""
+    """Assumed probability that a preference label is wrong; 0 to 0.2 is usual, 0.001 for EXO."""
     sft_loss_weight: Annotated[float, Field(ge=0, le=100), Ui("SFT loss weight", when=DPO)] = 0.0
-    """Above 0 the chosen answer is learned too, against its fading beside the rejected one; 1 is usual."""
-    kto_loss_type: Annotated[str, *one_of(registry.KTO_LOSSES), Ui("Loss", when=KTO)] = "kto"
-    """How a labelled answer is turned into a loss."""
-    desirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Weight of good answers", when=KTO)] = 1.0
-    """Raise it where good answers are the rarer ones."""
-    undesirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Weight of bad answers", when=KTO)] = 1.0
-    """Raise it where bad answers are the rarer ones."""
-    precompute_ref_log_probs: Annotated[bool, Ui("Reference computed beforehand", when=WITH_REFERENCE)] = False
-    """What the untouched model says is computed once, before training: no second model in memory."""
-    center_rewards_coefficient: Annotated[float, Field(ge=0, le=10), Ui("Centring of rewards", when=REWARD)] = 0.0
-    """Above 0 it pulls the mean reward towards zero; 0.01 is usual."""
+    """Adds the SFT loss on chosen completions, so that their probability does not fall; 1 is usual, 0 disables it."""
+    kto_loss_type: Annotated[str, *one_of(registry.KTO_LOSSES), Ui("KTO loss", when=KTO)] = "kto"
+    """Loss function for a labeled completion (loss_type of KTOConfig); kto is usual."""
+    desirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Desirable weight", when=KTO)] = 1.0
+    """Loss weight of desirable completions; raise it if they are fewer than the undesirable ones. 1 is usual."""
+    undesirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Undesirable weight", when=KTO)] = 1.0
+    """Loss weight of undesirable completions; raise it if they are fewer than the desirable ones. 1 is usual."""
+    precompute_ref_log_probs: Annotated[bool, Ui("Precompute reference log-probs", when=WITH_REFERENCE)] = False
+    """Computes the reference log-probabilities before training, so that no reference model stays in memory."""
+    center_rewards_coefficient: Annotated[
+        float, Field(ge=0, le=10), Ui("Reward centering coefficient", when=REWARD)
+    ] = 0.0
+    """Pulls the mean reward towards zero, which makes rewards comparable; 0.01 is usual, 0 disables it."""

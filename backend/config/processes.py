@@ -1,6 +1,6 @@
-"""Process counts and the rendezvous of a RunSpec: what follows from the spec alone.
+"""Process counts and the rendezvous port of a RunSpec, which follow from the spec alone.
 
-Imports registry, config. Everything that also needs the machine is in `backend/resolve.py`.
+Imports registry, config. Everything that depends on the machine too is in `backend/resolve.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ def nproc_per_node(spec: RunSpec) -> int:
 
 
 def nnodes(spec: RunSpec) -> int:
-    """Nodes that train together; of an elastic run, the most."""
+    """Nodes that train together; the maximum for an elastic run."""
     launch = spec.launch
     single = launch.rendezvous == "standalone" or launch.launcher == "python"
     return 1 if single or spec.parallel.strategy not in registry.MULTI_PROCESS else launch.nnodes
 
 
 def world_size(spec: RunSpec) -> int:
-    """Processes on all nodes together."""
+    """Processes on all nodes."""
     return nproc_per_node(spec) * nnodes(spec)
 
 
 def rendezvous_port(spec: RunSpec) -> int:
-    """The port of this node on which the ranks meet, so that it must be free; 0 if another node listens, or the
+    """The port of this node that the ranks rendezvous on and that must be free; 0 if another node listens, or the
     launcher picks a free port."""
     launch, one_node = spec.launch, nnodes(spec) == 1
     if launch.launcher == "python" or launch.rendezvous == "elastic" or (one_node and launch.launcher == "accelerate"):

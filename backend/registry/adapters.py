@@ -1,7 +1,4 @@
-"""Where adapters are put, and how they begin.
-
-Floor 0.
-"""
+"""LoRA: target modules, initializations, and MoE models whose experts are stacked weights."""
 
 from __future__ import annotations
 
@@ -10,39 +7,42 @@ from collections.abc import Mapping
 from backend.registry.types import Choice, Init
 
 LORA_TARGETS: Mapping[str, Choice] = {
-    "all-linear": Choice("All linear layers", "Learns best for its size."),
-    "attention": Choice("Attention projections", "q, k, v and o: smaller and a little weaker."),
-    "custom": Choice("By name", "The module names that you give."),
+    "all-linear": Choice("All linear layers", "Best quality for its size."),
+    "attention": Choice("Attention projections", "Only q, k, v and o projections: smaller, slightly weaker."),
+    "custom": Choice("By name", "The modules in lora.target_modules."),
 }
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 LORA_INITS: Mapping[str, Init] = {
-    "default": Init(
-        "Default", "As in the paper: A at random and B zero, so that training begins at the model as it is."
+    "default": Init("Default", "Kaiming-uniform A and zero B, so that training starts at the base model."),
+    "gaussian": Init(
+        "Gaussian", "Normally distributed A and zero B, so that training starts at the base model.", name="gaussian"
     ),
-    "gaussian": Init("Gaussian", "A from a normal distribution, B zero.", name="gaussian"),
     "orthogonal": Init(
-        "Orthogonal", "A and B at random in directions that cancel each other; an even rank.", name="orthogonal"
+        "Orthogonal", "Random orthogonal A and B whose product is zero; the rank must be even.", name="orthogonal"
     ),
     "pissa": Init(
         "PiSSA",
-        "The strongest directions of each weight, taken out of it: learns faster.",
+        "Principal singular vectors of each weight, subtracted from it: converges faster.",
         name="pissa",
         changes_base_weights=True,
     ),
     "pissa_fast": Init(
-        "PiSSA, fast",
-        "The same by 16 rounds of subspace iteration: seconds instead of minutes.",
+        "PiSSA, fast SVD",
+        "PiSSA with 16 subspace iterations instead of a full SVD: seconds instead of minutes.",
         name="pissa_niter_16",
         changes_base_weights=True,
     ),
     "olora": Init(
-        "OLoRA", "An orthonormal basis of each weight, taken out of it.", name="olora", changes_base_weights=True
+        "OLoRA",
+        "QR decomposition of each weight, subtracted from it: converges faster.",
+        name="olora",
+        changes_base_weights=True,
     ),
 }
 
-# Mixtures whose experts peft 0.21 adapts as stacked weights, and the linear layers that these once were, by which it is
-# told: two that became one and are named together, a third, and the router.
+# Model types whose experts are stacked weights that peft 0.21 adapts, by the names of the linear layers that they
+# replaced: two that were fused and must be targeted together, the third, and the router.
 _WEIGHTS = ("w1", "w3", "w2", "gate")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "gate")
 STACKED_EXPERTS: Mapping[str, tuple[str, str, str, str]] = {

@@ -1,7 +1,4 @@
-"""How attention is computed.
-
-Floor 0.
-"""
+"""Attention implementations of transformers."""
 
 from __future__ import annotations
 
@@ -10,12 +7,14 @@ from collections.abc import Mapping
 from backend.registry.types import Attention
 
 ATTENTIONS: Mapping[str, Attention] = {
-    "auto": Attention("Automatic", "As the library chooses for the model: SDPA wherever it can."),
-    "sdpa": Attention("SDPA", "PyTorch's own, fused: good everywhere."),
-    "eager": Attention("Eager", "Scores written out: slow, and memory grows with the square of the length."),
+    "auto": Attention("Automatic", "The default of transformers for the model: SDPA where it is supported."),
+    "sdpa": Attention("SDPA", "PyTorch's fused scaled_dot_product_attention: works on every device."),
+    "eager": Attention(
+        "Eager", "Attention scores as a full matrix: slow, and memory grows with the square of the sequence length."
+    ),
     "flash_attention_2": Attention(
         "FlashAttention 2",
-        "Long and packed rows without masks; Ampere and later, bf16 or fp16.",
+        "Fast for long and packed sequences; Ampere and newer GPUs, bf16 or fp16.",
         package="flash_attn",
         package_min_version="2.3.3",
         devices=("cuda", "npu", "xpu"),
@@ -25,7 +24,7 @@ ATTENTIONS: Mapping[str, Attention] = {
     ),
     "flash_attention_3": Attention(
         "FlashAttention 3",
-        "For Hopper; bf16 or fp16.",
+        "Hopper GPUs only, bf16 or fp16.",
         package="flash_attn_3",
         devices=("cuda", "npu", "xpu"),
         min_capability=(9, 0),
@@ -34,12 +33,9 @@ ATTENTIONS: Mapping[str, Attention] = {
         head_dim_multiple=8,
     ),
     "flex_attention": Attention(
-        "FlexAttention", "PyTorch's compiled attention with masks of blocks; GPUs.", devices=("cuda", "npu", "xpu")
+        "FlexAttention", "PyTorch's compiled attention with block masks; GPUs only.", devices=("cuda", "npu", "xpu")
     ),
 }
 FLASH_ATTENTIONS = tuple(name for name, row in ATTENTIONS.items() if row.package)
-SEQUENCE_PARALLEL_ATTENTIONS = (
-    "auto",
-    "sdpa",
-    *FLASH_ATTENTIONS,
-)  # whose heads DeepSpeed's sequence parallel can share out
+# Implementations whose heads DeepSpeed's sequence parallelism (Ulysses) can distribute.
+SEQUENCE_PARALLEL_ATTENTIONS = ("auto", "sdpa", *FLASH_ATTENTIONS)

@@ -1,7 +1,4 @@
-"""The built-in models.
-
-Floor 0.
-"""
+"""The built-in models."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from backend.registry.types import BuiltinModel
 BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
     "smollm2-135m-instruct": BuiltinModel(
         "SmolLM2 135M Instruct",
-        "A small chat model that learns on a laptop. Fetched once (93 MB) from PyPI.",
+        "A small chat model that can be fine-tuned on a laptop. Downloaded once (93 MB) from PyPI.",
         parameters=134_515_008,
         download_bytes=93_000_000,
         config={
@@ -32,7 +29,7 @@ BUILTIN_MODELS: Mapping[str, BuiltinModel] = {
     ),
     "tiny-llama": BuiltinModel(
         "Tiny Llama (random)",
-        "Four random layers made on the spot: tries out a launch in seconds, learns nothing of use.",
+        "Four layers with random weights, for testing a launch in seconds.",
         parameters=1_262_720,
         config={
             "architectures": ["LlamaForCausalLM"],

@@ -1,6 +1,6 @@
-"""What the config.json of much used models on the Hugging Face Hub says, so that memory is known before a download.
+"""The config.json of popular models on the Hugging Face Hub, so that memory is estimated before a download.
 
-Floor 0. Imports nothing of ours. A model that lies in the cache, or in a folder, is read instead.
+Imports nothing from Footplate. The files of a downloaded model are used instead.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-def _llama(layers: int, hidden: int, inner: int, heads: int, tied: bool = False, **more: Any) -> dict[str, Any]:
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False, **more: Any) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": inner,
+        "intermediate_size": intermediate,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
@@ -27,19 +27,19 @@ def _llama(layers: int, hidden: int, inner: int, heads: int, tied: bool = False,
     }
 
 
-def _qwen(kind: str, layers: int, hidden: int, inner: int, heads: int, **more: Any) -> dict[str, Any]:
+def _qwen(model_type: str, layers: int, hidden: int, intermediate: int, heads: int, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": kind,
+        "model_type": model_type,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": inner,
+        "intermediate_size": intermediate,
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "vocab_size": 151_936,
-        "max_position_embeddings": 32_768 if kind == "qwen2" else 40_960,
+        "max_position_embeddings": 32_768 if model_type == "qwen2" else 40_960,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        **({"head_dim": 128} if kind == "qwen3" else {}),
+        **({"head_dim": 128} if model_type == "qwen3" else {}),
         **more,
     }
 
@@ -63,7 +63,7 @@ MIXTRAL = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-QWEN_MIXTURE = {
+QWEN_MOE = {
     **_qwen("qwen3_moe", 48, 2048, 6144, 32, num_key_value_heads=4, head_dim=128),
     "moe_intermediate_size": 768,
     "num_experts": 128,
@@ -77,8 +77,8 @@ OLMOE = {
     "num_experts_per_tok": 8,
 }
 
-# Ids, with the endings that the same weights' layout has, each after a comma; -> configuration.
-ROWS: Mapping[str, dict[str, Any]] = {
+# Hub ID, with suffixes of other models of the same architecture after commas -> config.json.
+CONFIGS: Mapping[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B,-Instruct": _llama(16, 2048, 8192, 32, tied=True, head_dim=64),
     "meta-llama/Llama-3.2-3B,-Instruct": _llama(28, 3072, 8192, 24, tied=True, head_dim=128),
     "meta-llama/Meta-Llama-3-8B,-Instruct": _llama(32, 4096, 14_336, 32, **OLD),
@@ -103,13 +103,13 @@ ROWS: Mapping[str, dict[str, Any]] = {
     "allenai/OLMoE-1B-7B-0924,-Instruct": OLMOE,
     "mistralai/Mixtral-8x7B-v0.1": MIXTRAL,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
-    "Qwen/Qwen3-30B-A3B,-Base": QWEN_MIXTURE,
+    "Qwen/Qwen3-30B-A3B,-Base": QWEN_MOE,
     "Qwen/Qwen3-32B": _qwen("qwen3", 64, 5120, 25_600, 64),
 }
 
 
 def _named() -> Iterator[tuple[str, dict[str, Any]]]:
-    for names, config in ROWS.items():
+    for names, config in CONFIGS.items():
         first, *ends = names.split(",")
         for name in (first, *(first + end for end in ends)):
             yield name, config
@@ -119,20 +119,20 @@ HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {name.lower(): config for name, c
 
 
 def siblings(name: str) -> list[str]:
-    """Smaller models of the same maker, kind and ending, such as -Instruct: the largest first, and of a size the last
-    in the table."""
-    own = HUB_CONFIGS.get(name.lower())
-    if own is None:
+    """Smaller models of the same organization, model type and suffix (such as -Instruct), largest first; of several
+    models of a size, the last one in the table."""
+    this = HUB_CONFIGS.get(name.lower())
+    if this is None:
         return []
-    sizes = {_size(config): other for other, config in _named() if _line(other) == _line(name)}
-    return [sizes[size] for size in sorted(sizes, reverse=True) if size < _size(own)]
+    sizes = {_size(config): other for other, config in _named() if _family(other) == _family(name)}
+    return [sizes[size] for size in sorted(sizes, reverse=True) if size < _size(this)]
 
 
-def _line(name: str) -> tuple[str, str, str]:
-    """Maker, kind and ending: meta-llama, llama, -instruct."""
+def _family(name: str) -> tuple[str, str, str]:
+    """Organization, model type and suffix: meta-llama, llama, -instruct."""
     return name.lower().partition("/")[0], HUB_CONFIGS[name.lower()]["model_type"], re.sub(r"^.*\db", "", name.lower())
 
 
 def _size(config: Mapping[str, Any]) -> int:
-    """What the number of parameters grows with."""
+    """A number that grows with the number of parameters."""
     return int(config["num_hidden_layers"] * config["hidden_size"] * config["intermediate_size"])

@@ -1,7 +1,7 @@
-"""The optimizers.
+"""Optimizers, by the names of transformers' OptimizerNames where it has one.
 
-Floor 0. What each reads, keeps and needs was looked up in transformers 5.23 trainer_optimizer.py and in the packages,
-and held against real steps (`tests/process/test_optimizers.py`).
+Their options, state and requirements follow transformers 5.23 trainer_optimizer.py and the packages, and are compared
+with real steps in `tests/process/test_optimizers.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ BNB = "bitsandbytes"
 SCHEDULEFREE_MIN_VERSION = "1.2.6"  # transformers 5.23 utils/import_utils.py; trainer_optimizer.py: RAdam from 1.4.0
 
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw_torch": Optimizer("AdamW", "The usual choice.", trainer_optim="adamw_torch", states=2, reads=ADAM),
+    "adamw_torch": Optimizer(
+        "AdamW", "PyTorch's AdamW; the usual choice.", trainer_optim="adamw_torch", states=2, reads=ADAM
+    ),
     "adamw_torch_fused": Optimizer(
         "AdamW, fused",
-        "The same steps in one kernel; faster on GPUs.",
+        "AdamW in one fused kernel; faster on GPUs.",
         trainer_optim="adamw_torch_fused",
         states=2,
         reads=ADAM,
     ),
     "adamw_torch_npu_fused": Optimizer(
         "AdamW, fused for Ascend",
-        "torch_npu's kernel.",
+        "AdamW in torch_npu's fused kernel.",
         package="torch_npu",
         trainer_optim="adamw_torch_npu_fused",
         states=2,
@@ -42,7 +44,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_bnb_8bit": Optimizer(
         "AdamW, 8-bit (bitsandbytes)",
-        "A quarter of AdamW's state; embeddings keep theirs whole.",
+        "8-bit optimizer state, a quarter of AdamW's; embeddings keep 32-bit state.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="adamw_bnb_8bit",
@@ -52,7 +54,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_torch_8bit": Optimizer(
         "AdamW, 8-bit (torchao)",
-        "A quarter of AdamW's state. Compiled at the first step, up to a minute.",
+        "8-bit optimizer state, a quarter of AdamW's; compiled at the first step, up to a minute.",
         package="torchao",
         package_min_version="0.15.0",
         trainer_optim="adamw_torch_8bit",
@@ -64,7 +66,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_torch_4bit": Optimizer(
         "AdamW, 4-bit (torchao)",
-        "An eighth of AdamW's state. Compiled at the first step, a minute.",
+        "4-bit optimizer state, an eighth of AdamW's; compiled at the first step, about a minute.",
         package="torchao",
         package_min_version="0.15.0",
         trainer_optim="adamw_torch_4bit",
@@ -76,7 +78,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_adamw_32bit": Optimizer(
         "AdamW, paged",
-        "State moves to the host's RAM when the GPU is full.",
+        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_adamw_32bit",
@@ -87,7 +89,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_adamw_8bit": Optimizer(
         "AdamW, paged, 8-bit",
-        "Both: small, and it can leave.",
+        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_adamw_8bit",
@@ -98,7 +100,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adam_mini": Optimizer(
         "Adam-mini",
-        "AdamW with one second moment a head or row: half the state.",
+        "AdamW with one second moment per attention head or output row: half the state.",
         package="adam-mini",
         states=1,
         state_layout="per_head",
@@ -106,7 +108,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "stable_adamw": Optimizer(
         "StableAdamW",
-        "Clips each update as Adafactor does; bf16 weights are summed by Kahan.",
+        "AdamW with Adafactor's update clipping; Kahan summation for bf16 weights.",
         package="torch-optimi",
         trainer_optim="stable_adamw",
         states=2,
@@ -116,7 +118,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "ademamix": Optimizer(
         "AdEMAMix",
-        "AdamW with a second, slow mean.",
+        "AdamW with a second, slower gradient mean: three state elements per parameter.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="ademamix",
@@ -126,7 +128,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit",
-        "The same in a quarter of the state.",
+        "AdEMAMix with 8-bit optimizer state.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="ademamix_8bit",
@@ -136,7 +138,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_ademamix_32bit": Optimizer(
         "AdEMAMix, paged",
-        "State moves to the host's RAM when the GPU is full.",
+        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_ademamix_32bit",
@@ -148,7 +150,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, paged, 8-bit",
-        "Both: small, and it can leave.",
+        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_ademamix_8bit",
@@ -160,7 +162,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adafactor": Optimizer(
         "Adafactor",
-        "Rows and columns instead of matrices: almost no state; slower to settle.",
+        "Row and column statistics instead of a full second moment: almost no state, slower convergence.",
         trainer_optim="adafactor",
         states=1,
         bits=32,
@@ -169,7 +171,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "lion_32bit": Optimizer(
         "Lion",
-        "Steps by the sign alone: half the state; a third to a tenth of AdamW's rate.",
+        "Sign of the momentum: half of AdamW's state; needs a 3 to 10 times smaller learning rate.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="lion_32bit",
@@ -179,7 +181,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "lion_8bit": Optimizer(
         "Lion, 8-bit",
-        "An eighth of AdamW's state.",
+        "Lion with 8-bit optimizer state, an eighth of AdamW's.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="lion_8bit",
@@ -189,7 +191,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_lion_32bit": Optimizer(
         "Lion, paged",
-        "State moves to the host's RAM when the GPU is full.",
+        "State in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_lion_32bit",
@@ -200,7 +202,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "paged_lion_8bit": Optimizer(
         "Lion, paged, 8-bit",
-        "Both: small, and it can leave.",
+        "8-bit state in CUDA unified memory, paged to CPU memory when the GPU is full.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="paged_lion_8bit",
@@ -211,14 +213,14 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "muon": Optimizer(
         "Muon",
-        "Orthogonal steps for the matrices of the layers, AdamW for the rest; AdamW's rates fit.",
+        "Orthogonalized momentum for hidden weight matrices, AdamW for the rest; AdamW's learning rates work.",
         states=2,
         state_layout="matrix_momentum",
         reads=ADAM | {"momentum"},
     ),
     "galore_adamw": Optimizer(
         "GaLore",
-        "AdamW on gradients projected to a low rank: full training with little state.",
+        "AdamW on gradients projected to a low rank: full fine-tuning with little optimizer state.",
         package="galore-torch",
         trainer_optim="galore_adamw",
         states=2,
@@ -227,7 +229,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adamw_layerwise": Optimizer(
         "GaLore, layer-wise",
-        "Steps within the backward pass and frees each gradient at once; gradients are not clipped.",
+        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adamw",
         states=2,
@@ -237,7 +239,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adamw_8bit": Optimizer(
         "GaLore, 8-bit",
-        "8-bit moments on top.",
+        "GaLore with 8-bit optimizer state.",
         package="galore-torch",
         trainer_optim="galore_adamw_8bit",
         states=2,
@@ -248,7 +250,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adamw_8bit_layerwise": Optimizer(
         "GaLore, 8-bit, layer-wise",
-        "8-bit moments, and each gradient freed at once; gradients are not clipped.",
+        "8-bit state, and steps in the backward pass that free each gradient at once; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adamw_8bit",
         states=2,
@@ -260,7 +262,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adafactor": Optimizer(
         "GaLore, Adafactor",
-        "Adafactor on projected gradients: least state of this kind.",
+        "Adafactor on projected gradients: less state than GaLore with AdamW.",
         package="galore-torch",
         trainer_optim="galore_adafactor",
         states=1,
@@ -270,7 +272,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adafactor_layerwise": Optimizer(
         "GaLore, Adafactor, layer-wise",
-        "The same, and each gradient freed at once; gradients are not clipped.",
+        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adafactor",
         states=1,
@@ -281,7 +283,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "apollo_adamw": Optimizer(
         "APOLLO",
-        "AdamW's scaling, learned in a random low rank: full training with SGD's memory.",
+        "AdamW's scaling, estimated in a random low-rank space: full fine-tuning with SGD-like memory.",
         package="apollo-torch",
         trainer_optim="apollo_adamw",
         states=2,
@@ -290,7 +292,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "apollo_adamw_layerwise": Optimizer(
         "APOLLO, layer-wise",
-        "Steps within the backward pass and frees each gradient at once; gradients are not clipped.",
+        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="apollo-torch",
         trainer_optim="apollo_adamw",
         states=2,
@@ -300,17 +302,17 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "badam": Optimizer(
         "BAdam",
-        "AdamW for one layer at a time, in turns: full training with the state of one layer. Embeddings stay.",
+        "AdamW on one transformer layer at a time: the state of one layer; embeddings are not trained.",
         package="badam",
         states=2,
         bits=32,
         state_layout="one_block",
         reads=ADAM | {"badam_switch_mode", "badam_switch_block_every"},
-        rounding="its own fp32 copies",
+        rounding="fp32 copies of the trained layer",
     ),
     "lomo": Optimizer(
         "LOMO",
-        "SGD within the backward pass: no state, each gradient freed at once; gradients are not clipped.",
+        "SGD in the backward pass: no state, and each gradient is freed at once; no gradient clipping.",
         package="lomo-optim",
         trainer_optim="lomo",
         reads=COMMON - CLIP - {"weight_decay"},
@@ -318,7 +320,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adalomo": Optimizer(
         "AdaLOMO",
-        "LOMO with Adafactor's scaling.",
+        "LOMO with Adafactor's adaptive scaling.",
         package="lomo-optim",
         trainer_optim="adalomo",
         states=1,
@@ -331,7 +333,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "schedule_free_adamw": Optimizer(
         "Schedule-free AdamW",
-        "Averages its way instead of lowering the rate: no schedule, stop when you like.",
+        "Averages the iterates instead of decaying the learning rate: no schedule, so it can stop at any step.",
         package="schedulefree",
         package_min_version=SCHEDULEFREE_MIN_VERSION,
         trainer_optim="schedule_free_adamw",
@@ -340,7 +342,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "schedule_free_radam": Optimizer(
         "Schedule-free RAdam",
-        "The same, with no warm-up to choose either.",
+        "Schedule-free RAdam, which needs no warmup either.",
         package="schedulefree",
         package_min_version="1.4.0",
         trainer_optim="schedule_free_radam",
@@ -349,25 +351,29 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "schedule_free_sgd": Optimizer(
         "Schedule-free SGD",
-        "Half the state. Needs a much larger learning rate.",
+        "Schedule-free SGD: half the state; needs a much larger learning rate.",
         package="schedulefree",
         package_min_version=SCHEDULEFREE_MIN_VERSION,
         trainer_optim="schedule_free_sgd",
         states=1,
         reads=COMMON - {"lr_scheduler_type"},
     ),
-    "sgd": Optimizer("SGD", "No state. Needs a larger learning rate.", trainer_optim="sgd", reads=COMMON),
+    "sgd": Optimizer(
+        "SGD", "Plain SGD without state; needs a larger learning rate than AdamW.", trainer_optim="sgd", reads=COMMON
+    ),
     "sgd_momentum": Optimizer(
         "SGD with momentum",
-        "One number of state. Needs a larger learning rate.",
+        "One state element per parameter; needs a larger learning rate than AdamW.",
         trainer_optim="sgd",
         states=1,
         reads=COMMON | {"momentum"},
     ),
-    "rmsprop": Optimizer("RMSprop", "One moment instead of two.", trainer_optim="rmsprop", states=1, reads=COMMON),
+    "rmsprop": Optimizer(
+        "RMSprop", "Only the second moment: half of AdamW's state.", trainer_optim="rmsprop", states=1, reads=COMMON
+    ),
     "rmsprop_bnb_8bit": Optimizer(
         "RMSprop, 8-bit",
-        "A quarter of its state.",
+        "RMSprop with 8-bit optimizer state.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="rmsprop_bnb_8bit",
@@ -377,7 +383,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adagrad": Optimizer(
         "Adagrad",
-        "Sums all squares: steps only get smaller.",
+        "Sums all squared gradients, so the steps only shrink.",
         trainer_optim="adagrad",
         states=1,
         reads=COMMON,
@@ -385,7 +391,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "grokadamw": Optimizer(
         "GrokAdamW",
-        "AdamW that amplifies slow gradients. Its state lies in the host's RAM and travels at each step.",
+        "AdamW that amplifies slow gradients; its state is in CPU memory and copied at every step.",
         package="grokadamw",
         trainer_optim="grokadamw",
         states=3,

@@ -1,6 +1,6 @@
-"""How base weights are packed: by us while loading, or by whoever made the model.
+"""Quantization of the base model: while loading with bitsandbytes, or in the published checkpoint.
 
-Floor 0. What is stored beside the packed weights: bitsandbytes' functional.py and nn/modules.py.
+The sizes of scales follow bitsandbytes 0.50 functional.py and nn/modules.py.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from backend.registry.types import PrequantizedFormat, Quantization
 BNB_MIN_VERSION = "0.46.1"  # transformers 5.23 utils/import_utils.py, BITSANDBYTES_MIN_VERSION
 
 QUANTIZATIONS: Mapping[str, Quantization] = {
-    "none": Quantization("None", "Frozen weights in the computing precision."),
+    "none": Quantization("None", "Base weights in the compute dtype."),
     "nf4": Quantization(
-        "4 bit (NF4)",
-        "QLoRA: levels that fit weights as they are spread.",
+        "4-bit (NF4)",
+        "QLoRA with 4-bit NormalFloat, made for normally distributed weights; the usual choice.",
         package="bitsandbytes",
         package_min_version=BNB_MIN_VERSION,
         bits=4,
     ),
     "fp4": Quantization(
-        "4 bit (FP4)",
-        "A tiny floating-point number.",
+        "4-bit (FP4)",
+        "4-bit floating point; less accurate than NF4.",
         package="bitsandbytes",
         package_min_version=BNB_MIN_VERSION,
         bits=4,
     ),
     "int8": Quantization(
-        "8 bit (LLM.int8)",
-        "Nearer to the weights, twice the bytes.",
+        "8-bit (LLM.int8)",
+        "More accurate than 4-bit, with twice the memory.",
         package="bitsandbytes",
         package_min_version=BNB_MIN_VERSION,
         bits=8,
@@ -37,9 +37,11 @@ QUANTIZATIONS: Mapping[str, Quantization] = {
     ),
 }
 FOUR_BIT = tuple(name for name, row in QUANTIZATIONS.items() if row.bits == 4)
-BLOCK, SECOND_BLOCK = 64, 256  # weights that share a scale of fp32; scales of 8 bits that share another
+# Weights that share an fp32 scale; with double quantization, 8-bit scales that share a second fp32 scale.
+BLOCK, SECOND_BLOCK = 64, 256
 
-# By config.json's quant_method. Source: transformers 5.23 quantizers/*.py, is_trainable and validate_environment.
+# quantization_config.quant_method -> format. Source: transformers 5.23 quantizers/*.py, is_trainable and
+# validate_environment.
 PREQUANTIZED: Mapping[str, PrequantizedFormat] = {
     "bitsandbytes": PrequantizedFormat("bitsandbytes", is_trainable=True, packages={"bitsandbytes": BNB_MIN_VERSION}),
     "gptq": PrequantizedFormat("GPTQ", is_trainable=True, packages={"gptqmodel": "", "optimum": ""}),

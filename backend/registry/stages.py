@@ -1,7 +1,4 @@
-"""What is learned from the rows: the stages, and the losses that compare answers.
-
-Floor 0.
-"""
+"""Training stages, preference losses and built-in datasets."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ NEXT_TOKEN_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "te
 STAGES: Mapping[str, Stage] = {
     "sft": Stage(
         "Supervised fine-tuning",
-        "Learn to answer: conversations, or prompts with completions.",
+        "Trains on conversations, or on prompts with completions.",
         formats=NEXT_TOKEN_FORMATS,
         generates=True,
     ),
-    "pretraining": Stage("Pre-training", "Learn every token of plain text.", formats=NEXT_TOKEN_FORMATS),
+    "pretraining": Stage("Pretraining", "Trains on all tokens of plain text.", formats=NEXT_TOKEN_FORMATS),
     "dpo": Stage(
         "DPO",
-        "Learn from pairs to prefer the chosen answer to the rejected one, held to the model as it was.",
+        "Direct preference optimization: prefers chosen over rejected completions, close to the reference model.",
         formats=("pairs",),
         generates=True,
         sequences_per_example=2,
@@ -28,59 +25,68 @@ STAGES: Mapping[str, Stage] = {
     ),
     "kto": Stage(
         "KTO",
-        "Learn from single answers that are marked good or bad, held to the model as it was.",
+        "Kahneman-Tversky optimization: learns from completions labeled desirable or undesirable, without pairs.",
         formats=("labels", "pairs"),
         generates=True,
         uses_reference_model=True,
     ),
     "orpo": Stage(
         "ORPO",
-        "Learn the chosen answer and to prefer it in one go; no reference model. Experimental in TRL.",
+        "Odds ratio preference optimization: SFT and preference loss without a reference model; experimental in TRL.",
         formats=("pairs",),
         generates=True,
         sequences_per_example=2,
     ),
     "reward": Stage(
         "Reward model",
-        "Learn to score answers: the chosen one above the rejected one. One number instead of words.",
+        "Trains a scalar head that scores chosen above rejected completions.",
         formats=("pairs",),
         sequences_per_example=2,
         is_reward_model=True,
     ),
 }
-NEXT_TOKEN_STAGES = tuple(
-    name for name, row in STAGES.items() if row.formats is NEXT_TOKEN_FORMATS
-)  # every row is one answer or text
+# Stages that train on single sequences with the next-token loss (trl's SFTTrainer), and those that compare completions.
+NEXT_TOKEN_STAGES = tuple(name for name, row in STAGES.items() if row.formats is NEXT_TOKEN_FORMATS)
 PREFERENCE_STAGES = tuple(name for name in STAGES if name not in NEXT_TOKEN_STAGES)
 
 DPO_LOSSES: Mapping[str, Choice] = {
-    "sigmoid": Choice("Sigmoid (DPO)", "The usual one."),
-    "ipo": Choice("IPO", "A square instead of a logarithm: does not run away where one answer always wins."),
-    "hinge": Choice("Hinge (SLiC)", "Nothing more is learned from a pair that is far enough apart."),
-    "robust": Choice("Robust", "For labels of which some are swapped; label smoothing says how many."),
-    "exo_pair": Choice("EXO", "Reverse KL of two answers; needs label smoothing, 0.001 is usual."),
-    "nca_pair": Choice("NCA", "Raises the chosen answer itself, not only the distance."),
-    "bco_pair": Choice("BCO", "A classifier of good and bad: each answer for itself."),
-    "sppo_hard": Choice("SPPO", "Drives each answer towards a fixed probability of winning."),
-    "aot": Choice("AOT", "Compares the sorted rewards of a batch instead of each pair."),
-    "aot_unpaired": Choice("AOT, unpaired", "As AOT, chosen and rejected sorted each for itself."),
-    "apo_zero": Choice("APO zero", "For chosen answers that are better than the model's own."),
-    "apo_down": Choice("APO down", "For chosen answers that are worse than the model's own."),
-    "discopop": Choice("DiscoPOP", "A blend of losses that was found by search."),
-    "sigmoid_norm": Choice("Sigmoid by length", "As the usual one, with each answer's mean instead of its sum."),
+    "sigmoid": Choice("Sigmoid (DPO)", "The loss of the DPO paper; the usual choice."),
+    "ipo": Choice("IPO", "Squared loss with a target margin: does not overfit pairs with a deterministic preference."),
+    "hinge": Choice("Hinge (SLiC)", "Hinge loss: pairs beyond the margin give no gradient."),
+    "robust": Choice("Robust", "For noisy labels: label_smoothing is the assumed fraction of swapped pairs."),
+    "exo_pair": Choice("EXO", "Reverse KL divergence; needs label_smoothing > 0, 0.001 is usual."),
+    "nca_pair": Choice(
+        "NCA", "Noise contrastive alignment: raises the absolute likelihood of chosen completions, not only the margin."
+    ),
+    "bco_pair": Choice("BCO", "Binary classifier: scores chosen and rejected completions separately."),
+    "sppo_hard": Choice(
+        "SPPO", "Self-play preference optimization: regresses each completion to a fixed win probability."
+    ),
+    "aot": Choice(
+        "AOT", "Alignment by optimal transport: compares the sorted rewards of a batch instead of single pairs."
+    ),
+    "aot_unpaired": Choice("AOT, unpaired", "AOT with chosen and rejected rewards sorted separately."),
+    "apo_zero": Choice("APO zero", "For chosen completions that are better than the model's generations."),
+    "apo_down": Choice("APO down", "For chosen completions that are worse than the model's generations."),
+    "discopop": Choice("DiscoPOP", "A log-ratio modulated loss that was discovered by LLM-driven search."),
+    "sigmoid_norm": Choice(
+        "Sigmoid, length-normalized", "The sigmoid loss with the mean log-probability per token instead of the sum."
+    ),
 }
 KTO_LOSSES: Mapping[str, Choice] = {
-    "kto": Choice("KTO", "Gains and losses against what the model would say anyway (its KL)."),
-    "apo_zero_unpaired": Choice("APO zero", "Without the KL estimate: quicker, any batch size and order."),
+    "kto": Choice("KTO", "Compares each completion with an estimate of the KL divergence from the reference model."),
+    "apo_zero_unpaired": Choice(
+        "APO zero", "Without the KL estimate: faster, and the batch size and order do not matter."
+    ),
 }
 
 DATASETS: Mapping[str, Dataset] = {
     "trains": Dataset(
-        "Trains (demo)", "Free sentences about trains, each with one JSON object to extract.", format="messages"
+        "Trains (demo)", "Sentences about trains, each with the JSON object to extract from it.", format="messages"
     ),
     "train-pairs": Dataset(
-        "Trains, right and wrong (demo)",
-        "The same task: to each sentence the right JSON, and one with a plausible mistake.",
+        "Train pairs (demo)",
+        "The same task: the correct JSON as chosen, one with a plausible mistake as rejected.",
         format="pairs",
     ),
 }

@@ -15,9 +15,9 @@ from backend.rules import check
         ("train:\n  epochs: [1\n", "line"),
         ("- a\n- b\n", "sections"),
         ("train: 3\n", "is a section"),
-        ("train:\n  epoch: 3\n", "train.epoch: is no option"),
-        ("trian:\n  epochs: 3\n", "trian: is no option"),
-        ("train:\n  num_train_epochs: -1\n", "train.num_train_epochs: must be more than 0"),
+        ("train:\n  epoch: 3\n", "train.epoch: unknown option; did you mean train.num_train_epochs?"),
+        ("trian:\n  epochs: 3\n", "trian: unknown section; did you mean train?"),
+        ("train:\n  num_train_epochs: -1\n", "train.num_train_epochs: must be greater than 0, but is -1"),
     ],
 )
 def test_invalid_yaml_is_reported_with_its_file(tmp_path, text, message):

@@ -1,0 +1,82 @@
+""" "Did you mean": the option, section or value that an unknown name most likely stands for.
+
+Imports config.aliases. Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory, and
+former keys of Footplate, are looked up first; then the closest spelling is searched with difflib.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+
+from backend.config.aliases import ALIASES, FORMER_KEYS, VALUE_ALIASES
+
+MIN_SIMILARITY = 0.75  # difflib ratio: one wrong letter in four
+
+
+def suggest_option(name: str, options: Collection[str], exact: bool = False) -> str:
+    """The option key that `name` most likely stands for; '' if none is close. `options` are all option keys; `exact`:
+    without similar spellings."""
+    wanted = _normalize(name)
+    section, _, key = wanted.rpartition(".")
+    known, by_key = {**ALIASES, **FORMER_KEYS}, _by_key(options)
+    former = {old.partition(".")[2]: new for old, new in FORMER_KEYS.items()}
+    if found := known.get(wanted) or known.get(key):
+        return found
+    if key in by_key:
+        return _closest_section(section, by_key[key])
+    if key in former or exact:
+        return former.get(key, "")
+    spellings = {**former, **known, **{short: _closest_section(section, names) for short, names in by_key.items()}}
+    spellings |= {option: option for option in options}
+    if match := _closest(wanted, spellings) or _closest(key, spellings):
+        return spellings[match]
+    return _containing(key, [option for option in options if option.partition(".")[0] == section])
+
+
+def _containing(key: str, options: Iterable[str]) -> str:
+    """The shortest of `options` whose second half contains `key`, or is contained in it."""
+    parts = {option: option.partition(".")[2] for option in options}
+    found = [option for option, short in parts.items() if len(key) > 3 < len(short) and (key in short or short in key)]
+    return min(found, key=len, default="")
+
+
+def suggest_section(name: str, sections: Collection[str]) -> str:
+    """The section that `name` most likely stands for; '' if none is close."""
+    wanted = _normalize(name)
+    former = {old.partition(".")[0]: new.partition(".")[0] for old, new in FORMER_KEYS.items()}
+    if wanted in former and former[wanted] in sections:
+        return former[wanted]
+    return _closest(wanted, sections) or next((s for s in sections if wanted.startswith(s) or s.startswith(wanted)), "")
+
+
+def suggest_value(option: str, value: str, choices: Sequence[str]) -> str:
+    """The value of `option` that `value` most likely stands for; '' if none is close."""
+    wanted = value.strip().lower()
+    if wanted in choices:
+        return wanted
+    if known := VALUE_ALIASES.get(option, {}).get(wanted):
+        return known
+    return _closest(wanted.replace("-", "_"), choices) or _closest(wanted, choices)
+
+
+def _normalize(name: str) -> str:
+    """Without the dashes of command-line flags: --nproc-per-node -> nproc_per_node."""
+    return name.strip().lstrip("-").replace("-", "_").lower()
+
+
+def _by_key(options: Iterable[str]) -> dict[str, list[str]]:
+    """Second half of an option key -> the options of that name: steps -> eval.steps, save.steps, logging.steps."""
+    found: dict[str, list[str]] = {}
+    for option in options:
+        found.setdefault(option.partition(".")[2], []).append(option)
+    return found
+
+
+def _closest_section(section: str, options: Sequence[str]) -> str:
+    """Of options with the same second half, the one whose section is most like `section`."""
+    return max(options, key=lambda option: difflib.SequenceMatcher(None, section, option.partition(".")[0]).ratio())
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=MIN_SIMILARITY)), "")
