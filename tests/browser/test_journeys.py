@@ -265,7 +265,7 @@ def test_invalid_values_are_named_and_kept(server, page):
     opened(page, server)
     put(page, "train.per_device_train_batch_size", 3.7)
     status(page, "^Cannot run")
-    expect(page.locator("#fp-findings")).to_contain_text("whole number")
+    expect(page.locator("#fp-findings")).to_contain_text("integer")
     assert page.locator("#train-per_device_train_batch_size").get_attribute("data-level") == "error"
     put(page, "train.per_device_train_batch_size", 4)
     status(page, "^Can run")

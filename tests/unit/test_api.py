@@ -6,6 +6,7 @@ import json
 import math
 import time
 from datetime import datetime
+from html import escape
 from pathlib import Path
 
 import orjson
@@ -14,7 +15,7 @@ from small import client
 
 from backend.config.options import by_name, options
 from backend.machine import Machine
-from backend.rules import OUTDATED, RULES
+from backend.rules import OUTDATED, RULES, example_findings
 from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
 from webui.api import requests
@@ -145,7 +146,7 @@ def test_all_safe_fixes_are_one_patch(one):
     found = one.post("/api/fix", json={"values": wrong}).json()
     assert found["patch"] == {"launch.launcher": "torchrun", "save.merge_adapter": False} and found["count"] == 2
     assert [part["name"] for part in found["diff"]] == ["save.merge_adapter", "launch.launcher"]
-    assert found["remaining"] == ["fp16 on a CPU"]
+    assert found["remaining"] == ["fp16 training is not supported on a CPU"]
     remaining = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
     assert remaining == found["remaining"]
     nothing = one.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
@@ -171,7 +172,7 @@ def test_presets_import_export(one):
         ("- 1", "sections"),
         ("train: 3", "train"),
         ("train: {speed: 3}", "train.speed"),
-        ("train: {per_device_train_batch_size: many}", "train.per_device_train_batch_size: must be a whole number"),
+        ("train: {per_device_train_batch_size: many}", "train.per_device_train_batch_size: must be an integer"),
         ("\x00", "YAML"),
     ],
 )
@@ -208,7 +209,10 @@ def test_rules_page(one):
     page = one.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
     assert page.text.count("<article") == len(RULES) + len(OUTDATED) and "footplate/page.css" in page.text
-    assert "PiSSA with ZeRO-3" in page.text and "a full copy on each device" in page.text
+    for rule in RULES:
+        assert f"{rule.code} {rule.slug}</a>" in page.text
+        assert escape(example_findings()[rule.code].message) in page.text
+    assert "PiSSA with ZeRO-3" in page.text and '<b class="safe">safe</b>' in page.text
     assert not [name for name in ("rules", "count", "families", "levels", "outdated") if f"{{{name}}}" in page.text]
 
 
