@@ -34,6 +34,7 @@ SOURCE = "the estimate: closed formulas, verified with measured peaks"
     source=SOURCE,
     fails_on=Example(FULL, H100, LLAMA_8B_FACTS),
     passes_on=Example({}, H100, LLAMA_8B_FACTS),
+    at_start=True,
 )
 def device_out_of_memory(case: Case) -> Violation | None:
     """The run would end with an out-of-memory error. On a CPU, the kernel kills the process without an error
@@ -71,6 +72,7 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     manual_fix="Start fewer processes per node, which load fewer copies of the weights, or use more RAM.",
     fails_on=Example(OPTIMIZER_OFFLOAD, SMALL_RAM, LLAMA_8B_FACTS),
     passes_on=Example(OPTIMIZER_OFFLOAD, TWO_H100, LLAMA_8B_FACTS),
+    at_start=True,
 )
 def host_out_of_memory(case: Case) -> Violation | None:
     """Each process loads the weights into host RAM before they are moved to its device, and offloaded state stays

@@ -57,7 +57,7 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
 def warmup_exceeds_run(case: Case) -> str | None:
     """The learning rate rises until the end of the run and never reaches its set value."""
     warmup, steps = case.spec.train.warmup_steps, case.run.total_steps
-    if steps is None or warmup < 1 or warmup < steps or case.spec.train.lr_scheduler_type == "constant":
+    if steps is None or warmup < steps or case.spec.train.lr_scheduler_type == "constant":  # a ratio is below 1
         return None
     return f"train.warmup_steps is {warmup:g}, and the run has {counted(steps, 'step')}."
 
@@ -222,6 +222,7 @@ def too_many_epochs(case: Case) -> Violation | None:
     source="arithmetic: the disk part of the estimate against the free space",
     fails_on=Example({"method.kind": "full", "train.learning_rate": 2e-5}, FULL_DISK),
     passes_on=Example(machine=FULL_DISK),
+    at_start=True,
 )
 def insufficient_disk_space(case: Case) -> Violation | None:
     """If the disk fills up, the run fails while it saves, and the checkpoint that it writes is incomplete."""

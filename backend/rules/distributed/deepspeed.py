@@ -76,6 +76,7 @@ def deepspeed_without_compiler(case: Case) -> str | None:
     fixes=(DDP,),
     fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, stale_lock="torch_extensions/deepspeed_shm_comm/lock")),
     passes_on=Example(ZERO2_STRATEGY),
+    at_start=True,
 )
 def stale_deepspeed_build_lock(case: Case) -> str | None:
     """A killed build of DeepSpeed's CPU kernels leaves its lock file behind. Every later run waits for that file to
@@ -126,8 +127,8 @@ def _uses_nvme(case: Case) -> bool:
     "error",
     fields=("parallel.offload_optimizer", "parallel.strategy"),
     title="NVMe offload requires ZeRO-3",
-    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU only; verified: no file "
-    "appears in the NVMe folder",
+    source="deepspeed 0.19 runtime/zero/stage_1_and_2.py: the optimizer is offloaded to the CPU only; verified: no "
+    "file appears in the NVMe folder",
     fixes=(OPTIMIZER_TO_CPU, ZERO3),
     fails_on=Example({**NVME_OFFLOAD, "parallel.strategy": "zero2"}, TWO_H100, NVME_FACTS),
     passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
