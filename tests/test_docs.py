@@ -165,7 +165,7 @@ def test_the_tree_names_every_module():
 
 
 SUPPORT = {
-    "One process": [{"parallel.strategy": name} for name in ("single", "ddp")],
+    "Single": [{"parallel.strategy": name} for name in ("single", "ddp")],
     "DeepSpeed": [
         *({"parallel.strategy": f"zero{stage}"} for stage in range(4)),
         {"parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"},

@@ -25,22 +25,22 @@ from backend.machine import GIB
 from backend.memory import OVERHEAD, estimate
 from backend.modelspec import from_config
 from backend.paths import HOME
-from backend.registry.hub_models import HUB
+from backend.registry.hub_models import HUB_CONFIGS
 from backend.rules.examples import gpus
 
 Changes = Mapping[str, Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "SmolLM2 135M": registry.BUILTIN_MODELS["smollm2-135m-instruct"].config,
-    "Llama 3.2 1B": HUB["meta-llama/llama-3.2-1b"],
-    "Qwen2.5 1.5B": HUB["qwen/qwen2.5-1.5b"],
-    "Qwen3 4B": HUB["qwen/qwen3-4b"],
-    "Mistral 7B v0.3": {**HUB["mistralai/mistral-7b-v0.3"], "sliding_window": None},
-    "Qwen3 32B": HUB["qwen/qwen3-32b"],
-    "Llama 3.1 70B": HUB["meta-llama/llama-3.1-70b"],
-    "OLMoE 1B 7B": HUB["allenai/olmoe-1b-7b-0924"],
-    "Qwen3 30B A3B": HUB["qwen/qwen3-30b-a3b"],
-    "Mixtral 8x7B": HUB["mistralai/mixtral-8x7b-v0.1"],
+    "Llama 3.2 1B": HUB_CONFIGS["meta-llama/llama-3.2-1b"],
+    "Qwen2.5 1.5B": HUB_CONFIGS["qwen/qwen2.5-1.5b"],
+    "Qwen3 4B": HUB_CONFIGS["qwen/qwen3-4b"],
+    "Mistral 7B v0.3": {**HUB_CONFIGS["mistralai/mistral-7b-v0.3"], "sliding_window": None},
+    "Qwen3 32B": HUB_CONFIGS["qwen/qwen3-32b"],
+    "Llama 3.1 70B": HUB_CONFIGS["meta-llama/llama-3.1-70b"],
+    "OLMoE 1B 7B": HUB_CONFIGS["allenai/olmoe-1b-7b-0924"],
+    "Qwen3 30B A3B": HUB_CONFIGS["qwen/qwen3-30b-a3b"],
+    "Mixtral 8x7B": HUB_CONFIGS["mistralai/mixtral-8x7b-v0.1"],
 }
 SPREAD = {"parallel.strategy": "fsdp2"}
 STRATEGIES: Mapping[str, Changes] = {
