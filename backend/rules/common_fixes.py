@@ -11,7 +11,9 @@ FSDP2 = Fix("Use FSDP2", {"parallel.strategy": "fsdp2"}, cost="slower than DDP: 
 SINGLE_PROCESS = Fix(
     "Run a single process", {"parallel.strategy": "single"}, safe=False, cost="one device; smaller global batch size"
 )
-ADAMW = Fix("Use AdamW", {"train.optim": "adamw_torch"}, safe=False, cost="two moments per trainable parameter in memory")
+ADAMW = Fix(
+    "Use AdamW", {"train.optim": "adamw_torch"}, safe=False, cost="two moments per trainable parameter in memory"
+)
 ATTENTION_ONLY = Fix(
     "Adapt only the attention layers", {"lora.targets": "attention"}, safe=False, cost="experts are not adapted"
 )

@@ -76,7 +76,7 @@ def _guessed_format(case: Case) -> Fix:
     """A format for columns that no supported format has: a prompt with a completion, or the first column as text."""
     columns = {name.lower(): name for name in case.facts.columns}
     prompt = next((columns[name] for name in PROMPT_NAMES if name in columns), "")
-    completion = next((columns[name] for name in COMPLETION_NAMES if name in columns and columns[name] != prompt), "")
+    completion = next((columns[name] for name in COMPLETION_NAMES if name in columns), "")
     if prompt and completion:
         patch = {
             "data.format": "prompt_completion",
@@ -374,6 +374,8 @@ def packed_batch_too_long(case: Case) -> Violation | None:
     train, data = case.spec.train, case.spec.data
     batch, tokens = train.per_device_train_batch_size, train.per_device_train_batch_size * data.max_length
     if not data.packing or batch == 1 or tokens <= MAX_PACKED_TOKENS:
+        return None
+    if case.spec.model.attn_implementation in registry.FLASH_ATTENTIONS:
         return None
     patch = {
         "train.per_device_train_batch_size": 1,

@@ -20,7 +20,7 @@ BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=
     fails_on=Example(
         LOCAL_MODEL,
         facts=replace(
-            DEMO, shape=None, shape_unknown_reason="there is no config.json", model_problem="x has no config.json."
+            DEMO, shape=None, shape_unknown_reason="there is no config.json", model_problem="The folder model has no config.json."
         ),
     ),
     passes_on=Example(LOCAL_MODEL),

@@ -204,10 +204,7 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
 def reference_model_in_memory(case: Case) -> str | None:
     """Without LoRA the initial model stays in memory as the reference model and runs at every step. Its
     log-probabilities do not change, so they can be computed once, before training."""
-    shape, spec = case.shape, case.spec
-    if not _stage(case).uses_reference_model or spec.method.kind == "lora" or shape is None:
-        return None
-    if spec.preference.precompute_ref_log_probs or case.strategy.engine == "tensor":
+    if case.strategy.engine == "tensor":  # which cannot precompute them
         return None
     size = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
     return f"The reference model of {_stage(case).label} takes {amount(size)} on each device." if size else None
@@ -238,16 +235,16 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
     if not good or not bad:
         label, missing = ("desirable", "undesirable") if good else ("undesirable", "desirable")
         return Violation(f"All {good + bad:,} completions that were read are {label}; add {missing} ones.")
-    weights = (preference.desirable_weight, preference.undesirable_weight)
-    ratio = weights[0] * good / (weights[1] * bad) if weights[1] else 0
+    good_weight, bad_weight = preference.desirable_weight, preference.undesirable_weight
+    ratio = good_weight * good / (bad_weight * bad) if bad_weight else 0
     if MIN_KTO_RATIO <= ratio <= MAX_KTO_RATIO:
         return None
     name, weight = ("undesirable", good / bad / 1.15) if good > bad else ("desirable", 1.15 * bad / good)
     other = "desirable" if name == "undesirable" else "undesirable"
     patch = {f"preference.{name}_weight": round(weight, 2), f"preference.{other}_weight": 1.0}
     message = (
-        f"The data has {good:,} desirable completions with weight {weights[0]:g} and {bad:,} undesirable ones with "
-        f"weight {weights[1]:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
+        f"The data has {good:,} desirable completions with weight {good_weight:g} and {bad:,} undesirable ones with "
+        f"weight {bad_weight:g}. Count x weight of the desirable ones should be 1 to 1.33 times that of the others."
     )
     return Violation(message, (Fix(f"Set {name}_weight to {weight:.2g}", patch, False),))
 

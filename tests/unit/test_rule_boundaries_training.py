@@ -1,0 +1,475 @@
+"""Thresholds of the rules about adapters, method, data, stages, training and saving: the last value that passes and the
+first that fails, and what the fixes of the failing case set."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect import DataIssue, InputFacts
+from backend.machine import Machine
+from backend.modelspec import ModelShape, from_config
+from backend.rules import RULES, Case, Finding
+from backend.rules.adapter import UNKNOWN_MOE
+from backend.rules.examples import (
+    DEMO,
+    GPT2,
+    H100,
+    LAPTOP,
+    LLAMA_8B,
+    SMOL,
+    TWO_H100,
+    USER_DATA,
+    USER_DATA_FACTS,
+)
+from backend.rules.stages import DPO, KTO, LABELS_FACTS, USER_KTO
+from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH
+
+Patch = Mapping[str, Any]
+NO_FIX: Patch = {}
+BY_CODE = {rule.code: rule for rule in RULES}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A patch of the default spec, on a machine, with inspected facts."""
+
+    patch: Patch = field(default_factory=dict)
+    facts: InputFacts = DEMO
+    machine: Machine = LAPTOP
+
+    def finding(self, code: str) -> Finding | None:
+        """What the rule says of it."""
+        spec = effective(edit(RunSpec(), self.patch))
+        return BY_CODE[code].finding(Case(spec, self.machine, self.facts))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """`passes` and `fails` are as near to each other as the values allow. `fixes`: the patches of all fixes of the
+    failing case; `words`: part of its message."""
+
+    code: str
+    passes: Setup
+    fails: Setup
+    fixes: tuple[Patch, ...] | None = None
+    words: str = ""
+
+
+def boundary(
+    code: str, base: Patch, passes: Patch, fails: Patch, *fixes: Patch, words: str = "", **where: Any
+) -> Boundary:
+    """A boundary in the options alone, on one machine with one set of facts. NO_FIX: there is no fix."""
+    passing, failing = (Setup({**base, **more}, **where) for more in (passes, fails))
+    return Boundary(code, passing, failing, _expected(fixes), words)
+
+
+def facts_boundary(
+    code: str, patch: Patch, passes: InputFacts, fails: InputFacts, *fixes: Patch, words: str = "", **where: Any
+) -> Boundary:
+    """A boundary in what inspection finds."""
+    return Boundary(code, Setup(patch, passes, **where), Setup(patch, fails, **where), _expected(fixes), words)
+
+
+def _expected(fixes: tuple[Patch, ...]) -> tuple[Patch, ...] | None:
+    return () if fixes == (NO_FIX,) else fixes or None
+
+
+RATE = "train.learning_rate"
+
+
+def highest(code: str, base: Patch, limit: float, usual: float, words: str, **where: Any) -> Boundary:
+    """The highest learning rate that passes."""
+    return boundary(code, base, {RATE: limit}, {RATE: limit * 1.001}, {RATE: usual}, words=words, **where)
+
+
+def lowest(code: str, base: Patch, limit: float, usual: float, words: str, **where: Any) -> Boundary:
+    """The lowest learning rate that passes."""
+    return boundary(code, base, {RATE: limit}, {RATE: limit * 0.999}, {RATE: usual}, words=words, **where)
+
+
+# The smallest adapted layers of SmolLM2 are k_proj and v_proj: 3 KV heads of 64 elements, so 192 output features.
+R, ALPHA, RATIO, INIT = "lora.r", "lora.alpha", "lora.loraplus_lr_ratio", "lora.init"
+DEFAULT_INIT = {INIT: "default"}
+RSLORA = {"lora.use_rslora": True}
+ADAPTER = (
+    boundary("ADP001", {INIT: "orthogonal"}, {R: 4}, {R: 9}, {R: 10}, DEFAULT_INIT),
+    boundary("ADP001", {INIT: "orthogonal"}, {R: 6}, {R: 7}, {R: 8}, DEFAULT_INIT),
+    boundary("ADP002", {INIT: "pissa"}, {R: 192}, {R: 193}, {R: 192}, DEFAULT_INIT),
+    boundary("ADP004", {}, {RATIO: 100.0}, {RATIO: 100.1}, {RATIO: 16.0}),
+    boundary("ADP004", {RATE: 0.05}, {RATIO: 1.0}, {RATIO: 1.01}, {RATE: 0.005}),
+    boundary("ADP004", {RATE: 1.25e-3}, {RATIO: 16.0}, {RATIO: 17.0}, {RATIO: 16.0}),
+    boundary("ADP004", {RATIO: 16.0}, {RATE: 1.25e-3}, {RATE: 1.26e-3},
+             {RATE: 3e-4}),
+    boundary("ADP004", {RATE: 2e-3}, {RATIO: 10.0}, {RATIO: 33.0}, {RATE: 2e-4}),  # 1.515e-4
+    boundary("ADP004", {RATE: 2e-3}, {RATIO: 10.0}, {RATIO: 33.6}, {RATE: 1e-4}),  # 1.488e-4
+    boundary("ADP005", {**RSLORA, R: 4}, {ALPHA: 20.0}, {ALPHA: 20.1}, {ALPHA: 4.0}),
+    boundary("ADP005", {**RSLORA, R: 1}, {ALPHA: 10.0}, {ALPHA: 10.1}, {ALPHA: 2.0}),
+    boundary("ADP005", {R: 4, ALPHA: 20.1}, {}, RSLORA),
+    boundary("ADP006", {"lora.use_dora": True}, {"lora.dropout": 0.0}, {"lora.dropout": 0.01}, {"lora.dropout": 0.0}),
+)  # fmt: skip
+
+LAYERS, EXTRA = "method.freeze_trainable_layers", "method.freeze_extra_modules"
+LAST_TWO = {LAYERS: 2}
+FREEZE = {"method.kind": "freeze"}
+FULL = {"method.kind": "full"}
+SAVE, TARGETS = "lora.modules_to_save", "lora.target_modules"
+CUSTOM = {"lora.targets": "custom"}
+ALL_LINEAR = {"lora.targets": "all-linear"}
+SHAPELESS = replace(UNKNOWN_MOE, module_attributes=frozenset({"layers", "norm", "q_proj"}))
+
+
+def head_dim_one() -> ModelShape:
+    """A shape whose k_proj has one output feature."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+    return from_config(
+        {"model_type": "llama", **sizes, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
+    )
+
+
+METHOD = (
+    boundary(
+        "MTH002",
+        CUSTOM,
+        {TARGETS: ("q_proj", "gate_proj")},
+        {TARGETS: ("q_proj", "v_proj")},
+        {TARGETS: ("q_proj",)},
+        ALL_LINEAR,
+        facts=SHAPELESS,
+    ),
+    boundary("MTH004", {}, {SAVE: ("layers.0.norm",)}, {SAVE: ("layers.0.norms",)}, {SAVE: ()}, facts=SHAPELESS),
+    facts_boundary("MTH004", {SAVE: ("x",)}, replace(SHAPELESS, module_attributes=frozenset()), SHAPELESS, {SAVE: ()}),
+    facts_boundary("MTH003", {**CUSTOM, TARGETS: ("lm_head",)}, SHAPELESS, DEMO),
+    facts_boundary("MTH007", {**FREEZE, LAYERS: 0, EXTRA: ("lm_head",)}, SHAPELESS, DEMO, LAST_TWO),
+    boundary("MTH007", {**FREEZE, LAYERS: 0}, {EXTRA: ("lm_head", "x")}, {EXTRA: ("lm_head",)}, LAST_TWO),
+    boundary("MTH006", FREEZE, {LAYERS: 30}, {LAYERS: 31}, {LAYERS: 30}),
+    boundary("MTH006", FREEZE, {LAYERS: -30}, {LAYERS: -31}, {LAYERS: -30}),
+    boundary("MTH007", FREEZE, {LAYERS: 1}, {LAYERS: 0}, LAST_TWO),
+    boundary("MTH007", FREEZE, {LAYERS: -1}, {LAYERS: 0}, LAST_TWO),
+    boundary("MTH009", {}, {R: 192}, {R: 193}, {R: 16, ALPHA: 32.0}),
+    boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("nothing",)}, {TARGETS: ("k_proj",)}),
+    boundary("MTH009", {R: 193, **CUSTOM}, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "v_proj")}),
+    highest("MTH010", {}, 5e-3, 2e-4, "is high for LoRA"),
+    lowest("MTH010", {}, 1e-6, 2e-4, "is low for LoRA"),
+    highest("MTH010", FREEZE, 1e-3, 5e-5, "is high for"),
+    lowest("MTH010", FREEZE, 1e-7, 5e-5, "is low for"),
+    highest("MTH010", FULL, 5e-4, 2e-5, "is high for full"),
+    lowest("MTH010", FULL, 1e-7, 2e-5, "is low for full"),
+    facts_boundary("MTH009", {R: 2, **CUSTOM, TARGETS: ("k_proj",)}, DEMO, replace(DEMO, shape=head_dim_one())),
+    boundary("MTH001", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ()}),
+    boundary("MTH002", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "x")}, {TARGETS: ("q_proj",)}, ALL_LINEAR),
+    boundary("MTH002", CUSTOM, {TARGETS: ("lm_head",)}, {TARGETS: ("x",)}, ALL_LINEAR),
+    boundary("MTH003", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("q_proj", "lm_head")}, {TARGETS: ("q_proj",)}),
+    boundary("MTH003", CUSTOM, {TARGETS: ("q_proj",)}, {TARGETS: ("lm_head",)}, ALL_LINEAR),
+    boundary("MTH004", {}, {SAVE: ("norm",)}, {SAVE: ("norm", "")}, {SAVE: ("norm",)}),
+    boundary("MTH005", {}, {SAVE: ("norm",)}, {SAVE: ("norm", "lm_head")}, {SAVE: ("norm",)}),
+    boundary("MTH008", FREEZE, {EXTRA: ("norm",)}, {EXTRA: ("norm", "x")}, {EXTRA: ("norm",)}),
+    boundary("MTH008", {**FREEZE, LAYERS: 0}, {EXTRA: ("norm",)}, {EXTRA: ("x",)}, {EXTRA: (), LAYERS: 2}),
+)
+
+
+def lengths(*tokens: int, **more: Any) -> InputFacts:
+    """The demo's facts with examples of these lengths."""
+    return replace(DEMO, token_lengths=tokens, **more)
+
+
+def issues(count: int) -> InputFacts:
+    """Facts with so many malformed examples."""
+    return replace(
+        USER_DATA_FACTS, data_issues=tuple(DataIssue("data.files", f"line {n}", "is bad", True) for n in range(count))
+    )
+
+
+LENGTH, PROCESSES, WORKERS = "data.max_length", "data.dataset_num_proc", "train.dataloader_num_workers"
+BATCH, ACCUMULATION = "train.per_device_train_batch_size", "train.gradient_accumulation_steps"
+PACKING = {"data.packing": True}
+SHORT_CONTEXT = replace(DEMO, shape=replace(SMOL, max_positions=100))
+UNLIMITED = replace(DEMO, shape=replace(SMOL, max_positions=0))
+NO_LOSS_ON_PROMPT = replace(DEMO, min_prompt_tokens=40)
+FOUR_RANKS = {"parallel.strategy": "ddp", "launch.nproc_per_node": 4}
+TWO_FILES = {**USER_DATA, "data.files": ("a.jsonl", "b.jsonl")}
+BUILTIN = {"data.source": "builtin"}
+
+
+def unreadable(*names: str) -> InputFacts:
+    """Facts with files that cannot be read."""
+    found = tuple(DataIssue("data.files", name, "no such file") for name in names)
+    return replace(USER_DATA_FACTS, data_issues=found)
+
+
+def columns(*names: str) -> Setup:
+    """A file whose columns are those of no format."""
+    return Setup(USER_DATA, replace(unreadable("data.jsonl"), columns=names, format=""))
+
+
+def text_column(name: str) -> Patch:
+    """The fix that takes a column for plain text."""
+    return {"data.format": "text", "data.text_column": name}
+
+
+def prompt_columns(prompt: str, completion: str) -> Patch:
+    """The fix that takes a column for the prompt and another for the completion."""
+    return {"data.format": "prompt_completion", "data.prompt_column": prompt, "data.completion_column": completion}
+
+
+GOOD_FILE = Setup(USER_DATA, USER_DATA_FACTS)
+FILES = (
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl"), {"data.files": ("b.jsonl",)}, BUILTIN),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("b.jsonl"), {"data.files": ("a.jsonl",)}, BUILTIN),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("a.jsonl", "b.jsonl"), BUILTIN),
+    facts_boundary("DAT002", TWO_FILES, unreadable(), unreadable("*.jsonl"), BUILTIN),
+    Boundary("DAT002", GOOD_FILE, columns("id", "Question", "Answer"), (prompt_columns("Question", "Answer"), BUILTIN)),
+    Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"), BUILTIN)),
+    Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"), BUILTIN)),
+    facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), {"data.format": "auto"}),
+    facts_boundary("DAT003", USER_DATA, issues(0), issues(1), NO_FIX),
+)
+UNBATCHED = {BATCH: 1, ACCUMULATION: 6}
+FLASH = {**PACKING, BATCH: 8, LENGTH: 2048}
+DATA = (
+    facts_boundary("DAT008", {"eval.num_generations": 61}, replace(DEMO, counts_are_exact=False), DEMO),
+    facts_boundary("DAT009", {LENGTH: 100}, lengths(*[100] * 901, *[101] * 99), lengths(*[100] * 900, *[101] * 100)),
+    facts_boundary("DAT009", {LENGTH: 100}, replace(DEMO, shape=None, token_lengths=()), replace(DEMO, shape=None),
+                   {LENGTH: 256}),
+    boundary("DAT017", {}, {LENGTH: 800}, {LENGTH: 799}, facts=replace(DEMO, min_prompt_tokens=1000)),
+    facts_boundary("DAT010", {LENGTH: 2048}, replace(DEMO, shape=None), replace(DEMO, shape=GPT2), {LENGTH: 1024}),
+    facts_boundary("DAT011", {LENGTH: 9000}, replace(DEMO, shape=None), DEMO, {LENGTH: 8192}),
+    boundary("DAT013", {**PACKING, BATCH: 3}, {LENGTH: 2730}, {LENGTH: 2731}, machine=H100),
+    boundary("DAT013", FLASH, {"model.attn_implementation": "flash_attention_2"}, {}, machine=H100),
+    facts_boundary("DAT006", USER_DATA, replace(USER_DATA_FACTS, num_examples=2),
+                   replace(USER_DATA_FACTS, num_examples=1)),
+    boundary("DAT008", {}, {"eval.num_generations": 60}, {"eval.num_generations": 61}, {"eval.num_generations": 60}),
+    boundary("DAT009", {}, {LENGTH: 168}, {LENGTH: 167}, {LENGTH: 256}),  # 3 and 4 of 40 examples are longer
+    facts_boundary("DAT009", {LENGTH: 255}, lengths(255), lengths(256), {LENGTH: 320}),
+    facts_boundary("DAT009", {LENGTH: 256}, lengths(256), lengths(257), {LENGTH: 384}),
+    boundary("DAT009", {}, {LENGTH: 177}, {LENGTH: 99}, {LENGTH: 100}, facts=SHORT_CONTEXT),
+    boundary("DAT017", {}, {LENGTH: 32}, {LENGTH: 31}, {LENGTH: 256}, facts=NO_LOSS_ON_PROMPT),
+    boundary("DAT017", {"data.builtin": "train-pairs", "train.stage": "reward"}, {LENGTH: 48}, {LENGTH: 47},
+             {LENGTH: 256}),
+    boundary("DAT017", DPO, {LENGTH: 32}, {LENGTH: 31}, {LENGTH: 256}, facts=NO_LOSS_ON_PROMPT),
+    boundary("DAT017", {LENGTH: 8}, {"data.loss_on": "all_tokens"}, {"data.loss_on": "completions"},
+             facts=NO_LOSS_ON_PROMPT),
+    boundary("DAT010", {}, {LENGTH: 1024}, {LENGTH: 1025}, {LENGTH: 1024}, facts=replace(DEMO, shape=GPT2)),
+    boundary("DAT011", {}, {LENGTH: 8192}, {LENGTH: 8193}, {LENGTH: 8192}),
+    facts_boundary("DAT011", {LENGTH: 8193}, UNLIMITED, DEMO),
+    boundary("DAT013", {**PACKING, BATCH: 2, ACCUMULATION: 3}, {LENGTH: 4096}, {LENGTH: 4097}, UNBATCHED,
+             machine=H100),
+    boundary("DAT013", {**PACKING, LENGTH: 16_384, ACCUMULATION: 3}, {BATCH: 1}, {BATCH: 2}, UNBATCHED, machine=H100),
+    boundary("DAT015", {}, {PROCESSES: 16}, {PROCESSES: 17}, {PROCESSES: 8}),
+    boundary("DAT015", {}, {WORKERS: 16}, {WORKERS: 17}, {WORKERS: 8}),
+    boundary("DAT015", FOUR_RANKS, {WORKERS: 1}, {WORKERS: 2}, {WORKERS: 1}, machine=replace(LAPTOP, cores=2)),
+    boundary("DAT015", FOUR_RANKS, {WORKERS: 0}, {WORKERS: 1}, {WORKERS: 0}, machine=replace(LAPTOP, cores=1)),
+    boundary("DAT015", {**FOUR_RANKS, "launch.nproc_per_node": 3}, {WORKERS: 0}, {WORKERS: 1}, {WORKERS: 0},
+             machine=replace(LAPTOP, cores=1)),
+    boundary("DAT015", FOUR_RANKS, {WORKERS: 4}, {WORKERS: 5}, {WORKERS: 2}),
+)  # fmt: skip
+
+EXO = {**DPO, "preference.dpo_loss_type": "exo_pair"}
+SMOOTHING = "preference.label_smoothing"
+APO = {"preference.kto_loss_type": "apo_zero_unpaired"}
+GOOD, BAD = "preference.desirable_weight", "preference.undesirable_weight"
+
+
+def labels(good: int, bad: int) -> InputFacts:
+    """Facts with so many desirable and undesirable completions."""
+    return replace(LABELS_FACTS, label_counts=(good, bad))
+
+
+def llama_of(parameters: int) -> InputFacts:
+    """Facts with a model of exactly so many parameters."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 1, "intermediate_size": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "vocab_size": 0,
+    }  # fmt: skip
+    rest = from_config({**config, "vocab_size": 1}).parameters - 1
+    shape = from_config({**config, "vocab_size": parameters - rest})
+    assert shape.parameters == parameters
+    return replace(DEMO, shape=shape)
+
+
+EIGHT_B = {"facts": replace(DEMO, shape=LLAMA_8B), "machine": H100}
+FULL_DPO = {**DPO, **FULL}
+REFERENCE = {"preference.precompute_ref_log_probs": True}
+STAGES = (
+    boundary("STG002", {**USER_DATA, "train.stage": "sft"}, {"data.format": "messages"}, {"data.format": "pairs"},
+             {"data.format": "auto"}, {"train.stage": "dpo"}, facts=USER_DATA_FACTS),
+    boundary("STG006", DPO, {"method.kind": "lora"}, FULL, REFERENCE),
+    boundary("STG006", FULL_DPO, {"train.stage": "orpo"}, {"train.stage": "dpo"}, REFERENCE),
+    boundary("STG006", FULL_DPO, REFERENCE, {}, REFERENCE),
+    boundary("STG006", FULL_DPO, {"parallel.strategy": "tensor"}, {"parallel.strategy": "ddp"}, REFERENCE,
+             machine=TWO_H100),
+    facts_boundary("STG006", FULL_DPO, replace(DEMO, shape=None), DEMO, REFERENCE, words="takes 513 MiB"),
+    boundary("STG003", {**KTO, ACCUMULATION: 4}, {BATCH: 2}, {BATCH: 1}, {BATCH: 2, ACCUMULATION: 2}, APO),
+    boundary("STG003", {**KTO, ACCUMULATION: 1}, {BATCH: 2}, {BATCH: 1}, {BATCH: 2, ACCUMULATION: 1}, APO),
+    boundary("STG004", EXO, {SMOOTHING: 1e-6}, {SMOOTHING: 0.0}, {SMOOTHING: 1e-3},
+             {"preference.dpo_loss_type": "sigmoid"}),
+    facts_boundary("STG007", USER_KTO, labels(99, 100), labels(98, 100), {GOOD: 1.17, BAD: 1.0}),
+    facts_boundary("STG007", USER_KTO, labels(134, 100), labels(135, 100), {GOOD: 1.0, BAD: 1.17}),
+    facts_boundary("STG007", {**USER_KTO, GOOD: 1.34}, labels(100, 100), labels(101, 100), {GOOD: 1.0, BAD: 0.88}),
+    facts_boundary("STG007", {**USER_KTO, GOOD: 0.99}, labels(100, 100), labels(98, 99), {GOOD: 1.16, BAD: 1.0}),
+    boundary("STG007", USER_KTO, {GOOD: 1.34}, {GOOD: 1.35}, {GOOD: 1.15, BAD: 1.0}, facts=labels(100, 100)),
+    boundary("STG007", USER_KTO, {BAD: 1.0}, {BAD: 0.0}, {GOOD: 1.15, BAD: 1.0}, facts=labels(100, 100)),
+    facts_boundary("STG007", {**USER_KTO, GOOD: 1.5, BAD: 3.0}, labels(200, 100), labels(100, 100),
+                   words="100 desirable completions with weight 1.5 and 100 undesirable ones with weight 3."),
+    facts_boundary("STG007", USER_KTO, labels(0, 0), labels(1, 0), words="are desirable; add undesirable"),
+    facts_boundary("STG007", USER_KTO, labels(1, 1), labels(0, 1), words="are undesirable; add desirable"),
+    highest("STG008", DPO, 1e-4, 5e-6, "is high for DPO", **EIGHT_B),
+    lowest("STG008", DPO, 1e-7, 5e-6, "is low for DPO", **EIGHT_B),
+    highest("STG008", {**DPO, **FREEZE}, 2e-5, 1e-6, "is high for", **EIGHT_B),
+    lowest("STG008", {**DPO, **FREEZE}, 1e-8, 1e-6, "is low for", **EIGHT_B),
+    highest("STG008", {**DPO, **FULL}, 1e-5, 5e-7, "is high for", **EIGHT_B),
+    lowest("STG008", {**DPO, **FULL}, 1e-9, 5e-7, "is low for", **EIGHT_B),
+    facts_boundary("STG008", {**DPO, RATE: 1e-3}, llama_of(499_999_999), llama_of(500_000_000)),
+)  # fmt: skip
+
+STEPS, MAX_STEPS, WARMUP = {"train.duration": "steps"}, "train.max_steps", "train.warmup_steps"
+BY_EVAL, BY_SAVE = {**STEPS, "eval.strategy": "steps"}, {**STEPS, "save.strategy": "steps"}
+BEST = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}
+FOUR_OF_EACH = {**STEPS, BATCH: 4, ACCUMULATION: 1}
+TRAINING = (
+    boundary("TRN001", {BATCH: 1}, {ACCUMULATION: 400}, {ACCUMULATION: 401}, {BATCH: 1, ACCUMULATION: 400}),
+    facts_boundary("TRN001", {BATCH: 2, ACCUMULATION: 1}, lengths(9, num_examples=2), lengths(9, num_examples=1),
+                   {BATCH: 1, ACCUMULATION: 1}),
+    facts_boundary("TRN001", {BATCH: 2, ACCUMULATION: 1}, lengths(9, num_examples=0), lengths(9, num_examples=1)),
+    facts_boundary("TRN001", {**FOUR_RANKS, BATCH: 3, ACCUMULATION: 1}, lengths(9, num_examples=12),
+                   lengths(9, num_examples=11), {BATCH: 2, ACCUMULATION: 1}),
+    facts_boundary("TRN001", {**FOUR_RANKS, BATCH: 1, ACCUMULATION: 2}, lengths(9, num_examples=8),
+                   lengths(9, num_examples=4), {BATCH: 1, ACCUMULATION: 1}),
+    boundary("TRN002", {**STEPS, MAX_STEPS: 50}, {WARMUP: 49.0}, {WARMUP: 50.0}, {WARMUP: 0.03}),
+    boundary("TRN002", {**STEPS, MAX_STEPS: 1}, {WARMUP: 0.99}, {WARMUP: 1.0}, {WARMUP: 0.03}),
+    boundary("TRN003", {"train.lr_scheduler_type": "constant"}, {WARMUP: 0.0}, {WARMUP: 0.01}),
+    boundary("TRN003", {"train.lr_scheduler_type": "constant"}, {WARMUP: 0.03}, {WARMUP: 0.04}),
+    boundary("TRN004", {**BY_EVAL, "eval.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"eval.steps": 4}),
+    boundary("TRN004", {**BY_EVAL, "eval.steps": 4}, {MAX_STEPS: 4}, {MAX_STEPS: 3}, {"eval.steps": 1}),
+    boundary("TRN005", {**BY_SAVE, "save.steps": 20}, {MAX_STEPS: 20}, {MAX_STEPS: 19}, {"save.steps": 4}),
+    boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 80}, {"save.steps": 81}, {"save.steps": 80}),
+    boundary("TRN006", {**BEST, "eval.steps": 40}, {"save.steps": 40}, {"save.steps": 10}, {"save.steps": 40}),
+    boundary("TRN009", FOUR_OF_EACH, {MAX_STEPS: 10_000}, {MAX_STEPS: 10_001}, {MAX_STEPS: 1000}),
+    facts_boundary("TRN009", {**STEPS, MAX_STEPS: 101, BATCH: 64, ACCUMULATION: 1}, lengths(9, num_examples=65),
+                   lengths(9, num_examples=6), {MAX_STEPS: 1}),
+)  # fmt: skip
+BOTH = {**BY_EVAL, **BY_SAVE}
+MANY_EPOCHS = {**FOUR_OF_EACH, MAX_STEPS: 10_001}
+BEST_MODEL = {"save.load_best_model_at_end": True}
+ON_CPU = replace(WITH_UNSLOTH, device="cpu", gpus=())
+OUTPUT = (
+    boundary("TRN004", {**BOTH, "eval.steps": 20, MAX_STEPS: 10}, BEST_MODEL, {}),
+    boundary("TRN005", {**BOTH, "save.steps": 20, MAX_STEPS: 10}, BEST_MODEL, {}),
+    boundary("TRN009", MANY_EPOCHS, PACKING, {}),
+    boundary("TRN009", {**MANY_EPOCHS, "train.num_train_epochs": 200.0}, {"train.duration": "epochs"}, {}),
+    facts_boundary("TRN009", MANY_EPOCHS, replace(DEMO, counts_are_exact=False), DEMO),
+    facts_boundary("TRN009", MANY_EPOCHS, replace(DEMO, num_examples=None), DEMO),
+    boundary(
+        "UNS006",
+        UNSLOTH,
+        {"precision.compute": "pure_bf16"},
+        {"precision.compute": "bf16"},
+        words="bf16",
+        machine=replace(ON_CPU, cpu_bf16=False),
+    ),
+    Boundary(
+        "UNS006",
+        Setup({**UNSLOTH, "precision.compute": "bf16"}, machine=replace(ON_CPU, cpu_bf16=True)),
+        Setup({**UNSLOTH, "precision.compute": "bf16"}, machine=replace(ON_CPU, cpu_bf16=False)),
+    ),
+    facts_boundary(
+        "TRN001",
+        {**FOUR_RANKS, BATCH: 1, ACCUMULATION: 1},
+        lengths(9, num_examples=4),
+        lengths(9, num_examples=3),
+        NO_FIX,
+    ),
+)
+BOUNDARIES = (*ADAPTER, *METHOD, *FILES, *DATA, *STAGES, *TRAINING, *OUTPUT)
+
+
+@pytest.mark.parametrize("row", BOUNDARIES, ids=lambda row: f"{row.code}-{dict(row.fails.patch)}"[:80])
+def test_boundary(row: Boundary) -> None:
+    assert row.passes.finding(row.code) is None
+    found = row.fails.finding(row.code)
+    assert found is not None
+    assert row.words in found.message
+    if row.fixes is not None:
+        assert [dict(fix.patch) for fix in found.fixes] == [dict(patch) for patch in row.fixes]
+    for fix in found.fixes:
+        if match := re.fullmatch(r"Set \S.* to ([-+.e\d]+)", fix.label):
+            assert float(match[1]) in [pytest.approx(value, rel=0.05) for value in fix.patch.values()]
+
+
+@pytest.mark.parametrize(("count", "named", "more"), [(3, 3, ""), (4, 3, "1 more"), (5, 3, "2 more")])
+def test_three_issues_are_named(count: int, named: int, more: str) -> None:
+    found = Setup(USER_DATA, issues(count)).finding("DAT003")
+    assert found
+    assert found.message.count("is bad") == named
+    assert more in found.message and ("more" in found.message) == bool(more)
+
+
+KEEP_LAST, MODEL_ONLY = {"save.total_limit": 1}, {"save.total_limit": 1, "save.only_model": True}
+NO_CHECKPOINTS = {"save.strategy": "no", "save.final_model": True, "save.load_best_model_at_end": False}
+NOTHING = {**NO_CHECKPOINTS, "save.final_model": False}
+
+
+@pytest.mark.parametrize(
+    ("room_for", "spare", "offered"),
+    [
+        ({}, 0, None),
+        ({}, -1, [KEEP_LAST, MODEL_ONLY]),
+        (KEEP_LAST, 0, [KEEP_LAST, MODEL_ONLY]),
+        (KEEP_LAST, -1, [MODEL_ONLY, NO_CHECKPOINTS]),
+        (MODEL_ONLY, -1, [NO_CHECKPOINTS, NOTHING]),
+        (NO_CHECKPOINTS, -1, [NOTHING]),
+    ],
+)
+def test_disk_space_to_the_last_byte(room_for: Patch, spare: int, offered: list[Patch] | None) -> None:
+    """A disk with room for the result of a fix, or with one byte less."""
+    spec = effective(edit(RunSpec(), {**FULL, **room_for}))
+    need = Case(spec, LAPTOP, DEMO).estimate.disk_bytes
+    found = Setup(FULL, DEMO, replace(LAPTOP, disk_free_bytes=need + spare)).finding("OUT001")
+    assert (found and [dict(fix.patch) for fix in found.fixes]) == offered
+
+
+@pytest.mark.parametrize(("accumulation", "safe"), [(4, True), (3, False), (2, True), (1, False)])
+def test_fix_is_safe_if_the_global_batch_size_stays_the_same(accumulation: int, safe: bool) -> None:
+    found = Setup({**KTO, BATCH: 1, ACCUMULATION: accumulation}).finding("STG003")
+    assert found and found.fixes[0].safe == safe
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "elastic"])
+def test_run_without_checkpoints_is_safe_unless_it_restarts(rendezvous: str) -> None:
+    two_nodes = {"parallel.strategy": "ddp", "launch.rendezvous": rendezvous, "launch.master_addr": "10.0.0.1"}
+    spec = effective(edit(RunSpec(), {**two_nodes, **FULL, **MODEL_ONLY}))
+    free = Case(spec, LAPTOP, DEMO).estimate.disk_bytes - 1
+    found = Setup({**two_nodes, **FULL}, DEMO, replace(LAPTOP, disk_free_bytes=free)).finding("OUT001")
+    assert found
+    fix = next(fix for fix in found.fixes if dict(fix.patch) == NO_CHECKPOINTS)
+    assert fix.safe == (rendezvous == "static")
+
+
+def test_evaluation_is_set_to_the_interval_of_checkpoints() -> None:
+    for strategy, label in (("steps", "Evaluate every 70 steps"), ("epoch", "Evaluate every epoch")):
+        other = "epoch" if strategy == "steps" else "steps"
+        found = Setup({**BEST, "save.strategy": strategy, "eval.strategy": other, "save.steps": 70}).finding("TRN006")
+        assert found and [fix.label for fix in found.fixes] == [label]
+
+
+def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
+    for setup, fields in (
+        (columns("id", "question"), ("data.files", "data.format")),
+        (Setup(TWO_FILES, unreadable("a.jsonl")), ("data.files",)),
+        (Setup(TWO_FILES, unreadable("*.jsonl")), ("data.files",)),
+        (Setup(TWO_FILES, replace(unreadable("a.jsonl"), columns=("x",), format="")), ("data.files", "data.format")),
+    ):
+        found = setup.finding("DAT002")
+        assert found and found.fields == fields
+
+
+def test_workers_and_tokenization_processes_are_fixed_together() -> None:
+    found = Setup({PROCESSES: 17, WORKERS: 17}).finding("DAT015")
+    assert found and found.fields == (PROCESSES, WORKERS)
+    assert [fix.label for fix in found.fixes] == ["Set dataset_num_proc to 8 and dataloader_num_workers to 8"]
