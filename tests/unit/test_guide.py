@@ -1,7 +1,7 @@
-"""The preview against a guide that people come with: "Distributed Training with LLaMA-Factory", its commands and files.
+"""Launch plans compared with a widely used guide, "Distributed Training with LLaMA-Factory": its commands and files.
 
-Each row holds what the guide writes, flag by flag or key by key, and the options that ask for the same. What Footplate
-does otherwise stands in the row with its reason; what is named there must really differ.
+Each case has the guide's flags or keys, and the options that request the same. Every difference is listed with its
+reason, and every listed difference must exist.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ EIGHT = Machine("cuda", tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i i
 
 
 @dataclass(frozen=True)
-class Row:
-    """`wanted` is what the guide writes; `otherwise` names what is not the same here, and why."""
+class GuideCase:
+    """`expected` is what the guide has; `differences` names what Footplate does differently, and why."""
 
     patch: Mapping[str, Any]
-    wanted: Mapping[str, Any]
-    otherwise: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, Any]
+    differences: Mapping[str, str] = field(default_factory=dict)
     node: str = ""
 
 
-def planned(row: Row) -> Plan:
-    return plan(edit(RunSpec(), row.patch), EIGHT)
+def planned(case: GuideCase) -> Plan:
+    return plan(edit(RunSpec(), case.patch), EIGHT)
 
 
-def held(row: Row, found: Mapping[str, Any]) -> None:
-    """What is found is what was wanted, or it is explained; nothing is explained that is the same."""
-    names = row.wanted.keys() | found.keys()
-    differ = {name for name in names if row.wanted.get(name, "absent") != found.get(name, "absent")}
-    assert differ == set(row.otherwise), {name: (row.wanted.get(name), found.get(name)) for name in differ}
+def assert_matches(case: GuideCase, found: Mapping[str, Any]) -> None:
+    """Everything found is expected or a listed difference, and every listed difference exists."""
+    names = case.expected.keys() | found.keys()
+    differ = {name for name in names if case.expected.get(name, "absent") != found.get(name, "absent")}
+    assert differ == set(case.differences), {name: (case.expected.get(name), found.get(name)) for name in differ}
 
 
 def flags(made: Plan, node: str) -> dict[str, str]:
-    """The launcher, its flags (dashes and underscores are the same to it), and the program."""
-    argv = list(made.others[node] if node else made.argv)
+    """The launcher, its flags (with underscores: launchers accept both spellings), and the program."""
+    argv = list(made.other_nodes[node] if node else made.argv)
     start = argv.index("-m") + 1
     found = {"launcher": argv[start]}
     while argv[start := start + 1].startswith("-") and argv[start] not in ("-m", "--module"):
@@ -55,28 +55,28 @@ def flags(made: Plan, node: str) -> dict[str, str]:
     return {**found, "program": " ".join(argv[start:])}
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# --- Commands ---
 
 DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 8}
 TWO = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "192.168.0.1", "launch.master_port": 29500}
 SAME = {
-    "launcher": "the module that the script of that name starts, in the Python that was checked",
-    "program": "our trainer, which reads all of its options from spec.yaml",
+    "launcher": "the launcher's module, started with the Python environment that was checked",
+    "program": "Footplate's trainer, which reads its options from spec.yaml",
 }
-SEEN = {"log_dir": "what each rank says is kept", "tee": "and goes to the log too"}
+LOGGED = {"log_dir": "the output of each rank is saved", "tee": "and copied to the run's log"}
 QUIET = {
-    "no_local_rank": "our trainer knows it from the environment",
-    "log_level": "fewer lines of the launcher",
+    "no_local_rank": "the trainer reads it from the environment",
+    "log_level": "fewer log lines from the launcher",
 }
-ACCELERATE = {**SAME, **SEEN}
+ACCELERATE = {**SAME, **LOGGED}
 COMMANDS = {
-    "torchrun on one node": Row(
+    "torchrun on one node": GuideCase(
         DDP,
         {"launcher": "torchrun", "standalone": "", "nnodes": "1", "nproc_per_node": "8", "program": "src/train.py"},
-        {**SAME, **SEEN, "nnodes": "standalone is one node"},
+        {**SAME, **LOGGED, "nnodes": "--standalone means one node"},
     ),
     **{
-        f"torchrun, node {rank} of two": Row(
+        f"torchrun, node {rank} of two": GuideCase(
             TWO,
             {
                 "launcher": "torchrun",
@@ -87,23 +87,23 @@ COMMANDS = {
                 "master_addr": "192.168.0.1",
                 "program": "train.py",
             },
-            {**SAME, **SEEN},
+            {**SAME, **LOGGED},
             f"node-{rank}" if rank else "",
         )
         for rank in (0, 1)
     },
-    "accelerate on one node": Row(
+    "accelerate on one node": GuideCase(
         {**DDP, "launch.launcher": "accelerate"},
         {"launcher": "accelerate launch", "config_file": "accelerate_singleNode_config.yaml", "program": "train.py"},
-        {**ACCELERATE, "config_file": "the file beside the plan"},
+        {**ACCELERATE, "config_file": "the file next to the plan"},
     ),
-    "accelerate, node 1 of two": Row(
+    "accelerate, node 1 of two": GuideCase(
         {**TWO, "launch.launcher": "accelerate"},
         {"launcher": "accelerate launch", "config_file": "accelerate_multiNode_config.yaml", "program": "train.py"},
-        {**ACCELERATE, "config_file": "the file beside the plan", "machine_rank": "one file serves all nodes"},
+        {**ACCELERATE, "config_file": "the file next to the plan", "machine_rank": "one file for all nodes"},
         "node-1",
     ),
-    "deepspeed on GPU 1": Row(
+    "deepspeed on GPU 1": GuideCase(
         {
             "parallel.strategy": "zero3",
             "launch.nproc_per_node": 1,
@@ -114,11 +114,11 @@ COMMANDS = {
         {
             **SAME,
             **QUIET,
-            "master_port": "deepspeed's own, said aloud: launch.master_port changes it",
-            "hostfile": "none: one that lies about, as /job/hostfile, would be read otherwise",
+            "master_port": "deepspeed's default, written out: launch.master_port changes it",
+            "hostfile": "/dev/null: deepspeed would read an existing /job/hostfile",
         },
     ),
-    "deepspeed by a hostfile": Row(
+    "deepspeed by a hostfile": GuideCase(
         {
             **TWO,
             "parallel.strategy": "zero3",
@@ -130,10 +130,10 @@ COMMANDS = {
         {
             **SAME,
             **QUIET,
-            "no_ssh": "each node is started by itself: over ssh a stop would end every run of the other hosts",
-            "node_rank": "which of them this is",
-            "master_addr": "without ssh nobody asks node 0 for it",
-            "master_port": "deepspeed's own, said aloud",
+            "no_ssh": "each node is started separately: over ssh, stopping would end every run on the other hosts",
+            "node_rank": "the rank of this node",
+            "master_addr": "without ssh, deepspeed does not ask node 0 for it",
+            "master_port": "deepspeed's default, written out",
         },
     ),
 }
@@ -141,16 +141,16 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands(name: str) -> None:
-    row = COMMANDS[name]
-    held(row, flags(planned(row), row.node))
+    case = COMMANDS[name]
+    assert_matches(case, flags(planned(case), case.node))
 
 
-def test_the_hostfile_is_the_guides() -> None:
+def test_hostfile_matches_the_guide() -> None:
     made = planned(COMMANDS["deepspeed by a hostfile"])
     assert made.files["hostfile"] == "worker-1 slots=4\nworker-2 slots=4\n"
 
 
-# The guide hands the trainer's options over in the command; here they are a file. Each by the option that says it.
+# The guide passes training options in the command; Footplate writes them to spec.yaml. The option for each.
 TRAINING = {
     "stage": ("train.stage", "sft"),
     "model_name_or_path": ("model.hub_id", "meta-llama/Meta-Llama-3-8B-Instruct"),
@@ -169,13 +169,13 @@ NEEDED = {"model.source": "hub", "data.source": "hub", "save.strategy": "steps",
 WITHOUT = {
     "do_train": "a run trains",
     "template": "the model's own chat template",
-    "output_dir": "the run's folder",
-    "overwrite_cache": "rows are prepared anew by each start",
-    "plot_loss": "the page draws it, and keeps a picture",
+    "output_dir": "the run folder",
+    "overwrite_cache": "examples are tokenized again at each start",
+    "plot_loss": "the page plots it and saves an image",
 }
 
 
-def test_the_trainers_options_have_their_names() -> None:
+def test_training_options_have_an_equivalent() -> None:
     assert not TRAINING.keys() & WITHOUT.keys()
     spec = edit(RunSpec(), {**DDP, **NEEDED, **dict(TRAINING.values())})
     written = yaml.safe_load(plan(spec, EIGHT).files["spec.yaml"])
@@ -183,7 +183,7 @@ def test_the_trainers_options_have_their_names() -> None:
     assert {name: get(read, name) for name, _ in TRAINING.values()} == dict(TRAINING.values())
 
 
-# -- accelerate's file -------------------------------------------------------------------------------------------------
+# --- accelerate's configuration file ---
 
 FILE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -205,8 +205,8 @@ FILE = {
     "use_cpu": False,
 }
 MEETING = {"main_process_ip": "192.168.0.1", "main_process_port": 29500}
-NO_TPU = dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "accelerate's defaults; no TPU is driven")
-CHECKED = {"debug": "it compares shapes before each collective, for looking for a fault"}
+NO_TPU = dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "accelerate's defaults; TPUs are not supported")
+CHECKED = {"debug": "off: it compares shapes before each collective, for debugging"}
 HALF = {"precision.compute": "fp16", "launch.launcher": "accelerate"}
 ENGINE = {**FILE, **MEETING, "debug": False, "distributed_type": "DEEPSPEED", "num_machines": 2, "num_processes": 16}
 ENGINE |= {
@@ -220,29 +220,29 @@ ENGINE |= {
         "zero_stage": 3,
     }.items()
 }
-IN_JSON = "stands in deepspeed.json, and accelerate refuses it in both places"
+IN_JSON = "in deepspeed.json; accelerate refuses it in both files"
 YAML = {
-    "one node": Row(
+    "one node": GuideCase(
         {**DDP, **HALF},
         FILE,
-        {**NO_TPU, **CHECKED, "main_process_port": "0 takes a free port, so that two runs do not meet"},
+        {**NO_TPU, **CHECKED, "main_process_port": "0 picks a free port, so that two runs do not collide"},
     ),
-    "two nodes": Row(
+    "two nodes": GuideCase(
         {**TWO, **HALF}, {**FILE, **MEETING, "num_machines": 2, "num_processes": 16}, {**NO_TPU, **CHECKED}
     ),
-    "two nodes with DeepSpeed": Row(
+    "two nodes with DeepSpeed": GuideCase(
         {**TWO, **HALF, "parallel.strategy": "zero3", "train.gradient_accumulation_steps": 8},
         {key: value for key, value in ENGINE.items() if key != "gpu_ids"},
         {
             **NO_TPU,
-            "gpu_ids": "all of those that CUDA_VISIBLE_DEVICES leaves",
+            "gpu_ids": "all GPUs in CUDA_VISIBLE_DEVICES",
             "mixed_precision": IN_JSON,
             "deepspeed_config.deepspeed_config_file": "one file for every launcher",
             "deepspeed_config.zero_stage": IN_JSON,
             "deepspeed_config.gradient_accumulation_steps": IN_JSON,
             "deepspeed_config.offload_optimizer_device": IN_JSON,
             "deepspeed_config.offload_param_device": IN_JSON,
-            "deepspeed_config.zero3_init_flag": "the trainer always loads ZeRO-3's weights in parts",
+            "deepspeed_config.zero3_init_flag": "the trainer always loads ZeRO-3 weights sharded",
         },
     ),
 }
@@ -250,7 +250,7 @@ YAML = {
 
 @pytest.mark.parametrize("name", YAML)
 def test_accelerate_files(name: str) -> None:
-    held(YAML[name], flat(yaml.safe_load(planned(YAML[name]).files["accelerate.yaml"])))
+    assert_matches(YAML[name], flat(yaml.safe_load(planned(YAML[name]).files["accelerate.yaml"])))
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -260,7 +260,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-# -- DeepSpeed's file --------------------------------------------------------------------------------------------------
+# --- DeepSpeed's configuration file ---
 
 SHARED = {
     "train_batch_size": "auto",
@@ -305,28 +305,28 @@ SMALLER = {
     "reduce_scatter": DEFAULT,
     "allgather_bucket_size": BUCKET,
     "reduce_bucket_size": BUCKET,
-    "round_robin_gradients": "off, DeepSpeed's default: it spreads the copying of gradients to the CPU",
+    "round_robin_gradients": "off, DeepSpeed's default: it distributes copying gradients to the CPU over ranks",
 }
 LATER = {
     **dict.fromkeys(("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), DEFAULT),
     "reduce_bucket_size": BUCKET,
     "allgather_bucket_size": BUCKET,
-    "stage3_prefetch_bucket_size": "DeepSpeed's default; auto takes nine tenths of the hidden size's square",
-    "stage3_param_persistence_threshold": "DeepSpeed's default; auto takes ten hidden sizes",
+    "stage3_prefetch_bucket_size": "DeepSpeed's default; auto uses 0.9 x hidden size squared",
+    "stage3_param_persistence_threshold": "DeepSpeed's default; auto uses 10 x hidden size",
 }
 OPTIMIZER, WEIGHTS = "parallel.offload_optimizer", "parallel.offload_param"
 OFFLOADS = {OPTIMIZER: "offload_optimizer", WEIGHTS: "offload_param"}
 IN_RAM = {"device": "cpu", "pin_memory": True}
 
 
-def zero(stage: int, wanted: Mapping[str, Any], otherwise: Mapping[str, str], *offloaded: str) -> Row:
-    """A row of the table: the guide's keys under zero_optimization, what differs there, and what is in CPU memory."""
-    inside = {"stage": stage, **wanted}
+def zero(stage: int, expected: Mapping[str, Any], differences: Mapping[str, str], *offloaded: str) -> GuideCase:
+    """A case for one ZeRO stage: the guide's keys of zero_optimization, the differences, and the offloaded options."""
+    inside = {"stage": stage, **expected}
     inside |= {f"{OFFLOADS[option]}.{key}": value for option in offloaded for key, value in IN_RAM.items()}
-    return Row(
+    return GuideCase(
         {**DDP, "parallel.strategy": f"zero{stage}", **dict.fromkeys(offloaded, "cpu")},
         {**SHARED, **{f"zero_optimization.{key}": value for key, value in inside.items()}},
-        {**SCALING, **{f"zero_optimization.{key}": why for key, why in otherwise.items()}},
+        {**SCALING, **{f"zero_optimization.{key}": why for key, why in differences.items()}},
     )
 
 
@@ -341,4 +341,4 @@ JSON = {
 
 @pytest.mark.parametrize("name", JSON)
 def test_deepspeed_files(name: str) -> None:
-    held(JSON[name], flat(json.loads(planned(JSON[name]).files["deepspeed.json"])))
+    assert_matches(JSON[name], flat(json.loads(planned(JSON[name]).files["deepspeed.json"])))
