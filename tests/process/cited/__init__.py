@@ -1,7 +1,7 @@
-"""What shows that a rule is true: each rule is launched, seen on a GPU, checked here by asking the library, or exempt.
+"""The proof of each rule: it is launched, verified on a GPU, tested here against the installed library, or exempt.
 
-A test that asks the library is marked `@cites("STR032")`. `test_every_rule.py` insists that each rule is in exactly one
-place, and that the versions that sources name are the installed ones. A rule that is added without either turns it red.
+A test of the library's behavior is marked `@cites("STR032")`. `test_every_rule.py` requires exactly one proof for each
+rule, and that the versions in the sources are the installed ones; a new rule without a proof fails it.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import pytest
 
 Test = TypeVar("Test", bound=Callable[..., object])
 
-# Code -> the tests that ask the library.
+# Code -> the tests of the library's behavior.
 CITED: dict[str, list[str]] = {}
 
-# What no package that is installed could make untrue, by kind.
+# Rules that do not depend on an installed package, by kind.
 EXEMPT: Mapping[str, str] = {
     "arithmetic": "DAT008 DAT012 DAT015 LCH006 LCH007 LCH008 LCH009 NOD007 NOD013 OPT018 OUT001 OUT002 PRC009 STR006 "
     "TRN004 TRN009",
     "paper": "ADP004 ADP005 HW010 MTH009 MTH010 OPT008 OPT012 STG007 STG008",
     "hardware": "HW008 PRC003 PRC004 QNT008 STR016",
-    # Footplate's own files, estimate, plan, or what it has not proven.
+    # About Footplate's own files, estimate or plan, or not proven yet.
     "own": "DAT009 DAT011 DAT014 DAT016 HW002 HW005 LCH011 MEM001 MEM002 MEM003 STR023 STR025 STR036",
     "absent-package": "KRN003 KRN005 KRN008 UNS001 UNS004 UNS007 UNS008",
 }
-# The absent packages. Where one is installed its rules can be checked, and must be.
+# Where one of these is installed, its rules need a test.
 ABSENT = ("flash_attn", "liger_kernel", "unsloth")
 
 
 def cites(*codes: str) -> Callable[[Test], Test]:
-    """Mark a test as the one that shows that these rules are true. Where it fails it says of which."""
+    """Mark a test as the proof of these rules; its failure names them."""
 
     def mark(test: Test) -> Test:
         for code in codes:
             CITED.setdefault(code, []).append(test.__name__)
 
         @wraps(test)
-        def noted(*given: object, **more: object) -> object:
+        def annotated(*args: object, **kwargs: object) -> object:
             __tracebackhide__ = True
             try:
-                return test(*given, **more)
+                return test(*args, **kwargs)
             except (Exception, pytest.fail.Exception) as error:
-                error.add_note(f"Not as its source says any more: {', '.join(codes)}.")
+                error.add_note(f"The library no longer behaves as these rules say: {', '.join(codes)}.")
                 raise
 
-        return noted  # type: ignore[return-value]
+        return annotated  # type: ignore[return-value]
 
     return mark

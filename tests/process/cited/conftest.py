@@ -1,4 +1,4 @@
-"""Each test starts and ends without a process group, accelerate's global state, or variables of its own."""
+"""Each test starts and ends without a process group and accelerate's global state, and with the same environment."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def clean() -> Iterator[None]:
 
 @pytest.fixture
 def group(tmp_path: Path) -> None:
-    """A process group of this process alone."""
+    """A process group of one process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""The Trainer's arithmetic, its checkpoints and its schedules; stages; rows."""
+"""Steps, checkpoints and schedules of the Trainer; training stages; packing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from cited import cites
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Line(nn.Module):
-    """Learns a number."""
+class Scalar(nn.Module):
+    """A model with one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,16 +42,16 @@ class Line(nn.Module):
         return {"loss": (self.weight * x).square().mean()}
 
 
-ROWS = [{"x": torch.tensor([1.0])} for _ in range(10)]
+EXAMPLES = [{"x": torch.tensor([1.0])} for _ in range(10)]
 
 
 def trainer(folder: Path, **more: Any) -> Trainer:
     given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", **more}
-    return Trainer(Line(), TrainingArguments(output_dir=str(folder), **given), train_dataset=ROWS)
+    return Trainer(Scalar(), TrainingArguments(output_dir=str(folder), **given), train_dataset=EXAMPLES)
 
 
 @cites("TRN001")
-def test_a_pass_is_at_least_one_step(tmp_path: Path) -> None:
+def test_an_epoch_has_at_least_one_step(tmp_path: Path) -> None:
     found = trainer(
         tmp_path, num_train_epochs=2, per_device_train_batch_size=16, gradient_accumulation_steps=64, logging_steps=1
     )
@@ -78,7 +78,7 @@ def test_a_long_warmup_never_reaches_the_peak(name: str) -> None:
 
 
 @cites("TRN003")
-def test_the_constant_schedule_begins_at_its_peak() -> None:
+def test_the_constant_schedule_starts_at_the_full_rate() -> None:
     assert "num_warmup_steps" not in inspect.signature(get_constant_schedule).parameters
     assert rates("constant", 10, 20) == [1.0] * 20
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 @cites("TRN007")
-def test_without_its_state_the_optimizer_begins_anew(tmp_path: Path) -> None:
+def test_without_its_state_the_optimizer_starts_from_scratch(tmp_path: Path) -> None:
     found = trainer(tmp_path, max_steps=5)
     found.create_optimizer_and_scheduler(5)
     found._load_optimizer_and_scheduler(str(tmp_path))
@@ -103,7 +103,7 @@ def test_without_its_state_the_optimizer_begins_anew(tmp_path: Path) -> None:
 
 
 @cites("DAT007")
-def test_evaluation_wants_rows(tmp_path: Path) -> None:
+def test_evaluation_needs_an_eval_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="but you didn't pass an `eval_dataset`"):
         trainer(tmp_path, eval_strategy="steps")
 
@@ -114,30 +114,30 @@ def llama(**more: Any) -> LlamaForCausalLM:
 
 
 @cites("DAT013")
-def test_packed_rows_are_masked_by_all_pairs_of_tokens() -> None:
+def test_packing_builds_a_mask_of_all_pairs_of_tokens() -> None:
     model = llama(attn_implementation="sdpa")
-    where = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    mask = create_causal_mask(model.config, torch.zeros(1, 12, 32), None, None, position_ids=where)
+    position_ids = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    mask = create_causal_mask(model.config, torch.zeros(1, 12, 32), None, None, position_ids=position_ids)
     assert mask.shape == (1, 1, 12, 12)
     assert not mask[0, 0, 11, 0]
 
 
 PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
-MARKED = {"prompt": "a", "completion": " b", "label": True}
+LABELED = {"prompt": "a", "completion": " b", "label": True}
 
 
 @cites("STG006")
-@pytest.mark.parametrize("beforehand", [False, True])
+@pytest.mark.parametrize("precompute", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "config", "row"), [(trl.DPOTrainer, trl.DPOConfig, PAIR), (trl.KTOTrainer, trl.KTOConfig, MARKED)]
+    ("kind", "config", "example"), [(trl.DPOTrainer, trl.DPOConfig, PAIR), (trl.KTOTrainer, trl.KTOConfig, LABELED)]
 )
 def test_the_reference_is_a_second_model(
-    kind: Any, config: Any, row: dict[str, Any], beforehand: bool, tiny: Path, tmp_path: Path
+    kind: Any, config: Any, example: dict[str, Any], precompute: bool, tiny: Path, tmp_path: Path
 ) -> None:
-    """Unless it is asked beforehand."""
+    """Unless its log-probabilities are precomputed."""
     given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": False, "per_device_train_batch_size": 2}
-    args = config(output_dir=str(tmp_path), precompute_ref_log_probs=beforehand, **given)
+    args = config(output_dir=str(tmp_path), precompute_ref_log_probs=precompute, **given)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    tokens = AutoTokenizer.from_pretrained(tiny)
-    found = kind(model, args=args, train_dataset=Dataset.from_list([row, row]), processing_class=tokens)
-    assert (found.ref_model is None) is beforehand
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    found = kind(model, args=args, train_dataset=Dataset.from_list([example, example]), processing_class=tokenizer)
+    assert (found.ref_model is None) is precompute

@@ -49,7 +49,7 @@ from backend import registry
 from backend.modelspec import FAMILIES
 from backend.rules.kernels import TRITON_LOSS_STAGES, UNSUPPORTED_ATTENTION
 from backend.train import trl_trainers
-from backend.train.quantized import is_packed
+from backend.train.quantized import is_quantized
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -120,7 +120,7 @@ def test_losses_that_are_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     found = {kind for kind in ("cpu", "cuda", "mps", "xpu") if chunked_logprob._use_triton(torch.device(kind))}
     assert found == {"cuda", "xpu"}
-    modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in trl_trainers.KINDS.items()}
+    modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in trl_trainers.TRL.items()}
     # Which of them ask for it shows on a device that has it alone, so the words are looked for.
     fused = {name for name, module in modules.items() if "fused_lm_head=True" in inspect.getsource(module)}
     assert fused == set(TRITON_LOSS_STAGES)
@@ -263,7 +263,7 @@ def test_layers_that_know_no_dora(kind: Any) -> None:
 
 
 @cites("ADP003")
-def test_olora_takes_transposed_weights_as_they_are() -> None:
+def test_olora_does_not_transpose_conv1d_weights() -> None:
     given = {"target_modules": ["c_attn"], "r": 4, "fan_in_fan_out": True}
     for start in ("pissa", "olora"):
         model = get_peft_model(gpt2(), LoraConfig(**given, init_lora_weights=start))
@@ -275,7 +275,9 @@ def test_olora_takes_transposed_weights_as_they_are() -> None:
 
 @cites("ADP006")
 @pytest.mark.parametrize(("dropout", "times"), [(0.0, 0), (0.1, 1)])
-def test_dora_with_dropout_computes_the_base_again(dropout: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dora_with_dropout_computes_the_base_layer_twice(
+    dropout: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], use_dora=True, lora_dropout=dropout)).train()
     base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     seen = []
@@ -291,7 +293,7 @@ def test_dora_with_dropout_computes_the_base_again(dropout: float, times: int, m
 
 
 @cites("MTH005")
-def test_a_trained_copy_is_no_longer_tied() -> None:
+def test_a_module_to_save_is_not_tied() -> None:
     base = llama(tie_word_embeddings=True)
     assert base.lm_head.weight is base.model.embed_tokens.weight
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
@@ -303,7 +305,7 @@ def test_a_trained_copy_is_no_longer_tied() -> None:
 
 
 @cites("DAT010")
-def test_positions_beyond_the_table() -> None:
+def test_positions_beyond_the_position_embeddings() -> None:
     model = gpt2()
     model(torch.arange(8)[None])
     with pytest.raises(IndexError):
@@ -318,26 +320,26 @@ def _mixture(**more: Any) -> Qwen3MoeForCausalLM:
 @cites("QNT018")
 def test_experts_are_not_packed() -> None:
     found = replace_with_bnb_linear(_mixture(), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    packed = {name.rpartition(".")[2] for name, module in found.named_modules() if is_packed(module)}
+    packed = {name.rpartition(".")[2] for name, module in found.named_modules() if is_quantized(module)}
     assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}, "who calls it leaves the output layer out"
     assert found.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
 
 
 @cites("ADP009")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_adapters_on_experts_have_a_rank_each_and_are_added_to_a_copy() -> None:
+def test_lora_on_experts_has_a_rank_for_each_and_is_added_to_a_copy() -> None:
     found = get_peft_model(_mixture(), LoraConfig(r=3, target_modules="all-linear"))
-    outer = found.base_model.model.model.layers[0].mlp.experts  # of down_proj, around that of the two others
+    outer = found.base_model.model.model.layers[0].mlp.experts  # the wrapper of down_proj, around that of gate_up_proj
     experts, kept = outer.get_base_layer(), outer.get_param()
     assert outer.lora_A["default"].weight.shape[0] == 3 * 2
-    assert outer.base_layer.lora_A["default"].weight.shape[0] == 2 * 3 * 2, "two layers in one"
+    assert outer.base_layer.lora_A["default"].weight.shape[0] == 2 * 3 * 2, "gate and up projection are one parameter"
     with outer._activate_lora(["default"]):
         assert experts.down_proj.data_ptr() != kept.data_ptr()
         assert experts.down_proj.shape == kept.shape
 
 
 @cites("ADP008")
-def test_two_layers_of_an_expert_are_one_weight() -> None:
+def test_gate_and_up_projection_are_targets_together() -> None:
     get_peft_model(_mixture(), LoraConfig(target_modules=["gate_proj", "up_proj"]))
     with pytest.raises(ValueError, match="without also targeting up_proj"):
         get_peft_model(_mixture(), LoraConfig(target_modules=["gate_proj"]))
@@ -345,7 +347,7 @@ def test_two_layers_of_an_expert_are_one_weight() -> None:
 
 @cites("ADP007")
 @pytest.mark.parametrize("more", [{"lora_dropout": 0.1}, {"use_dora": True}, {"init_lora_weights": "pissa"}])
-def test_adapters_on_experts_are_plain(more: dict[str, Any]) -> None:
+def test_lora_on_experts_rejects_dropout_dora_and_pissa(more: dict[str, Any]) -> None:
     get_peft_model(_mixture(), LoraConfig(target_modules="all-linear"))
     with pytest.raises((ValueError, AttributeError)):
         get_peft_model(_mixture(), LoraConfig(target_modules="all-linear", **more))
