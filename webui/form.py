@@ -82,8 +82,9 @@ def field_kind(option: Option) -> str:
 
 
 def is_wide(option: Option) -> bool:
-    """Whether a menu needs two columns for its longest label."""
-    return field_kind(option) == "menu" and max(len(label) for _, label in option.choices) > 20
+    """Whether a menu needs two columns for its longest label, or segments more than two in a narrow form."""
+    lengths = [len(label) for _, label in option.choices]
+    return {"menu": max(lengths, default=0) > 20, "segments": sum(lengths) > 26}.get(field_kind(option), False)
 
 
 def step_size(option: Option) -> float:

@@ -107,7 +107,7 @@ PAGE = """<!doctype html>
 </head><body class="fp-rules">
 <script src="footplate/rules_theme.js"></script>
 <main>
-<header><h1>Rules</h1>
+<header><a href="./">Footplate</a><h1>Rules</h1>
 <p>What Footplate checks before a run starts. An error prevents the start; a warning means that the run works
 differently from what its options say; advice is a better choice. A safe fix does not change what the model learns.
 See also <a href="#outdated">outdated advice</a>: combinations that failed once and work now.</p></header>
