@@ -12,8 +12,8 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.memory import Account
-from backend.memory.communication import hosted, sent
+from backend.memory import MemoryContext
+from backend.memory.communication import host_bytes, network_bytes
 from backend.rules import Case
 from backend.rules.base import amount
 from backend.rules.memory_remedies import available_gpus, other_errors, smaller_batches, strategy_patches
@@ -95,7 +95,7 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     other = Case(spec, case.machine, case.facts)
     estimate, shape = other.estimate, case.facts.shape
     assert shape is not None
-    account = Account(spec, case.machine, shape, case.facts.longest_example)
+    context = MemoryContext(spec, other.run, case.machine, shape, case.facts.longest_example)
     errors = [finding.title for finding in other_errors(other)]
     return Variant(
         name,
@@ -104,8 +104,8 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
         estimate.capacity_bytes,
         estimate.host_bytes,
         case.machine.ram_free_bytes,
-        sent(account, spec.train.per_device_train_batch_size * _sequence_length(spec, case)),
-        hosted(account),
+        network_bytes(context, spec.train.per_device_train_batch_size * _sequence_length(spec, case)),
+        host_bytes(context),
         errors[0] if errors else "",
         spec == case.spec,
     )

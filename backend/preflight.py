@@ -1,6 +1,6 @@
-"""What a spec comes to on a machine: the one call behind the page's check, its Start, and the shell.
+"""Preflight: inspects the input files of a spec, checks it on a machine, and returns findings, estimate and plan.
 
-Floor 4. Imports: below. It looks at files (glance), then everything else is pure.
+Page, Start and command line call it. Only the inspection reads files; everything after it is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backend.runs import Plan
 
 @dataclass(frozen=True)
 class Report:
-    """Findings, estimate and plan of one spec on one machine."""
+    """Findings, memory estimate and launch plan of a spec on a machine."""
 
     spec: RunSpec
     machine: Machine
@@ -43,80 +43,83 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line: Can run; Can run, with 1 warning; Can run, memory unknown; Cannot run: 2 errors."""
-        said = []
+        """The result in one line, such as "Can run", "Can run with 1 warning", "Can run, memory use unknown" or
+        "Cannot run: 2 errors, 1 warning"."""
+        counts = []
         for level in ("error", "warning"):
             if count := sum(f.level == level for f in self.findings):
-                said.append(f"{count} {level}{'s' if count > 1 else ''}")
+                counts.append(counted(count, level))
         if not self.can_run:
-            return f"Cannot run: {', '.join(said)}"
-        said = [f"with {said[0]}"] if said else []
-        return ", ".join(["Can run", *said, *(["memory unknown"] if self.estimate.unknown else [])])
+            return f"Cannot run: {', '.join(counts)}"
+        warnings = f" with {counts[0]}" if counts else ""
+        return f"Can run{warnings}{', memory use unknown' if self.estimate.unknown else ''}"
 
     @property
     def title(self) -> str:
-        """The run's name, or one made of model and method."""
+        """logging.run_name, or model and method."""
         return self.spec.logging.run_name or f"{self.about['model']} {self.about['method']}".strip()
 
     @property
     def about(self) -> Mapping[str, str]:
-        """Model and method in a word each, for lists."""
+        """Model and method, as the list of runs shows them."""
         return {"model": self.spec.model.name, "method": registry.METHODS[self.spec.method.kind].label}
 
     @property
     def expected(self) -> Mapping[str, Any] | None:
-        """The estimate, to be kept with a run, and what of it the run will measure; None if nobody knows."""
+        """The estimate that is saved with the run, and `measured_bytes`, the part of it that the run's own measurement
+        includes; None without an estimate."""
         if self.estimate.unknown:
             return None
-        whole = self.estimate.device_bytes
-        unseen = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
-        on_cpu = self.run.device == "cpu"  # where it measures all that the process holds
-        return {**described(self.estimate), "measured_bytes": whole if on_cpu else whole - unseen}
+        peak = self.estimate.device_bytes
+        overhead = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
+        on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
+        return {**estimate_json(self.estimate), "measured_bytes": peak if on_cpu else peak - overhead}
 
     @property
     def summary(self) -> str:
-        """What it amounts to: rows a step, steps where they are known, parameters trained."""
-        spec, parts = self.spec, []
-        train, rows = spec.train, counted(self.run.global_batch_size, "row")
+        """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 134 M
+        parameters trainable"."""
+        train, shape = self.spec.train, self.facts.shape
         epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
-        by_steps = f"{counted(train.max_steps, 'step')} of {rows}"
-        parts.append(by_steps if train.duration == "steps" else f"{epochs}, {rows} a step")
-        if self.facts.shape:
-            count, whole = trainable(spec, self.facts.shape), self.facts.shape.parameters
-            parts.append(f"{_short(count)} of {_short(whole)} trained")
+        duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
+        parts = [f"{duration}, {counted(self.run.global_batch_size, 'example')} per step"]
+        if shape:
+            count = trainable(self.spec, shape)
+            parts.append(f"{_short(count)} of {_short(shape.parameters)} parameters trainable")
         return "; ".join(parts)
 
 
 def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0) -> Report:
     """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
-    of a spec. An architecture that is not known yet is read for up to `wait_seconds`."""
+    of a spec. Waits up to `wait_seconds` for the module table of an architecture that is not known yet."""
     if wait_seconds:
         wait_for_architecture(spec, base, seconds=wait_seconds)
     case = build_case(spec, machine, base)
-    made = plan(case.spec, machine, run=case.run)
-    return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), made)
+    launch_plan = plan(case.spec, machine, run=case.run)
+    return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), launch_plan)
 
 
 def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:
-    """What rules judge: what has an effect in `spec`, and what its files show."""
+    """The input of the rules: the options of `spec` that have an effect, and its inspected files."""
     spec = resolve_paths(effective(spec), base)
     return Case(spec, machine, inspect_inputs(spec, base))
 
 
-def described(found: Estimate) -> dict[str, Any]:
-    """An estimate for JSON: its rows, and the totals by place."""
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON: its rows, and the totals of device, host and disk."""
     return {
-        **asdict(found),
-        "device_bytes": found.device_bytes,
-        "low_bytes": found.low_bytes,
-        "high_bytes": found.high_bytes,
-        "host_bytes": found.host_bytes,
-        "disk_bytes": found.disk_bytes,
-        "fits": found.fits,
+        **asdict(estimate),
+        "device_bytes": estimate.device_bytes,
+        "low_bytes": estimate.low_bytes,
+        "high_bytes": estimate.high_bytes,
+        "host_bytes": estimate.host_bytes,
+        "disk_bytes": estimate.disk_bytes,
+        "fits": estimate.fits,
     }
 
 
 def _short(count: int) -> str:
+    """A count with a decimal prefix: 134 M."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.3g} {unit}"

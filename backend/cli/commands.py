@@ -23,7 +23,7 @@ from backend.config import Launch, RunSpec
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, probe, read
-from backend.preflight import Report, described, preflight
+from backend.preflight import Report, estimate_json, preflight
 from backend.rules import Finding, Fix
 
 WIDTH, INDENT = 110, " " * 9
@@ -125,11 +125,11 @@ def plan(arguments: argparse.Namespace) -> int:
         spec = edit(spec, {"launch.launcher": arguments.launcher})
     made = preflight(spec, target_machine(arguments), Path.cwd()).plan
     if arguments.json:
-        commands = {node: made.command(node) for node in made.others}
+        commands = {node: made.command(node) for node in made.other_nodes}
         print_json({**asdict(made), "command": made.command(), "others": commands})
         return 0
     print(made.command())
-    for node in made.others:
+    for node in made.other_nodes:
         print(f"\n# {node}: run on another node\n{made.command(node)}")
     for name, text in made.files.items():
         print(f"\n# {name}\n{text.rstrip()}")
@@ -142,19 +142,23 @@ def estimate(arguments: argparse.Namespace) -> int:
     """Print the memory and disk estimate, item by item."""
     found = run_preflight(arguments).estimate
     if arguments.json:
-        print_json(described(found))
+        print_json(estimate_json(found))
         return 0
     if found.unknown:
-        print(f"The estimate is unknown: {found.unknown}")
+        print(f"{'A lower bound' if found.lower_bound else 'The memory per device is not known'}: {found.unknown}")
     for row in found.rows:
-        print(f"{row.bytes / 2**30:10.2f} GiB  {row.where:6}  {row.name:24}  {row.formula}")
+        print(f"{_gib(row.bytes)}  {row.where:6}  {row.name:24}  {row.formula}")
     for where, total in (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes)):
-        print(f"{total / 2**30:10.2f} GiB  {where:6}  total")
-    print(f"{found.capacity_bytes / 2**30:10.2f} GiB  device  free memory")
+        print(f"{_gib(total)}  {where:6}  total")
+    print(f"{_gib(found.capacity_bytes)}  device  free memory")
     if not found.unknown:
-        low, high = (bytes_ / 2**30 for bytes_ in (found.low_bytes, found.high_bytes))
-        print(f"The peak per device is expected between {low:.2f} and {high:.2f} GiB.")
+        low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
+        print(f"The peak per device is expected between {low} and {high}.")
     return 0
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:10.2f} GiB"
 
 
 def presets(arguments: argparse.Namespace) -> int:

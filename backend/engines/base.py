@@ -30,6 +30,9 @@ class Engine:
     resumes_with_optimizer: ClassVar[bool] = False  # loads a checkpoint only along with its optimizer state
     can_resume: ClassVar[bool] = True  # from a checkpoint, with the optimizer state
     supports_lora: ClassVar[bool] = True
+    separate_master_weights: ClassVar[bool] = False  # fp32 copies next to parameters in the compute dtype
+    gathers_layers: ClassVar[bool] = False  # gathers sharded parameters layer by layer
+    loads_reference_on_host: ClassVar[bool] = False  # TRL shards a reference model that every rank has in host RAM
     waits_for_all_gradients: ClassVar[bool] = False  # a parameter without a gradient blocks or fails the next step
 
     @property
@@ -50,6 +53,24 @@ class Engine:
     @property
     def flattens_parameters(self) -> bool:
         """Whether the optimizer sees flat 1-D tensors instead of matrices."""
+        return False
+
+    @property
+    def max_live_parameters(self) -> int:
+        """Parameters that stay gathered between their uses, at most."""
+        return 0
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients are offloaded along with the optimizer state."""
+        return False
+
+    def keeps_parameters_gathered(self, spec: RunSpec) -> bool:
+        """Whether sharded parameters stay gathered from the forward to the backward pass."""
+        return False
+
+    def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
+        """Whether gradients are reduced in the compute dtype instead of the dtype of the parameters."""
         return False
 
     @property

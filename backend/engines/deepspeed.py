@@ -25,6 +25,7 @@ class DeepSpeed(Engine):
 
     config_file: ClassVar[str] = DEEPSPEED
     uses_autocast: ClassVar[bool] = False
+    separate_master_weights: ClassVar[bool] = True
     has_buckets: ClassVar[bool] = True
     needs_collectives: ClassVar[bool] = True
     resumes_with_optimizer: ClassVar[bool] = True
@@ -32,6 +33,20 @@ class DeepSpeed(Engine):
     @property
     def flattens_parameters(self) -> bool:
         """At every ZeRO stage: deepspeed 0.19 runtime/zero and bf16_optimizer.py."""
+        return True
+
+    @property
+    def max_live_parameters(self) -> int:
+        """Stage 3: the default of stage3_max_live_parameters (deepspeed 0.19 runtime/zero/config.py)."""
+        return 10**9 if self.zero_stage == 3 else 0
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """From stage 2 on."""
+        return self.zero_stage >= 2
+
+    def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
+        """Always."""
         return True
 
     @property
@@ -152,7 +167,7 @@ def configuration(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:
     }
     if NVME in (engine.optimizer_offload(spec), engine.param_offload(spec)):
         found["aio"] = _aio(spec)
-    return merge.over(found, merge.parse(spec.parallel.extra_config))
+    return merge.override(found, merge.parse(spec.parallel.extra_config))
 
 
 def _offload(engine: DeepSpeed, spec: RunSpec) -> dict[str, Any]:

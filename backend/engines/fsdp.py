@@ -24,6 +24,8 @@ class FSDP(Engine):
 
     config_file: ClassVar[str] = CONFIG_FILE
     uses_autocast: ClassVar[bool] = False
+    gathers_layers: ClassVar[bool] = True
+    loads_reference_on_host: ClassVar[bool] = True
     needs_several_processes: ClassVar[bool] = True
     resumes_with_optimizer: ClassVar[bool] = True
 
@@ -36,6 +38,21 @@ class FSDP(Engine):
     def flattens_parameters(self) -> bool:
         """FSDP1 concatenates the parameters of a unit into one flat tensor."""
         return self.fsdp_version == 1
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """Along with parameters and optimizer state."""
+        return True
+
+    def keeps_parameters_gathered(self, spec: RunSpec) -> bool:
+        """With SHARD_GRAD_OP, or without reshard_after_forward."""
+        if self.fsdp_version == 1:
+            return spec.parallel.sharding_strategy == "shard_grad_op"
+        return not spec.parallel.reshard_after_forward
+
+    def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
+        """As parallel.reduce_dtype says."""
+        return spec.parallel.reduce_dtype == "compute"
 
     @property
     def is_recommended(self) -> bool:
@@ -82,7 +99,7 @@ class FSDP(Engine):
         }
         if parallel.transformer_layer_cls_to_wrap:
             found["transformer_layer_cls_to_wrap"] = list(parallel.transformer_layer_cls_to_wrap)
-        return merge.over(found, merge.parse(parallel.extra_config))
+        return merge.override(found, merge.parse(parallel.extra_config))
 
     def accelerate_settings(self, spec: RunSpec, mixed_precision: str) -> dict[str, Any]:
         """fsdp.json with the launcher's names, because the launcher defaults to FSDP1 and to loading on rank 0."""

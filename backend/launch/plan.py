@@ -18,7 +18,7 @@ from backend.inspect.facts import InputFacts
 from backend.launch import accelerate_config, launchers
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
-from backend.runs import ACCELERATE, ALIASES, DEEPSPEED, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
+from backend.runs import ACCELERATE, ENV_SYNONYMS, DEEPSPEED, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
 
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
@@ -52,7 +52,7 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         files=_files(spec, run),
         notes=_notes(spec, run),
         defaults=_defaults(spec, run, machine),
-        others=launchers.other_commands(spec, run, machine),
+        other_nodes=launchers.other_commands(spec, run, machine),
     )
 
 
@@ -94,7 +94,7 @@ def _defaults(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, st
     no_peers = NO_PEER_ACCESS if _lacks_peer_access(run, machine) else {}
     found = {**(CUDA_DEFAULTS if spec.launch.cuda_env_defaults else {}), **no_peers}
     user_set = spec.launch.env.keys()
-    return {name: value for name, value in found.items() if not {name, *ALIASES.get(name, ())} & user_set}
+    return {name: value for name, value in found.items() if not {name, *ENV_SYNONYMS.get(name, ())} & user_set}
 
 
 def _lacks_peer_access(run: ResolvedRun, machine: Machine) -> bool:

@@ -1,6 +1,6 @@
-"""From a spec that cannot run to one that can, by safe fixes alone: what is learned stays the same.
+"""Autofix: applies safe fixes, which do not change the training result, until a spec has no errors left.
 
-Floor 4. Imports: options, rules. The same fixes that a person clicks, one after the other.
+Imports config and rules. These are the fixes that the user could click one after the other.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.rules import Case, Finding, examine
 
-MOST = 40  # fixes; every one leads to a spec that was not there before, and few kinds of them are left by then
+MAX_FIXES = 40  # a bound only: each fix leads to a new spec, and few errors need more than one
 
 
 @dataclass(frozen=True)
 class AutofixResult:
-    """Where safe fixes led: the spec, the labels of those that were applied, and the errors that are left."""
+    """The spec after the fixes, the labels of the applied fixes, and the errors that remain."""
 
     spec: RunSpec
     applied: tuple[str, ...]
-    left: tuple[Finding, ...]
+    remaining: tuple[Finding, ...]
 
 
 def autofix(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> AutofixResult:
-    """Apply safe fixes until no error is left, or none leads to a spec with fewer errors. `case_of` looks at a spec:
-    files may be others after a fix. Never revisits a spec, so it ends; never ends with more errors than it began."""
-    now = best = AutofixResult(spec, (), _errors(case_of(spec)))
+    """Apply safe fixes until no error remains, or no fix leads to a new spec. Returns the spec with the fewest errors,
+    never more than `spec` has. `case_of` inspects a spec: a fix may change which files it names."""
+    current = best = AutofixResult(spec, (), _errors(case_of(spec)))
     seen = [spec]
-    while now.left and len(now.applied) < MOST:
-        step = _step(now, seen, case_of)
+    while current.remaining and len(current.applied) < MAX_FIXES:
+        step = _step(current, seen, case_of)
         if step is None:
             break
-        now = step
-        if len(now.left) < len(best.left):
-            best = now
+        current = step
+        if len(current.remaining) < len(best.remaining):
+            best = current
     return best
 
 
-def _step(now: AutofixResult, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) -> AutofixResult | None:
-    """The first fix of the first error that leaves fewer errors; without one the first that leads anywhere new."""
+def _step(current: AutofixResult, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) -> AutofixResult | None:
+    """The first fix that leaves fewer errors; without one, the first that leads to a new spec."""
     first = None
-    for fix in (fix for finding in now.left for fix in finding.fixes if fix.safe):
-        spec = edit(now.spec, fix.patch)
+    for fix in (fix for finding in current.remaining for fix in finding.fixes if fix.safe):
+        spec = edit(current.spec, fix.patch)
         if spec in seen:
             continue
         seen.append(spec)
-        found = AutofixResult(spec, (*now.applied, fix.label), _errors(case_of(spec)))
-        if len(found.left) < len(now.left):
-            return found
-        first = first or found
+        result = AutofixResult(spec, (*current.applied, fix.label), _errors(case_of(spec)))
+        if len(result.remaining) < len(current.remaining):
+            return result
+        first = first or result
     return first
 
 

@@ -82,14 +82,12 @@ class Case:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The memory estimate of this spec."""
-        return self.estimated(self.spec)
+        """The memory of this spec."""
+        return estimate(self.spec, self.run, self.machine, self.facts)
 
     def estimated(self, spec: RunSpec) -> Estimate:
-        """The memory estimate of a changed spec."""
-        facts = self.facts
-        examples = facts.num_train_examples(spec.data)
-        return estimate(spec, self.machine, facts.shape, facts.shape_unknown_reason, facts.longest_example, examples)
+        """The memory of a changed spec."""
+        return estimate(spec, self.resolved(spec), self.machine, self.facts)
 
     def resolved(self, spec: RunSpec) -> ResolvedRun:
         """The run that a changed spec resolves to."""
@@ -133,8 +131,8 @@ Check = Callable[[Case], "str | Violation | None"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A preflight rule. `manual_fix`: what to do outside Footplate; `proof`: a test launches `fails_on` and it fails, or
-    needs a GPU for that; `at_start`: it holds at the moment before launch only (ports, free disk, busy devices)."""
+    """A preflight rule. `manual_fix`: what to do outside Footplate; `proof`: a test launches `fails_on`, which fails,
+    or that needs a GPU; `at_start`: it holds at the moment before launch only (ports, free disk, busy devices)."""
 
     code: str
     slug: str

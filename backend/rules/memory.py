@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend.config import RunSpec
 from backend.machine import GIB
-from backend.memory import Estimate, estimate
+from backend.memory import Estimate
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
@@ -17,7 +17,7 @@ from backend.rules.memory_remedies import CLEAR_EXCESS, find_remedies
 
 LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
-DEFAULT_PEAK = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
+DEFAULT_PEAK = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
 OPTIMIZER_OFFLOAD = {**FULL, "parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu"}
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 POSSIBLE_EXCESS = 1.25  # remedies up to this multiple of the free memory are offered if none fits for certain
@@ -127,6 +127,6 @@ def _message(case: Case) -> str:
 def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest part of the estimate depends on."""
     largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
-    if largest.name in ("Activations", "A layer's gradients", "Loss"):
+    if largest.name in ("Activations", "Backward pass of one layer", "Logits and loss"):
         return ("train.per_device_train_batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optim", "precision.compute")

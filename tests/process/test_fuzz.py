@@ -165,9 +165,9 @@ def command(found: Report, folder: Path, host: Host) -> int:
         except subprocess.TimeoutExpired:
             return 124
         finally:
-            running.sweep(folder, gentle=0)
+            running.terminate(folder, sigterm_seconds=0)
             ended.wait(30)
-            assert not running.carriers(folder)
+            assert not running.run_processes(folder)
 
 
 HEAD = """# Checks

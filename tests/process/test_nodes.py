@@ -95,7 +95,7 @@ class Nodes:
         """How it ended, on both hosts."""
         self.wait_for_end()
         assert self.joined.wait(60) == 0, self.said()
-        assert not processes.carriers(self.run.path)
+        assert not processes.run_processes(self.run.path)
         return self.run.state
 
     def wait_for_end(self) -> None:
@@ -109,7 +109,7 @@ class Nodes:
 
     def rank(self, number: int) -> int:
         """The pid of a rank."""
-        found = [p.pid for p in processes.carriers(self.run.path) if _is_rank(p.pid, number)]
+        found = [p.pid for p in processes.run_processes(self.run.path) if _is_rank(p.pid, number)]
         assert len(found) == 1
         return found[0]
 
@@ -169,7 +169,7 @@ def test_one_node_learns_what_one_process_learns(
     assert losses(run.path) == same_losses(losses(alone), REORDERED)
     held, whole = result(run.path)["held"], result(alone)["parameters"]
     assert [rank["parameters"] for rank in held] == pytest.approx([whole / (1 + (strategy == "fsdp2"))] * 2, rel=0.01)
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)
 
 
 def test_begin_from_scratch_counts_once(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_killed_rank_comes_back_and_a_stop_ends_all(root: Path, cache: Path, h
     folder = nodes.run.path
     nodes.wait_for(lambda: last_step(folder) > 6 and nodes.run.checkpoints())
     os.kill(nodes.rank(1), signal.SIGKILL)
-    nodes.wait_for(lambda: "Going on from" in text(folder))
+    nodes.wait_for(lambda: "Resuming from" in text(folder))
     before = losses(folder)
     nodes.wait_for(lambda: len(points(folder)) > len(before) + 12)
     nodes.run.stop()
@@ -243,11 +243,11 @@ def test_nodes_come_and_go(root: Path, cache: Path, hosts: tuple[Host, Host]) ->
     folder = nodes.run.path
     nodes.wait_for(lambda: last_step(folder) > 12)
     nodes.join()
-    nodes.wait_for(lambda: text(folder).count("Going on from") == 1 and nodes.rank(1))
+    nodes.wait_for(lambda: text(folder).count("Resuming from") == 1 and nodes.rank(1))
     step = last_step(folder)
     nodes.wait_for(lambda: last_step(folder) > step + 12)
     hosts[1].die()
-    nodes.wait_for(lambda: text(folder).count("Going on from") == 2, 240)
+    nodes.wait_for(lambda: text(folder).count("Resuming from") == 2, 240)
     step = last_step(folder)
     nodes.wait_for(lambda: last_step(folder) > step + 6)
     nodes.run.stop()

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from backend.compare import Variant, suggestion, variants
+from backend.compare import Variant, recommend, variants
 from backend.config import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
 from backend.machine import machines
+from backend.registry import STRATEGIES
 from backend.resolve import resolve
 from backend.rules import Case, examine
 
 EIGHT_B = 8_030_261_248
+SINGLE = STRATEGIES["single"].label
 
 
 def case(name: str, machine: str, **changes: object) -> Case:
@@ -30,13 +32,13 @@ def ways(found: Case) -> dict[str, Variant]:
 def test_what_is_sent_follows_from_what_is_spread() -> None:
     found = ways(case("full-8b-fsdp2", "8x80gb"))
     ring = 7 / 8
-    assert found["One process"].sent_bytes == 0
+    assert found[SINGLE].sent_bytes == 0
     assert found["DDP"].sent_bytes == int(2 * ring * 4 * EIGHT_B)  # fp32 gradients, added up
     assert found["ZeRO-2"].sent_bytes == int(2 * ring * 2 * EIGHT_B)  # in bf16
     batches = case("full-8b-fsdp2", "8x80gb").spec.train.gradient_accumulation_steps
     assert found["ZeRO-3"].sent_bytes == pytest.approx(batches * 3 * ring * 2 * EIGHT_B, rel=1e-9)  # twice the weights
-    assert found["ZeRO-3, offloaded"].hosted_bytes > found["ZeRO-2, offloaded"].hosted_bytes > 0
-    assert [name for name, way in found.items() if way.now] == ["FSDP2"]
+    assert found["ZeRO-3 with CPU offload"].host_traffic_bytes > found["ZeRO-2 with CPU offload"].host_traffic_bytes > 0
+    assert [name for name, way in found.items() if way.is_current] == ["FSDP2"]
 
 
 def test_each_way_learns_from_the_same_rows() -> None:
@@ -52,13 +54,13 @@ def test_each_way_learns_from_the_same_rows() -> None:
     ("preset", "machine", "name"),
     [
         ("full-8b-fsdp2", "8x80gb", "ZeRO-1"),  # DDP would not fit
-        ("lora-80gb", "1x80gb", "One process"),
-        ("first-run", "laptop", "One process"),
+        ("lora-80gb", "1x80gb", SINGLE),
+        ("first-run", "laptop", SINGLE),
     ],
 )
 def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
     found = case(preset, machine)
-    best, why = suggestion(found) or (None, "")
+    best, why = recommend(found) or (None, "")
     assert best is not None
     assert best.name == name
     assert " of " in why
@@ -68,12 +70,12 @@ def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
 
 def test_where_nothing_fits_less_at_once_is_tried() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
-    assert not any(way.runs for way in variants(found) if way.name == "One process")
-    best, why = suggestion(found) or (None, "")
+    assert not any(way.runs for way in variants(found) if way.name == SINGLE)
+    best, why = recommend(found) or (None, "")
     assert best is not None
     assert best.patch["train.activation_checkpointing"] is True
     assert "activation checkpointing" in why
-    assert suggestion(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
+    assert recommend(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
 def test_a_model_that_is_not_known_has_no_ways() -> None:

@@ -40,7 +40,7 @@ OFFLOADED = {
 
 
 def test_a_deepspeed_file_comes_back_as_it_was() -> None:
-    spec, kept = importers.read(json.dumps(OFFLOADED), RunSpec())
+    spec, kept = importers.import_config(json.dumps(OFFLOADED), RunSpec())
     found = changes(spec)
     assert found["parallel.strategy"] == "zero3"
     assert (found["parallel.offload_optimizer"], found["parallel.offload_param"]) == ("nvme", "cpu")
@@ -60,7 +60,10 @@ def test_a_deepspeed_file_comes_back_as_it_was() -> None:
         "zero_optimization.stage3_param_persistence_threshold",
         "wall_clock_breakdown",
     }
-    assert merge.beyond(importers._plain(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec)) == {}
+    assert (
+        merge.additions(importers._parse_numbers(OFFLOADED), engine_of(spec.parallel.strategy).configuration(spec))
+        == {}
+    )
 
 
 OWN = {
@@ -78,7 +81,7 @@ OWN = {
 
 def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     """As further keys they would take the form's place, which a rule refuses."""
-    spec, kept = importers.read(json.dumps(OWN), RunSpec())
+    spec, kept = importers.import_config(json.dumps(OWN), RunSpec())
     train = spec.train
     assert (kept, spec.parallel.extra_config) == ([], "")
     assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw_torch", 3e-5, 0.1)
@@ -101,7 +104,7 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
     ],
 )
 def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
-    spec, found = importers.read(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    spec, found = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
     assert merge.parse(spec.parallel.extra_config) == block
     assert found == (kept if kept is not None else merge.paths(block))
     assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
@@ -118,7 +121,7 @@ def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: l
 )
 def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
     """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
-    spec, found = importers.read(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    spec, found = importers.import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
     assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, found) == (
         size,
         accumulation,
@@ -127,8 +130,8 @@ def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int,
 
 
 def test_a_second_import_keeps_what_the_first_set() -> None:
-    spec, _ = importers.read(json.dumps(OFFLOADED), RunSpec())
-    again, kept = importers.read(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    spec, _ = importers.import_config(json.dumps(OFFLOADED), RunSpec())
+    again, kept = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}}), spec)
     assert (again.parallel.strategy, again.train.gradient_accumulation_steps, kept) == ("zero2", 8, [])
     assert again.parallel.extra_config == ""
 
@@ -157,7 +160,7 @@ ACCELERATE: dict[str, Any] = {
 
 
 def test_an_accelerate_file_fills_the_form() -> None:
-    spec, kept = importers.read(yaml.safe_dump(ACCELERATE), RunSpec())
+    spec, kept = importers.import_config(yaml.safe_dump(ACCELERATE), RunSpec())
     found = changes(spec)
     assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
     assert (found.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
@@ -177,7 +180,7 @@ def test_an_accelerate_file_fills_the_form() -> None:
 def test_a_file_that_lets_every_rank_read_is_heard() -> None:
     """The Trainer reads fsdp.json, the launcher its own file: both say so."""
     theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
-    spec, kept = importers.read(yaml.safe_dump(theirs), RunSpec())
+    spec, kept = importers.import_config(yaml.safe_dump(theirs), RunSpec())
     assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
     assert json.loads(engine_of(spec.parallel.strategy).config_text(spec))["cpu_ram_efficient_loading"] is False
     said = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
@@ -189,7 +192,7 @@ def test_a_file_that_lets_every_rank_read_is_heard() -> None:
     [
         ({"zero_optimization": {"stage": 7}}, "stage must be"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "none, cpu or nvme"),
-        ({"distributed_type": "TPU"}, "none that Footplate starts"),
+        ({"distributed_type": "TPU"}, "is not supported"),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}},
             "import that file",
@@ -199,10 +202,10 @@ def test_a_file_that_lets_every_rank_read_is_heard() -> None:
 )
 def test_what_cannot_be_taken_is_said(theirs: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecError, match=part):
-        importers.read(json.dumps(theirs), RunSpec())
+        importers.import_config(json.dumps(theirs), RunSpec())
 
 
 def test_our_own_files_are_no_others() -> None:
-    assert importers.recognise("model:\n  builtin: tiny-llama\n") == ""
-    assert importers.recognise(": :") == ""
-    assert importers.recognise(json.dumps(OFFLOADED)) == "deepspeed"
+    assert importers.detect_format("model:\n  builtin: tiny-llama\n") == ""
+    assert importers.detect_format(": :") == ""
+    assert importers.detect_format(json.dumps(OFFLOADED)) == "deepspeed"

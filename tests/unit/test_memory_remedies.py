@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 from test_compare import case
 
-from backend.registry.hub_models import HUB, siblings
+from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
-from backend.rules.memory_remedies import after, ways
+from backend.rules.memory_remedies import find_remedies, patched_case
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
 
@@ -33,10 +33,10 @@ def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, ob
     found = case(preset, machine, **changes)
     assert found.estimate.fits is False
     known = {f.code for f in examine(found) if f.level == "error"}
-    good = ways(found, 1.0)
+    good = find_remedies(found, 1.0)
     assert good
     for fix in good:
-        other = after(found, fix.patch)
+        other = patched_case(found, fix.patch)
         assert other.estimate.fits and other.estimate.device_bytes == fix.peak, fix
         assert {f.code for f in examine(other) if f.level == "error"} <= known - {"MEM001"}, fix
     assert all(one.safe or not other.safe for one, other in pairwise(good)), "what is learned stays the same, if it can"
@@ -46,38 +46,38 @@ def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, ob
 
 def test_a_change_alone_comes_before_two() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=4096, train__per_device_train_batch_size=8)
-    assert labels(ways(found, 1.0))[0] == "Batch size 1, accumulated"
+    assert labels(find_remedies(found, 1.0))[0] == "Batch size 1 with more gradient accumulation"
     tight = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
-    first = ways(tight, 1.0)[0]
+    first = find_remedies(tight, 1.0)[0]
     assert first.safe and " + " in first.label
 
 
 def test_rows_of_a_step_stay_the_same_where_a_way_says_so() -> None:
     found = case("full-8b-fsdp2", "8x80gb", parallel__strategy="ddp")
-    first = ways(found, 1.0)[0]
+    first = find_remedies(found, 1.0)[0]
     assert first.safe and first.label == "ZeRO-1"
     assert "train.gradient_accumulation_steps" in first.patch
 
 
 def test_another_model_is_the_last_resort() -> None:
     found = case("full-8b-fsdp2", "1x24gb", model__hub_id=BIG, parallel__strategy="single")
-    names = labels(ways(found, 1.0))
+    names = labels(find_remedies(found, 1.0))
     assert names[0].startswith("Llama-3.1-8B-Instruct")
-    assert names[-1] == "The built-in small model"
+    assert names[-1] == "Built-in small model"
 
 
 def test_nothing_is_offered_for_a_model_that_is_not_known() -> None:
     found = case("lora-80gb", "1x24gb", model__hub_id="own/thing")
     assert isinstance(found, Case) and found.shape is None
-    assert ways(found, 1.0) == []
+    assert find_remedies(found, 1.0) == []
 
 
 def test_siblings_are_smaller_and_of_the_same_line() -> None:
     assert siblings("Qwen/Qwen3-32B")[0] == "Qwen/Qwen3-14B"
-    assert all(name.lower() in HUB and name.endswith("-Instruct") for name in siblings(BIG))
+    assert all(name.lower() in HUB_CONFIGS and name.endswith("-Instruct") for name in siblings(BIG))
     assert siblings("own/thing") == siblings("Qwen/Qwen3-0.6B") == []
 
 
 def test_a_mixtures_experts_may_stay_without_adapters() -> None:
     found = case("lora-80gb", "1x80gb", model__hub_id="Qwen/Qwen3-30B-A3B", parallel__strategy="single")
-    assert "Adapters on attention" in labels(ways(found, 1.0))
+    assert "Adapt only the attention layers" in labels(find_remedies(found, 1.0))

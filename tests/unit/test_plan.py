@@ -27,7 +27,7 @@ NODE = Machine(device="cuda", gpus=GPUS, cores=64, python="/usr/bin/python3")
 
 def text(made: Plan) -> str:
     files = "".join(f"\n# {name}\n{body}" for name, body in made.files.items())
-    others = "".join(f"\n# {node}\n{made.command(node)}\n" for node in made.others)
+    others = "".join(f"\n# {node}\n{made.command(node)}\n" for node in made.other_nodes)
     return f"{made.command()}\n{others}{files}\n# {' '.join(made.notes)}\n"
 
 
@@ -133,15 +133,15 @@ def test_memory_settings_are_cudas_and_can_be_left_out():
 def test_other_nodes_have_their_scripts(tmp_path):
     """One command a node, each the same but for its rank; the elastic form has no rank."""
     made = plan(edit(RunSpec(), {**LAUNCHED["torchrun-two-nodes"], "launch.nnodes": 3, "launch.node_rank": 1}), NODE)
-    assert list(made.others) == ["node-0", "node-2"]
+    assert list(made.other_nodes) == ["node-0", "node-2"]
     assert made.command("node-2").replace("--node-rank=2", "--node-rank=1") == made.command()
     run = Run.create(tmp_path, "three", made, NOW)
     assert run.plan() == made
-    for node in made.others:
+    for node in made.other_nodes:
         script = run.path / f"{node}.sh"
         assert os.access(script, os.X_OK)
         assert made.command(node) in script.read_text()
-        assert run.joining()[node] == f"bash {script}"
+        assert run.node_commands()[node] == f"bash {script}"
     elastic = plan(edit(RunSpec(), LAUNCHED["torchrun-elastic"]), NODE)
     assert list(elastic.others) == ["node"]
     assert elastic.command("node") == elastic.command()
@@ -152,7 +152,7 @@ def test_the_shell_shows_every_nodes_command(capsys):
     more = [f"--set={name}={value}" for name, value in LAUNCHED["torchrun-two-nodes"].items()]
     assert main(["plan", "first-run", *more]) == 0
     said = capsys.readouterr().out
-    assert "# node-1, on another node" in said
+    assert "# node-1: run on another node" in said
     assert "--node-rank=0" in said
     assert "--node-rank=1" in said
     assert main(["plan", "first-run", "--json", *more]) == 0

@@ -16,7 +16,6 @@ from backend.config.options import Option, SpecError, by_name, edit, effective, 
 from backend.config.presets import presets
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
-from backend.memory import estimate
 from backend.paths import HOME
 from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check
 from backend.rules.autofix import MAX_FIXES, AutofixResult, autofix
@@ -413,6 +412,6 @@ def test_matrix_optimizers_need_a_row_on_each_device(optimizer: str, patch: dict
 
 @pytest.mark.parametrize(("share", "words"), [(1.0, "The peak may reach"), (0.95, "The run most likely does not fit")])
 def test_uncertain_memory_fit_says_what_is_likely(share: float, words: str) -> None:
-    need = estimate(RunSpec(), LAPTOP, DEMO.shape, longest=DEMO.longest_example).device_bytes
+    need = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
     found = check(RunSpec(), replace(LAPTOP, ram_free_bytes=round(need * share)), DEMO)
     assert next(f for f in found if f.code == "MEM002").message.startswith(words)

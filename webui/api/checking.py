@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend.compare import Variant, suggestion, variants
+from backend.compare import Variant, recommend, variants
 from backend.config import RunSpec, importers, presets
 from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
 from backend.inspect import download_config
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
-from backend.preflight import Report, build_case, described, preflight
+from backend.preflight import Report, build_case, estimate_json, preflight
 from backend.registry import DEVICES
 from backend.rules import Case, Finding, Fix
 from backend.rules.autofix import autofix
@@ -65,7 +65,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         "findings": findings_json(report, spec),
         "invalid": [{"field": p.field, "message": p.message} for p in problems],
         "memory": {
-            **described(report.estimate),
+            **estimate_json(report.estimate),
             "device_label": _device_label(report),
             "download": _downloadable_config(report),
             "pending": "is being read" in report.estimate.unknown,
@@ -83,7 +83,7 @@ def compare_strategies(state: State, body: FormRequest) -> dict[str, Any]:
     report = run_preflight(state, spec, body.machine)
     case = Case(report.spec, report.machine, report.facts)
     strategies = variants(case)
-    best = suggestion(case, strategies)
+    best = recommend(case, strategies)
     return {
         "strategies": [_strategy(s, report.spec) for s in strategies],
         "best": {**_strategy(best[0], report.spec), "reason": best[1]} if best else None,
@@ -99,7 +99,7 @@ def apply_safe_fixes(state: State, body: FormRequest) -> dict[str, Any]:
     return {
         **_fix(Fix(", ".join(result.applied), patch), spec),
         "count": len(result.applied),
-        "remaining": [finding.title for finding in result.left],
+        "remaining": [finding.title for finding in result.remaining],
     }
 
 
@@ -130,9 +130,11 @@ def load_preset(name: str) -> dict[str, Any]:
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
     keys that went into the extra config. SpecError names the line, or each field, that is wrong."""
-    if not importers.recognise(body.yaml):
+    if not importers.detect_format(body.yaml):
         return {"values": form_values(presets.load(body.yaml)), "kept": []}
-    spec, kept = importers.read(body.yaml, parse_valid_form(body.values) if body.values is not None else RunSpec())
+    spec, kept = importers.import_config(
+        body.yaml, parse_valid_form(body.values) if body.values is not None else RunSpec()
+    )
     return {"values": form_values(spec), "kept": kept}
 
 
@@ -265,7 +267,7 @@ def _preview(report: Report, runs: Path) -> dict[str, Any]:
     plan = report.plan
     return {
         "command": plan.command(),
-        "others": [{"name": node, "text": plan.command(node)} for node in plan.others],
+        "others": [{"name": node, "text": plan.command(node)} for node in plan.other_nodes],
         "files": [{"name": name, "text": body, "about": ABOUT[name]} for name, body in plan.files.items()],
         "env": dict(plan.env),
         "notes": list(plan.notes),

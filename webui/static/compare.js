@@ -5,7 +5,7 @@ import { address, el } from "./dom.js";
 import { currentValues, setValues } from "./form.js";
 import { bytes } from "./format.js";
 
-const traffic = (s) => s.sent_bytes + s.hosted_bytes;
+const traffic = (s) => s.sent_bytes + s.host_traffic_bytes;
 /** @type {{ key: string, title: string, sort: (s: any) => any, text: (s: any) => string }[]} */
 const COLUMNS = [
   { key: "name", title: "Strategy", sort: (s) => s.name, text: (s) => s.name },
@@ -74,13 +74,25 @@ function heading({ key, title }, i) {
 const apply = (s) => setValues(s.patch, { undo: `Applied: ${s.name}.` });
 
 function recommendation(s) {
-  const use = s.now ? null : el("button.fp-link", { type: "button", onclick: () => apply(s) }, "Use it");
-  return el("p.fp-best", {}, "Recommended: ", el("b", {}, s.name), s.now ? " (current)" : "", ". ", s.reason, " ", use);
+  const use = s.is_current ? null : el("button.fp-link", { type: "button", onclick: () => apply(s) }, "Use it");
+  return el(
+    "p.fp-best",
+    {},
+    "Recommended: ",
+    el("b", {}, s.name),
+    s.is_current ? " (current)" : "",
+    ". ",
+    s.reason,
+    " ",
+    use,
+  );
 }
 
 function strategyRow(s) {
-  const problem = s.obstacle || (s.fits ? "" : "Does not fit into memory");
-  const name = s.now ? el("b", {}, s.name) : el("button.fp-link", { type: "button", onclick: () => apply(s) }, s.name);
+  const problem = s.error || (s.fits ? "" : "Does not fit into memory");
+  const name = s.is_current
+    ? el("b", {}, s.name)
+    : el("button.fp-link", { type: "button", onclick: () => apply(s) }, s.name);
   return el(
     "tr",
     { "data-runs": String(s.runs) },

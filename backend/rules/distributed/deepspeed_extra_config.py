@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from backend import registry
 from backend.config import merge
 from backend.rules.base import Case, Example, Fix, Violation, names, reasons, rule
 from backend.rules.distributed.extra_config import (

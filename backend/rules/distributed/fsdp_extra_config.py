@@ -147,7 +147,7 @@ def invalid_fsdp_values(case: Case) -> Violation | None:
     "warning",
     fields=(EXTRA_CONFIG,),
     title="The Trainer ignores these FSDP keys",
-    source="transformers 5.23 training_args.py _process_fsdp_args passes on the keys that it knows and ignores the rest",
+    source="transformers 5.23 training_args.py _process_fsdp_args passes on known keys and ignores the rest",
     fails_on=_example({"ignored_modules": "lm_head"}),
     passes_on=_example({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
 )
@@ -174,8 +174,8 @@ def ignored_fsdp_keys(case: Case) -> Violation | None:
     passes_on=_example({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
 )
 def fsdp_without_layer_wrapping(case: Case) -> Violation | None:
-    """FSDP gathers the parameters of one wrapped module at a time. Without wrapped layers the model is one unit, so each
-    device must hold all parameters during a step, more than the memory estimate assumes."""
+    """FSDP gathers the parameters of one wrapped module at a time. Without wrapped layers the model is one unit, so
+    each device must hold all parameters during a step, more than the memory estimate assumes."""
     extra = extra_config(case, FSDP)
     values = _without_prefix(extra)
     policy = values.get("auto_wrap_policy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.examples import DEMO, GPT2, TWO_H100
 from backend.rules.stages import DPO

@@ -29,8 +29,8 @@ def lora_with_tensor_parallelism(case: Case) -> str | None:
     if case.run.engine.supports_lora or case.spec.method.kind != "lora":
         return None
     return (
-        f"method.kind is lora, but each of the {case.run.tensor_parallel_size} tensor parallel ranks holds only a shard "
-        "of every layer that an adapter would be added to."
+        f"method.kind is lora, but each of the {case.run.tensor_parallel_size} tensor parallel ranks holds only a "
+        "shard of every layer that an adapter would be added to."
     )
 
 
@@ -64,8 +64,8 @@ def tensor_parallel_resume(case: Case) -> str | None:
     "error",
     fields=("parallel.tensor_parallel_size",),
     title="The KV heads are not divisible by the tensor parallel size",
-    source="transformers 5.23 distributed/tensor_parallel.py: a projection is divided evenly, and attention needs whole "
-    "heads",
+    source="transformers 5.23 distributed/tensor_parallel.py: a projection is divided evenly, and attention needs "
+    "whole heads",
     fixes=(FSDP2,),
     fails_on=Example({**TENSOR, **FOUR_PROCESSES, "parallel.tensor_parallel_size": 4}, with_cores(LAPTOP, 4)),
     passes_on=Example(

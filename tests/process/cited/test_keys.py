@@ -1,4 +1,4 @@
-"""Further keys: what accelerate's launcher, the trainer and FSDP make of what a file of one's own says."""
+"""Extra config: what the accelerate launcher, the Trainer and FSDP do with keys from the user."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
-def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """(arguments, environment) that the launcher makes of a plan's file with these further keys."""
+def launched(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """(arguments, environment) that the launcher derives from a plan's accelerate.yaml with this extra config."""
     spec = edit(RunSpec(), {**CLEAN, **patch})
-    said = merge.override(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(said))
+    config = merge.override(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
     found, defaults, precise = _validate_launch_command(parsed)
     if found.use_deepspeed:
@@ -69,10 +69,10 @@ def told(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tu
         ({"fsdp_config": {"fsdp_sync_module_states": False}}, FSDP2, "set `--fsdp_sync_module_states` to `True`"),
     ],
 )
-def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], words: str, tmp_path: Path) -> None:
-    told(tmp_path, {}, patch)
+def test_launcher_refuses_these_keys(given: dict[str, Any], patch: dict[str, Any], words: str, tmp_path: Path) -> None:
+    launched(tmp_path, {}, patch)
     with pytest.raises(ValueError, match=words):
-        told(tmp_path, given, patch)
+        launched(tmp_path, given, patch)
 
 
 @cites("LCH013")
@@ -83,12 +83,12 @@ def test_the_launcher_refuses_it(given: dict[str, Any], patch: dict[str, Any], w
         *({"deepspeed_config": {name: 1}} for name in sorted(accelerate_launcher.DEEPSPEED_FILE_KEYS)),
     ],
 )
-def test_what_stands_in_deepspeeds_file_is_refused(
+def test_keys_of_the_deepspeed_file_are_refused(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(given: Mapping[str, Any]) -> None:
         monkeypatch.setenv(
-            "ACCELERATE_CONFIG_DS_FIELDS", told(tmp_path, given, ZERO2)[1]["ACCELERATE_CONFIG_DS_FIELDS"]
+            "ACCELERATE_CONFIG_DS_FIELDS", launched(tmp_path, given, ZERO2)[1]["ACCELERATE_CONFIG_DS_FIELDS"]
         )
         file = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
         DeepSpeedPlugin(hf_ds_config=file)._deepspeed_config_checks()
@@ -100,25 +100,28 @@ def test_what_stands_in_deepspeeds_file_is_refused(
 
 
 @cites("LCH013")
-def test_the_launchers_keys_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
+def test_extra_keys_override_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
     one = {"launch.nproc_per_node": 1}
-    assert [told(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == ["False", "True"]
-    assert "ACCELERATE_USE_CPU" not in told(tmp_path, {"use_cpu": True}, DDP)[1]
+    assert [launched(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == [
+        "False",
+        "True",
+    ]
+    assert "ACCELERATE_USE_CPU" not in launched(tmp_path, {"use_cpu": True}, DDP)[1]
     mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
-    assert told(tmp_path, mesh, FSDP2)[1]["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    assert launched(tmp_path, mesh, FSDP2)[1]["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     given, single = {"mixed_precision": "bf16"}, {"precision.compute": "fp32"}
     for more, precision in ({}, "no"), (given, "bf16"):
-        env = told(tmp_path, more, {**DDP, **single})[1]
+        env = launched(tmp_path, more, {**DDP, **single})[1]
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", env["ACCELERATE_MIXED_PRECISION"])
         AcceleratorState._reset_state(reset_partial_state=True)
         assert Accelerator(cpu=True).mixed_precision == precision
 
 
-OTHERWISE = {"offload_params": "true", "cpu_ram_efficient_loading": "true", "auto_wrap_policy": "NO_WRAP"}
-OTHERWISE |= {"backward_prefetch": "BACKWARD_POST", "state_dict_type": "SHARDED_STATE_DICT", "min_num_params": "7"}
-OTHERWISE |= {"sharding_strategy": "NO_SHARD", "reshard_after_forward": "false", "version": "1"}
-OTHERWISE |= {"transformer_layer_cls_to_wrap": "LlamaMLP", "ignored_modules": "lm_head"}
+OTHER_VALUES = {"offload_params": "true", "cpu_ram_efficient_loading": "true", "auto_wrap_policy": "NO_WRAP"}
+OTHER_VALUES |= {"backward_prefetch": "BACKWARD_POST", "state_dict_type": "SHARDED_STATE_DICT", "min_num_params": "7"}
+OTHER_VALUES |= {"sharding_strategy": "NO_SHARD", "reshard_after_forward": "false", "version": "1"}
+OTHER_VALUES |= {"transformer_layer_cls_to_wrap": "LlamaMLP", "ignored_modules": "lm_head"}
 ENV = {"transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
 
 
@@ -135,59 +138,59 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**given.fsdp_plugin_args)
 
 
-def said(found: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+def plugin_fields(found: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     return {row.name: getattr(found, row.name) for row in fields(found)}
 
 
 def options() -> set[str]:
-    """accelerate's names of what its launcher tells FSDP; one of them stands in its file alone."""
+    """The names of the launcher's FSDP options; ignored_modules can be set in its file only."""
     found = vars(launch_command_parser().parse_args(["x.py"]))
     return {name.removeprefix("fsdp_") for name in found if name.startswith("fsdp_")} | {"ignored_modules"}
 
 
 @cites("LCH014")
 @pytest.mark.parametrize("strategy", [FSDP1, FSDP2])
-def test_what_the_launcher_says_of_fsdp_is_not_heard(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for a few words; for most of these the form has a field."""
-    spec, heard = edit(RunSpec(), strategy), set()
-    before = said(plugin(spec))
+def test_trainer_ignores_most_fsdp_variables(strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exceptions are in FSDP_ENVIRONMENT_KEYS; most of them have an option."""
+    spec, effective = edit(RunSpec(), strategy), set()
+    before = plugin_fields(plugin(spec))
     for name in options():
         with monkeypatch.context() as patch:
-            patch.setenv(f"FSDP_{ENV.get(name, name.upper())}", OTHERWISE.get(name, "true"))
+            patch.setenv(f"FSDP_{ENV.get(name, name.upper())}", OTHER_VALUES.get(name, "true"))
             try:
-                changed = said(plugin(spec)) != before
+                changed = plugin_fields(plugin(spec)) != before
             except ValueError:
                 changed = True
         if changed:
-            heard.add(name)
-    assert heard == set(accelerate_launcher.FSDP_ENVIRONMENT_KEYS)
+            effective.add(name)
+    assert effective == set(accelerate_launcher.FSDP_ENVIRONMENT_KEYS)
 
 
 @pytest.mark.parametrize("name", registry.SHARDINGS)
-def test_fsdp1_shards_as_the_form_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate's launcher says otherwise."""
+def test_fsdp1_sharding_strategy_follows_the_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the launcher's environment variable has another value."""
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
     found = plugin(edit(RunSpec(), {**FSDP1, "parallel.sharding_strategy": name}))
     assert (found.sharding_strategy or found.reshard_after_forward).name == name.upper()
 
 
 @cites("LCH014")
-def test_tables_of_other_engines_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """mpirun's, where there are several processes; one alone it would start."""
+def test_sections_of_other_engines_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun_config too, with several processes; a single process would be started with mpirun."""
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
-    before = told(tmp_path, {}, DDP)[1]
+    before = launched(tmp_path, {}, DDP)[1]
     for name in accelerate_launcher.IGNORED_KEYS:
-        assert told(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
+        assert launched(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
-    alone, _ = told(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
+    alone, _ = launched(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
     assert prepare_simple_launcher_cmd_env(alone)[0][:3] == ["mpirun", "-f", "hosts"]
 
 
 @cites("LCH015")
-def test_the_launcher_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_config_compiles_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, kind in ("NO", nn.Linear), ("EAGER", OptimizedModule):
-        env = told(tmp_path, {"dynamo_config": {"backend": backend}}, DDP)[1]
+        env = launched(tmp_path, {"dynamo_config": {"backend": backend}}, DDP)[1]
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", env["ACCELERATE_DYNAMO_BACKEND"])
         AcceleratorState._reset_state(reset_partial_state=True)
         assert type(Accelerator(cpu=True).prepare(nn.Linear(2, 2))) is kind

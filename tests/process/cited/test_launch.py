@@ -1,4 +1,4 @@
-"""Launchers, devices and nodes: what torch, accelerate and DeepSpeed do with what they are told."""
+"""Launchers, devices and nodes: how torch, accelerate and DeepSpeed treat their arguments and environment."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @cites("LCH002", "LCH005")
-def test_processes_beyond_the_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_devices_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
-    def device(rank: int) -> int:
+    def device_of(rank: int) -> int:
         state = SimpleNamespace(device=None, distributed_type=DistributedType.MULTI_GPU, local_process_index=rank)
         PartialState.set_device(state)
         return int(state.device.index)
 
-    assert [device(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
 
 
 @cites("LCH003", "LCH004")
 @pytest.mark.parametrize(("ids", "seen"), [("0,1", 2), ("0,9,1", 1), ("9,0", 0), ("0,0", 0), ("1,0,1", 0)])
-def test_visible_devices_end_at_a_wrong_one(ids: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices_end_at_the_first_unknown_id(ids: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ids)
     monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: 2)
     assert torch.cuda._device_count_nvml() == seen
@@ -58,7 +58,7 @@ VARIABLES: dict[str, tuple[str, str, Any]] = {
     "FSDP_": ("STATE_DICT_TYPE", "FULL_STATE_DICT", lambda: plugin().state_dict_type.name),
     "PARALLELISM_CONFIG_": ("DP_REPLICATE_SIZE", "3", lambda: str(ParallelismConfig().dp_replicate_size)),
     "MEGATRON_LM_": ("TP_DEGREE", "3", lambda: str(MegatronLMPlugin().tp_degree)),
-    "PET_": ("MAX_RESTARTS", "7", lambda: str(asked("x.py").max_restarts)),
+    "PET_": ("MAX_RESTARTS", "7", lambda: str(parsed("x.py").max_restarts)),
 }
 
 
@@ -68,47 +68,47 @@ def plugin() -> FullyShardedDataParallelPlugin:
 
 @cites("LCH012")
 @pytest.mark.parametrize("prefix", ENGINE_VARIABLE_PREFIXES)
-def test_the_environment_decides(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, value, take = VARIABLES[prefix]
+def test_libraries_read_these_environment_variables(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value, read = VARIABLES[prefix]
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
-    assert take() != value
+    assert read() != value
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv(prefix + name, value)
-    assert take() == value
+    assert read() == value
 
 
 @cites("HW003")
-def test_torch_alone_does_not_know_npus() -> None:
+def test_npu_needs_torch_npu() -> None:
     assert "torch_npu" in sys.modules or not hasattr(torch, "npu")
 
 
 @cites("HW006")
-def test_a_build_for_other_devices_sees_none() -> None:
+def test_torch_build_without_a_device_type_finds_no_device() -> None:
     builds = {torch.cuda: bool(torch.version.cuda or torch.version.hip), torch.xpu: torch.xpu._is_compiled()}
     others = [module for module, built in builds.items() if not built]
     assert others
     assert not any(module.is_available() for module in others)
 
 
-def asked(*arguments: str) -> Any:
+def parsed(*arguments: str) -> Any:
     return torchrun.parse_args([*arguments])
 
 
 def config(*arguments: str) -> LaunchConfig:
-    return torchrun.config_from_args(asked(*arguments, "x.py"))[0]
+    return torchrun.config_from_args(parsed(*arguments, "x.py"))[0]
 
 
 @cites("NOD001")
-def test_nobody_looks_at_a_rank_beyond_the_nodes() -> None:
+def test_node_rank_is_not_checked() -> None:
     found = config("--nnodes=2", "--node-rank=2", "--master-addr=127.0.0.1")
     assert (found.max_nodes, found.rdzv_configs["rank"]) == (2, 2)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = StaticTCPRendezvous("127.0.0.1", store.port, 2, 2, "run", 5)
-    assert meeting.next_rendezvous().rank == 2
+    rendezvous = StaticTCPRendezvous("127.0.0.1", store.port, 2, 2, "run", 5)
+    assert rendezvous.next_rendezvous().rank == 2
 
 
 @cites("NOD002")
-def test_the_store_is_looked_for_at_the_address() -> None:
+def test_rendezvous_endpoint_needs_a_host() -> None:
     assert config("--nnodes=2", "--master-addr=10.0.0.1", "--master-port=29511").rdzv_endpoint == "10.0.0.1:29511"
     nowhere = config("--nnodes=2", "--master-addr=", "--master-port=29511").rdzv_endpoint
     with pytest.raises(ValueError, match="hostname of the rendezvous endpoint ':29511' must be"):
@@ -122,43 +122,45 @@ def free_port() -> int:
 
 
 @cites("NOD003")
-def test_every_node_is_localhost() -> None:
-    """Which then starts a store of its own, or waits where there is none."""
+def test_loopback_matches_every_node() -> None:
+    """Each node then starts its own store, or waits for one that does not exist."""
     assert all(_matches_machine_hostname(name) for name in ("localhost", "127.0.0.1"))
     with pytest.raises(torch.distributed.DistNetworkError, match="timed out"):
         TCPStore("127.0.0.1", free_port(), is_master=False, timeout=timedelta(seconds=0.5))
 
 
 @cites("NOD004")
-def test_a_range_that_is_turned_is_refused() -> None:
+def test_min_nodes_above_max_nodes_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"min_nodes must be > 0 and <= max_nodes, got min_nodes=3, max_nodes=2"):
         config("--nnodes=3:2")
 
 
 @cites("NOD005")
 @pytest.mark.parametrize("option", ["nodes", "elastic"])
-def test_other_launchers_know_no_range_of_nodes(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_launchers_are_not_elastic(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert config("--nnodes=1:2").max_nodes == 2
-    told = {
+    arguments_of = {
         "nodes": (["--num_machines=1:2"], ["--num_nodes=1:2"]),
         "elastic": (["--min_nodes=1"], ["--elastic_training"]),
     }
-    for parse, arguments in zip((launch_command_parser().parse_args, runner.parse_args), told[option], strict=True):
+    for parse, arguments in zip(
+        (launch_command_parser().parse_args, runner.parse_args), arguments_of[option], strict=True
+    ):
         with pytest.raises(SystemExit):
             parse([*arguments, "x.py"])
         assert "error: " in capsys.readouterr().err
 
 
 @cites("NOD008")
-def test_a_rank_that_dies_starts_again_as_a_new_process(tmp_path: Path) -> None:
+def test_failed_rank_restarts_as_a_new_process(tmp_path: Path) -> None:
     code = (
         "import os, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} ');"
         "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
     )
-    told = LaunchConfig(
+    config = LaunchConfig(
         1, 1, 1, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1, monitor_interval=0.05
     )
-    elastic_launch(told, sys.executable)("-c", code, str(tmp_path / "pids"))
+    elastic_launch(config, sys.executable)("-c", code, str(tmp_path / "pids"))
     pids = (tmp_path / "pids").read_text().split()
     assert len(set(pids)) == 2
 
@@ -168,7 +170,7 @@ HOSTFILE = ["worker-1 slots=2", "worker-2 slots=2"]
 
 @cites("NOD009")
 @pytest.mark.parametrize("lines", [["worker-1 slots=2", "worker-2"], ["worker-1 slots=2"] * 2, ["worker-1 slots=x"]])
-def test_lines_that_are_no_hostfile(lines: list[str]) -> None:
+def test_invalid_hostfiles_are_refused(lines: list[str]) -> None:
     assert {name: tuple(range(n)) for name, n in runner._parse_hostfile(HOSTFILE).items()} == parse_hostfile(HOSTFILE)
     with pytest.raises(ValueError, match="unable to proceed with launching"):
         runner._parse_hostfile(lines)
@@ -180,7 +182,7 @@ def active(include: str = "") -> dict[str, tuple[int, ...]]:
 
 
 @cites("NOD010")
-def test_an_include_of_others_is_refused() -> None:
+def test_include_outside_the_hostfile_is_refused() -> None:
     with pytest.raises(ValueError, match="'worker-3' not found in hostfile"):
         active("worker-1@worker-3")
     with pytest.raises(ValueError, match="No slot '9' specified on host 'worker-1'"):
@@ -189,20 +191,20 @@ def test_an_include_of_others_is_refused() -> None:
 
 @cites("NOD011", "NOD012")
 @pytest.mark.parametrize("include", ["", "worker-1@worker-2", "worker-1:0@worker-2", "worker-2:1"])
-def test_an_include_chooses_hosts_and_slots(include: str) -> None:
+def test_include_selects_hosts_and_slots(include: str) -> None:
     assert active(include) == included_slots(HOSTFILE, include)
 
 
 @cites("NOD014")
-def test_deepspeed_sets_what_each_process_sees() -> None:
+def test_deepspeed_overwrites_visible_devices() -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "1,0"}
     CUDA_Accelerator().set_visible_devices_envs(environment, [0, 1])
     assert environment["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @cites("NOD015")
-def test_a_port_is_held_by_one() -> None:
-    """Of which DeepSpeed's launcher, and ours for several nodes, take the same one."""
+def test_master_port_must_be_free() -> None:
+    """DeepSpeed's launcher and Footplate's multi-node runs have the same default port."""
     assert runner.parse_args(["x.py"]).master_port == DEFAULT_PORT
     with socket.socket() as other:
         other.bind(("", 0))
@@ -213,14 +215,14 @@ def test_a_port_is_held_by_one() -> None:
 
 SHARED = """
 import torch
-rows = [torch.ones(8)]
-rows[0].share_memory_()
+tensor = torch.ones(8)
+tensor.share_memory_()
 print([line.split()[-2] for line in open("/proc/self/maps") if "/dev/shm/torch" in line])
 """
 
 
 @cites("HW009")
-def test_rows_are_handed_over_through_shared_memory() -> None:
-    """As a loader's processes do it with each batch."""
+def test_tensors_are_shared_through_dev_shm() -> None:
+    """As DataLoader workers do with each batch."""
     found = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, check=True)
     assert "/dev/shm/torch" in found.stdout
