@@ -146,9 +146,11 @@ def estimate(arguments: argparse.Namespace) -> int:
         return 0
     if found.unknown:
         print(f"{'A lower bound' if found.lower_bound else 'The memory per device is not known'}: {found.unknown}")
+    totals = (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes))
+    width = max((len(row.name) for row in found.rows), default=0)
     for row in found.rows:
-        print(f"{_gib(row.bytes)}  {row.where:6}  {row.name:24}  {row.formula}")
-    for where, total in (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes)):
+        print(f"{_gib(row.bytes)}  {row.where:6}  {row.name:{width}}  {row.formula}")
+    for where, total in totals if found.rows else ():
         print(f"{_gib(total)}  {where:6}  total")
     print(f"{_gib(found.capacity_bytes)}  device  free memory")
     if not found.unknown:

@@ -5,8 +5,7 @@ import pytest
 from backend.config import presets
 from backend.config.options import SpecError, changes
 from backend.inspect import inspect_inputs
-from backend.memory import estimate
-from backend.rules import check
+from backend.rules import Case, check
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_a_preset_runs_on_its_machine(preset, tmp_path):
     facts = inspect_inputs(preset.spec, tmp_path)
     findings = check(preset.spec, preset.machine, facts)
     assert [f.code for f in findings if f.level != "advice"] == []
-    fits = estimate(preset.spec, preset.machine, facts.shape).fits
+    fits = Case(preset.spec, preset.machine, facts).estimate.fits
     assert fits is True
     assert preset.machine.name and len(preset.about) < 160
 
