@@ -1,4 +1,4 @@
-"""Versions that are too old, numbers that a packed model is held in, and layers that a row does not reach."""
+"""Minimum package versions, the dtype of AWQ models, and parameters without gradients under DDP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_older_package_counts_as_missing() -> None:
 
 
 @cites("QNT017")
-def test_awq_is_held_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_awq_is_loaded_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     quantizer = AwqQuantizer(AwqConfig(bits=4))
     assert quantizer.update_dtype(torch.bfloat16) is torch.float16

@@ -1,4 +1,4 @@
-"""Optimizers and precisions: what each of the libraries does at a step."""
+"""Optimizers and precisions: how each library behaves in an optimizer step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ from backend import registry
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Those that the Trainer makes by a package of its own; what backend.train makes is not among its names.
-THEIRS = sorted({row.trainer_optim for row in registry.OPTIMIZERS.values() if row.package and row.trainer_optim})
+# Optimizers that the Trainer creates from a separate package.
+TRAINER_OPTIMIZERS = sorted(
+    {row.trainer_optim for row in registry.OPTIMIZERS.values() if row.package and row.trainer_optim}
+)
 
 
 def arguments(folder: Path, **more: Any) -> TrainingArguments:
@@ -42,8 +44,8 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 
 
 @cites("OPT001")
-@pytest.mark.parametrize("name", THEIRS)
-def test_an_optimizers_package_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TRAINER_OPTIMIZERS)
+def test_missing_optimizer_package_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for found in vars(trainer_optimizer).copy():
         if found.startswith("is_") and found.endswith("_available"):
             monkeypatch.setattr(trainer_optimizer, found, lambda *version: False)
@@ -53,7 +55,7 @@ def test_an_optimizers_package_is_asked_for(name: str, tmp_path: Path, monkeypat
 
 
 @cites("OPT006")
-def test_gradients_within_the_backward_pass_are_still_scaled() -> None:
+def test_gradients_are_scaled_during_the_backward_pass() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     weight, seen = nn.Parameter(torch.ones(1)), []
@@ -63,13 +65,13 @@ def test_gradients_within_the_backward_pass_are_still_scaled() -> None:
 
 
 @cites("OPT010")
-def test_a_projection_has_no_more_directions_than_there_are() -> None:
+def test_projection_rank_is_limited_by_the_matrix() -> None:
     gradient = torch.randn(8, 6)
     assert [GaLoreProjector(rank=rank).project(gradient, 0).numel() for rank in (2, 6, 1024)] == [16, 48, 48]
 
 
 def stepped(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0, **more: Any) -> tuple[Any, Any]:
-    """An optimizer that has stepped once, and its weight."""
+    """An optimizer after one step, and its weight."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(sides))
     optimizer = kind([weight], **more)
@@ -79,7 +81,7 @@ def stepped(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0,
 
 
 @cites("OPT011")
-def test_nothing_is_paged_on_a_cpu() -> None:
+def test_paged_optimizer_is_not_paged_on_a_cpu() -> None:
     optimizer, weight = stepped(bitsandbytes.optim.PagedAdamW32bit, sides=(512, 512))
     state = optimizer.state[weight]["state1"]
     assert state.device.type == "cpu"
@@ -87,7 +89,7 @@ def test_nothing_is_paged_on_a_cpu() -> None:
 
 
 @cites("OPT013")
-def test_a_gradients_size_decides_the_step_of_sgd() -> None:
+def test_sgd_steps_scale_with_the_gradient() -> None:
     small, large = (stepped(torch.optim.SGD, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
     assert torch.allclose(1e3 * small, large)
     small, large = (stepped(torch.optim.AdamW, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
@@ -96,7 +98,7 @@ def test_a_gradients_size_decides_the_step_of_sgd() -> None:
 
 
 @cites("OPT014")
-def test_adafactor_clips_by_itself() -> None:
+def test_adafactor_limits_its_updates() -> None:
     given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
     for scale in (1.0, 1e3):
         _, weight = stepped(Adafactor, scale=scale, **given)
@@ -104,7 +106,7 @@ def test_adafactor_clips_by_itself() -> None:
 
 
 @cites("OPT015")
-def test_adafactor_factors_matrices_alone() -> None:
+def test_adafactor_factors_only_matrices() -> None:
     given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
     sizes = {}
     for sides in ((64, 64), (4096,)):
@@ -114,8 +116,8 @@ def test_adafactor_factors_matrices_alone() -> None:
 
 
 @cites("OPT016")
-def test_checkpoints_without_moments(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GrokAdamW's hang on another process's weights; AdaLomo's are no part of its state."""
+def test_moments_are_not_in_the_state_dict(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GrokAdamW attaches its moments to the parameters; AdaLomo keeps them outside of its state."""
     optimizer, weight = stepped(GrokAdamW)
     assert weight.abs().sum() > 0
     assert not optimizer.state_dict()["state"]
@@ -126,7 +128,7 @@ def test_checkpoints_without_moments(group: None, monkeypatch: pytest.MonkeyPatc
 
 
 @cites("OPT017")
-def test_badam_copies_the_active_block() -> None:
+def test_badam_copies_the_active_block_to_fp32() -> None:
     model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
@@ -140,7 +142,7 @@ def test_badam_copies_the_active_block() -> None:
 
 
 @cites("OPT019")
-def test_torchaos_optimizers_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_optimizers_need_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -150,8 +152,8 @@ def test_torchaos_optimizers_are_compiled(tmp_path: Path, monkeypatch: pytest.Mo
 
 @cites("OPT022")
 @pytest.mark.parametrize("kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3])
-def test_deepspeed_does_not_switch_an_optimizer(kind: Any) -> None:
-    """Which accelerate would pass on, and schedule-free ones insist on."""
+def test_deepspeed_optimizers_have_no_train_and_eval(kind: Any) -> None:
+    """accelerate would forward these calls, and schedule-free optimizers require them."""
     assert {"train", "eval"} <= set(dir(AcceleratedOptimizer)) & set(dir(AdamWScheduleFree))
     assert not {"train", "eval"} & set(dir(kind))
     weight = nn.Parameter(torch.ones(2))
@@ -172,7 +174,7 @@ def test_fp16_is_ignored_on_a_cpu() -> None:
 
 
 @cites("PRC007")
-def test_fp8_asks_for_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     state, own = inspect.getmodule(type(Accelerator(cpu=True).state)), inspect.getmodule(Accelerator)
     monkeypatch.setattr(state, "is_fp8_available", lambda: True)
     for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
@@ -188,8 +190,8 @@ def linear(*sides: int) -> nn.Module:
 
 @pytest.mark.soak
 @cites("PRC010")
-def test_fp8_is_imitated_on_a_cpu() -> None:
-    """It trains, and takes longer than fp32."""
+def test_fp8_is_emulated_on_a_cpu() -> None:
+    """It trains, and is slower than fp32."""
     best = {}
     for kind in ("fp32", "fp8"):
         model = linear(512, 512, 512, 512)
@@ -208,12 +210,12 @@ def test_fp8_is_imitated_on_a_cpu() -> None:
 
 @cites("PRC011")
 @pytest.mark.parametrize(("side", "taken"), [(570, False), (576, True)])
-def test_fp8_leaves_odd_layers_out(side: int, taken: bool) -> None:
+def test_fp8_skips_layers_that_are_not_multiples_of_16(side: int, taken: bool) -> None:
     assert filter_linear_layers(nn.Linear(side, 64), "layer", []) is taken
 
 
 @cites("PRC012")
-def test_fp8_takes_packed_layers_for_plain_ones() -> None:
+def test_fp8_replaces_quantized_layers() -> None:
     for kind in (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt):
         assert isinstance(kind(64, 64), nn.Linear)
         assert filter_linear_layers(kind(64, 64), "layer", [])

@@ -66,7 +66,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 @cites("KRN002")
 @pytest.mark.parametrize("version", [2, 3])
-def test_flash_attention_asks_for_its_package(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_needs_its_package(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
     monkeypatch.setitem(found, "general_availability_check", lambda: False)
     monkeypatch.setattr(modeling, "is_kernels_available", lambda: False, raising=False)
@@ -75,7 +75,7 @@ def test_flash_attention_asks_for_its_package(version: int, monkeypatch: pytest.
 
 
 @cites("KRN004")
-def test_flash_attention_warns_of_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_warns_about_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(modeling.logger, "warning_once", said.append)
     monkeypatch.setattr(modeling.PreTrainedModel, "_flash_attn_import_error", lambda own, **requirements: None)
@@ -86,14 +86,14 @@ def test_flash_attention_warns_of_full_precision(monkeypatch: pytest.MonkeyPatch
 
 
 @cites("KRN007")
-def test_liger_is_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
     with pytest.raises(ImportError, match="pip install liger-kernel"):
         liger.apply_liger_kernel(llama(), None)
 
 
 @cites("KRN009")
-def test_what_is_compiled_for_a_cpu_is_cpp(tmp_path: Path) -> None:
+def test_inductor_needs_a_cpp_compiler(tmp_path: Path) -> None:
     none = {"cpp.cxx": (None, str(tmp_path / "no-compiler"))}
     with cpp_builder.config.patch(none), pytest.raises(InvalidCxxCompiler):
         cpp_builder.get_cpp_compiler()
@@ -101,7 +101,7 @@ def test_what_is_compiled_for_a_cpu_is_cpp(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @cites("KRN010")
-def test_compiling_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, rows = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.ones(8, 64)
 
@@ -115,20 +115,20 @@ def test_compiling_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pyt
 
 
 @cites("KRN011")
-def test_losses_that_are_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On devices for which Triton builds, where it is there; for the rest TRL computes them without one."""
+def test_stages_with_a_triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cuda and xpu, where Triton is available; on other devices TRL uses plain torch."""
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     found = {kind for kind in ("cpu", "cuda", "mps", "xpu") if chunked_logprob._use_triton(torch.device(kind))}
     assert found == {"cuda", "xpu"}
     modules = {name: importlib.import_module(f"{kind.module}_trainer") for name, kind in trl_trainers.TRL.items()}
-    # Which of them ask for it shows on a device that has it alone, so the words are looked for.
+    # The call shows on a GPU only, so the test searches the source.
     fused = {name for name, module in modules.items() if "fused_lm_head=True" in inspect.getsource(module)}
     assert fused == set(TRITON_LOSS_STAGES)
 
 
 @cites("KRN012")
-def test_attentions_that_an_architecture_has() -> None:
-    """Of all that Footplate counts."""
+def test_attention_implementations_of_architectures() -> None:
+    """Of all architectures with a closed formula."""
     lacking = set()
     for kind in FAMILIES:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
@@ -143,7 +143,7 @@ def test_attentions_that_an_architecture_has() -> None:
 
 
 @cites("QNT001")
-def test_packing_asks_for_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = AutoHfQuantizer.from_config(BitsAndBytesConfig(load_in_4bit=True))
     quantizer.validate_environment()
     for name in ("is_bitsandbytes_available",):
@@ -153,18 +153,18 @@ def test_packing_asks_for_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flattened(*tensors: torch.Tensor) -> None:
-    """As FSDP1 does, which itself wants an accelerator."""
+    """Flatten tensors as FSDP1 does, which itself requires an accelerator."""
     FlatParamHandle._validate_tensors_to_flatten(SimpleNamespace(_use_orig_params=True), tensors)
 
 
 @cites("QNT004", "STR046")
-def test_a_flat_unit_has_one_type() -> None:
+def test_fsdp1_unit_has_one_dtype() -> None:
     with pytest.raises(ValueError, match=r"uniform dtype but got torch\.bfloat16 and torch\.float32"):
         flattened(torch.zeros(4).bfloat16(), torch.zeros(4))
 
 
 @cites("QNT015")
-def test_integers_are_not_spread() -> None:
+def test_integer_weights_are_not_sharded() -> None:
     """FSDP1 does not flatten them. For FSDP2 accelerate leaves them out, and ZeRO-3 takes parameters alone, where the
     integers of GPTQ and AWQ are buffers: both begin with an engine of several devices, so the words are looked for."""
     integers = torch.zeros(4, dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_integers_are_not_spread() -> None:
 
 
 @cites("QNT009")
-def test_packed_weights_are_trained_by_adapters() -> None:
+def test_quantized_weights_need_adapters() -> None:
     base = llama()
     base.is_quantized, base.hf_quantizer = True, SimpleNamespace(is_trainable=True, is_qat_trainable=False)
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
@@ -192,7 +192,7 @@ UNSEEN = {"eetq", "quanto", "sinq", "mxfp8", "aqlm", "torchao", "bitnet", "fp_qu
 
 
 @cites("QNT010")
-def test_kinds_that_are_not_trained() -> None:
+def test_untrainable_quantization_formats() -> None:
     kinds = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
     assert set(registry.PREQUANTIZED) <= kinds
     for kind in kinds - set(registry.PREQUANTIZED) - UNSEEN:
@@ -214,9 +214,9 @@ def test_kinds_that_are_not_trained() -> None:
 @pytest.mark.parametrize(
     ("kind", "package"), [(kind, name) for kind, row in registry.PREQUANTIZED.items() for name in row.packages]
 )
-def test_a_packed_model_asks_for_its_package(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prequantized_model_needs_its_packages(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "bitsandbytes":  # its own
-        return test_packing_asks_for_bitsandbytes(monkeypatch)
+        return test_quantization_needs_bitsandbytes(monkeypatch)
     quantizer = AUTO_QUANTIZER_MAPPING[kind]
     module = inspect.getmodule(quantizer)
     monkeypatch.setattr(module, f"is_{package.replace('-', '_')}_available", lambda: False)
@@ -227,7 +227,7 @@ def test_a_packed_model_asks_for_its_package(kind: str, package: str, monkeypatc
 
 
 @cites("QNT012")
-def test_weights_are_packed_once() -> None:
+def test_a_second_quantization_config_is_refused() -> None:
     came = GPTQConfig(bits=4).to_dict()
     with pytest.raises(ValueError, match="quantized with GPTQConfig but you are passing a BitsAndBytesConfig config"):
         AutoHfQuantizer.merge_quantization_configs(came, BitsAndBytesConfig(load_in_4bit=True))
@@ -243,7 +243,7 @@ def test_hqq_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cites("QNT014")
 @pytest.mark.parametrize("config", [Mxfp4Config, FineGrainedFP8Config])
-def test_formats_that_are_unpacked(config: Any) -> None:
+def test_formats_that_are_dequantized(config: Any) -> None:
     """Asked to, they need no package, and become ordinary weights."""
     quantizer = AutoHfQuantizer.from_config(config(dequantize=True), pre_quantized=True)
     quantizer.validate_environment()
@@ -255,8 +255,8 @@ def test_formats_that_are_unpacked(config: Any) -> None:
 
 @cites("QNT016")
 @pytest.mark.parametrize("kind", [GPTQLoraLinear, AwqLoraLinear])
-def test_layers_that_know_no_dora(kind: Any) -> None:
-    """Made as peft does for a packed layer; a plain one stands in for it."""
+def test_layers_without_dora_support(kind: Any) -> None:
+    """As peft creates them; a plain layer stands in for the quantized one."""
     assert kind(nn.Linear(8, 8), "default", LoraConfig(), r=4)
     with pytest.raises(ValueError, match=f"{kind.__name__} does not support DoRA yet"):
         kind(nn.Linear(8, 8), "default", LoraConfig(use_dora=True), r=4)
@@ -318,7 +318,7 @@ def _mixture(**more: Any) -> Qwen3MoeForCausalLM:
 
 
 @cites("QNT018")
-def test_experts_are_not_packed() -> None:
+def test_experts_are_not_quantized() -> None:
     found = replace_with_bnb_linear(_mixture(), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     packed = {name.rpartition(".")[2] for name, module in found.named_modules() if is_quantized(module)}
     assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}, "who calls it leaves the output layer out"
