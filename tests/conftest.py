@@ -59,11 +59,11 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
         return made[-1]
 
     yield make
-    left = {run.id: found for run in made if (found := processes.carriers(run.path))}
+    left = {run.id: found for run in made if (found := processes.run_processes(run.path))}
     for run in made:
-        processes.sweep(run.path, gentle=0)
+        processes.terminate(run.path, sigterm_seconds=0)
     assert not left, f"processes were left behind: {left}"
-    assert not [run.id for run in made if processes.held(run.path)]
+    assert not [run.id for run in made if processes.is_locked(run.path)]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Why a run failed: the first failing rank's traceback, and for known ends a plain sentence and the option that helps.
+"""Why a run failed: the traceback of the rank that failed first, and for known failures a message with a fix.
 
-Floor 0. Standard library only; imports backend.runs. Read from what torchrun leaves behind: `error.json` of a rank
-whose main function carries `@record`, and the log, in which `--tee=3` puts `[defaultN]:` before a rank's lines.
+Imports backend.runs. Reads what torchrun leaves behind: `error.json` of ranks whose main function has `@record`, and
+the log, in which `--tee=3` puts `[defaultN]:` before the lines of a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
-LONGEST = 400  # characters of a sentence
+MAX_MESSAGE = 400  # characters
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 PEER_GONE = re.compile(r"(?i)connection (closed|reset)|broken pipe|remote process exited|socket closed|recvBytes")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -27,7 +27,7 @@ ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 @dataclass(frozen=True)
 class Failure:
-    """`sentence` says what happened, `help` what to do; `fields` are dotted option names; `rank` None: the launcher."""
+    """`sentence` says what happened and `help` how to fix it; `fields` are option keys; `rank` None: the launcher."""
 
     sentence: str
     help: str = ""
@@ -37,8 +37,9 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Known:
-    """`pattern`'s groups fill the sentence. `anywhere`: it counts in an earlier exception, or another rank's, too."""
+class KnownFailure:
+    """A failure by the text that it leaves. The groups of `pattern` fill the sentence. `anywhere`: the pattern may also
+    match an earlier exception in the traceback, or the log of another rank."""
 
     pattern: str
     sentence: str
@@ -47,13 +48,13 @@ class Known:
     anywhere: bool = False
 
 
-# The first match counts: what is special stands before what is general.
-KNOWN = (
-    Known(
+# The first match counts, so specific patterns come before general ones.
+KNOWN_FAILURES = (
+    KnownFailure(
         r"(?i)(CUDA|HIP|NPU|XPU|MPS)[^\n]{0,40}out of memory|torch\.(cuda\.)?OutOfMemoryError",
         "The device ran out of memory.",
-        "Halve train.per_device_train_batch_size and double train.gradient_accumulation_steps, shorten data.max_length, or switch on "
-        "train.activation_checkpointing.",
+        "Halve train.per_device_train_batch_size and double train.gradient_accumulation_steps, reduce data.max_length, "
+        "or enable train.activation_checkpointing.",
         (
             "train.per_device_train_batch_size",
             "train.gradient_accumulation_steps",
@@ -62,168 +63,170 @@ KNOWN = (
         ),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)insufficient shared memory|unable to (open|allocate|mmap)[^\n]*shared memory|bus error",
-        "The shared memory (/dev/shm) for the loader processes ran out.",
-        "Set train.dataloader_num_workers to 0, or give the container more shared memory.",
+        "The DataLoader workers ran out of shared memory (/dev/shm).",
+        "Set train.dataloader_num_workers to 0, or give the container more shared memory (docker run --shm-size).",
         ("train.dataloader_num_workers",),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
-        "This machine's memory (RAM) ran out.",
-        "Use fewer launch.nproc_per_node or a smaller train.per_device_train_batch_size, or end other programs.",
+        "The machine ran out of CPU memory (RAM).",
+        "Reduce launch.nproc_per_node or train.per_device_train_batch_size, or end other programs.",
         ("launch.nproc_per_node", "train.per_device_train_batch_size", "train.dataloader_num_workers"),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)No space left on device|Disk quota exceeded",
-        "The disk is full.",
-        "Make room, or keep fewer checkpoints with save.total_limit, then resume.",
+        "The disk is full, or its quota is exceeded.",
+        "Free disk space, or keep fewer checkpoints with save.total_limit, then resume.",
         ("save.total_limit", "save.only_model"),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)EADDRINUSE|address already in use",
-        "The network port on which the ranks meet is taken.",
-        "Choose another launch.master_port; on one node 0 takes a free one each time, unless deepspeed is the launcher.",
+        "The master port is in use by another process.",
+        "Choose another launch.master_port; on one node, 0 picks a free port, except with the deepspeed launcher.",
         ("launch.master_port",),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"in _assign_worker_ranks|Rendezvous(Timeout|Connection)Error",
-        "The nodes did not meet.",
-        "Start all of them within ten minutes, the one with launch.master_addr first (of an elastic run, within one); "
-        "launch.master_port must be open there.",
+        "The rendezvous failed: not all nodes joined in time.",
+        "Start the node with launch.master_addr first and the others within ten minutes (one minute for an elastic "
+        "run), and open launch.master_port on it.",
         ("launch.master_addr", "launch.master_port", "launch.nnodes"),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
         r"|Timed out (after \d+ seconds )?waiting|DistStoreError[^\n]*time",
-        "A rank waited for the others longer than parallel.ddp_timeout allows.",
-        "See in the other ranks' logs what held them. If a step, or the preparation of the data, is really that long, "
+        "A rank waited longer for the other ranks than parallel.ddp_timeout.",
+        "Check the logs of the other ranks for what delayed them. If a step or the data preparation takes that long, "
         "raise parallel.ddp_timeout.",
         ("parallel.ddp_timeout",),
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"ModuleNotFoundError: No module named '(?P<name>[\w.]+)'",
-        "The Python package that brings {name} is not installed.",
-        "Install it in the environment that starts the run, then resume.",
+        "The Python module {name} is not installed.",
+        "Install its package in the environment that starts the run, then resume.",
     ),
-    Known(
+    KnownFailure(
         r"as PyTorch extensions root\.\.\.\s*\Z",
-        "It ended while it waited for a DeepSpeed operator that is built on first use.",
-        "A build that was killed leaves a file named lock in that folder, on which later runs wait for ever: delete it "
-        "if no build is going.",
+        "The run ended while it waited for the build of a DeepSpeed operator.",
+        "A build that was killed leaves a file named lock in that folder, on which later runs wait forever: delete it "
+        "if no build is running.",
         anywhere=True,
     ),
-    Known(
+    KnownFailure(
         r"(?i)GatedRepoError|401 Client Error|403 Client Error",
-        "The hub refuses this model or dataset without permission.",
-        "Accept its terms on the hub and put HF_TOKEN into launch.env, or choose another with model.source.",
+        "The Hugging Face Hub denied access to this model or dataset.",
+        "Accept its terms on the Hub and set HF_TOKEN in launch.env, or choose another model or dataset.",
         ("model.hub_id", "data.hub_id", "launch.env"),
     ),
-    Known(
+    KnownFailure(
         r"(?i)couldn't connect to|LocalEntryNotFoundError|OfflineModeIsEnabled|Name or service not known"
         r"|Temporary failure in name resolution",
-        "The network, or the hub, could not be reached.",
-        "Try again, or take files of this machine: model.source and data.source.",
+        "The Hugging Face Hub, or the network, could not be reached.",
+        "Try again, or use local files with model.source and data.source.",
         ("model.source", "data.source"),
     ),
-    Known(
+    KnownFailure(
         r"(?i)No CUDA GPUs are available|Torch not compiled with CUDA|CUDA driver version is insufficient"
         r"|invalid device ordinal",
-        "The GPU that was asked for is not to be had.",
-        "Set launch.device to auto, and launch.devices to ids that this machine has.",
+        "The requested GPU is not available.",
+        "Set launch.device to auto, and launch.devices to device IDs of this machine.",
         ("launch.device", "launch.devices"),
     ),
-    Known(
+    KnownFailure(
         r"(?m)^KeyError: (?P<quote>['\"])(?P<name>.+)(?P=quote)$",
-        "'{name}' was looked for and is not there; most often that is a column of the data.",
-        "Compare the file's column names with data.format and the column options.",
+        "The key '{name}' was not found; most often it is a missing column of the data.",
+        "Compare the columns of the data files with data.format and the column options.",
         ("data.format", "data.messages_column", "data.prompt_column", "data.completion_column", "data.text_column"),
     ),
-    Known(
+    KnownFailure(
         r"(?m)^PermissionError: .*?(?P<quote>['\"])(?P<name>.+)(?P=quote)$",
-        "No permission for {name}.",
-        "Change its owner or mode, or choose another path.",
+        "The run has no permission for {name}.",
+        "Change the owner or mode of that path, or use another path.",
     ),
-    Known(
-        r"(?m)^backend\.[\w.]+: (?P<name>.+)$",  # our own errors are sentences for people already
+    KnownFailure(
+        r"(?m)^backend\.[\w.]+: (?P<name>.+)$",  # errors of Footplate are messages for users already
         "{name}",
         "",
     ),
-    Known(
+    KnownFailure(
         r"SignalException: [^\n]*Signals\.SIGINT|^KeyboardInterrupt",
-        "It was interrupted from the keyboard.",
+        "The run was interrupted from the keyboard.",
         "Resume continues from the last complete checkpoint.",
     ),
-    Known(
+    KnownFailure(
         r"SignalException: [^\n]*Signals\.(?P<name>SIGTERM|SIGHUP)",
-        "The launcher was told to end ({name}): by hand, or because the machine went down.",
+        "The launcher received {name}: it was terminated, or the machine shut down.",
         "Resume continues from the last complete checkpoint.",
     ),
 )
 
 
 def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
-    """Why the last start, at `since_ns` (of the folder's file system), failed. `state` is what the supervisor wrote."""
+    """Why the last start, at `since_ns` (time of the folder's file system), failed. `state` is state.json."""
     if cause := state.get("cause"):
-        return Failure(str(cause), "Install it, or choose another with launch.launcher.", fields=("launch.launcher",))
+        return Failure(
+            str(cause), "Install it, or choose another launcher with launch.launcher.", fields=("launch.launcher",)
+        )
     log = _log(folder / LOG)
-    own = log.partition(ELASTIC)[0]
+    run_log = log.partition(ELASTIC)[0]
     code = int(state.get("exit_code") or 0)
     rank, traceback = _recorded(folder, since_ns)
     killed = _crash(log)
     if killed and (not traceback or PEER_GONE.search(traceback)):
-        return _ended_by(killed[1], killed[0], own, state)
+        return _ended_by(killed[1], killed[0], run_log, state)
     if not traceback:
         rank = _root(log)
-        traceback = _traceback(own, rank)
+        traceback = _traceback(run_log, rank)
     if not traceback and code < 0:
-        return _ended_by(-code, None, own, state)
-    last = traceback[traceback.rfind(TRACEBACK) :] if traceback else own[-4000:]
-    if known := _known(last) or _known(traceback, anywhere=True) or _known(own[-4000:], anywhere=True):
+        return _ended_by(-code, None, run_log, state)
+    last = traceback[traceback.rfind(TRACEBACK) :] if traceback else run_log[-4000:]
+    if known := _known(last) or _known(traceback, anywhere=True) or _known(run_log[-4000:], anywhere=True):
         return Failure(known.sentence, known.help, traceback, rank, known.fields)
-    return _plain(traceback, rank, code)
+    return _unknown_failure(traceback, rank, code)
 
 
-def _plain(traceback: str, rank: int | None, code: int) -> Failure:
+def _unknown_failure(traceback: str, rank: int | None, code: int) -> Failure:
     lines = traceback.strip().splitlines()
     if not lines:
-        ended = f"The launcher ended with exit code {code}." if code else "It ended before its result was written."
-        return Failure(ended, "The end of the log shows what it said last.", rank=rank)
-    where = "It" if rank is None else f"Rank {rank}"
-    return Failure(f"{where} ended with {_short(lines[-1])}", "The traceback shows where.", traceback, rank)
+        message = f"The launcher exited with code {code}." if code else "The run ended before it wrote its result."
+        return Failure(message, "See the end of the log.", rank=rank)
+    subject = "The run" if rank is None else f"Rank {rank}"
+    return Failure(f"{subject} failed with {_short(lines[-1])}", "See the traceback.", traceback, rank)
 
 
 def _ended_by(number: int, rank: int | None, log: str, state: dict[str, Any]) -> Failure:
-    """A process that a signal ended leaves no traceback; what it said before may name the cause."""
+    """A process that was killed by a signal has no traceback; its log may contain the cause."""
     if number == signal.SIGABRT and (known := _known(log[-4000:])):
         return Failure(known.sentence, known.help, "", rank, known.fields)
     who = "The launcher" if rank is None else f"Rank {rank}"
     name = signal.Signals(number).name
     if number != signal.SIGKILL:
         return Failure(
-            f"{who} was ended by {name}.",
+            f"{who} was terminated by {name}.",
             "Resume continues from the last complete checkpoint."
             if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            else "That is a crash in compiled code; the end of the log may say where.",
+            else "This is a crash in native code; the end of the log may show where.",
             rank=rank,
         )
     fields = ("train.per_device_train_batch_size", "launch.nproc_per_node", "train.dataloader_num_workers")
-    use_less = "use fewer launch.nproc_per_node, a smaller train.per_device_train_batch_size or fewer train.dataloader_num_workers"
+    reduce = "reduce launch.nproc_per_node, train.per_device_train_batch_size or train.dataloader_num_workers"
     if state.get("oom_kills"):
-        sentence = f"{who} was killed ({name}) while the kernel was short of memory (RAM)."
-        return Failure(sentence, use_less[0].upper() + use_less[1:] + ".", rank=rank, fields=fields)
-    sentence = f"{who} was killed ({name}), by hand or by a memory limit."
-    return Failure(sentence, f"If memory (RAM) was short, {use_less}.", rank=rank, fields=fields)
+        sentence = f"{who} was killed ({name}) because the machine ran out of CPU memory (RAM)."
+        return Failure(sentence, reduce[0].upper() + reduce[1:] + ".", rank=rank, fields=fields)
+    sentence = f"{who} was killed ({name}) by a user or by a memory limit."
+    return Failure(sentence, f"If CPU memory (RAM) was short, {reduce}.", rank=rank, fields=fields)
 
 
 def _known(text: str, anywhere: bool = False) -> Failure | None:
-    for known in KNOWN:
+    for known in KNOWN_FAILURES:
         if anywhere and not known.anywhere:
             continue
         if match := re.search(known.pattern, text, re.MULTILINE):
@@ -233,11 +236,11 @@ def _known(text: str, anywhere: bool = False) -> Failure | None:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
 def _log(path: Path) -> str:
-    """What was logged since the last start, as far as LOG_BYTES reach."""
+    """The last LOG_BYTES of the log since the last start."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
@@ -248,13 +251,13 @@ def _log(path: Path) -> str:
 
 
 def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
-    """Rank and traceback of the error file that a rank wrote first in this start, or of the one without ranks."""
+    """Rank and traceback of the first error file of this start; rank None for a single process."""
     found = []
     for path in (folder / RANK_LOGS).glob(f"*/attempt_*/*/{ERROR}"):
         when, traceback = _error(path)
         if traceback and when >= since_ns and path.parent.name.isdigit():
             attempt = int(path.parent.parent.name.rpartition("_")[2])
-            found.append((-attempt, when, _rank(path.parent), traceback))  # of ranks started again the last ones count
+            found.append((-attempt, when, _rank(path.parent), traceback))  # after restarts, the last attempt counts
     if found:
         return min(found)[2:]
     when, traceback = _error(folder / ERROR)
@@ -262,7 +265,7 @@ def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
 
 
 def _rank(folder: Path) -> int:
-    """The rank whose folder this is: named by its number on the node, with its rank among all nodes' written in."""
+    """The global rank of a log folder; torchrun names the folder by the local rank."""
     try:
         return int((folder / RANK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -270,7 +273,7 @@ def _rank(folder: Path) -> int:
 
 
 def _error(path: Path) -> tuple[int, str]:
-    """When it was written, and the traceback in it (empty without)."""
+    """The modification time and the traceback of an error file; (0, '') if it cannot be read."""
     try:
         when = path.stat().st_mtime_ns
         message = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
@@ -280,13 +283,13 @@ def _error(path: Path) -> tuple[int, str]:
 
 
 def _entries(log: str) -> list[tuple[int, int]]:
-    """(rank, exit code) of torchrun's closing report, in its order; the root cause is its last entry."""
+    """(rank, exit code) of torchrun's failure report, in its order; the last entry is the root cause."""
     report = log.partition(ELASTIC)[2]
     return [(int(r), int(c)) for r, c in re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", report)]
 
 
 def _crash(log: str) -> tuple[int, int] | None:
-    """(rank, signal number) of the rank that a signal ended and torchrun did not."""
+    """(rank, signal number) of the rank that was killed by a signal that torchrun did not send."""
     crashes = [(rank, -code) for rank, code in _entries(log) if -code in CRASHES]
     return crashes[-1] if crashes else None
 
@@ -297,7 +300,7 @@ def _root(log: str) -> int | None:
 
 
 def _traceback(log: str, rank: int | None) -> str:
-    """The last traceback that `rank` logged (None: the one process), with the exceptions it came from."""
+    """The last traceback that `rank` logged (None: a single process), with the exceptions that it chains to."""
     first, lines = log.find(TRACEBACK), []
     for line in log[log.rfind("\n", 0, first) + 1 :].splitlines() if first >= 0 else ():
         prefix = PREFIX.match(line)

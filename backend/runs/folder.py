@@ -1,8 +1,7 @@
-"""A run: a directory, and a state that is computed from its files.
+"""Run: a run folder, and its state, which is computed from the files.
 
-Floor 0. Standard library only; imports backend.runs. Nothing is remembered here, so any number of pages and shells
-see the same. Alive means that the lock is held, and the lock's change time is when the run was last started: what is
-older than that belongs to an earlier start.
+Imports backend.runs. Nothing is kept in memory, so any number of pages and shells see the same state. A run is alive
+while its lock is held; the lock's modification time is the last start, and older files belong to an earlier start.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ from backend.runs import (  # fmt: skip
 )
 from backend.runs.failure import Failure, diagnose
 from backend.runs.metrics import last_points
-from backend.runs.supervisor import Patience
+from backend.runs.supervisor import StopTimeouts
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
 ALIVE = ("starting", "running", "stopping")
 
 
 class RunError(Exception):
-    """A sentence for a person."""
+    """An operation on a run that is not possible; the message is for users."""
 
 
 class Run:
-    """One run's folder; see backend/runs/__init__.py for its files."""
+    """A run folder; backend/runs/__init__.py lists its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
@@ -67,83 +66,89 @@ class Run:
         cls, root: Path, name: str, plan: Plan, now: datetime,
         about: Mapping[str, str] | None = None, estimate: Mapping[str, Any] | None = None,
     ) -> Run:  # fmt: skip
-        """Write `root/YYYY-MM-DD_HHMMSS_name`, whole or not at all. `about` (method, model) is for lists of runs,
-        `estimate` for whoever compares it with what was measured."""
+        """Create `root/YYYY-MM-DD_HHMMSS_name` atomically. `about` (method, model) is shown in lists of runs,
+        `estimate` is compared with the measured memory."""
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
-        kept |= {"defaults": dict(plan.defaults), "others": dict(plan.others)}
-        scripts = {SCRIPT: plan.runner(), **{f"{node}.sh": plan.joiner(node) for node in plan.others}}
+        kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes)}
+        scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
         own = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
-        half = None
+        staging = None
         try:
             root.mkdir(parents=True, exist_ok=True)
-            half = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
-            half.chmod(0o777 & ~_umask())
+            staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
+            staging.chmod(0o777 & ~_umask())
             for file, text in {**plan.files, **own, **scripts}.items():
-                (half / file).parent.mkdir(parents=True, exist_ok=True)
-                (half / file).write_text(text, encoding="utf-8")
+                (staging / file).parent.mkdir(parents=True, exist_ok=True)
+                (staging / file).write_text(text, encoding="utf-8")
                 if file in scripts:
-                    (half / file).chmod(0o777 & ~_umask())
-            return cls(_settle(half, root / f"{now:%Y-%m-%d_%H%M%S}_{slug}"))
+                    (staging / file).chmod(0o777 & ~_umask())
+            return cls(_move_to_free_name(staging, root / f"{now:%Y-%m-%d_%H%M%S}_{slug}"))
         except OSError as error:
-            if half:
-                shutil.rmtree(half, ignore_errors=True)
-            raise RunError(f"No run could be made in {root}: {error.strerror}. Nothing was started.") from error
+            if staging:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise RunError(
+                f"The run folder could not be created in {root}: {error.strerror}. Nothing was started."
+            ) from error
 
-    # -- acts ------------------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------------
 
-    def start(self, from_scratch: bool = False, patience: Patience | None = None) -> None:
+    def start(self, from_scratch: bool = False, timeouts: StopTimeouts | None = None) -> None:
         """Start, or resume from the last complete checkpoint; `from_scratch` starts at step 0. Returns once the lock is
         held."""
         command = [sys.executable, "-m", "backend.runs.supervisor", str(self.path)]
-        command += ["--patience", (patience or Patience()).text(), *(["--from-scratch"] if from_scratch else [])]
+        command += ["--timeouts", (timeouts or StopTimeouts()).text(), *(["--from-scratch"] if from_scratch else [])]
         try:
             done = subprocess.run(
                 command, cwd=PACKAGES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
                 start_new_session=True, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunError(f"The run's supervisor did not start: {error}.") from error
+            raise RunError(f"The supervisor of the run did not start: {error}.") from error
         if done.returncode:
-            raise RunError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "It did not start.")
+            raise RunError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "The run did not start.")
 
-    def resume(self, from_scratch: bool = False, patience: Patience | None = None) -> None:
-        """Start again a run that ended. Raises RunError where it is alive, or done and from_scratch is not set."""
+    def resume(self, from_scratch: bool = False, timeouts: StopTimeouts | None = None) -> None:
+        """Restart a run that has ended. Raises RunError if it is alive, or finished without `from_scratch`."""
         state = self.state
         if state in ALIVE:
-            raise RunError("This run is going. Stop it first, then resume it.")
+            raise RunError("This run is still running. Stop it before you resume it.")
         if state == "done" and not from_scratch:
-            raise RunError("This run has finished. Clone it to train further, or start it from scratch.")
-        self.start(from_scratch, patience)
+            raise RunError("This run has finished. Clone it to train further, or restart it from scratch.")
+        self.start(from_scratch, timeouts)
 
     def stop(self, save: bool = True) -> None:
-        """Ask for the end. Asked again with `save=False`, a stop that waits for its checkpoint is cut short."""
+        """Request a stop. With `save=False`, also during a stop that saves, the run ends without a checkpoint."""
         if self.state not in ALIVE:
-            raise RunError("This run is not going, so there is nothing to stop.")
+            raise RunError("This run is not running, so it cannot be stopped.")
         try:
             replace_text(self.path / STOP, "save" if save else "discard")
         except OSError as error:
             raise RunError(f"The stop request could not be written: {error.strerror}.") from error
 
-    def sweep(self) -> int:
-        """End processes that a lost supervisor, or a killed shell, left behind. Returns how many there were."""
-        if processes.held(self.path):
-            raise RunError("This run is going. Stop it instead.")
-        count = len(processes.carriers(self.path))
-        if left := processes.sweep(self.path):
-            raise RunError(f"These processes do not end: {', '.join(map(str, left))}. The kernel still waits for them.")
+    def clean_up(self) -> int:
+        """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
+        if processes.is_locked(self.path):
+            raise RunError("This run is still running. Stop it instead.")
+        count = len(processes.run_processes(self.path))
+        if left := processes.terminate(self.path):
+            raise RunError(
+                f"These processes could not be killed: {', '.join(map(str, left))}. They are blocked in the kernel."
+            )
         return count
 
     def delete(self) -> None:
-        """Remove the folder with checkpoints and model, after a sweep. Raises RunError where the run is alive."""
+        """Delete the folder with checkpoints and model, after cleaning up. Raises RunError if the run is alive."""
         lock = None
         try:
-            lock = processes.take(self.path)
+            lock = processes.acquire_lock(self.path)
             if lock is None:
-                raise RunError("This run is going. Stop it first, then delete it.")
-            processes.sweep(self.path)
-            gone = self.path.with_name(f".deleted-{self.id}")  # from here on it is in no list, even if cut short
+                raise RunError("This run is still running. Stop it before you delete it.")
+            processes.terminate(self.path)
+            gone = self.path.with_name(
+                f".deleted-{self.id}"
+            )  # now it is in no list, even if the deletion is interrupted
             self.path.rename(gone)
             shutil.rmtree(gone)
         except OSError as error:
@@ -152,65 +157,65 @@ class Run:
             if lock is not None:
                 os.close(lock)
 
-    # -- what the files say ----------------------------------------------------------------------------------------
+    # -- state, from the files -----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
         """One of new, starting, running, stopping, done, stopped, failed, lost."""
-        if processes.held(self.path):
-            return self._living()
-        keeper = self._text(LOCK).strip()
-        if keeper == SHELL:
+        if processes.is_locked(self.path):
+            return self._alive_state()
+        started_by = self._text(LOCK).strip()
+        if started_by == SHELL:
             return "done" if self._fresh(RESULT) else "stopped" if (self.path / STOP).exists() else "failed"
-        if not keeper:
+        if not started_by:
             return "new"
-        # The end is written before the lock is let go: without one the supervisor is gone, or a new one came just now.
+        # The supervisor records the end before it releases the lock: without one it was killed, or just restarted.
         end = self._json(STATE).get("end")
-        return str(end) if end else self._living() if processes.held(self.path) else "lost"
+        return str(end) if end else self._alive_state() if processes.is_locked(self.path) else "lost"
 
     def can(self) -> dict[str, bool]:
-        """Which acts make sense now."""
+        """Which operations are possible now."""
         state = self.state
         return {
             "stop": state in ALIVE,
             "resume": state in ("new", "stopped", "failed", "lost"),
             "delete": state not in ALIVE,
-            "sweep": state not in ALIVE and bool(processes.carriers(self.path)),
+            "clean_up": state not in ALIVE and bool(processes.run_processes(self.path)),
         }
 
     def plan(self) -> Plan:
-        """What is started, read back."""
+        """The plan, read from the folder."""
         kept = self._json(PLAN)
         files = {name: self._text(name) for name in kept.get("files", ())}
         others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
         notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
         return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, notes, defaults, others)
 
-    def joining(self) -> dict[str, str]:
-        """What the other nodes are to start, once the run is started here: name -> command."""
+    def node_commands(self) -> dict[str, str]:
+        """Commands for the other nodes of a multi-node run: script name -> command."""
         return {node: f"bash {shlex.quote(str(self.path / node))}.sh" for node in self._json(PLAN).get("others", {})}
 
     def progress(self) -> dict[str, Any]:
-        """What rank 0 of the last start is doing; empty before it has said so."""
+        """The progress of the last start; empty before rank 0 has reported it."""
         return self._json(PROGRESS) if self._fresh(PROGRESS) else {}
 
     def result(self) -> dict[str, Any]:
-        """What came out of the last start; empty before its end."""
+        """The result of the last start; empty before its end."""
         return self._json(RESULT) if self._fresh(RESULT) else {}
 
     def estimate(self) -> dict[str, Any]:
-        """The memory that it was judged to take; empty for a run that was made without one."""
+        """The memory estimate; empty for a run that was created without one."""
         return self._json(ESTIMATE)
 
     def checkpoints(self) -> list[int]:
-        """Steps of the checkpoints that are complete, in order."""
+        """Steps of the complete checkpoints, in order."""
         found = (self.path / CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")
         return sorted(int(n) for path in found if (n := path.parent.name.rpartition("-")[2]).isdigit())
 
     def rank_logs(self) -> dict[int, tuple[Path, ...]]:
-        """What each rank of the newest attempt wrote: stdout.log and stderr.log. Empty without torchrun.
+        """stdout.log and stderr.log of each rank in the last attempt. Empty without torchrun.
 
-        The log itself holds all of it in order: reading's `rank` picks one rank's lines there.
+        The log of the run has all of it in order; `rank` of `metrics.since` selects the lines of one rank.
         """
         attempts = [(path.stat().st_mtime_ns, path) for path in (self.path / RANK_LOGS).glob("*/attempt_*")]
         if not attempts:
@@ -220,7 +225,7 @@ class Run:
         return {rank: tuple(sorted((newest / str(rank)).glob("std*.log"), reverse=True)) for rank in ranks}
 
     def failure(self) -> dict[str, Any] | None:
-        """Why it failed: sentence, help, traceback, rank (None: the launcher), fields. None if it did not."""
+        """Why the run failed: sentence, help, traceback, rank (None: the launcher), fields. None if it did not."""
         state, kept = self.state, self._json(STATE)
         broke_off = state == "stopped" and kept.get("exit_code") and not kept.get("forced")
         if state != "failed" and not broke_off:
@@ -232,7 +237,7 @@ class Run:
         }  # fmt: skip
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """A line of the list of runs. Times are unix seconds, `now` too (default: now); unknown is None."""
+        """One row of the list of runs. Times are Unix seconds, as is `now` (default: the current time), or None."""
         now = time.time() if now is None else now
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
         points = last_points(self.path / METRICS)
@@ -240,7 +245,7 @@ class Run:
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
         most = progress.get("max_steps") or (self._json(PROGRESS) or {}).get("max_steps")
-        usual = throughput.seconds_a_step(progress, points) if state == "running" else None
+        step_seconds = throughput.seconds_per_step(progress, points) if state == "running" else None
         fraction = progress.get("fraction")
         if fraction is None and step is not None and most:
             fraction = min(1.0, step / most)
@@ -254,50 +259,52 @@ class Run:
             "max_steps": most,
             "loss": next((p["loss"] for p in reversed(points) if "loss" in p), None),
             "fraction": 1.0 if state == "done" else fraction,
-            "eta_seconds": throughput.eta(progress, usual, now),
+            "eta_seconds": throughput.eta(progress, step_seconds, now),
             "method": about.get("method", ""),
             "model": about.get("model", ""),
             "created": plan.get("created"),
         }
-        return summary | {"sentence": self._sentence(summary, progress, usual, now)}
+        return summary | {"sentence": self._sentence(summary, progress, step_seconds, now)}
 
-    # -- parts -----------------------------------------------------------------------------------------------------
+    # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _living(self) -> str:
+    def _alive_state(self) -> str:
         if (self.path / STOP).exists():
             return "stopping"
         return "running" if self._fresh(PROGRESS) or self._fresh(METRICS) else "starting"
 
-    def _sentence(self, summary: dict[str, Any], progress: dict[str, Any], usual: float | None, now: float) -> str:
-        """Calm and plain, with the next step where the run waits for a person."""
+    def _sentence(
+        self, summary: dict[str, Any], progress: dict[str, Any], step_seconds: float | None, now: float
+    ) -> str:
+        """The state of the run as a sentence, with what the user can do next."""
         state, step = summary["state"], summary["step"]
         if state == "new":
             return "Ready to start."
         if state == "starting":
-            names = [f"{node}.sh" for node in self.joining()]
+            names = [f"{node}.sh" for node in self.node_commands()]
             others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
-            wait = f" It begins once {others} in the run's folder is started on the other nodes." if others else ""
-            return f"Starting: the processes load their libraries.{wait}"
+            wait = f" Training begins when {others} in the run folder is started on the other nodes." if others else ""
+            return f"Starting: the processes are loading their libraries.{wait}"
         if state == "running":
-            return throughput.running(summary, progress, usual, now)
+            return throughput.running_sentence(summary, progress, step_seconds, now)
         if state == "stopping":
-            wish = self._text(STOP)
-            return "Stopping without saving." if wish == "discard" else "Stopping: the step ends, then it is saved."
+            discard = self._text(STOP) == "discard"
+            return "Stopping without a checkpoint." if discard else "Stopping after this step, with a checkpoint."
         if state == "done":
             steps = f"{step} steps in " if step else "in "
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {steps}{taken}."
         at = f" at step {step}" if step else ""
         saved = self.checkpoints()
-        again = "No checkpoint was saved, so it would begin at step 0."
+        resume = "There is no checkpoint, so Resume starts at step 0."
         if saved:
-            again = f"Resume continues from checkpoint {saved[-1]}."
+            resume = f"Resume continues from checkpoint {saved[-1]}."
         if state == "stopped":
             failure = self.failure()
-            return f"Stopped{at}. {failure['sentence'] if failure else again}"
+            return f"Stopped{at}. {failure['sentence'] if failure else resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
-        return f"Lost{at}: its supervisor was killed, or the machine went down. {again}"
+        return f"Lost{at}: the supervisor was killed, or the machine shut down. {resume}"
 
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):
@@ -317,7 +324,7 @@ class Run:
         return None
 
     def _last_sign(self) -> float | None:
-        """When the run last wrote anything: all that is known of an end that nobody wrote down."""
+        """When the run last wrote a file: the best guess for an end that was not recorded."""
         return max((s for name in (LOG, METRICS, PROGRESS, RESULT) if (s := self._stamp(name))), default=None)
 
     def _text(self, name: str) -> str:
@@ -335,7 +342,7 @@ class Run:
 
 
 def runs(root: Path) -> list[Run]:
-    """All runs under `root`, newest first; folders that are half made or half deleted are not among them."""
+    """All runs under `root`, newest first; folders that are half created or half deleted are not among them."""
     try:
         names = sorted((entry.name for entry in os.scandir(root) if entry.name[0] != "."), reverse=True)
     except OSError:
@@ -344,27 +351,27 @@ def runs(root: Path) -> list[Run]:
 
 
 def find(root: Path, name: str) -> Run:
-    """The run with this id. Raises RunError; a name that leads out of `root` is unknown too."""
+    """The run with this id. Raises RunError, also for a name that leads out of `root`."""
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and (root / name / PLAN).is_file():
         return Run(root / name)
-    raise RunError(f"There is no run {name!r}.")
+    raise RunError(f"There is no run named {name!r}.")
 
 
-def _settle(half: Path, target: Path) -> Path:
-    """Move `half` to `target`, or to the first free name beside it. A folder with files in it is never replaced."""
+def _move_to_free_name(staging: Path, target: Path) -> Path:
+    """Move `staging` to `target`, or to the first free name with a number. A folder with files is never replaced."""
     for number in range(1, 1000):
         place = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:
-            half.rename(place)
+            staging.rename(place)
             return place
         except OSError:
             if not place.exists():
                 raise
-    raise OSError(17, "a thousand runs of this name were made in one second")
+    raise OSError(17, "there are a thousand runs of this name in one second")
 
 
 def _umask() -> int:
-    """What new files may not grant. There is no way to read it without setting it, but Linux tells."""
+    """The umask, read from /proc, because os.umask can only read it by setting it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
@@ -373,6 +380,6 @@ def _umask() -> int:
 
 @lru_cache(maxsize=512)
 def _diagnosed(path: Path, since_ns: int, size: int, changed_ns: int, state: str) -> Failure:
-    """As `diagnose`, once for each end of a run: lists of runs ask again and again."""
-    del size, changed_ns  # what makes the answer another one
+    """As `diagnose`, cached for each end of a run: lists of runs are polled."""
+    del size, changed_ns  # keys of the cache
     return diagnose(path, since_ns, json.loads(state))

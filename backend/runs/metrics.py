@@ -1,7 +1,7 @@
-"""Log and metrics, read bit by bit while they grow.
+"""Incremental reading of the log and the metrics of a run while they grow.
 
-Floor 0. Standard library only; imports nothing of ours. Offsets are in bytes, so nothing is lost or doubled whoever
-reads. Both files are only ever appended to; their last line may be torn, and is held back until it is whole.
+Imports nothing from Footplate. Offsets are in bytes, so that each reader gets every line once. Both files are only
+appended to; an incomplete last line is not returned until it is complete.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Any
 
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
-NO_SERIES = ("step", "time", "epoch")
+NOT_METRICS = ("step", "time", "epoch")
 Point = dict[str, Any]
 
 # -- the log ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text of the bytes from `start` to `end`. `more`: there is more at once (before `start`, for `before`, `tail`)."""
+class LogChunk:
+    """The text of the bytes from `start` to `end`. `more`: the file has more text after `end` (for `before` and `tail`,
+    before `start`)."""
 
     text: str
     start: int
@@ -38,13 +39,15 @@ class Piece:
     more: bool
 
 
-def tail(path: Path, ended: bool = False, cap: int = TAIL_BYTES, rank: int | None = None) -> Piece:
-    """The last whole lines. `ended`: nobody writes any more, so a torn last line is shown too."""
+def tail(path: Path, ended: bool = False, cap: int = TAIL_BYTES, rank: int | None = None) -> LogChunk:
+    """The last complete lines. `ended`: the run has ended, so an incomplete last line is returned too."""
     return before(path, None, ended, cap, rank)
 
 
-def before(path: Path, offset: int | None, ended: bool = True, cap: int = TAIL_BYTES, rank: int | None = None) -> Piece:
-    """The whole lines that end at `offset`, the start of an earlier piece (None: the end of the file)."""
+def before(
+    path: Path, offset: int | None, ended: bool = True, cap: int = TAIL_BYTES, rank: int | None = None
+) -> LogChunk:
+    """The complete lines before `offset`, the start of an earlier chunk (None: the end of the file)."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
@@ -52,48 +55,48 @@ def before(path: Path, offset: int | None, ended: bool = True, cap: int = TAIL_B
             start = file.seek(max(0, end - cap))
             data = file.read(end - start)
     except FileNotFoundError:
-        return Piece("", 0, 0, False)
+        return LogChunk("", 0, 0, False)
     if offset is None and not ended:
-        data = data[: _whole(data)]
+        data = data[: _complete_length(data)]
     if start:
         first = data.find(b"\n") + 1
-        # A line longer than the piece is cut, but not inside a character.
+        # A line longer than the chunk is split, but not inside a character.
         skip = first if 0 < first < len(data) else _character(data)
         start, data = start + skip, data[skip:]
-    return Piece(_text(data, rank), start, start + len(data), start > 0)
+    return LogChunk(_text(data, rank), start, start + len(data), start > 0)
 
 
-def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, rank: int | None = None) -> Piece:
-    """The whole lines after `offset`, where an earlier piece ended. `rank` keeps that rank's lines (see `_text`)."""
+def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, rank: int | None = None) -> LogChunk:
+    """The complete lines after `offset`, the end of an earlier chunk. `rank` selects the lines of one rank."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, io.SEEK_END)
-            start = file.seek(offset if 0 <= offset <= size else 0)  # beyond the end: it is another file now
+            start = file.seek(offset if 0 <= offset <= size else 0)  # beyond the end: the file was replaced
             data = file.read(cap)
     except FileNotFoundError:
-        return Piece("", 0, 0, False)
+        return LogChunk("", 0, 0, False)
     last = start + len(data) >= size
     if not (last and ended):
-        whole = _whole(data)
-        if not whole and len(data) == cap:  # one line, longer than a piece: let it through in parts
-            whole = data.rfind(b"\r") + 1 or len(data) - _torn_character(data)
-        data = data[:whole]
+        complete = _complete_length(data)
+        if not complete and len(data) == cap:  # one line longer than a chunk: return it in parts
+            complete = data.rfind(b"\r") + 1 or len(data) - _incomplete_character(data)
+        data = data[:complete]
     end = start + len(data)
-    return Piece(_text(data, rank), start, end, bool(data) and end < size)
+    return LogChunk(_text(data, rank), start, end, bool(data) and end < size)
 
 
-def _whole(data: bytes) -> int:
-    """Length of the whole lines at the start of `data`."""
+def _complete_length(data: bytes) -> int:
+    """Length of the complete lines at the start of `data`."""
     return data.rfind(b"\n") + 1
 
 
 def _character(data: bytes) -> int:
-    """How many bytes at the start belong to a character that began before (UTF-8)."""
+    """Bytes at the start that continue an earlier UTF-8 character."""
     return next((i for i, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), 0)
 
 
-def _torn_character(data: bytes) -> int:
-    """How many bytes at the end begin a character that goes on behind them (UTF-8)."""
+def _incomplete_character(data: bytes) -> int:
+    """Bytes at the end that begin an incomplete UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 == 0xC0:
@@ -105,9 +108,9 @@ def _torn_character(data: bytes) -> int:
 
 
 def _text(data: bytes, rank: int | None) -> str:
-    """As a terminal would leave it: of a line that was written over (a progress bar) the last state stands.
+    """The text as a terminal shows it: of a line that was overwritten (a progress bar), the last state.
 
-    torchrun's `--tee=3` begins every line of a rank with `[defaultN]:`; with `rank` only its lines are kept.
+    torchrun's `--tee=3` begins every line of a rank with `[defaultN]:`; with `rank`, only its lines are returned.
     """
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     if "\r" in text:
@@ -128,28 +131,28 @@ def _prefix(line: str) -> str:
 
 @dataclass
 class Column:
-    """Finite values of one key by step, in order of steps."""
+    """Finite values of one metric by step, in order of steps."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def cut(self, step: float) -> None:
-        """Drop what comes after `step`."""
+        """Drop the values after `step`."""
         keep = bisect_right(self.steps, step)
         del self.steps[keep:], self.values[keep:]
 
     def add(self, step: float, value: float) -> None:
-        """Append; a step before the last one means that the run went back to it."""
+        """Append a value; a step before the last one means that the run resumed from there."""
         if self.steps and self.steps[-1] > step:
             self.cut(step)
         self.steps.append(step)
         self.values.append(value)
 
     def buckets(self, count: int, low: float, high: float) -> tuple[list[float], list[float]]:
-        """At most about `count` points from `low` to `high`: least and greatest of each bucket of 2^k steps.
+        """About `count` points from `low` to `high`: the minimum and maximum of each bucket of 2^k steps.
 
-        Buckets are aligned at step 0, so that points stay where they are while a run grows. The last point is always
-        there, and one neighbour on each side, so that a line leaves the picture where it should.
+        Buckets are aligned at step 0, so that points stay in place while a run grows. The last point is always
+        included, and one neighbor on each side, so that lines leave the chart at the right height.
         """
         i, j = bisect_left(self.steps, low), bisect_right(self.steps, high)
         width, wanted = 1, max(1, count // 2)
@@ -178,10 +181,10 @@ class Column:
 
 
 class Metrics:
-    """A metrics file as it grows. Safe to share between threads.
+    """A metrics file that is read while it grows. Thread-safe.
 
-    `points` holds what counts: after `{"event": "resumed", "step": k}` the points of later steps are gone, for those
-    steps are done again.
+    `points` has each step once: `{"event": "resumed", "step": k}` removes the points after step k, because those steps
+    are repeated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,16 +193,16 @@ class Metrics:
         self.columns: dict[str, Column] = {}
         self.last: Point = {}
         self.offset = 0
-        self.start = 0  # how often the file was another one
+        self.start = 0  # how often the file was replaced
         self._lock = threading.Lock()
 
     @property
     def etag(self) -> str:
-        """Another text whenever `read` found something."""
+        """Changes whenever `read` finds new lines."""
         return f"{self.start}-{self.offset}"
 
     def read(self) -> bool:
-        """Take in the whole lines that came since the last call; says whether there were any."""
+        """Read the complete lines since the last call; returns whether there were any."""
         with self._lock:
             lines, offset = self._lines()
             for point in _points(lines):
@@ -209,7 +212,7 @@ class Metrics:
             return changed
 
     def series(self, count: int = 1000, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-        """series: {key: {x: steps, y: values}}, last: newest value of each key, min and max of each key."""
+        """series: {key: {x: steps, y: values}}; last: the newest value of each key; min and max of each key."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             drawn = {key: column.buckets(count, low, high) for key, column in self.columns.items() if column.steps}
@@ -231,8 +234,8 @@ class Metrics:
                 data = file.read()
         except FileNotFoundError:
             return [], self.offset
-        whole = _whole(data)
-        return data[:whole].splitlines(), self.offset + whole
+        complete = _complete_length(data)
+        return data[:complete].splitlines(), self.offset + complete
 
     def _add(self, point: Point) -> None:
         step = point.get("step")
@@ -247,39 +250,39 @@ class Metrics:
         self.points.append(point)
         self.last.update(point)
         for key, value in point.items():
-            if (type(value) is float or type(value) is int) and key not in NO_SERIES and math.isfinite(value):
+            if (type(value) is float or type(value) is int) and key not in NOT_METRICS and math.isfinite(value):
                 column = self.columns.get(key) or self.columns.setdefault(key, Column())
                 column.add(step, value)
 
 
 def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point], int]:
-    """The raw points (events too) of the whole lines after `offset`, `cap` at most, and where to go on."""
+    """The raw points, with events, of at most `cap` complete lines after `offset`, and the next offset."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, offset))
             data = file.read()
     except FileNotFoundError:
         return [], 0
-    lines = data[: _whole(data)].splitlines(keepends=True)[:cap]
+    lines = data[: _complete_length(data)].splitlines(keepends=True)[:cap]
     return _points(lines), offset + sum(map(len, lines))
 
 
 def last_points(path: Path, size: int = 4096) -> list[Point]:
-    """The points in the last `size` bytes that count, in order."""
-    piece = tail(path, cap=size)
+    """The points in the last `size` bytes, in order, without those that a resumed run repeats."""
+    chunk = tail(path, cap=size)
     points: list[Point] = []
-    for point in _points(line.encode() for line in piece.text.splitlines()):
+    for point in _points(line.encode() for line in chunk.text.splitlines()):
         if point.get("event") == "resumed":
             points = [p for p in points if p.get("step", 0) <= point.get("step", 0)]
             for kept in points:
-                kept.pop("time", None)  # the time between two starts is no step's
+                kept.pop("time", None)  # the time between two starts belongs to no step
         elif "event" not in point and "step" in point:
             points.append(point)
     return points
 
 
-def table(points: Sequence[Point]) -> str:
-    """The points as CSV, one column a key; null is empty."""
+def to_csv(points: Sequence[Point]) -> str:
+    """The points as CSV with one column per key; null is empty."""
     keys = dict.fromkeys(key for point in points for key in point)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(keys), lineterminator="\n")
@@ -289,17 +292,17 @@ def table(points: Sequence[Point]) -> str:
 
 
 def _points(lines: Iterable[bytes]) -> list[Point]:
-    """The objects among the lines; NaN and infinity become None, what is no JSON object is passed over."""
+    """The JSON objects among the lines; NaN and infinity become None."""
     texts = [line.decode("utf-8", "replace") for line in lines]
     try:
-        found = DECODER.decode(f"[{','.join(texts)}]")  # all at once is three times as fast
+        found = DECODER.decode(f"[{','.join(texts)}]")  # decoding all lines at once is three times as fast
     except ValueError:
         found = [point for text in texts if (point := _point(text)) is not None]
     return [point for point in found if isinstance(point, dict)]
 
 
 def _point(text: str) -> Any:
-    """One line's object; of a line that was torn by a crash and written on, the second part."""
+    """The object of one line; of a line that a crash cut off and the next start continued, the second object."""
     for part in (text, text[text.rfind("{") :]):
         with contextlib.suppress(ValueError):
             return DECODER.decode(part)

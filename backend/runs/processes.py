@@ -1,9 +1,8 @@
-"""Which processes belong to a run: the lock that says it is alive, and the sweep that leaves none behind.
+"""The lock that marks a run as alive, and the processes of a run: finding and terminating them.
 
-Floor 0. Standard library only; imports backend.runs. A process is known by its pid AND its start time, for pids are
-used again. torchrun starts every rank in a session of its own, so a process group does not hold a run together; the
-environment cookie does, and so does the family tree below the supervisor (a program that rewrites its own
-environment, as setproctitle does, loses the cookie).
+Imports backend.runs. A process is identified by its pid AND its start time, because pids are reused. torchrun starts
+every rank in its own session, so a process group does not contain all of a run. The run marker in the environment
+does, and the process tree below the supervisor covers programs that overwrite their environment (setproctitle).
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from pathlib import Path
 from backend.runs import LOCK, RUN_MARKER
 
 PROC = Path("/proc")
-TICK = 0.05  # seconds between looks
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Process:
-    """`started` is in clock ticks since the machine's start."""
+    """A process; `started` is in clock ticks since boot."""
 
     pid: int
     started: int
 
 
-def take(folder: Path, seconds: float = 1.0) -> int | None:
-    """The lock's descriptor, or None if another holds it. Waits out a reader that is probing. Raises OSError."""
+def acquire_lock(folder: Path, seconds: float = 1.0) -> int | None:
+    """The file descriptor of the lock, or None if another process holds it for `seconds`. Raises OSError."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
         except BlockingIOError:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 os.close(lock)
                 return None
-        time.sleep(TICK / 2)
+        time.sleep(POLL_SECONDS / 2)
 
 
-def held(folder: Path) -> bool:
-    """Whether the run is alive. A shared lock for an instant: two who probe at once do not see each other."""
+def is_locked(folder: Path) -> bool:
+    """Whether the run is alive. Takes a shared lock for an instant, so that two readers do not block each other."""
     try:
         lock = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
@@ -60,35 +59,37 @@ def held(folder: Path) -> bool:
     return False
 
 
-def carriers(folder: Path, tree: int = 0) -> set[Process]:
-    """Living processes with the run's cookie, or below the process `tree`; never the one that asks."""
-    wanted = f"{RUN_MARKER}={folder}".encode()
+def run_processes(folder: Path, tree: int = 0) -> set[Process]:
+    """Living processes with the run marker, or below the process `tree`, without the calling process."""
+    marker = f"{RUN_MARKER}={folder}".encode()
     table, found = {}, set()
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if not entry.name.isdigit() or (status := _status(int(entry.name))) is None:
             continue
         pid = int(entry.name)
         table[pid] = status
-        with contextlib.suppress(OSError):  # another user's, or gone
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+        with contextlib.suppress(OSError):  # of another user, or ended
+            if marker in (entry / "environ").read_bytes().split(b"\0"):
                 found.add(pid)
     if tree:
         found |= {pid for pid in table if _descends(pid, tree, table)}
     return {Process(pid, table[pid][1]) for pid in found - {os.getpid()}}
 
 
-def sweep(folder: Path, tree: int = 0, gentle: float = 2.0, hard: float = 8.0) -> tuple[int, ...]:
-    """End every process of the run: SIGTERM, and after `gentle` seconds SIGKILL. Returns pids that would not die."""
+def terminate(
+    folder: Path, tree: int = 0, sigterm_seconds: float = 2.0, sigkill_seconds: float = 8.0
+) -> tuple[int, ...]:
+    """End every process of the run: SIGTERM, then SIGKILL. Returns the pids that are still alive."""
     left: set[Process] = set()
-    for number, seconds in ((signal.SIGTERM, gentle), (signal.SIGKILL, hard)):
-        until, told = time.monotonic() + seconds, set[Process]()
-        while left := carriers(folder, tree):
-            for process in left - told:
+    for number, seconds in ((signal.SIGTERM, sigterm_seconds), (signal.SIGKILL, sigkill_seconds)):
+        deadline, signaled = time.monotonic() + seconds, set[Process]()
+        while left := run_processes(folder, tree):
+            for process in left - signaled:
                 _signal(process, number)
-            told |= left
-            if time.monotonic() >= until:
+            signaled |= left
+            if time.monotonic() >= deadline:
                 break
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
     return tuple(sorted(process.pid for process in left))
 
 
@@ -100,9 +101,9 @@ def _signal(process: Process, number: signal.Signals) -> None:
 
 
 def _status(pid: int) -> tuple[int, int] | None:
-    """Parent's pid and start time; None for a process that is gone, or dead and not yet collected."""
+    """The parent's pid and the start time; None for a process that ended, or is a zombie."""
     try:
-        # The name, in parentheses, may hold spaces and parentheses itself. See proc_pid_stat(5).
+        # The name, in parentheses, may contain spaces and parentheses. See proc_pid_stat(5).
         fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None

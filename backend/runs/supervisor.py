@@ -1,11 +1,11 @@
-"""The one detached process of a run: starts the launcher, waits for it, stops it, and leaves nobody behind.
+"""The supervisor of a run: a detached process that starts the launcher, waits for it, and stops it.
 
-Floor 0. Standard library only; imports backend.runs. `python -m backend.runs.supervisor FOLDER [--from-scratch]` returns
-as soon as the run's lock is held (exit 0), or says why not (exit 1, or 75 where the run is going already); what stays
-belongs to no terminal and to no page. It alone writes state.json.
+Imports backend.runs. `python -m backend.runs.supervisor FOLDER [--from-scratch]` returns as soon as it holds the run's
+lock (exit code 0), or prints why it does not (1, or 75 if the run is running already); the process that remains has no
+terminal. It alone writes state.json.
 
-Stopping is a ladder: the stop file -> grace, in which the trainer ends its step on all ranks, saves and leaves ->
-SIGTERM to the launcher -> longer than torchrun's own 30 s -> SIGKILL. However a run ends, a sweep follows.
+Stopping escalates: stop file, on which the trainer ends its step on all ranks, saves and exits -> SIGTERM to the
+launcher -> after more than torchrun's own 30 s, SIGKILL. After any end, leftover processes of the run are terminated.
 """
 
 from __future__ import annotations
@@ -42,42 +42,46 @@ from backend.runs import (
     start_env,
 )
 
-TICK = 0.1  # seconds between looks
-BUSY = 75  # exit code: another keeper holds the run (EX_TEMPFAIL)
+POLL_SECONDS = 0.1
+BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
-NOTHING_TO_SAVE = ("", "preparing model", "preparing data", "loading model", "preparing engine", "generating before")
+# Phases of backend.train without a training step to finish, and with nothing to save.
+PHASES_BEFORE_TRAINING = (
+    "", "preparing model", "preparing data", "loading model", "preparing engine", "generating before",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds on each rung of the ladder; `early` is the first one's before there is anything to save."""
+class StopTimeouts:
+    """Seconds to wait in each stage of a stop: for the checkpoint (`save`), for the end of the step (`discard`), or for
+    the trainer before training starts (`before_training`); after SIGTERM (`sigterm`)."""
 
     save: float = 600.0
     discard: float = 15.0
-    term: float = 45.0
-    early: float = 2.0
+    sigterm: float = 45.0
+    before_training: float = 2.0
 
     def text(self) -> str:
-        """As an argument."""
+        """As a command-line argument."""
         return ",".join(map(str, astuple(self)))
 
 
 class Supervisor:
-    """Made by the process that holds the lock."""
+    """One start of a run, in the process that holds the lock."""
 
-    def __init__(self, folder: Path, from_scratch: bool, patience: Patience) -> None:
-        self.folder, self.patience = folder, patience
+    def __init__(self, folder: Path, from_scratch: bool, timeouts: StopTimeouts) -> None:
+        self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         inherited = {**os.environ, ERROR_FILE: str(folder / ERROR)}
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
         self.state: dict[str, Any] = {"started": time.time(), "from_scratch": from_scratch}
-        self.unsaved = self.told_to_end = False
+        self.state_unwritten = self.sigterm_received = False
         self.oom_kills = _oom_kills()
 
     def announce(self) -> None:
-        """Clear away an earlier start and write down this one. Raises OSError where the disk does not take it."""
-        processes.sweep(self.folder)
+        """Clean up after an earlier start and record this one. Raises OSError, such as for a full disk."""
+        processes.terminate(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
         with (self.folder / LOG).open("ab") as log:
             gap = "\n" if log.tell() else ""
@@ -85,7 +89,7 @@ class Supervisor:
         replace_text(self.folder / STATE, json.dumps(self.state))
 
     def run(self) -> None:
-        """From the launcher's start to the last process's end."""
+        """Run the launcher, and clean up after it."""
         self.state |= {"pid": os.getpid()}
         try:
             with (self.folder / LOG).open("ab") as log:
@@ -102,28 +106,28 @@ class Supervisor:
         self._end()
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
-        asked = signalled = 0.0
+        requested = sigterm_sent = 0.0
         while (code := _reap(launcher)) is None:
-            time.sleep(TICK)
-            if self.unsaved:
+            time.sleep(POLL_SECONDS)
+            if self.state_unwritten:
                 self._write()
-            wish, now = self._wish(), time.monotonic()
-            if not wish:
+            request, now = self._stop_request(), time.monotonic()
+            if not request:
                 continue
-            asked = asked or now
-            if not signalled and now - asked >= self._grace(wish):
-                signalled = now
+            requested = requested or now
+            if not sigterm_sent and now - requested >= self._grace(request):
+                sigterm_sent = now
                 self.state |= {"forced": "SIGTERM"}
                 _signal(os.kill, launcher.pid, signal.SIGTERM)
-            elif signalled and now - signalled >= self.patience.term:
+            elif sigterm_sent and now - sigterm_sent >= self.timeouts.sigterm:
                 self.state |= {"forced": "SIGKILL"}
                 _signal(os.killpg, launcher.pid, signal.SIGKILL)
         return code
 
-    def _wish(self) -> str:
-        """What the stop file says; empty without one. SIGTERM (the machine goes down) asks to save."""
+    def _stop_request(self) -> str:
+        """The content of the stop file, save or discard; '' without one. SIGTERM, as at shutdown, requests save."""
         stop = self.folder / STOP
-        if self.told_to_end and not stop.exists():
+        if self.sigterm_received and not stop.exists():
             with contextlib.suppress(OSError):
                 replace_text(stop, "save")
             return "save"
@@ -132,38 +136,38 @@ class Supervisor:
         except OSError:
             return ""
 
-    def _grace(self, wish: str) -> float:
-        if _phase(self.folder) in NOTHING_TO_SAVE:
-            return self.patience.early
-        return self.patience.discard if wish == "discard" else self.patience.save
+    def _grace(self, request: str) -> float:
+        if _phase(self.folder) in PHASES_BEFORE_TRAINING:
+            return self.timeouts.before_training
+        return self.timeouts.discard if request == "discard" else self.timeouts.save
 
     def _end(self) -> None:
-        """Sweep, whatever the end was (a launcher that is killed leaves its ranks holding devices), and say how."""
+        """Terminate leftover processes (the ranks of a killed launcher keep their devices) and record the end."""
         code = self.state["exit_code"]
-        finished = code == 0 and (_fresh(self.folder, RESULT) or not self._wish())  # a stop may come too late
+        finished = code == 0 and (_fresh(self.folder, RESULT) or not self._stop_request())  # a stop may come too late
         self.state |= {
-            "left": processes.sweep(self.folder, tree=os.getpid()),
+            "left": processes.terminate(self.folder, tree=os.getpid()),
             "oom_kills": _oom_kills() - self.oom_kills,
-            "end": "done" if finished else "stopped" if self._wish() else "failed",
+            "end": "done" if finished else "stopped" if self._stop_request() else "failed",
             "ended": time.time(),
         }
         self._write()
-        if self.unsaved:  # a full disk takes no new file, but the old one can be written over
+        if self.state_unwritten:  # a full disk takes no new file, but the old one can be overwritten
             with contextlib.suppress(OSError), (self.folder / STATE).open("r+", encoding="utf-8") as file:
                 file.write(json.dumps(self.state))
                 file.truncate()
 
     def _write(self) -> None:
-        """A disk that is full must not end a training: it is tried again."""
+        """A full disk must not end the training: writing is tried again."""
         try:
             replace_text(self.folder / STATE, json.dumps(self.state))
-            self.unsaved = False
+            self.state_unwritten = False
         except OSError:
-            self.unsaved = True
+            self.state_unwritten = True
 
 
 def _reap(launcher: subprocess.Popen[bytes]) -> int | None:
-    """The launcher's exit code (negative: the signal that ended it). Collects adopted orphans on the way."""
+    """The launcher's exit code (negative: a signal), None while it runs. Reaps adopted orphans too."""
     while launcher.returncode is None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -174,7 +178,7 @@ def _reap(launcher: subprocess.Popen[bytes]) -> int | None:
 
 
 def _phase(folder: Path) -> str:
-    """What the trainer of this start is doing; empty before it has said so."""
+    """The phase of the trainer in this start; '' before it has reported one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if _fresh(folder, PROGRESS):
             return str(json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get("phase", ""))
@@ -182,19 +186,19 @@ def _phase(folder: Path) -> str:
 
 
 def _fresh(folder: Path, name: str) -> bool:
-    """Whether the file was written since this start."""
+    """Whether the file was written in this start."""
     with contextlib.suppress(OSError):
         return (folder / name).stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns
     return False
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):  # gone by itself
+    with contextlib.suppress(OSError):  # it ended meanwhile
         send(target, number)
 
 
 def _oom_kills() -> int:
-    """How many processes this machine's kernel has ended for want of memory since its start."""
+    """Processes that the kernel's OOM killer has killed since boot."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -203,7 +207,7 @@ def _oom_kills() -> int:
 
 
 def _detach(folder: Path) -> None:
-    """Leave terminal and starter; what goes wrong in here is written to the run's log."""
+    """Detach from the terminal and the parent process; errors of the supervisor go to the run's log."""
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):  # Linux: orphans of the run become children of this process
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
@@ -214,28 +218,30 @@ def _detach(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Take the lock, announce the run, and stay behind. Returns in the starter's child; the other half never does."""
+    """Acquire the lock, record the start and fork: the parent returns, the child supervises the run."""
     parser = argparse.ArgumentParser(prog="supervisor")
     parser.add_argument("folder", type=lambda text: Path(text).resolve())
     parser.add_argument("--from-scratch", action="store_true")
-    parser.add_argument("--patience", type=lambda text: Patience(*map(float, text.split(","))), default=Patience())
+    parser.add_argument(
+        "--timeouts", type=lambda text: StopTimeouts(*map(float, text.split(","))), default=StopTimeouts()
+    )
     given = parser.parse_args(arguments)
     try:
-        lock = processes.take(given.folder)
+        lock = processes.acquire_lock(given.folder)
         if lock is None:
-            sys.stderr.write("This run is going already.")
+            sys.stderr.write("This run is already running.")
             return BUSY
         os.ftruncate(lock, 0)
         os.write(lock, f"{SUPERVISOR}\n".encode())
-        supervisor = Supervisor(given.folder, given.from_scratch, given.patience)
+        supervisor = Supervisor(given.folder, given.from_scratch, given.timeouts)
         supervisor.announce()
     except (OSError, ValueError, KeyError) as error:
-        sys.stderr.write(f"The run's folder cannot be used: {error}.")
+        sys.stderr.write(f"The run folder cannot be used: {error}.")
         return 1
-    # Handlers, not SIG_IGN: what is ignored stays ignored in every child.
+    # Handlers instead of SIG_IGN, which child processes would inherit.
     signal.signal(signal.SIGHUP, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(supervisor, "told_to_end", True))
+    signal.signal(signal.SIGTERM, lambda *_: setattr(supervisor, "sigterm_received", True))
     if os.fork():
         return 0
     _detach(given.folder)

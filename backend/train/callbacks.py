@@ -1,6 +1,6 @@
 """Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
 
-Imports config, checkpoints, device, run_log.
+Imports config, runs, checkpoints, device, run_log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from backend.config import RunSpec
+from backend.runs.throughput import duration
 from backend.train import checkpoints
 from backend.train.device import ProcessGroup
 from backend.train.run_log import RunLog
@@ -179,13 +180,6 @@ def _preference_words(point: Mapping[str, Any], side: str = "") -> list[str]:
     share, margin = point.get(f"{side}reward_accuracy"), point.get(f"{side}reward_margin")
     words = [] if share is None else [f"reward accuracy {share:.0%}"]
     return words if margin is None else [*words, f"reward margin {_number(margin)}"]
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds as 1:05, with hours as 2:03:04."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _steps(state: Any) -> dict[str, Any]:

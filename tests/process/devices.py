@@ -31,6 +31,7 @@ from trainings import a_spec, losses, result, text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.machine import Machine, probe
+from backend.memory import OVERHEAD
 from backend.paths import ASSETS, HOME
 from backend.preflight import Report, preflight
 from backend.runs import processes, start_env
@@ -96,7 +97,7 @@ PLACES = {
     "cuda": Place(
         "cuda", LARGE, 512, 3e-4, {"ddp": "MULTI_GPU", "tensor": "MULTI_GPU"}, "nccl", True,
         # The context and NCCL's buffers are taken from the driver, past torch's allocator, whose peak is measured.
-        ("Overhead",), (-0.20, 0.50), 30, 3, 0.97,
+        (OVERHEAD,), (-0.20, 0.50), 30, 3, 0.97,
     ),
     "cpu": Place(
         "cpu", TINY, 64, 1e-3, {"ddp": "MULTI_CPU", "tensor": "MULTI_XPU"}, "gloo", False, (), (-0.95, 9.0), 8, 1, 0.1
@@ -303,9 +304,9 @@ def launched(root: Path, name: str, found: Report, seconds: float = 1800) -> Pat
             time.sleep(0.1)
     finally:
         if run.state in ALIVE:
-            processes.sweep(run.path, gentle=0)
+            processes.terminate(run.path, sigterm_seconds=0)
     assert run.state == "done", f"{run.failure()}\n{text(run.path)}"
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)
     return run.path
 
 

@@ -122,12 +122,12 @@ class Host:
             if int(later.name.rpartition("-")[2]) > step:
                 shutil.rmtree(later)
         assert self.run(folder, ranks, env=env) == 0, text(folder)
-        assert f"Going on from checkpoint-{step}." in text(folder)
+        assert f"Resuming from checkpoint-{step}." in text(folder)
 
     def left(self, seconds: float = 2) -> set[processes.Process]:
         """What trainings have left, and is still there after `seconds`."""
         until = time.monotonic() + seconds
-        while found := {p for p in processes.carriers(self.mark) if p.pid != self.process.pid}:
+        while found := {p for p in processes.run_processes(self.mark) if p.pid != self.process.pid}:
             if time.monotonic() > until:
                 break
             time.sleep(0.05)
@@ -156,4 +156,4 @@ def a_host(mark: Path) -> Iterator[Host]:
         assert process.stdin
         process.stdin.close()
         assert process.wait(30) == 0
-    assert not processes.carriers(mark)
+    assert not processes.run_processes(mark)

@@ -89,18 +89,18 @@ def _files(root: Path) -> None:
 
 def argument(name: str) -> Observer:
     """A field of the Trainer's arguments."""
-    return lambda spec: getattr(trainers.arguments(an_engine(spec), Path(".")), name)
+    return lambda spec: getattr(trainers.training_arguments(an_engine(spec), Path(".")), name)
 
 
 def found(spec: RunSpec) -> Any:
-    return model.find(spec, nothing)
+    return model.locate(spec, nothing)
 
 
 @cache
 def parts(spec_text: str) -> tuple[Any, Any]:
     spec = RunSpec.model_validate_json(spec_text)
     source = found(spec)
-    return model.tokenizer(spec, source), source
+    return model.load_tokenizer(spec, source), source
 
 
 def tokens(spec: RunSpec) -> Any:
@@ -109,7 +109,7 @@ def tokens(spec: RunSpec) -> Any:
 
 def adapted(spec: RunSpec) -> Any:
     tokenizer, source = parts(spec.model_dump_json())
-    return adapters.adapt(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
+    return adapters.apply_method(spec, model.load(spec, source, "fp32", tokenizer), "fp32")
 
 
 def trained(spec: RunSpec) -> Any:
@@ -138,7 +138,7 @@ def layers(spec: RunSpec) -> Any:
 def refusal(spec: RunSpec) -> str:
     """What a CPU says to kernels for GPUs."""
     try:
-        trainers.arguments(an_engine(spec), Path("."))
+        trainers.training_arguments(an_engine(spec), Path("."))
     except TrainError as error:
         return str(error)
     return ""
@@ -149,7 +149,7 @@ def missed(spec: RunSpec) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "unsloth", None)
         try:
-            unsloth.begin(spec)
+            unsloth.import_unsloth(spec)
         except TrainError as error:
             return str(error)
     return ""
@@ -200,8 +200,8 @@ def helpers(spec: RunSpec) -> int:
 
 
 def trainer(spec: RunSpec) -> Any:
-    config = trainers.arguments(an_engine(spec), Path("."))
-    return trainers.build(spec, config, adapted(spec), tokens(spec), prepared(spec), [])
+    config = trainers.training_arguments(an_engine(spec), Path("."))
+    return trainers.build_trainer(spec, config, adapted(spec), tokens(spec), prepared(spec), [])
 
 
 def packed(spec: RunSpec) -> Any:
@@ -289,11 +289,11 @@ def sliced(spec: RunSpec) -> Any:
 
 def planned(spec: RunSpec) -> Any:
     made = plan(spec, MACHINE)
-    return made.argv, made.env, made.defaults, made.others, {k: v for k, v in made.files.items() if k != SPEC}
+    return made.argv, made.env, made.defaults, made.other_nodes, {k: v for k, v in made.files.items() if k != SPEC}
 
 
 def computed(spec: RunSpec) -> Any:
-    config = trainers.arguments(an_engine(spec), Path("."))
+    config = trainers.training_arguments(an_engine(spec), Path("."))
     return resolve(spec, Machine()).compute_dtype, config.bf16
 
 
@@ -307,14 +307,24 @@ def begun(spec: RunSpec) -> Any:
     shutil.rmtree(folder, ignore_errors=True)
     a_checkpoint(folder, 4)
     group = device.ProcessGroup()
-    work = TrainContext(spec, folder, spec.save.resume_from == "scratch", group, RunLog(folder), resolve(spec, Machine()), an_engine(spec))
+    work = TrainContext(
+        spec,
+        folder,
+        spec.save.resume_from == "scratch",
+        group,
+        RunLog(folder),
+        resolve(spec, Machine()),
+        an_engine(spec),
+    )
     start = _start(work)
     return start.name if start else None
 
 
 def begun_elsewhere(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / "empty"
-    work = TrainContext(spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), an_engine(spec))
+    work = TrainContext(
+        spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), an_engine(spec)
+    )
     return _start(work)
 
 
@@ -328,7 +338,7 @@ def a_checkpoint(folder: Path, step: int) -> Path:
 
 def reported(spec: RunSpec) -> Any:
     try:
-        return trainers.arguments(an_engine(spec), Path(".")).report_to
+        return trainers.training_arguments(an_engine(spec), Path(".")).report_to
     except TrainError as error:
         return str(error)  # a tracker that is not installed is named
 

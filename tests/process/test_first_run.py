@@ -23,4 +23,4 @@ def test_first_run_teaches_the_model_its_task(tmp_path: Path) -> None:
     assert result["exact_match_before"] <= 0.1
     assert result["exact_match_after"] >= 0.5
     assert len(result["samples"]) == 24
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)

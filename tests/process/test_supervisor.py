@@ -17,12 +17,12 @@ import pytest
 
 from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
 from backend.runs.folder import Run, RunError
-from backend.runs.supervisor import Patience
+from backend.runs.supervisor import StopTimeouts
 
 pytestmark = pytest.mark.alone
 
 MakeRun = Callable[..., Run]
-QUICK = Patience(save=0.4, discard=0.2, term=0.4, early=0.3)
+QUICK = StopTimeouts(save=0.4, discard=0.2, sigterm=0.4, before_training=0.3)
 SAY = "import json, os, time\nopen('progress.json', 'w').write(json.dumps({'phase': 'training', 'step': 3}))\n"
 GENTLE = SAY + "while not os.path.exists('stop'): time.sleep(0.02)\nprint('saved', open('stop').read())"
 SLEEP = SAY + "time.sleep(60)"
@@ -47,7 +47,7 @@ def wait_for(what: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def ended(run: Run, seconds: float = 20.0) -> Run:
-    wait_for(lambda: not processes.held(run.path), seconds)
+    wait_for(lambda: not processes.is_locked(run.path), seconds)
     return run
 
 
@@ -77,7 +77,7 @@ def test_ends_with_0(make_run: MakeRun) -> None:
     run.start()
     assert ended(run).state == "done"
     assert f"{run.path} red []" in (run.path / LOG).read_text()
-    assert run.failure() is None and run.can() == {"stop": False, "resume": False, "delete": True, "sweep": False}
+    assert run.failure() is None and run.can() == {"stop": False, "resume": False, "delete": True, "clean_up": False}
 
 
 def test_fails_with_7(make_run: MakeRun) -> None:
@@ -85,7 +85,7 @@ def test_fails_with_7(make_run: MakeRun) -> None:
         "import os; assert os.environ['TORCHELASTIC_ERROR_FILE'].endswith('/error.json'); raise SystemExit(7)"
     )
     run.start()
-    assert ended(run).state == "failed" and "exit code 7" in sentence(run)
+    assert ended(run).state == "failed" and "exited with code 7" in sentence(run)
 
 
 def test_a_launcher_that_is_not_there(make_run: MakeRun) -> None:
@@ -115,13 +115,13 @@ def test_a_stop_that_came_too_late_does_not_undo_the_end(make_run: MakeRun) -> N
 
 def test_a_deaf_launcher_and_a_grandchild_in_its_own_session(make_run: MakeRun) -> None:
     run = make_run(STUBBORN + SLEEP)
-    run.start(patience=QUICK)
+    run.start(timeouts=QUICK)
     wait_for(lambda: "deaf" in (run.path / LOG).read_text() and run.state == "running")
-    assert len(processes.carriers(run.path)) == 2
+    assert len(processes.run_processes(run.path)) == 2
     run.stop()
     assert run.state == "stopping" and "Stopping" in run.summary()["sentence"]
     assert ended(run).state == "stopped" and kept(run)["forced"] == "SIGKILL"
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)
 
 
 def test_a_grandchild_that_lost_the_cookie_is_swept_too(make_run: MakeRun, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_grandchild_that_lost_the_cookie_is_swept_too(make_run: MakeRun, tmp_p
 
 def test_stop_without_saving_cuts_a_long_grace_short(make_run: MakeRun) -> None:
     run = make_run(SLEEP)
-    run.start(patience=Patience(save=600, discard=0.2, term=5))
+    run.start(timeouts=StopTimeouts(save=600, discard=0.2, sigterm=5))
     wait_for(lambda: run.state == "running")
     run.stop()
     time.sleep(0.4)
@@ -149,7 +149,7 @@ def test_stop_without_saving_cuts_a_long_grace_short(make_run: MakeRun) -> None:
 
 def test_stop_before_there_is_anything_to_save_does_not_wait(make_run: MakeRun) -> None:
     run = make_run("import time; time.sleep(60)")
-    run.start(patience=Patience(save=600, early=0.1))
+    run.start(timeouts=StopTimeouts(save=600, before_training=0.1))
     assert run.state == "starting"
     run.stop()
     assert ended(run).state == "stopped"
@@ -161,11 +161,11 @@ def test_supervisor_killed_is_lost_until_swept(make_run: MakeRun) -> None:
     wait_for(lambda: run.state == "running")
     os.kill(pid(run, "pid"), signal.SIGKILL)
     assert ended(run).state == "lost" and "supervisor" in run.summary()["sentence"]
-    assert run.can() == {"stop": False, "resume": True, "delete": True, "sweep": True}
+    assert run.can() == {"stop": False, "resume": True, "delete": True, "clean_up": True}
     with pytest.raises(RunError, match="nothing to stop"):
         run.stop()
-    assert run.sweep() == 1
-    assert not processes.carriers(run.path) and run.state == "lost"
+    assert run.clean_up() == 1
+    assert not processes.run_processes(run.path) and run.state == "lost"
 
 
 def test_a_lost_run_resumes_and_the_old_launcher_is_gone(make_run: MakeRun) -> None:
@@ -207,7 +207,7 @@ def test_launcher_killed_leaves_no_worker(make_run: MakeRun) -> None:
     run.start()
     wait_for(lambda: run.state == "running")
     os.kill(pid(run, "launcher"), signal.SIGKILL)
-    assert ended(run).state == "failed" and not processes.carriers(run.path)
+    assert ended(run).state == "failed" and not processes.run_processes(run.path)
     assert "The launcher was killed (SIGKILL)" in sentence(run)
 
 
@@ -225,13 +225,13 @@ def test_three_starts_at_once_one_wins(make_run: MakeRun) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert refused == ["This run is going already."] * 2
-    with pytest.raises(RunError, match="Stop it first"):
+    assert refused == ["This run is already running."] * 2
+    with pytest.raises(RunError, match="Stop it before"):
         run.resume()
-    with pytest.raises(RunError, match="Stop it first"):
+    with pytest.raises(RunError, match="Stop it before"):
         run.delete()
     with pytest.raises(RunError, match="Stop it instead"):
-        run.sweep()
+        run.clean_up()
     wait_for(lambda: run.state == "running")
     run.stop()
     assert ended(run).state == "stopped"
@@ -243,7 +243,7 @@ def test_readers_that_probe_all_the_time_do_not_keep_a_run_from_starting(make_ru
 
     def probe() -> None:
         while not over.is_set():
-            processes.held(run.path)
+            processes.is_locked(run.path)
 
     threads = [threading.Thread(target=probe) for _ in range(4)]
     for thread in threads:
@@ -291,12 +291,12 @@ def test_run_sh_from_a_clean_shell(make_run: MakeRun, clean_env: dict[str, str])
     (run.path / STOP).write_text("discard")  # of an earlier start
     with shell(run, clean_env, "--from-scratch") as started:
         wait_for(lambda: run.state == "running")
-        with pytest.raises(RunError, match="going already"):
+        with pytest.raises(RunError, match="already running"):
             run.start()
         with shell(run, clean_env) as second:
-            assert "going already" in second.communicate(timeout=20)[0] and second.returncode == 75
+            assert "already running" in second.communicate(timeout=20)[0] and second.returncode == 75
         assert run.state == "running"
-        assert len(processes.carriers(run.path)) == 2, "the program, and tee"
+        assert len(processes.run_processes(run.path)) == 2, "the program, and tee"
         run.stop()
         output = started.communicate(timeout=20)[0]
     assert started.returncode == 0 and "given ['--from-scratch']" in output
@@ -331,14 +331,14 @@ def test_run_sh_killed_is_swept(make_run: MakeRun, clean_env: dict[str, str]) ->
         wait_for(lambda: run.state == "running")
         started.kill()
         wait_for(lambda: run.state == "failed")
-        assert run.can()["sweep"] and run.sweep() >= 1
+        assert run.can()["clean_up"] and run.clean_up() >= 1
 
 
 FULL_DISK = """
 import os, resource, sys
 from pathlib import Path
-from backend.runs.supervisor import Patience, Supervisor
-supervisor = Supervisor(Path(sys.argv[1]), False, Patience())
+from backend.runs.supervisor import StopTimeouts, Supervisor
+supervisor = Supervisor(Path(sys.argv[1]), False, StopTimeouts())
 supervisor.announce()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 supervisor.run()
@@ -357,7 +357,7 @@ def test_a_full_disk_does_not_end_the_training(make_run: MakeRun) -> None:
         (run.path / STOP).write_text("save")
         assert supervisor.wait(20) == 0
     assert "saved save" in (run.path / LOG).read_text()
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)
 
 
 TORCH = """
@@ -381,7 +381,7 @@ def torchrun(make_run: MakeRun) -> Run:
 def test_a_rank_of_torchrun_killed_is_named(torchrun: Run) -> None:
     torchrun.start()
     wait_for(lambda: torchrun.state == "running", 90)
-    assert len(processes.carriers(torchrun.path)) == 3
+    assert len(processes.run_processes(torchrun.path)) == 3
     os.kill(int((torchrun.path / "rank1.pid").read_text()), signal.SIGKILL)
     assert ended(torchrun, 60).state == "failed"
     failure = torchrun.failure()
@@ -394,4 +394,4 @@ def test_torchrun_killed_leaves_no_rank(torchrun: Run) -> None:
     torchrun.start()
     wait_for(lambda: torchrun.state == "running", 90)
     os.kill(pid(torchrun, "launcher"), signal.SIGKILL)
-    assert ended(torchrun, 60).state == "failed" and not processes.carriers(torchrun.path)
+    assert ended(torchrun, 60).state == "failed" and not processes.run_processes(torchrun.path)

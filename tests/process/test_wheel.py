@@ -143,4 +143,4 @@ def test_a_run_ends_well(installed: Installed) -> None:
     installed.footplate("run", "first-run", *words, "--follow")
     (run,) = runs(installed.place / "runs")
     assert run.state == "done"
-    assert not processes.carriers(run.path)
+    assert not processes.run_processes(run.path)

@@ -128,18 +128,18 @@ class Launch:
 
     def end(self) -> None:
         left = {} if self.process.poll() is not None else {self.process.pid: "launcher"}
-        left = left or processes.carriers(self.folder)
-        processes.sweep(self.folder, gentle=0)
+        left = left or processes.run_processes(self.folder)
+        processes.terminate(self.folder, sigterm_seconds=0)
         self.process.wait(30)
         self.log.close()
         assert not left, f"processes were left behind: {left}"
 
     def kill(self) -> None:
         """As the system's memory killer would: everything at once, with no chance to tidy up."""
-        processes.sweep(self.folder, gentle=0)
+        processes.terminate(self.folder, sigterm_seconds=0)
         self.process.wait(30)
         self.log.close()
-        assert not processes.carriers(self.folder)
+        assert not processes.run_processes(self.folder)
 
 
 def together(cache: Path, *lines: str | Path) -> str:
@@ -156,7 +156,7 @@ def together(cache: Path, *lines: str | Path) -> str:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
-    assert not processes.carriers(first)
+    assert not processes.run_processes(first)
     return ended.stdout
 
 

@@ -47,8 +47,8 @@ def one(place):
     with app(place) as found:
         yield found
     for run in (place / "runs").glob("2*"):
-        processes.sweep(run)
-        assert not processes.carriers(run)
+        processes.terminate(run)
+        assert not processes.run_processes(run)
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_a_key_makes_one_run(place, one):
     stopped = one.post(f"/api/runs/{name}/stop", json={"save": True})
     assert stopped.json()["summary"]["state"] == "stopping"
     ended(place / "runs" / name)
-    assert not processes.carriers(place / "runs" / name)
+    assert not processes.run_processes(place / "runs" / name)
     assert one.get(f"/api/runs/{name}").json()["can"]["resume"]
     assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 409
 
@@ -405,9 +405,9 @@ def test_log_by_bytes(one, run):
     assert one.get(f"{base}?before=0").json() == {"t": "", "s": 0, "o": 0, "more": False}
     for bad in ("off=x", "before=1e3", "rank=first", "off=99999999999999999999999"):
         assert one.get(f"{base}?{bad}").status_code in (200, 400)
-    path.write_text("anew\n")
+    path.write_text("replaced\n")
     again = one.get(f"{base}?off={more['o']}").json()
-    assert (again["t"], again["s"], again["o"]) == ("anew\n", 0, 5)
+    assert (again["t"], again["s"], again["o"]) == ("replaced\n", 0, 9)
     path.unlink()
     assert one.get(base).status_code == 204
     assert one.get(f"{base}.txt").status_code == 404

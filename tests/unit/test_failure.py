@@ -1,4 +1,4 @@
-"""Why a run failed, from what torchrun and Python leave behind. The first two reports are torch 2.13's own."""
+"""Why a run failed, from what torchrun and Python leave behind. REPORT and TRACE are output of torch 2.13."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backend.runs import LOG
-from backend.runs.failure import KNOWN, Failure, diagnose
+from backend.runs.failure import KNOWN_FAILURES, Failure, diagnose
 
 REPORT = """\
 W1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6945 closing signal SIGTERM
@@ -73,9 +73,9 @@ def record(folder: Path, rank: int, traceback: str, when: int, attempt: int = 0)
     os.utime(path, ns=(when, when))
 
 
-def test_the_traceback_of_the_root_cause_is_picked_from_interleaved_ranks(tmp_path: Path) -> None:
+def test_the_root_cause_is_found_in_the_interleaved_log_of_ranks(tmp_path: Path) -> None:
     failure = say(tmp_path, TRACE + REPORT.format(code=1, said="x"))
-    assert failure.rank == 1 and failure.sentence == "Rank 1 ended with ValueError: row 7 cannot be used"
+    assert failure.rank == 1 and failure.sentence == "Rank 1 failed with ValueError: row 7 cannot be used"
     assert failure.traceback.splitlines()[:3] == [
         "Traceback (most recent call last):",
         '  File "a.py", line 11, in load',
@@ -84,7 +84,7 @@ def test_the_traceback_of_the_root_cause_is_picked_from_interleaved_ranks(tmp_pa
     assert failure.traceback.endswith("ValueError: row 7 cannot be used")
 
 
-def test_the_error_file_that_came_first_counts_and_old_ones_do_not(tmp_path: Path) -> None:
+def test_the_first_error_file_of_this_start_counts(tmp_path: Path) -> None:
     record(tmp_path, 0, PEER, when=300)
     record(tmp_path, 1, "Traceback (most recent call last):\nZeroDivisionError: division by zero", when=200)
     record(tmp_path, 3, "Traceback (most recent call last):\nKeyError: 'old'", when=100)
@@ -100,35 +100,35 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     assert failure.rank is None and failure.sentence == "Row 7 is empty." and "TrainError" in failure.traceback
 
 
-def test_a_killed_rank_goes_before_the_ranks_that_lost_their_peer(tmp_path: Path) -> None:
+def test_a_killed_rank_comes_before_ranks_that_lost_the_connection(tmp_path: Path) -> None:
     record(tmp_path, 0, PEER, when=300)
     report = REPORT.format(code=-9, said="Signal 9 (SIGKILL) received by PID 6946")
     failure = say(tmp_path, report)
-    assert failure.rank == 1 and "Rank 1 was killed (SIGKILL), by hand" in failure.sentence
-    assert "short of memory" in say(tmp_path, report, oom_kills=1).sentence
+    assert failure.rank == 1 and "Rank 1 was killed (SIGKILL) by a user" in failure.sentence
+    assert "ran out of CPU memory" in say(tmp_path, report, oom_kills=1).sentence
     assert "train.per_device_train_batch_size" in failure.help
 
 
-def test_a_crash_in_compiled_code(tmp_path: Path) -> None:
-    assert say(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was ended by SIGSEGV."
+def test_a_crash_in_native_code(tmp_path: Path) -> None:
+    assert say(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was terminated by SIGSEGV."
     watchdog = "[default1]:[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
     failure = say(tmp_path, watchdog + REPORT.format(code=-6, said="x"))
     assert failure.fields == ("parallel.ddp_timeout",) and failure.rank == 1
 
 
 def test_the_launcher_itself(tmp_path: Path) -> None:
-    assert say(tmp_path, "hi\n", exit_code=7).sentence == "The launcher ended with exit code 7."
+    assert say(tmp_path, "hi\n", exit_code=7).sentence == "The launcher exited with code 7."
     assert "The launcher was killed (SIGKILL)" in say(tmp_path, "", exit_code=-signal.SIGKILL).sentence
-    assert say(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was ended by SIGTERM."
+    assert say(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was terminated by SIGTERM."
     assert say(tmp_path, "", cause="x cannot be started: No such file.").sentence.startswith("x cannot")
-    assert diagnose(tmp_path / "nowhere", 0, {}).sentence == "It ended before its result was written."
+    assert diagnose(tmp_path / "nowhere", 0, {}).sentence == "The run ended before it wrote its result."
 
 
 def test_only_the_last_start_counts(tmp_path: Path) -> None:
     failure = say(
         tmp_path, "---- started a ----\nModuleNotFoundError: No module named 'x'\n\n---- started b ----\nhi\n"
     )
-    assert "exit code 1" in failure.sentence
+    assert "exited with code 1" in failure.sentence
 
 
 @pytest.mark.parametrize(
@@ -142,40 +142,44 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("RuntimeError: MPS backend out of memory (MPS allocated: 1 GB)", "The device ran", "data.max_length"),
         (
             "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried",
-            "(RAM) ran out",
+            "out of CPU memory (RAM)",
             "launch",
         ),
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. insufficient", "/dev/shm", "workers"),
         ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "save.total_limit"),
-        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "port", "launch.master_port"),
-        ("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The", "not meet", "launch.master_addr"),
+        ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "master port is in use", "launch.master_port"),
+        (
+            "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The",
+            "not all nodes joined",
+            "launch.master_addr",
+        ),
         (
             "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
-            "waited",
+            "waited longer",
             "parallel.ddp_timeout",
         ),
-        ("ModuleNotFoundError: No module named 'flash_attn'", "brings flash_attn is", ""),
-        ("KeyError: 'messages'", "'messages' was looked for", "data.format"),
-        ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "No permission for /data/x.jsonl", ""),
-        ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "permission", "launch.env"),
+        ("ModuleNotFoundError: No module named 'flash_attn'", "module flash_attn is not installed", ""),
+        ("KeyError: 'messages'", "key 'messages' was not found", "data.format"),
+        ("PermissionError: [Errno 13] Permission denied: '/data/x.jsonl'", "no permission for /data/x.jsonl", ""),
+        ("huggingface_hub.errors.GatedRepoError: 401 Client Error", "denied access", "launch.env"),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
-        ("RuntimeError: No CUDA GPUs are available", "not to be had", "launch.device"),
+        ("RuntimeError: No CUDA GPUs are available", "is not available", "launch.device"),
         ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),
         ("KeyboardInterrupt", "interrupted from the keyboard", ""),
-        ("torch.distributed.elastic.SignalException: Process 5 got signal: Signals.SIGTERM.", "(SIGTERM)", ""),
+        ("torch.distributed.elastic.SignalException: Process 5 got signal: Signals.SIGTERM.", "received SIGTERM", ""),
     ],
 )
-def test_known_ends(tmp_path: Path, said: str, sentence: str, field: str) -> None:
+def test_known_failures(tmp_path: Path, said: str, sentence: str, field: str) -> None:
     failure = say(tmp_path, f'Traceback (most recent call last):\n  File "x.py", line 1, in y\n{said}\n')
     assert sentence in failure.sentence and said in failure.traceback
     assert not field or any(field in name for name in failure.fields)
 
 
-def test_a_build_that_is_waited_for(tmp_path: Path) -> None:
+def test_a_stale_build_lock(tmp_path: Path) -> None:
     failure = say(tmp_path, "Using /root/.cache/torch_extensions/py311_cpu as PyTorch extensions root...\n")
     assert "DeepSpeed operator" in failure.sentence and "lock" in failure.help
 
 
-def test_every_known_end_is_a_sentence_and_has_its_test() -> None:
-    assert len(KNOWN) == 17
-    assert all(known.sentence.endswith((".", "}")) for known in KNOWN)
+def test_every_known_failure_is_a_sentence() -> None:
+    assert len(KNOWN_FAILURES) == 17
+    assert all(known.sentence.endswith((".", "}")) for known in KNOWN_FAILURES)

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def alive(run: Run) -> Iterator[Run]:
-    lock = processes.take(run.path)
+    lock = processes.acquire_lock(run.path)
     assert lock is not None
     os.write(lock, b"supervisor\n")
     yield run
@@ -87,7 +87,9 @@ def test_find_knows_runs_only(run: Run) -> None:
 
 def test_a_root_that_is_no_folder_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"No run could be made in .*Not a directory. Nothing was started"):
+    with pytest.raises(
+        RunError, match=r"The run folder could not be created in .*Not a directory. Nothing was started"
+    ):
         Run.create(tmp_path / "file" / "runs", "x", PLAN, NOW)
 
 
@@ -105,35 +107,35 @@ except RunError as error:
 """
 
 
-def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_run(tmp_path: Path) -> None:
     home = Path(__file__).resolve().parent.parent.parent
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], cwd=home, capture_output=True, text=True, check=True, timeout=30
     )
-    assert "No run could be made" in done.stdout and not list(tmp_path.iterdir())
+    assert "The run folder could not be created" in done.stdout and not list(tmp_path.iterdir())
 
 
-def test_two_probes_do_not_see_each_other(run: Run) -> None:
+def test_two_readers_do_not_block_each_other(run: Run) -> None:
     (run.path / LOCK).touch()
     with (run.path / LOCK).open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        assert not processes.held(run.path)
+        assert not processes.is_locked(run.path)
 
 
-def test_living_states(alive: Run) -> None:
+def test_states_of_an_alive_run(alive: Run) -> None:
     put_old(alive, PROGRESS, {"phase": "done", "step": 40, "max_steps": 40})
     assert alive.state == "starting" and alive.summary()["step"] is None
     assert "Starting" in alive.summary()["sentence"]
     put(alive, PROGRESS, {"phase": "loading model", "text": "Loading the model."})
     assert alive.state == "running" and alive.summary()["sentence"] == "Running: loading the model."
-    assert alive.can() == {"stop": True, "resume": False, "delete": False, "sweep": False}
+    assert alive.can() == {"stop": True, "resume": False, "delete": False, "clean_up": False}
     alive.stop()
     assert alive.state == "stopping" and (alive.path / STOP).read_text() == "save"
     alive.stop(save=False)
-    assert "without saving" in alive.summary()["sentence"]
+    assert "without a checkpoint" in alive.summary()["sentence"]
 
 
-def test_running_tells_step_and_time_left(alive: Run) -> None:
+def test_a_running_run_shows_step_and_remaining_time(alive: Run) -> None:
     progress = {"phase": "training", "step": 12, "max_steps": 40, "time": 1012.0}
     progress |= {"first_step": 1, "first_step_time": 1001.0}
     put(alive, PROGRESS, progress)
@@ -148,7 +150,7 @@ def test_running_tells_step_and_time_left(alive: Run) -> None:
     assert "no step for 8 min 20 s" in alive.summary(now=1512.0)["sentence"]
 
 
-def test_after_a_resume_the_pause_is_no_step(alive: Run) -> None:
+def test_the_pause_before_a_resume_counts_for_no_step(alive: Run) -> None:
     put(alive, PROGRESS, {"phase": "training", "step": 22, "max_steps": 32, "time": 9002.0})
     old = [{"step": s, "loss": 1.0, "time": 1000.0 + s} for s in range(15, 25)]
     new = [{"step": s, "loss": 2.0, "time": 8980.0 + s} for s in (21, 22)]
@@ -158,7 +160,7 @@ def test_after_a_resume_the_pause_is_no_step(alive: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keeper", "kept", "files", "state"),
+    ("started_by", "kept", "files", "state"),
     [
         ("supervisor", {"end": "done", "exit_code": 0}, {}, "done"),
         ("supervisor", {"end": "stopped", "exit_code": 0}, {}, "stopped"),
@@ -170,8 +172,8 @@ def test_after_a_resume_the_pause_is_no_step(alive: Run) -> None:
         ("shell", {"end": "done"}, {}, "failed"),
     ],
 )
-def test_ended_states(run: Run, keeper: str, kept: Any, files: dict[str, Any], state: str) -> None:
-    put(run, LOCK, f"{keeper}\n")
+def test_ended_states(run: Run, started_by: str, kept: Any, files: dict[str, Any], state: str) -> None:
+    put(run, LOCK, f"{started_by}\n")
     put(run, STATE, kept)
     put(run, LOG, "hello\n")
     for name, value in files.items():
@@ -183,11 +185,11 @@ def test_ended_states(run: Run, keeper: str, kept: Any, files: dict[str, Any], s
     assert run.can()["delete"] and not run.can()["stop"]
 
 
-def test_sentences_of_ended_runs_name_the_next_step(run: Run) -> None:
+def test_sentences_of_ended_runs(run: Run) -> None:
     put(run, LOCK, "supervisor\n")
     put(run, STATE, {"end": "stopped", "started": 100.0, "ended": 285.0, "exit_code": 0})
     put(run, PROGRESS, {"phase": "training", "step": 12, "max_steps": 40})
-    assert "it would begin at step 0" in run.summary()["sentence"]
+    assert "Resume starts at step 0" in run.summary()["sentence"]
     for step, whole in ((2, True), (10, True), (12, False)):
         folder = run.path / f"checkpoints/checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -202,11 +204,11 @@ def test_sentences_of_ended_runs_name_the_next_step(run: Run) -> None:
     assert summary["started"] == 100.0 and run.summary()["sentence"].startswith("Lost at step 12")
 
 
-def test_a_stop_that_broke_off_says_why(run: Run) -> None:
+def test_a_stop_that_failed_says_why(run: Run) -> None:
     put(run, LOCK, "supervisor\n")
     put(run, LOG, "Traceback (most recent call last):\n  x\nOSError: [Errno 28] No space left on device\n")
     put(run, STATE, {"end": "stopped", "exit_code": 1})
-    assert run.summary()["sentence"] == "Stopped. The disk is full."
+    assert run.summary()["sentence"] == "Stopped. The disk is full, or its quota is exceeded."
     put(run, STATE, {"end": "stopped", "exit_code": -15, "forced": "SIGTERM"})
     assert run.failure() is None
 
@@ -218,7 +220,7 @@ def test_delete(run: Run) -> None:
         run.delete()
 
 
-def test_a_list_of_many_runs_is_quick_enough_to_poll(tmp_path: Path) -> None:
+def test_a_list_of_many_runs(tmp_path: Path) -> None:
     for _ in range(50):
         run = Run.create(tmp_path, "x", PLAN, NOW)
         put(run, LOCK, "supervisor\n")
@@ -235,7 +237,7 @@ def test_duration(seconds: float, words: str) -> None:
     assert duration(seconds) == words
 
 
-def test_times_are_those_of_the_files(run: Run) -> None:
+def test_times_come_from_the_files(run: Run) -> None:
     put(run, LOCK, "shell\n")
     put(run, RESULT, "{}")
     summary = run.summary()

@@ -19,16 +19,16 @@ def log(folder: Path, data: bytes) -> Path:
 
 
 def test_no_file_is_an_empty_log(tmp_path: Path) -> None:
-    empty = metrics.Piece("", 0, 0, False)
+    empty = metrics.LogChunk("", 0, 0, False)
     assert tail(tmp_path / "no") == since(tmp_path / "no", 5) == before(tmp_path / "no", 5) == empty
     assert not Metrics(tmp_path / "no").read()
 
 
 def test_tail_holds_a_torn_line_back_until_the_end(tmp_path: Path) -> None:
     path = log(tmp_path, b"one\ntwo\nthr")
-    assert tail(path) == metrics.Piece("one\ntwo\n", 0, 8, False)
-    assert since(path, 8) == metrics.Piece("", 8, 8, False)
-    assert since(path, 8, ended=True) == metrics.Piece("thr", 8, 11, False)
+    assert tail(path) == metrics.LogChunk("one\ntwo\n", 0, 8, False)
+    assert since(path, 8) == metrics.LogChunk("", 8, 8, False)
+    assert since(path, 8, ended=True) == metrics.LogChunk("thr", 8, 11, False)
     assert tail(path, ended=True).text == "one\ntwo\nthr"
 
 
@@ -90,7 +90,7 @@ def test_progress_bars_and_bytes_that_are_no_text(tmp_path: Path, raw: bytes, sh
 def test_one_rank_of_the_log(tmp_path: Path) -> None:
     path = log(tmp_path, b"[default0]:a\nlauncher\n[default1]:b\n[default0]:c\n")
     assert tail(path, rank=0).text == "a\nc\n"
-    assert since(path, 0, rank=1) == metrics.Piece("b\n", 0, path.stat().st_size, False)
+    assert since(path, 0, rank=1) == metrics.LogChunk("b\n", 0, path.stat().st_size, False)
 
 
 def test_another_shorter_log_is_read_from_its_start(tmp_path: Path) -> None:
@@ -170,4 +170,4 @@ def test_since_points_and_table(tmp_path: Path) -> None:
     second, end = metrics.since_points(path, offset)
     assert [p["step"] for p in first + second] == [0, 1, 2, 3, 4] and end == path.stat().st_size
     rows = [{"step": 1, "loss": None}, {"step": 2, "eval_loss": 0.5}]
-    assert metrics.table(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"
+    assert metrics.to_csv(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"

@@ -20,7 +20,7 @@ from backend.config import presets
 from backend.config.options import SpecError, changes
 from backend.runs import LOG, METRICS, SCRIPT, SPEC
 from backend.runs.folder import ALIVE, Run, RunError, find
-from backend.runs.metrics import Piece, since, since_points, table, tail
+from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight
@@ -134,7 +134,7 @@ def show(run: PathRun) -> dict[str, Any]:
         "yaml": yaml,
         "command": plan.command(),
         "script": _script(run),
-        "joining": "\n".join(f"# {node}\n{command}" for node, command in run.joining().items()),
+        "joining": "\n".join(f"# {node}\n{command}" for node, command in run.node_commands().items()),
         "notes": list(plan.notes),
         "ranks": sorted(run.rank_logs()),
         "checkpoints": run.checkpoints(),
@@ -161,7 +161,7 @@ def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) 
     return no_content() if piece.end == off else _log_piece(piece)
 
 
-def _log_piece(piece: Piece, more: bool | None = None) -> dict[str, Any]:
+def _log_piece(piece: LogChunk, more: bool | None = None) -> dict[str, Any]:
     return {"t": piece.text, "s": piece.start, "o": piece.end, "more": piece.more if more is None else more}
 
 
@@ -203,7 +203,7 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
 
 def metrics_csv(state: State, run: PathRun) -> Response:
     """Every point, without those of steps that a resumed run repeated; one column per metric."""
-    return _download(table(state.metrics(run.path / METRICS).points), f"{run.id}.csv", "text/csv; charset=utf-8")
+    return _download(to_csv(state.metrics(run.path / METRICS).points), f"{run.id}.csv", "text/csv; charset=utf-8")
 
 
 def spec_yaml(run: PathRun) -> Response:
@@ -244,7 +244,7 @@ def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
 
 def clean_up(run: PathRun) -> dict[str, Any]:
     """Terminate the leftover processes of a lost run."""
-    return {"count": run.sweep(), "summary": run.summary()}
+    return {"count": run.clean_up(), "summary": run.summary()}
 
 
 def delete(state: State, run: PathRun) -> dict[str, Any]:

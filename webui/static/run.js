@@ -244,7 +244,7 @@ function drawActions() {
   page.resume.hidden = !can.resume;
   page.restart.hidden = can.stop || summary.state === "new" || !steps.length;
   page.remove.hidden = !can.delete;
-  page.cleanup.hidden = !can.sweep;
+  page.cleanup.hidden = !can.clean_up;
   page.clone.hidden = page.downloads.hidden = false;
   const resumeText = steps.length ? `Resume from step ${num(Math.max(...steps))}` : "Start again";
   setText(page.resume, summary.state === "new" ? "Start" : resumeText);
