@@ -198,7 +198,7 @@ def lora_variant_on_experts(case: Case) -> str | None:
     used = [name for name, on in (("dropout", lora.dropout), ("DoRA", lora.use_dora)) if on]
     if lora.init not in ("default", "gaussian"):
         used.append(f"the {_init_label(case)} initialization")
-    return f"The adapters would include the experts of this mixture-of-experts model, with {names(used)}."
+    return f"LoRA would be applied to the experts of this mixture-of-experts model together with {names(used)}."
 
 
 @rule(

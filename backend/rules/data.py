@@ -341,7 +341,7 @@ def max_length_exceeds_context(case: Case) -> Violation | None:
     "DAT012",
     "warning",
     fields=("data.packing", "train.train_sampling_strategy"),
-    title="Grouping by length has no use with packing",
+    title="group_by_length does not help with packing",
     source="arithmetic: packed sequences all have one length",
     fixes=(Fix("Sample at random", {"train.train_sampling_strategy": "random"}),),
     fails_on=Example({"data.packing": True, "train.train_sampling_strategy": "group_by_length"}, H100),

@@ -20,7 +20,10 @@ BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=
     fails_on=Example(
         LOCAL_MODEL,
         facts=replace(
-            DEMO, shape=None, shape_unknown_reason="there is no config.json", model_problem="The folder model has no config.json."
+            DEMO,
+            shape=None,
+            shape_unknown_reason="there is no config.json",
+            model_problem="There is no config.json in model.",
         ),
     ),
     passes_on=Example(LOCAL_MODEL),
@@ -83,7 +86,10 @@ def missing_chat_template(case: Case) -> Violation | None:
     source="transformers: a chat template is a Jinja template over messages",
     fixes=(Fix("Use the model's own template", {"data.chat_template": "model"}, safe=False),),
     fails_on=Example(
-        {"data.chat_template": "file"}, facts=replace(DEMO, template_problem="No template file is named.")
+        {"data.chat_template": "file"},
+        facts=replace(
+            DEMO, template_problem="data.chat_template_file is empty: set the path of a Jinja chat template."
+        ),
     ),
     passes_on=Example({"data.chat_template": "file", "data.chat_template_file": "t.jinja"}),
     proof="launch",

@@ -32,8 +32,8 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     ranks = case.run.data_parallel_size
     message = (
         f"The global batch size is {batch:,} (per-device batch size {train.per_device_train_batch_size} x "
-        f"{train.gradient_accumulation_steps} gradient accumulation steps x {ranks} data-parallel ranks), and the "
-        f"training set has {counted(examples, 'example')}."
+        f"{train.gradient_accumulation_steps} gradient accumulation steps x {counted(ranks, 'data-parallel rank')}), "
+        f"and the training set has {counted(examples, 'example')}."
     )
     size = min(train.per_device_train_batch_size, max(1, examples // ranks))
     accumulation = max(1, examples // (size * ranks))
@@ -175,7 +175,8 @@ def model_only_checkpoints(case: Case) -> str | None:
     source="the folder itself",
     fixes=(Fix("Resume from the run's own latest checkpoint", {"save.resume_from": "latest"}, safe=False),),
     fails_on=Example(
-        {"save.resume_from": "path"}, facts=replace(DEMO, checkpoint_problem="No checkpoint folder is named.")
+        {"save.resume_from": "path"},
+        facts=replace(DEMO, checkpoint_problem="save.resume_path is empty: set the path of a checkpoint-N folder."),
     ),
     passes_on=Example({"save.resume_from": "path", "save.resume_path": "runs/a/checkpoints/checkpoint-20"}),
     proof="launch",
