@@ -143,7 +143,7 @@ def test_other_nodes_have_their_scripts(tmp_path):
         assert made.command(node) in script.read_text()
         assert run.node_commands()[node] == f"bash {script}"
     elastic = plan(edit(RunSpec(), LAUNCHED["torchrun-elastic"]), NODE)
-    assert list(elastic.others) == ["node"]
+    assert list(elastic.other_nodes) == ["node"]
     assert elastic.command("node") == elastic.command()
     assert "rank=" not in elastic.command()
 
@@ -187,9 +187,9 @@ def test_gpus_that_do_not_reach_each_other_are_told_so() -> None:
     """accelerate refuses to start on them otherwise; its own launcher sets the same."""
     gpus = tuple(Gpu(i, "GeForce RTX 4090", GIB, GIB, (8, 9)) for i in range(2))
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.cuda_env_defaults": False})
-    old = Machine("cuda", gpus, driver="550.40.06")
+    old = Machine("cuda", gpus, driver_version="550.40.06")
     assert plan(spec, old).defaults == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     own = edit(spec, {"launch.env": {"NCCL_P2P_DISABLE": "0"}})
     assert "NCCL_P2P_DISABLE" not in plan(own, old).defaults
-    for machine in (replace(old, driver="550.40.07"), replace(old, driver="")):
+    for machine in (replace(old, driver_version="550.40.07"), replace(old, driver_version="")):
         assert not plan(spec, machine).defaults

@@ -1,0 +1,214 @@
+"""Boundaries of the distributed and memory rules: the last value that passes and the first that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect import InputFacts
+from backend.machine import GIB, Machine
+from backend.rules import RULES, Case, Finding
+from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TINY, gpus
+from backend.rules.memory import CLEAR_EXCESS
+from backend.rules.memory_remedies import KINDS, MIN_MAX_LENGTH, smaller_batches
+
+RULE = {rule.code: rule for rule in RULES}
+EIGHT = gpus(8, "H100", 80, (9, 0))
+CORES = replace(LAPTOP, cores=64)
+APPLE = replace(CORES, device="mps")
+FACTS = replace(DEMO, shape=LLAMA_8B)  # 32 attention heads, 8 KV heads
+FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
+ZERO0, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2, DDP, TENSOR = (
+    {"parallel.strategy": name} for name in ("zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "ddp", "tensor")
+)
+
+
+def case(patch: Mapping[str, Any], machine: Machine = EIGHT, facts: InputFacts = FACTS) -> Case:
+    return Case(effective(edit(RunSpec(), dict(patch))), machine, facts)
+
+
+def finding(code: str, *arguments: Any) -> Finding | None:
+    return RULE[code].finding(case(*arguments))
+
+
+def processes(count: int, **parallel: Any) -> dict[str, Any]:
+    return {"launch.nproc_per_node": count, **{f"parallel.{name}": value for name, value in parallel.items()}}
+
+
+def extra(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {"parallel.extra_config": json.dumps(keys)}
+
+
+NVME = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+SAVE_BEST = {"save.load_best_model_at_end": True, "save.only_model": True}
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    *(("STR003", {**strategy, **processes(2), **SAVE_BEST}, strategy is not DDP) for strategy in (DDP, ZERO0, FSDP2)),
+    ("STR005", {**FSDP1, **processes(2), "eval.num_generations": 0}, False),
+    ("STR005", {**FSDP1, **processes(2), "eval.num_generations": 1}, True),
+    ("STR005", {**FSDP2, **processes(2), "eval.num_generations": 1}, False),
+    ("STR005", {**FSDP2, **processes(2, context_parallel_size=2), "eval.num_generations": 1}, True),
+    ("STR005", {**ZERO3, **processes(2, sequence_parallel_size=2), "eval.num_generations": 1}, True),
+    ("STR006", {**ZERO0, **processes(2)}, False),
+    ("STR006", {**ZERO1, **processes(2)}, True),
+    ("STR006", {**ZERO2, **processes(2)}, True),
+    ("STR006", {**ZERO3, **processes(2)}, False),
+    ("STR006", {**ZERO2, **processes(1)}, False),
+    ("STR011", {**FSDP2, **processes(1)}, True),
+    ("STR011", {**FSDP2, **processes(2)}, False),
+    ("STR011", {**ZERO3, **processes(1)}, False),
+    ("STR012", {**ZERO1, **processes(2), "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}, True),
+    ("STR012", {**ZERO0, **processes(2), "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}, False),
+    ("STR013", {**ZERO1, **processes(2), **NVME}, True),
+    ("STR013", {**ZERO2, **processes(2), **NVME}, True),
+    ("STR013", {**ZERO3, **processes(2), **NVME}, False),
+    ("STR018", {**FSDP2, **FULL, **processes(3, replicate_size=2)}, True),
+    ("STR018", {**FSDP2, **FULL, **processes(2, replicate_size=2)}, True),  # no shard would be left
+    ("STR018", {**FSDP2, **FULL, **processes(4, replicate_size=2)}, False),
+    ("STR018", {**FSDP2, **FULL, **processes(2, context_parallel_size=2)}, False),
+    ("STR018", {**FSDP2, **FULL, **processes(3, context_parallel_size=2)}, True),
+    ("STR018", {**FSDP2, **FULL, **processes(4, replicate_size=2, context_parallel_size=2)}, True),
+    ("STR018", {**FSDP2, **FULL, **processes(8, replicate_size=2, context_parallel_size=2)}, False),
+    ("STR018", {**TENSOR, **FULL, **processes(2, tensor_parallel_size=2)}, False),
+    ("STR018", {**TENSOR, **FULL, **processes(3, tensor_parallel_size=2)}, True),
+    ("STR018", {**TENSOR, **FULL, **processes(4, tensor_parallel_size=2)}, False),
+    ("STR021", {**TENSOR, **FULL, **processes(8, tensor_parallel_size=8)}, False),
+    ("STR021", {**TENSOR, **FULL, **processes(7, tensor_parallel_size=7)}, True),
+    ("STR021", {**TENSOR, **FULL, **processes(16, tensor_parallel_size=16)}, True),
+    ("STR023", {**FSDP2, **processes(2, context_parallel_size=1)}, False),
+    ("STR023", {**FSDP2, **processes(2, context_parallel_size=2)}, True),
+    ("STR026", {**ZERO3, **processes(3, sequence_parallel_size=2)}, True),
+    ("STR026", {**ZERO3, **processes(4, sequence_parallel_size=2)}, False),
+    ("STR026", {**ZERO3, **processes(3, sequence_parallel_size=1)}, False),
+    ("STR030", {**ZERO3, **processes(8, sequence_parallel_size=8)}, False),
+    ("STR030", {**ZERO3, **processes(8, sequence_parallel_size=16)}, False),  # a multiple of the KV heads
+    ("STR030", {**ZERO3, **processes(8, sequence_parallel_size=64)}, True),  # more than the attention heads
+    ("STR030", {**ZERO3, **processes(8, sequence_parallel_size=3)}, True),
+    ("STR031", {**ZERO3, **processes(2, sequence_parallel_size=2), "train.gradient_accumulation_steps": 1}, False),
+    ("STR031", {**ZERO3, **processes(2, sequence_parallel_size=2), "train.gradient_accumulation_steps": 2}, True),
+    ("STR031", {**ZERO3, **processes(2, sequence_parallel_size=1), "train.gradient_accumulation_steps": 2}, False),
+    ("STR035", {**ZERO3, **extra({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}})}, True),
+    ("STR035", {**ZERO2, **extra({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}})}, False),
+    ("STR041", {**ZERO2, **extra({"tensor_parallel": {"autotp_size": 1}})}, False),
+    ("STR041", {**ZERO2, **extra({"tensor_parallel": {"autotp_size": 2}})}, True),
+    ("STR040", {**ZERO2, **extra({"gradient_predivide_factor": 1})}, False),
+    ("STR040", {**ZERO2, **extra({"gradient_predivide_factor": 1.01})}, True),
+    ("STR040", {**ZERO1, **extra({"gradient_predivide_factor": 2})}, False),
+    ("STR044", {**FSDP2, **extra({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0})}, True),
+    ("STR044", {**FSDP2, **extra({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1})}, False),
+    ("STR045", {**DDP, **processes(2)}, True),
+    ("STR045", {**DDP, **processes(1)}, False),
+]
+
+
+@pytest.mark.parametrize(("code", "patch", "fails"), CASES, ids=lambda value: str(value)[:60])
+def test_boundary(code: str, patch: dict[str, Any], fails: bool) -> None:
+    facts = replace(FACTS, is_multimodal=True) if code == "STR045" else FACTS
+    assert (finding(code, patch, EIGHT, facts) is not None) is fails
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "fails"),
+    [(DDP, 1, False), (DDP, 2, True), (ZERO2, 1, True)],
+    ids=["ddp-1", "ddp-2", "zero2-1"],
+)
+def test_processes_on_mps(strategy: dict[str, Any], count: int, fails: bool) -> None:
+    assert (finding("STR002", {**strategy, **processes(count)}, APPLE) is not None) is fails
+
+
+@pytest.mark.parametrize(("count", "fails"), [(1, True), (2, False), (4, True)])
+def test_sequence_parallel_group_on_a_cpu_contains_all_processes(count: int, fails: bool) -> None:
+    patch = {**ZERO3, **processes(count, sequence_parallel_size=2)}
+    assert (finding("STR026", patch, CORES) is not None) is fails
+
+
+@pytest.mark.parametrize(
+    ("patch", "wanted"),
+    [
+        ({**FSDP2, **processes(3, replicate_size=2)}, 4),
+        ({**FSDP2, **processes(2, replicate_size=2)}, 4),
+        ({**FSDP2, **processes(5, replicate_size=2)}, 4),
+        ({**FSDP2, **processes(7, context_parallel_size=3)}, 6),
+        ({**TENSOR, **processes(3, tensor_parallel_size=2)}, 2),
+        ({**TENSOR, **processes(1, tensor_parallel_size=2)}, 2),
+    ],
+)
+def test_suggested_number_of_processes(patch: dict[str, Any], wanted: int) -> None:
+    found = finding("STR018", {**FULL, **patch})
+    assert found is not None and found.fixes[0].patch == {"launch.nproc_per_node": wanted}
+
+
+@pytest.mark.parametrize(("excess", "fails"), [(0, False), (1, True)])
+def test_size_from_which_fsdp2_would_wrap_the_list_of_layers(excess: int, fails: bool) -> None:
+    size = TINY.layers * TINY.layer_parameters - excess
+    keys = extra({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": size})
+    assert (finding("STR042", {**FSDP2, **keys}, EIGHT, replace(DEMO, shape=TINY)) is not None) is fails
+
+
+def test_a_size_of_zero_wraps_nothing() -> None:
+    keys = extra({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 0})
+    assert finding("STR042", {**FSDP2, **keys}, EIGHT, replace(DEMO, shape=TINY)) is None
+
+
+def with_free(count: float) -> Machine:
+    return replace(H100, gpus=(replace(H100.gpus[0], free_bytes=int(count)),))
+
+
+def test_device_memory() -> None:
+    """Up to the free memory nothing, up to 1.2 times the free memory a warning, then an error."""
+    estimate = case({}, H100).estimate
+    peak, high = estimate.device_bytes, estimate.high_bytes
+    assert high > peak
+    limit = peak / CLEAR_EXCESS
+    for free, codes in (
+        (high, set()),
+        (high - 1, {"MEM002"}),
+        (limit + 1, {"MEM002"}),
+        (limit - 1, {"MEM001"}),
+    ):
+        assert {code for code in ("MEM001", "MEM002") if finding(code, {}, with_free(free))} == codes, free
+
+
+def test_a_run_that_exceeds_the_free_memory_is_said_to_not_fit() -> None:
+    peak = case({}, H100).estimate.device_bytes
+    fits, exceeds = (finding("MEM002", {}, with_free(peak - less)) for less in (0, 1))
+    assert fits is not None and fits.message.startswith("The peak may reach")
+    assert exceeds is not None and exceeds.message.startswith("The run most likely does not fit")
+
+
+def test_host_memory() -> None:
+    patch = {**FULL, **ZERO3, "launch.nproc_per_node": 8, "parallel.offload_optimizer": "cpu"}
+    limit = case(patch, replace(EIGHT, ram_free_bytes=10**15)).estimate.host_bytes / CLEAR_EXCESS
+    assert finding("MEM003", patch, replace(EIGHT, ram_free_bytes=int(limit) + 1)) is None
+    assert finding("MEM003", patch, replace(EIGHT, ram_free_bytes=int(limit) - 1)) is not None
+    assert limit > GIB
+
+
+def changes(kind: str, patch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [dict(change.fix.patch) for change in KINDS[kind](case(patch))]
+
+
+def test_remedies_begin_and_end_where_they_should() -> None:
+    assert changes("length", {"data.max_length": 2 * MIN_MAX_LENGTH}) == [{"data.max_length": MIN_MAX_LENGTH}]
+    assert changes("length", {"data.max_length": 2 * MIN_MAX_LENGTH - 1}) == []
+    assert [bool(changes("rank", {"lora.r": rank})) for rank in (64, 65)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "loss", "sizes"),
+    [(4, "sft", "kto", [2, 1]), (1, "sft", "kto", []), (6, "sft", "kto", [3]), (4, "kto", "kto", [2]),
+     (2, "kto", "kto", []), (2, "kto", "apo_zero_unpaired", [1])],
+)  # fmt: skip
+def test_smaller_batches(size: int, stage: str, loss: str, sizes: list[int]) -> None:
+    patch = {"train.per_device_train_batch_size": size, "train.stage": stage, "preference.kto_loss_type": loss}
+    found = list(smaller_batches(case(patch)))
+    assert [patch["train.per_device_train_batch_size"] for patch in found] == sizes
+    batch_size = size * case(patch).spec.train.gradient_accumulation_steps
+    assert {
+        patch["train.per_device_train_batch_size"] * patch["train.gradient_accumulation_steps"] for patch in found
+    } <= {batch_size}
