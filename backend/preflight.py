@@ -20,7 +20,7 @@ from backend.memory import OVERHEAD, Estimate
 from backend.modelspec import trainable
 from backend.resolve import ResolvedRun
 from backend.rules import Case, Finding, examine
-from backend.rules.base import counted
+from backend.rules.base import amount, counted
 from backend.runs import Plan
 
 
@@ -52,7 +52,10 @@ class Report:
         if not self.can_run:
             return f"Cannot run: {', '.join(counts)}"
         warnings = f" with {counts[0]}" if counts else ""
-        return f"Can run{warnings}{', memory use unknown' if self.estimate.unknown else ''}"
+        memory = ", memory use unknown" if self.estimate.unknown else ""
+        if self.estimate.lower_bound:
+            memory = f", needs at least {amount(self.estimate.device_bytes)} per device"
+        return f"Can run{warnings}{memory}"
 
     @property
     def title(self) -> str:

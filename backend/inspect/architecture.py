@@ -73,9 +73,10 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
     table = _tables(cache_folder(environment)).get(config, start=_may_start(environment))
     if table is None or isinstance(table, str):
         names = {"module_classes": _classes(model_type), "module_attributes": _attributes(model_type)}
-        pending = f"the architecture {model_type} is being read; check again in a few seconds"
-        unknown = table if table is not None else pending if _may_start(environment) else reason
-        return {"shape_unknown_reason": unknown, **({} if has_custom_code else names)}
+        pending = table is None and _may_start(environment)
+        unknown = f"the architecture {model_type} is being read, which takes a few seconds" if pending else table or reason
+        known_names = {} if has_custom_code else names
+        return {"shape_unknown_reason": unknown, "architecture_pending": pending, **known_names}
     known: dict[str, Any] = {}
     if _built(table):
         known = {

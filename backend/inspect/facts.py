@@ -32,6 +32,7 @@ class InputFacts:
 
     shape: ModelShape | None = None
     shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
+    architecture_pending: bool = False  # a worker process is reading the architecture: `shape` will be known soon
     model_problem: str = ""  # of the model folder
     quant_method: str = ""  # of a prequantized checkpoint: quantization_config.quant_method of its config.json
     stacked_modules: tuple[str, ...] = ()  # names by which peft adapts stacked experts (registry.STACKED_EXPERTS)

@@ -1,295 +1,261 @@
-"""What a step keeps for its way back, by the shape of the model. Floor 2. Imports catalog, derived, machine, shape,
-spec.
+"""Activations: what the forward pass saves for the backward pass, and what a layer's backward pass allocates.
 
-Held against torch's own saved tensors, architecture by architecture (`tests/unit/test_memory.py`).
+Imports registry, modelspec, resolve, context. Tested against the tensors that torch saves, architecture by architecture
+(tests/unit/test_memory.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from backend import registry
-from backend.memory.sharding import Row, Spread
+from backend.memory.context import MemoryContext, Row
 from backend.modelspec import Leaf, adapted
 from backend.resolve import before_ampere, selected_gpus
 
-# TRL's loss multiplies the last hidden states with the output layer in tiles of so many tokens and words; where there
-# is no Triton a tile becomes about seven of fp32 on the way.
-TILE_TOKENS, TILE_WORDS = 4096, 32_768
-TILE_COPIES, TILE_FORWARD = 29, 12  # bytes, in training and in evaluation
-# trl 1.16's ORPO takes the loss from whole logits: beside them and their gradient, in fp32, those of the chosen half.
-ORPO_COPIES = 8
-INDICES = 32  # bytes: where a token went for one of its experts, there and back
-# Linear layers that lead back into the stream, and those that make several things at once.
-BACK = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
-FUSED = ("qkv_proj", "query_key_value", "c_attn")
-COMPOSED = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")  # activations made of several operations
+EXPERT_INDEX_BYTES = 32  # per token and active expert: its position among the expert's tokens, in both directions
+# Linear layers that write to the residual stream, and those that compute several projections at once.
+OUTPUT_PROJECTIONS = ("o_proj", "dense", "c_proj", "down_proj", "fc2", "dense_4h_to_h")
+FUSED_PROJECTIONS = ("qkv_proj", "query_key_value", "c_attn")
+# Activation functions that are several operations in transformers, each of which saves a tensor.
+COMPOSED_ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh_python")
 
 
 @dataclass(frozen=True)
-class Activations(Spread):
-    """What a step keeps for its way back."""
+class LayerActivations:
+    """One decoder layer, without activation checkpointing."""
 
-    @cached_property
-    def length(self) -> int:
-        """Tokens of the longest row in a batch."""
-        cut = self.spec.data.max_length
-        return min(cut, self.longest) if self.longest and not self.spec.data.packing else cut
-
-    @cached_property
-    def stage_row(self) -> registry.Stage:
-        """What the stage is like."""
-        return registry.STAGES[self.spec.train.stage]
-
-    @cached_property
-    def sequences(self) -> int:
-        """Sequences that a device works on at once: a row that compares two answers makes two."""
-        return self.spec.train.per_device_train_batch_size * self.stage_row.sequences_per_example
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens that a device works on at once: its piece of each row, where several devices share them."""
-        return -(-self.sequences * self.length // self.run.token_shards)
-
-    def _plain_loss(self) -> bool:
-        """Whether the loss is computed without Triton."""
-        return self.run.device not in ("cuda", "xpu")
-
-    @cached_property
-    def autocast(self) -> bool:
-        """Whether autocast casts for each operation. FSDP and DeepSpeed cast weights and inputs beforehand."""
-        return self.width == 2 and self.run.fp32_master_weights and self.strategy.engine not in ("fsdp", "deepspeed")
-
-    @cached_property
-    def stream(self) -> int:
-        """Bytes of a number in the stream from layer to layer: autocast leaves it in fp32 if the embeddings are."""
-        return 4 if self.autocast and self.spec.method.kind == "full" else self.width
-
-    @cached_property
-    def masked(self) -> bool:
-        """Whether attention is given a mask: rows of a batch are filled up, packed ones kept apart."""
-        fused = self.spec.model.attn_implementation in (*registry.FLASH_ATTENTIONS, "flex_attention")
-        return (self.spec.data.packing or self.sequences > 1) and not fused
-
-    @cached_property
-    def eager(self) -> bool:
-        """Whether transformers computes attention step by step: requested, or the model has no SDPA."""
-        asked = self.spec.model.attn_implementation
-        lacks = not self.shape.sdpa and self.shape.model_type != "gemma2"  # whose scores `_square` counts
-        return asked == "eager" or (asked in ("auto", "sdpa") and lacks)
-
-    @cached_property
-    def written_out(self) -> bool:
-        """Whether torch computes attention step by step and keeps its scores: on NVIDIA, without a mask, heads that
-        share keys have a kernel in 16 bits and on Ampere or later alone (torch 2.13 sdp_utils.cpp; PR 181528)."""
-        shape, fused = self.shape, self.spec.model.attn_implementation in ("auto", "sdpa")
-        bare = fused and not self.masked and not self.eager
-        nvidia = self.run.device == "cuda"
-        gpus = selected_gpus(self.run, self.machine) or self.machine.gpus
-        late = self.width == 2 and not any(before_ampere(gpu.capability) for gpu in gpus)
-        return nvidia and bare and shape.kv_heads < shape.heads and not late
-
-    @cached_property
-    def _layer(self) -> int:
-        """Bytes that one layer keeps for the backward pass, for each token."""
-        shape, width = self.shape, self.width
-        inner, wide = shape.intermediate, shape.heads * shape.head_dim
-        each = [leaf for leaf in shape.layer if leaf.inputs and leaf.stacked < 2]
-        taught = [leaf for leaf in each if not self.adapter or _end(leaf) in self._adapted]
-        into = [leaf for leaf in taught if leaf.inputs == shape.hidden and _end(leaf) not in BACK]
-        # Under autocast every linear layer casts its input for itself; otherwise neighbours share one tensor.
-        inputs = (len(into) if self.autocast else min(2, len(into))) * shape.hidden * width
-        repeated = self.cpu or self.masked or self.written_out  # keys and values, for every head
-        keys = 2 * (wide if repeated else shape.kv_heads * shape.head_dim)
-        fused = wide if any(_end(leaf) in FUSED for leaf in shape.layer) else 0
-        attention = (2 * wide + keys + fused) * width
-        kept = (3 if shape.gated else 4 if shape.activation in COMPOSED else 1) * inner * width
-        back = sum(leaf.inputs for leaf in taught if _end(leaf) in BACK) * width
-        if not (self.adapter and self.autocast):
-            back = inner * width  # the attention's own result, kept already, is the input of its projection
-        if shape.experts:
-            kept, back = self._chosen(), back if self.adapter and self.autocast else 0
-        beside = 0
-        if self.adapter:
-            wide_in = sum(leaf.inputs for leaf in taught)
-            if self.spec.lora.dropout:  # each adapter drops from a copy of its own, and keeps which
-                inputs, back = wide_in * width, wide_in * (4 if self.cpu else 1)
-            beside = self.spec.lora.r * len(taught) * width
-            if self.spec.lora.use_dora:  # the results of base and adapter, for the gradient of the lengths
-                beside += 2 * sum(leaf.outputs for leaf in taught) * width
-        return self._norms() + inputs + attention + kept + back + beside
-
-    @cached_property
-    def _adapted(self) -> set[str]:
-        """Ends of the names of modules with an adapter."""
-        return {_end(leaf) for leaf in adapted(self.spec.lora, self.shape)} if self.adapter else set()
-
-    def _chosen(self) -> int:
-        """Bytes that a mixture keeps for each token: a copy of what each of its experts makes of it, and of what they
-        are given where they are trained; and what the router said, in fp32 and for the loss that balances it."""
-        shape, taught = self.shape, not self.adapter or self._taught_experts > 0
-        each = (3 + taught) * shape.intermediate + (1 + taught) * shape.hidden
-        return shape.active * (each * self._stacked_width + INDICES) + shape.experts * 8
-
-    @cached_property
-    def _stacked_width(self) -> int:
-        """Bytes of a number in a mixture's experts: autocast does not know stacked weights."""
-        return 4 if self.autocast and not self.adapter else self.width
-
-    @cached_property
-    def _taught_experts(self) -> int:
-        """Weights of a layer's experts that carry adapters."""
-        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.shape.experts else []
-        return sum(leaf.parameters for leaf in leaves if leaf.stacked > 1) // self.shape.layers
-
-    def merged(self, layers: int) -> list[Row]:
-        """Experts with their adapters, which peft adds to the weights before they are used: a copy of those."""
-        count = self._taught_experts
-        if not count:
-            return []
-        words = f"{layers} layers x {count:,} x {self.width} bytes: weights and adapter, added"
-        return [Row("Experts with adapters", layers * count * self.width, words)]
-
-    def _norms(self) -> int:
-        """Bytes that the norms of a layer keep for each token: the input in fp32, and what a trained weight scaled."""
-        shape, bytes_ = self.shape, 0
-        for leaf in shape.layer:
-            if leaf.inputs:
-                continue
-            if not shape.gated:  # LayerNorm: one fused kernel
-                bytes_ += shape.hidden * 4
-                continue
-            inside = _end(leaf) in ("q_norm", "k_norm")
-            heads = shape.heads if _end(leaf) == "q_norm" else shape.kv_heads
-            size = heads * shape.head_dim if inside else shape.hidden
-            scaled = 0 if self.adapter else self.width if inside else self.stream
-            bytes_ += size * (4 + scaled)
-        return bytes_
-
-    def _layers(self) -> int:
-        """Layers that the backward pass goes through: with checkpointing all, since transformers 5.23 asks the
-        embeddings for a gradient, whatever is trained (modeling_utils.py, enable_input_require_grads)."""
-        method = self.spec.method
-        if self.spec.train.activation_checkpointing:
-            return self.shape.layers
-        if (
-            method.kind == "freeze"
-            and method.freeze_trainable_layers > 0
-            and "embed" not in " ".join(method.freeze_extra_modules)
-        ):
-            return min(self.shape.layers, method.freeze_trainable_layers)
-        return self.shape.layers
-
-    def _activations(self, again: bool = True, done: int = 0) -> Row:
-        """What the forward pass leaves; with checkpointing and `again`, also the layer that is computed once more.
-        `done`: layers that the backward pass has behind it, and with them what was kept at the end."""
-        spec, shape, each = self.spec, self.shape, self._layer
-        layers = max(1, self._layers() - done)
-        both = " x 2 answers" if self.stage_row.sequences_per_example == 2 else ""
-        size = f"{spec.train.per_device_train_batch_size}{both} x {self.length} tokens"
-        # The last norm's input in fp32 and, scaled, its own; the learned tokens' states, chosen.
-        ends = 0 if done else self.tokens * shape.hidden * (4 + self.stream * (2 if spec.method.kind == "full" else 1))
-        mask = self._square()
-        if spec.train.activation_checkpointing:
-            stored = self.masked * self._pairs()  # the mask as it came, a byte a pair, for all layers
-            total = self.tokens * (layers * shape.hidden * self.stream + again * each) + again * mask + stored + ends
-            words = f"{size} x ({layers} layers x {shape.hidden * self.stream:,} bytes"
-            words += f" + {each:,} of one layer)" if again else ")"
-        else:
-            total = layers * (self.tokens * each + mask) + ends
-            words = f"{size} x {layers} layers x {each:,} bytes"
-        return Row("Activations", total, words + (", and the attention's masks" if mask else ""))
-
-    def _square(self) -> int:
-        """Bytes that a layer keeps for pairs of tokens: the mask of padded or packed rows, and scores written out."""
-        shape = self.shape
-        masked = self.width if self.masked else 0
-        scores = 8 if shape.model_type == "gemma2" else 12 if self.cpu and shape.model_type == "gpt2" else 0
-        if self.eager:
-            scores, masked = 4 + (self.width if self.width == 2 else 0), 0
-        if self.written_out:
-            scores = 4
-        return self._pairs() * (masked + scores * shape.heads)
-
-    def _pairs(self) -> int:
-        """Pairs of tokens that attention looks at; packed rows lie one behind the other."""
-        rows, length = (1, self.sequences * self.length) if self.spec.data.packing else (self.sequences, self.length)
-        return rows * length**2
-
-    def _at_work(self) -> Row:
-        """What the backward pass of a layer makes and drops: of its MLP, or where attention is written out twice the
-        gradients of its scores, when what the MLP kept is gone."""
-        shape, scores = self.shape, 0
-        if self.written_out or self.eager:
-            kept = self._chosen() if shape.experts else 4 * shape.intermediate * self.width
-            scores = 2 * self._pairs() * shape.heads * 4 - self.tokens * kept
-        row = self._choice_at_work() if shape.experts else self._mlp_at_work()
-        return row if row.bytes > scores else replace(row, bytes=scores, formula="the attention's scores, twice")
-
-    def _mlp_at_work(self) -> Row:
-        """Two gradients inside of it, the stream's, and that of one matrix."""
-        shape, width = self.shape, self.width
-        inside = self.tokens * shape.intermediate * width
-        matrix = 0 if self.adapter else shape.intermediate * shape.hidden * width
-        # Adapters in fp32 take their inputs in fp32, which autocast casts back.
-        count, stream = (3, 4) if self.adapter and self.autocast else (2, self.stream)
-        size = count * inside + self.tokens * shape.hidden * stream + matrix
-        words = (
-            f"{self.tokens:,} tokens x ({count} x {shape.intermediate:,} x {width} + {shape.hidden:,} x {stream}) bytes"
-        )
-        return Row("A layer's gradients", size, words)
-
-    def _choice_at_work(self) -> Row:
-        """As `_mlp_at_work`, of a mixture: inside of the chosen experts, at what they made and the inner gradient; or
-        with adapters on them, the gradient of a weight and its adapter."""
-        shape, width = self.shape, self._stacked_width
-        inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * width
-        matrix = shape.experts * shape.intermediate * shape.hidden * self.width * (self._taught_experts > 0)
-        size = max(self.tokens * inside, matrix) + self.tokens * shape.hidden * self.stream
-        words = f"{self.tokens:,} tokens x ({inside:,} in {shape.active} experts"
-        return Row("A layer's gradients", size, f"{words} + {shape.hidden:,} x {self.stream}) bytes")
-
-    def _dora(self) -> Row:
-        """What DoRA makes and drops again in every layer, to know the lengths of the rows."""
-        leaves = adapted(self.spec.lora, self.shape) if self.adapter and self.spec.lora.use_dora else []
-        largest = max(leaves, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
-        size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
-        words = f"3 x {largest.inputs} x {largest.outputs} and {largest.inputs} x {largest.inputs}, 4 bytes each"
-        return Row("DoRA's work", size, words)
-
-    def _unpacked(self) -> Row:
-        """The packed layer at work, in the computing precision."""
-        largest = max((leaf.inputs * leaf.outputs for leaf in self.packed), default=0)
-        return Row(
-            "A layer unpacked", largest * self.width, f"{largest:,} x {self.width} bytes, one layer after another"
-        )
-
-    def _loss(self) -> Row:
-        shape, width = self.shape, self.width
-        if self.stage_row.is_reward_model:
-            return Row("Loss", self.tokens * 4, f"{self.tokens:,} tokens x 4 bytes: a score for each")
-        if self.spec.train.stage == "orpo":
-            each = ORPO_COPIES + 2 * width
-            said = f"{self.tokens:,} tokens x {shape.vocabulary:,} words x {each} bytes: ORPO keeps all probabilities"
-            return Row("Loss", self.tokens * shape.vocabulary * each, said)
-        rows, words = min(self.tokens, TILE_TOKENS), min(shape.vocabulary, TILE_WORDS)
-        if not self._plain_loss():
-            return self._fused_loss(rows)
-        each = width + TILE_COPIES
-        weights = words * shape.hidden * ((2 + 4 * self.cpu) if width == 2 else 0)
-        return Row("Loss", rows * words * each + weights, f"a tile of {rows:,} tokens x {words:,} words x {each} bytes")
-
-    def _fused_loss(self, rows: int) -> Row:
-        """By Triton: a tile, as wide as it may be; its weights where they must be cast, beside those of the one before;
-        the states' gradient in fp32, and cast (trl 1.16 kernels/chunked_logprob.py)."""
-        shape, width = self.shape, self.width
-        tiles = -(-self.tokens // TILE_TOKENS) * -(-shape.vocabulary // TILE_WORDS)
-        cast = min(2, tiles) * min(shape.vocabulary, TILE_WORDS) * shape.hidden * width if self.stream > width else 0
-        states = self.tokens * shape.hidden * (4 + (width if self.stream == 2 else 0))
-        words = f"a tile of {rows:,} tokens x {TILE_WORDS:,} words x {width} bytes, and the states' gradient"
-        return Row("Loss", rows * TILE_WORDS * width + cast + states, words)
+    bytes_per_token: int  # saved for the backward pass
+    attention_matrix_bytes: int  # saved for pairs of tokens: masks, and scores of attention that is not fused
+    backward: Row  # temporary tensors of its backward pass
+    adapted_experts: int  # elements of the experts that carry adapters
+    writes_scores: bool  # torch computes attention without a fused kernel, although SDPA is used
 
 
-def _end(leaf: Leaf) -> str:
+def layer_activations(ctx: MemoryContext) -> LayerActivations:
+    """The activations of one layer of this model in this run."""
+    experts, writes_scores = _adapted_expert_count(ctx), _writes_scores(ctx)
+    per_token = _bytes_per_token(ctx, experts, writes_scores)
+    matrices = _attention_matrix_bytes(ctx, writes_scores)
+    return LayerActivations(per_token, matrices, _backward_row(ctx, experts, writes_scores), experts, writes_scores)
+
+
+def activation_row(ctx: MemoryContext, layer: LayerActivations, *, recompute: bool = True, done: int = 0) -> Row:
+    """What the forward pass saved. With activation checkpointing and `recompute`, plus the layer that is recomputed.
+    `done`: layers whose backward pass is finished; then the outputs after the last layer are freed too."""
+    shape, checkpointing = ctx.shape, ctx.spec.train.activation_checkpointing
+    layers = max(1, layers_with_gradients(ctx) - done)
+    pairs = " x 2 sequences" if ctx.stage.sequences_per_example == 2 else ""
+    size = f"{ctx.spec.train.per_device_train_batch_size}{pairs} x {ctx.sequence_length} tokens"
+    # The input of the final norm in fp32, its output, and the hidden states of the tokens that the loss is computed on.
+    outputs = 2 if ctx.spec.method.kind == "full" else 1
+    after_layers = 0 if done else ctx.tokens * shape.hidden * (4 + ctx.hidden_state_bytes * outputs)
+    matrices, per_layer = layer.attention_matrix_bytes, shape.hidden * ctx.hidden_state_bytes
+    if checkpointing:
+        mask = _has_mask(ctx) * _token_pairs(ctx)  # the boolean mask, 1 byte per pair, shared by all layers
+        recomputed = recompute * (ctx.tokens * layer.bytes_per_token + matrices)
+        total = ctx.tokens * layers * per_layer + recomputed + mask + after_layers
+        one_layer = f" + {layer.bytes_per_token:,} bytes of one recomputed layer" if recompute else ""
+        formula = f"{size} x ({layers} layers x {per_layer:,} bytes{one_layer})"
+    else:
+        total = layers * (ctx.tokens * layer.bytes_per_token + matrices) + after_layers
+        formula = f"{size} x {layers} layers x {layer.bytes_per_token:,} bytes"
+    return Row("Activations", total, formula + (", and attention masks or scores" if matrices else ""))
+
+
+def layers_with_gradients(ctx: MemoryContext) -> int:
+    """Layers that the backward pass reaches: with checkpointing all, because transformers 5.23 requires gradients of
+    the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
+    method = ctx.spec.method
+    embeddings_are_trained = "embed" in " ".join(method.freeze_extra_modules)
+    if ctx.spec.train.activation_checkpointing or method.kind != "freeze" or embeddings_are_trained:
+        return ctx.shape.layers
+    return (
+        min(ctx.shape.layers, method.freeze_trainable_layers)
+        if method.freeze_trainable_layers > 0
+        else ctx.shape.layers
+    )
+
+
+def merged_expert_rows(ctx: MemoryContext, layer: LayerActivations, layers: int) -> list[Row]:
+    """Copies of expert weights: peft adds the adapters to the weights before it uses them."""
+    if not layer.adapted_experts:
+        return []
+    formula = f"{layers} layers x {layer.adapted_experts:,} parameters x {ctx.compute_bytes} bytes: weight plus adapter"
+    return [Row("Expert weights with adapters", layers * layer.adapted_experts * ctx.compute_bytes, formula)]
+
+
+# -- saved for the backward pass -------------------------------------------------------------------------------------
+
+
+def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bool) -> int:
+    """Bytes that one layer saves for each token."""
+    shape, each = ctx.shape, ctx.compute_bytes
+    linear = [leaf for leaf in shape.layer if leaf.inputs and leaf.stacked < 2]
+    targets = {_name(leaf) for leaf in adapted(ctx.spec.lora, shape)} if ctx.is_lora else set()
+    trained = [leaf for leaf in linear if not ctx.is_lora or _name(leaf) in targets]
+    reads_hidden = [leaf for leaf in trained if leaf.inputs == shape.hidden and _name(leaf) not in OUTPUT_PROJECTIONS]
+    # Under autocast every linear layer casts its own copy of the input; otherwise layers with the same input share it.
+    inputs = (len(reads_hidden) if ctx.uses_autocast else min(2, len(reads_hidden))) * shape.hidden * each
+    outputs = sum(leaf.inputs for leaf in trained if _name(leaf) in OUTPUT_PROJECTIONS) * each
+    if not (ctx.is_lora and ctx.uses_autocast):
+        outputs = shape.intermediate * each  # the attention's output is saved already
+    saves = 3 if shape.gated else 4 if shape.activation in COMPOSED_ACTIVATIONS else 1
+    mlp = saves * shape.intermediate * each
+    if shape.experts:
+        mlp, outputs = _expert_bytes(ctx, adapted_experts), outputs if ctx.is_lora and ctx.uses_autocast else 0
+    lora = 0
+    if ctx.is_lora:
+        widths = sum(leaf.inputs for leaf in trained)
+        if ctx.spec.lora.dropout:  # each adapter has its own dropped-out copy of the input, and a mask
+            inputs, outputs = widths * each, widths * (4 if ctx.on_cpu else 1)
+        lora = ctx.spec.lora.r * len(trained) * each
+        if ctx.spec.lora.use_dora:  # outputs of base layer and adapter, for the gradient of the magnitude vector
+            lora += 2 * sum(leaf.outputs for leaf in trained) * each
+    return _norm_bytes(ctx) + inputs + _attention_bytes(ctx, writes_scores) + mlp + outputs + lora
+
+
+def _attention_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
+    """Queries, keys, values and the output of attention."""
+    shape = ctx.shape
+    width = shape.heads * shape.head_dim
+    repeats_kv = ctx.on_cpu or _has_mask(ctx) or writes_scores  # keys and values are copied for every query head
+    kv = 2 * (width if repeats_kv else shape.kv_heads * shape.head_dim)
+    fused = width if any(_name(leaf) in FUSED_PROJECTIONS for leaf in shape.layer) else 0
+    return (2 * width + kv + fused) * ctx.compute_bytes
+
+
+def _norm_bytes(ctx: MemoryContext) -> int:
+    """The inputs of a layer's norms in fp32, and with a trainable weight the normalized values."""
+    shape, total = ctx.shape, 0
+    for leaf in shape.layer:
+        if leaf.inputs:
+            continue
+        if not shape.gated:  # LayerNorm: one fused kernel
+            total += shape.hidden * 4
+            continue
+        per_head = _name(leaf) in ("q_norm", "k_norm")
+        heads = shape.heads if _name(leaf) == "q_norm" else shape.kv_heads
+        size = heads * shape.head_dim if per_head else shape.hidden
+        normalized = 0 if ctx.is_lora else ctx.compute_bytes if per_head else ctx.hidden_state_bytes
+        total += size * (4 + normalized)
+    return total
+
+
+def _expert_bytes(ctx: MemoryContext, adapted_experts: int) -> int:
+    """The intermediate tensors of the active experts, their inputs if they are trained, and the router's logits and
+    probabilities in fp32."""
+    shape, trained = ctx.shape, not ctx.is_lora or adapted_experts > 0
+    elements = (3 + trained) * shape.intermediate + (1 + trained) * shape.hidden
+    return shape.active * (elements * _expert_element_bytes(ctx) + EXPERT_INDEX_BYTES) + shape.experts * 8
+
+
+def _expert_element_bytes(ctx: MemoryContext) -> int:
+    """Bytes of an element in the experts: autocast does not cast stacked expert weights."""
+    return 4 if ctx.uses_autocast and not ctx.is_lora else ctx.compute_bytes
+
+
+def _adapted_expert_count(ctx: MemoryContext) -> int:
+    """Elements of one layer's expert weights that carry adapters."""
+    modules = adapted(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.shape.experts else []
+    return sum(leaf.parameters for leaf in modules if leaf.stacked > 1) // ctx.shape.layers
+
+
+# -- attention masks and scores --------------------------------------------------------------------------------------
+
+
+def _has_mask(ctx: MemoryContext) -> bool:
+    """Whether attention gets a mask, for padding or for packed sequences."""
+    needs_none = ctx.spec.model.attn_implementation in (*registry.FLASH_ATTENTIONS, "flex_attention")
+    return (ctx.spec.data.packing or ctx.sequences > 1) and not needs_none
+
+
+def _is_eager(ctx: MemoryContext) -> bool:
+    """Whether transformers computes attention step by step: as requested, or because the model has no SDPA."""
+    requested = ctx.spec.model.attn_implementation
+    no_sdpa = not ctx.shape.sdpa and ctx.shape.model_type != "gemma2"  # `_attention_matrix_bytes` has its scores
+    return requested == "eager" or (requested in ("auto", "sdpa") and no_sdpa)
+
+
+def _writes_scores(ctx: MemoryContext) -> bool:
+    """Whether SDPA falls back to its math kernel, which saves the scores: on NVIDIA GPUs, grouped-query attention
+    without a mask has a fused kernel only in 16 bits and from Ampere on (torch 2.13 sdp_utils.cpp; PR 181528)."""
+    uses_sdpa = ctx.spec.model.attn_implementation in ("auto", "sdpa") and not _has_mask(ctx) and not _is_eager(ctx)
+    gpus = selected_gpus(ctx.run, ctx.machine) or ctx.machine.gpus
+    has_kernel = ctx.compute_bytes == 2 and not any(before_ampere(gpu.capability) for gpu in gpus)
+    return ctx.run.device == "cuda" and uses_sdpa and ctx.shape.kv_heads < ctx.shape.heads and not has_kernel
+
+
+def _attention_matrix_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
+    """Bytes that a layer saves for pairs of tokens: the expanded mask, and scores without a fused kernel."""
+    shape, mask = ctx.shape, ctx.compute_bytes if _has_mask(ctx) else 0
+    scores = 8 if shape.model_type == "gemma2" else 12 if ctx.on_cpu and shape.model_type == "gpt2" else 0
+    if _is_eager(ctx):
+        scores, mask = 4 + (ctx.compute_bytes if ctx.compute_bytes == 2 else 0), 0
+    if writes_scores:
+        scores = 4
+    return _token_pairs(ctx) * (mask + scores * shape.heads)
+
+
+def _token_pairs(ctx: MemoryContext) -> int:
+    """Pairs of tokens in attention; packed sequences are concatenated to one."""
+    length = ctx.sequence_length
+    return (ctx.sequences * length) ** 2 if ctx.spec.data.packing else ctx.sequences * length**2
+
+
+# -- temporary tensors -----------------------------------------------------------------------------------------------
+
+
+def _backward_row(ctx: MemoryContext, adapted_experts: int, writes_scores: bool) -> Row:
+    """Temporary tensors of a layer's backward pass: in its MLP, or in attention without a fused kernel the gradients of
+    the scores, twice, when the MLP's activations are freed already."""
+    shape = ctx.shape
+    row = _expert_backward_row(ctx, adapted_experts) if shape.experts else _mlp_backward_row(ctx)
+    if not (writes_scores or _is_eager(ctx)):
+        return row
+    freed = _expert_bytes(ctx, adapted_experts) if shape.experts else 4 * shape.intermediate * ctx.compute_bytes
+    scores = 2 * _token_pairs(ctx) * shape.heads * 4
+    formula = f"{scores:,} bytes of attention scores and their gradients, less {ctx.tokens * freed:,} freed by the MLP"
+    return row if row.bytes > scores - ctx.tokens * freed else Row(row.name, scores - ctx.tokens * freed, formula)
+
+
+def _mlp_backward_row(ctx: MemoryContext) -> Row:
+    """Gradients of two intermediate tensors, of the hidden states and of one weight matrix."""
+    shape, each = ctx.shape, ctx.compute_bytes
+    weight = 0 if ctx.is_lora else shape.intermediate * shape.hidden * each
+    # LoRA in fp32 under autocast: the input is cast to fp32 once more.
+    count, hidden = (3, 4) if ctx.is_lora and ctx.uses_autocast else (2, ctx.hidden_state_bytes)
+    size = ctx.tokens * (count * shape.intermediate * each + shape.hidden * hidden) + weight
+    formula = f"{ctx.tokens:,} tokens x ({count} x {shape.intermediate:,} x {each} + {shape.hidden:,} x {hidden}) bytes"
+    matrix = f" + {shape.intermediate:,} x {shape.hidden:,} x {each} bytes" if weight else ""
+    return Row("Backward pass of one layer", size, formula + matrix)
+
+
+def _expert_backward_row(ctx: MemoryContext, adapted_experts: int) -> Row:
+    """Gradients of intermediate tensors of the active experts; with adapters on the experts, of a merged weight."""
+    shape, each = ctx.shape, _expert_element_bytes(ctx)
+    inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * each
+    weight = shape.experts * shape.intermediate * shape.hidden * ctx.compute_bytes * (adapted_experts > 0)
+    size = max(ctx.tokens * inside, weight) + ctx.tokens * shape.hidden * ctx.hidden_state_bytes
+    hidden = f"{shape.hidden:,} x {ctx.hidden_state_bytes}"
+    formula = f"{ctx.tokens:,} tokens x ({inside:,} in {shape.active} experts + {hidden}) bytes"
+    return Row("Backward pass of one layer", size, formula)
+
+
+def dora_row(ctx: MemoryContext) -> Row:
+    """Temporary tensors of DoRA's weight norm in every layer."""
+    modules = adapted(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.spec.lora.use_dora else []
+    largest = max(modules, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
+    size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
+    formula = f"(3 x {largest.inputs} x {largest.outputs} + {largest.inputs} x {largest.inputs}) elements x 4 bytes"
+    return Row("DoRA weight norm", size, formula)
+
+
+def dequantized_row(ctx: MemoryContext) -> Row:
+    """The weight of the quantized layer that is computed, dequantized to the compute dtype."""
+    largest = max((leaf.inputs * leaf.outputs for leaf in ctx.quantized_modules), default=0)
+    return Row("Dequantized weight", largest * ctx.compute_bytes, f"{largest:,} elements x {ctx.compute_bytes} bytes")
+
+
+def _name(leaf: Leaf) -> str:
     return leaf.path.rpartition(".")[2]

@@ -1,216 +1,249 @@
-"""What comes and goes in a step: the forward pass with the loss, and the backward pass through the output layer, the
-last layer and the first one. Floor 2. Imports the rooms below.
+"""The moments of a step at which device memory may peak. Imports the other modules of memory.
 
-Devices are looked at in a few moments. Between them memory goes up or down evenly, layer by layer, so one of them is
-the peak of both passes. On a CPU the process's peak was measured instead, with what its allocator keeps. Held against
-torch's own tracker (`tests/process/test_tracked.py`).
+Between these moments memory changes monotonically, layer by layer, so one of them is the peak of forward and backward
+pass. Tested with torch's memory tracker (tests/process/test_tracked.py). On a CPU, the resident memory of the process
+was measured instead, which includes what the allocator keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 
-from backend.memory.activations import Activations
-from backend.memory.optimizer_state import State
-from backend.memory.sharding import AT_ONCE, Row
+from backend.memory.activations import (
+    LayerActivations,
+    activation_row,
+    dequantized_row,
+    dora_row,
+    layers_with_gradients,
+    merged_expert_rows,
+)
+from backend.memory.context import MemoryContext, Row
+from backend.memory.gradients import (
+    accumulated_gradients,
+    all_gradients,
+    first_gradients,
+    head_gradient_count,
+    layer_gradient_count,
+    reduce_scatter_row,
+)
+from backend.memory.loss import evaluation_bytes, loss_row
+from backend.memory.sharding import PREFETCHED_LAYERS, end_counts, gathered_rows, persistent_gathered_rows
 
-# In RAM freed activations leave holes that glibc keeps: so much of what a step without checkpointing keeps. Adapters
-# make more short-lived tensors between the lasting ones. Measured on a CPU; devices have an allocator of torch's own.
-HOLES: Mapping[str, float] = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
+# glibc keeps freed activations: this share of what a step without checkpointing saves, measured on a CPU. With adapters
+# there are more short-lived tensors between the long-lived ones.
+FRAGMENTATION: Mapping[str, float] = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
 
 
-@dataclass(frozen=True)
-class Passes(Activations):
-    """The moments of both passes, each a method that says its rows."""
+def step_moments(ctx: MemoryContext, layer: LayerActivations) -> list[list[Row]]:
+    """The rows of each moment of forward and backward pass."""
+    if ctx.on_cpu:
+        return [end_of_forward_on_cpu(ctx, layer)]
+    return [
+        *all_gathers(ctx, layer),
+        loss_forward(ctx, layer),
+        loss_backward(ctx, layer),
+        upper_layer_backward(ctx, layer, 0),
+        upper_layer_backward(ctx, layer, 1),
+        first_layer_backward(ctx, layer),
+        embeddings_backward(ctx),
+    ]
 
-    def passes(self) -> list[list[Row]]:
-        """The rows of each moment."""
-        if self.cpu:
-            return [self._forward()]
-        return [
-            *self._gathering(),
-            self._ahead(),
-            self._turning(),
-            self._upper(0),
-            self._upper(1),
-            self._first_layer(),
-            self._embeddings(),
-        ]
 
-    @cached_property
-    def state(self) -> State:
-        """What the optimizer keeps."""
-        return State(self.spec, self.shape, flat=self.strategy.zero_stage > 0)
+def end_of_forward_on_cpu(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
+    """The end of the forward pass, and the first gradients, on a CPU."""
+    share = FRAGMENTATION[ctx.spec.method.kind]
+    kept = round(share * layers_with_gradients(ctx) * ctx.tokens * layer.bytes_per_token)
+    return [
+        activation_row(ctx, layer),
+        dora_row(ctx),
+        dequantized_row(ctx),
+        loss_row(ctx),
+        _autocast_row(ctx, 1),
+        *gathered_rows(ctx, 2, 1),
+        *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
+        *_unsharded_gradient_rows(ctx, layer, 0),
+        *first_gradients(ctx, head_gradient_count(ctx)),
+        Row("Allocator fragmentation", kept, f"{share:.0%} of the activations without checkpointing, as measured"),
+    ]
 
-    def _forward(self) -> list[Row]:
-        """The end of the forward pass, on a CPU."""
-        rows = [
-            self._activations(),
-            self._dora(),
-            self._unpacked(),
-            self._loss(),
-            self._copies(1),
-            *self.gathered(2, 1),
-        ]
-        rows += [
-            *self.merged(self._copied),
-            *self._on_the_way(0),
-            *(self._kept_gradients() or self._coming(self._head_gradient())),
-        ]
-        share = HOLES[self.spec.method.kind]
-        kept = round(share * self._layers() * self.tokens * self._layer)
-        return [*rows, Row("Held by the allocator", kept, f"{share:.0%} of all activations, as measured")]
 
-    def _ahead(self) -> list[Row]:
-        """The loss, going forward. Autocast has a copy of every weight; FSDP still has what it gathered last."""
-        tail = 1 if self.shape.tied else 2
-        rows = [self._activations(again=False), self._dora(), self._unpacked(), self._loss(), self._copies(1)]
-        rows += [*self.merged(self._copied), *self.gathered(1 if self.shape.tied else 0, tail)]
-        return [*rows, *self._kept_gradients()]
+def loss_forward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
+    """The forward pass of the loss. Autocast has a copy of every weight; FSDP still holds what it gathered last."""
+    tied = ctx.shape.tied
+    return [
+        activation_row(ctx, layer, recompute=False),
+        dora_row(ctx),
+        dequantized_row(ctx),
+        loss_row(ctx),
+        _autocast_row(ctx, 1),
+        *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
+        *gathered_rows(ctx, 1 if tied else 0, 1 if tied else 2),
+        *accumulated_gradients(ctx),
+    ]
 
-    def _gathering(self) -> list[list[Row]]:
-        """FSDP on its way to the output layer, which comes last; tied to the embeddings it comes first, and the first
-        layers after it. Then there are two of it, before and after it was put together; so there are of the last layer,
-        beside the one before as it came."""
-        if not self.shards:
-            return []
-        layers = [self._activations(again=False, done=1), *self.gathered(1, 0, apart=2), *self._kept_gradients()]
-        if self.shape.tied:
-            return [self.gathered(AT_ONCE, 2), layers]
-        copied = self.merged(0 if self._checkpoints else self._copied)
-        return [[self._activations(again=False), *copied, *self.gathered(1, 2), *self._kept_gradients()], layers]
 
-    def _turning(self) -> list[Row]:
-        """The loss, on its way back: the output layer's gradient is added up in fp32."""
-        rows = [self._activations(again=False), self._loss(), self._copies(0 if self._checkpoints else 1)]
-        count, width = self._head_gradient(), 2 if self.stream == 2 else 0
-        words = f"{count:,} x {4 + width} bytes of the output layer, added up in fp32{', and cast' if width else ''}"
-        head = Row("Output layer's gradient", count * (4 + width), words)
-        rows += self.merged(0 if self._checkpoints else self._copied)
-        return [*rows, *self.gathered(1, 1), head, *self._kept_gradients()]
+def all_gathers(ctx: MemoryContext, layer: LayerActivations) -> list[list[Row]]:
+    """FSDP's largest all-gathers: of the output layer, which comes last, or first if it is tied to the embeddings, and
+    of the last layer. During a copy-out there are two copies of what was gathered."""
+    if not ctx.gathers_layers:
+        return []
+    gradients = accumulated_gradients(ctx)
+    last_layer = [
+        activation_row(ctx, layer, recompute=False, done=1), *gathered_rows(ctx, 1, 0, in_flight=2), *gradients
+    ]  # fmt: skip
+    if ctx.shape.tied:
+        return [gathered_rows(ctx, PREFETCHED_LAYERS, 2), last_layer]
+    merged = merged_expert_rows(ctx, layer, _merged_layers_after_forward(ctx))
+    head = [activation_row(ctx, layer, recompute=False), *merged, *gathered_rows(ctx, 1, 2), *gradients]
+    return [head, last_layer]
 
-    def _upper(self, done: int) -> list[Row]:
-        """The backward pass of the last layer, with all activations, or of the one before, with its gradients."""
-        rows = [self._activations(done=done), self._dora(), self._unpacked(), self._at_work()]
-        rows += [self._copies(1 / self.shape.layers if self._checkpoints else 1), *self.gathered(AT_ONCE, 0)]
-        rows += self._kept_gradients() or self._coming(self._head_gradient() + done * self._each)
-        rows += self.merged(self._copied - (0 if self._checkpoints else done))
-        return [*rows, *self._on_the_way(self._each if done else self._head_gradient())]
 
-    def _first_layer(self) -> list[Row]:
-        """The backward pass of the first layer, with few activations and nearly all gradients."""
-        each = self.tokens * self._layer + self._square()
-        words = f"{self.tokens:,} tokens x {self._layer:,} bytes of one layer"
-        rows = [Row("Activations", each, words), self._dora(), self._unpacked(), self._at_work()]
-        rows += [self._copies(1 / self.shape.layers), *self.gathered(AT_ONCE, 0, last=True)]
-        ends = self.ends[0] if self.spec.method.kind == "full" else 0
-        rows += self._kept_gradients() or self._coming(self.trained - self._each - ends)
-        return [*rows, *self.merged(1), *self._on_the_way(self._each)]
+def loss_backward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
+    """The backward pass of the loss, which accumulates the gradient of the output layer in fp32."""
+    count, cast = head_gradient_count(ctx), 2 if ctx.hidden_state_bytes == 2 else 0
+    formula = f"{count:,} parameters x {4 + cast} bytes: accumulated in fp32{', and cast' if cast else ''}"
+    return [
+        activation_row(ctx, layer, recompute=False),
+        loss_row(ctx),
+        _autocast_row(ctx, 0 if ctx.spec.train.activation_checkpointing else 1),
+        *merged_expert_rows(ctx, layer, _merged_layers_after_forward(ctx)),
+        *gathered_rows(ctx, 1, 1),
+        Row("Gradient of the output layer", count * (4 + cast), formula),
+        *accumulated_gradients(ctx),
+    ]
 
-    def _embeddings(self) -> list[Row]:
-        """The end of the backward pass: the embeddings' gradient."""
-        full = (self._kept_gradients() or [self.full_gradients()])[0]
-        if self.spec.method.kind != "full" or self.state.row.state_layout == "one_block" or self.state.row.steps_in_backward:
-            return [full]
-        size, times = self.shape.vocabulary * self.shape.hidden, 2 if self.shape.tied else 1
-        if not self.shards:
-            more = (times - 1) * size * self.state.width
-            return [full, Row("Embeddings' gradient", more, f"{size:,} x {self.state.width} bytes, to be added")]
-        words = f"{size:,} x {times} x {self.width} bytes"
-        return [
-            full,
-            *self.gathered(0, 1, last=True),
-            Row("Embeddings' gradient", size * times * self.width, words),
-            *self._reduced(size),
-        ]
 
-    @cached_property
-    def _each(self) -> int:
-        """Trained weights of a layer."""
-        method = self.spec.method
-        if method.kind == "lora":
-            return self.trained // self.shape.layers
-        return self.shape.layer_parameters if method.kind == "full" or method.freeze_trainable_layers else 0
+def upper_layer_backward(ctx: MemoryContext, layer: LayerActivations, done: int) -> list[Row]:
+    """The backward pass of the last layer (`done` 0), with all activations, or of the one before it (`done` 1), with
+    the last layer's gradients."""
+    checkpointing, head, each = (
+        ctx.spec.train.activation_checkpointing, head_gradient_count(ctx), layer_gradient_count(ctx)
+    )  # fmt: skip
+    return [
+        activation_row(ctx, layer, done=done),
+        dora_row(ctx),
+        dequantized_row(ctx),
+        layer.backward,
+        _autocast_row(ctx, 1 / ctx.shape.layers if checkpointing else 1),
+        *gathered_rows(ctx, PREFETCHED_LAYERS, 0),
+        *first_gradients(ctx, head + done * each),
+        *merged_expert_rows(ctx, layer, _merged_layers(ctx) - (0 if checkpointing else done)),
+        *_unsharded_gradient_rows(ctx, layer, each if done else head),
+    ]
 
-    @cached_property
-    def _checkpoints(self) -> bool:
-        return self.spec.train.activation_checkpointing
 
-    @cached_property
-    def _copied(self) -> int:
-        """Layers whose experts are there with their adapters when the forward pass has ended."""
-        return 1 if self._checkpoints else self._layers()
+def first_layer_backward(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
+    """The backward pass of the first layer, with few activations and nearly all gradients."""
+    size = ctx.tokens * layer.bytes_per_token + layer.attention_matrix_bytes
+    formula = f"{ctx.tokens:,} tokens x {layer.bytes_per_token:,} bytes of one layer"
+    each, embeddings = layer_gradient_count(ctx), end_counts(ctx)[0] if ctx.spec.method.kind == "full" else 0
+    return [
+        Row("Activations", size, formula),
+        dora_row(ctx),
+        dequantized_row(ctx),
+        layer.backward,
+        _autocast_row(ctx, 1 / ctx.shape.layers),
+        *gathered_rows(ctx, PREFETCHED_LAYERS, 0, freed=True),
+        *first_gradients(ctx, ctx.trainable_count - each - embeddings),
+        *merged_expert_rows(ctx, layer, 1),
+        *_unsharded_gradient_rows(ctx, layer, each),
+    ]
 
-    def _copies(self, share: float) -> Row:
-        """Trained weights of linear layers: autocast keeps a copy of each until the forward pass has ended, and longer
-        where its gradient asks for it."""
-        linear = sum(leaf.parameters for leaf in self.shape.layer if leaf.linear) * self._layers()
-        count = round(share * self.autocast * (self.trained if self.adapter else min(linear, self.trained)))
-        return Row("Copies for mixed precision", count * 2, f"{count:,} trained weights x 2 bytes")
 
-    def _gradients(self, count: int) -> tuple[int, str]:
-        """(bytes, formula) of the gradients of `count` weights."""
-        width = self.width if self.zero else self.state.width
-        away = self.optimizer_away and self.strategy.zero_stage != 1
-        words = f"{count:,} x {width} bytes{self.shared if self.spreads_gradients else ''}"
-        size = count * width // (self.sharers if self.spreads_gradients else 1)
-        return (0, words) if away else (size, words)
+def embeddings_backward(ctx: MemoryContext) -> list[Row]:
+    """The end of the backward pass: the gradient of the embeddings."""
+    gradients = (accumulated_gradients(ctx) or [all_gradients(ctx)])[0]
+    optimizer = ctx.optimizer.row
+    if ctx.spec.method.kind != "full" or optimizer.state_layout == "one_block" or optimizer.steps_in_backward:
+        return [gradients]
+    size, copies = ctx.shape.vocabulary * ctx.shape.hidden, 2 if ctx.shape.tied else 1
+    name = "Gradient of the embeddings"
+    if not ctx.gathers_layers:
+        each = ctx.trainable_bytes
+        formula = f"{size:,} parameters x {each} bytes, to be added to that of the tied output layer"
+        return [gradients, Row(name, (copies - 1) * size * each, formula)]
+    formula = f"{size:,} parameters x {copies} x {ctx.compute_bytes} bytes, unsharded"
+    return [
+        gradients,
+        *gathered_rows(ctx, 0, 1, freed=True),
+        Row(name, size * copies * ctx.compute_bytes, formula),
+        reduce_scatter_row(ctx, size),
+    ]
 
-    def _reduced(self, count: int) -> list[Row]:
-        """Gradients of FSDP on their way to the devices that hold them, whole."""
-        width = 4 if self.spec.parallel.reduce_dtype == "fp32" else self.width
-        words = f"{count:,} x {width} bytes, to be added up and spread"
-        return [Row("Gradients on their way", count * width, words)]
 
-    def _on_the_way(self, before: int) -> list[Row]:
-        """With FSDP: a layer's gradients as they come, as far as they are more than what goes meanwhile of its work and
-        its activations, and the `before` that are being spread. Those of a tied output layer wait for the embeddings'.
-        """
-        if not self.shards:
-            return []
-        tied = self.shape.tied and self.spec.method.kind == "full"
-        waiting = self.ends[1] * self.width if tied else 0
-        gone = 0 if self.written_out else self._at_work().bytes + self.tokens * self._layer // 2  # scores come last
-        coming = waiting + max(0, self._each * self.width - gone)
-        said = (
-            f"{self._each:,} x {self.width} bytes as they come, less what goes"
-            + bool(waiting) * ", and the output layer's"
-        )
-        return [
-            Row("Gradients that come", coming, said),
-            *self._reduced(0 if tied and before == self.ends[1] else before),
-        ]
+def optimizer_step(ctx: MemoryContext) -> list[Row]:
+    """The optimizer's update: all gradients and its temporary tensors; activations are freed."""
+    modules = (*ctx.shape.layer, *ctx.shape.outside)
+    largest = max((leaf.parameters for leaf in modules), default=0)
+    foreach = ctx.spec.train.optim == "adamw_torch"  # on GPUs it updates all parameters at once
+    count = min(ctx.trainable_count, largest) * 2 if ctx.on_cpu else ctx.trainable_count if foreach else 0
+    count = 0 if ctx.optimizer_offload else count // ctx.run.optimizer_shards
+    formula = f"{count:,} elements x {ctx.trainable_bytes} bytes of temporary tensors"
+    return [all_gradients(ctx), Row("Optimizer step", count * ctx.trainable_bytes, formula)]
 
-    def _coming(self, count: int) -> list[Row]:
-        """Gradients of the first `count` weights, or as many as there ever are at once."""
-        size, words = self._gradients(max(0, count))
-        return [Row("Gradients", min(size, self.full_gradients().bytes), f"{words}, those that came first")]
 
-    def _kept_gradients(self) -> list[Row]:
-        """All of them, where they are added up over several batches."""
-        full = self.full_gradients()
-        words = f"{full.formula}, kept over accumulation"
-        return [Row("Gradients", full.bytes, words)] if self.spec.train.gradient_accumulation_steps > 1 else []
+def evaluation(ctx: MemoryContext, layer: LayerActivations) -> list[Row]:
+    """The loss of an evaluation batch, which may be larger than a training batch."""
+    if ctx.spec.eval.strategy == "no":
+        return []
+    batch = ctx.spec.eval.per_device_eval_batch_size * ctx.stage.sequences_per_example
+    tokens = batch * ctx.sequence_length
+    size = evaluation_bytes(ctx, tokens) + tokens * layer.bytes_per_token
+    formula = f"{batch} x {ctx.sequence_length} tokens: activations of one layer, and one chunk of the logits"
+    return [
+        Row("Evaluation batch", size, formula), *merged_expert_rows(ctx, layer, 1), *gathered_rows(ctx, 1, 2)
+    ]  # fmt: skip
 
-    def full_gradients(self) -> Row:
-        """Gradients when the backward pass has ended, or is in the midst of steps of its own."""
-        row, state = self.state.row, self.state
-        if row.steps_in_backward:
-            size, words = self._gradients(state.largest)
-            return Row("Gradients", size, f"{words} of the largest matrix: each is freed once it was used")
-        if row.state_layout == "one_block":
-            size, words = self._gradients(state.block)
-            return Row("Gradients", size, f"{words} of one layer")
-        return Row("Gradients", *self._gradients(self.trained))
 
-    def _head_gradient(self) -> int:
-        """Parameters of the output layer, if it is trained: its gradient comes while activations are full."""
-        size = self.shape.vocabulary * self.shape.hidden
-        if self.stage_row.is_reward_model:
-            return self.shape.hidden
-        if self.spec.method.kind == "full":
-            return 0 if self.state.row.state_layout == "one_block" else size
-        names = self.spec.lora.modules_to_save if self.adapter else self.spec.method.freeze_extra_modules
-        return size if "lm_head" in names or (self.shape.tied and "embed_tokens" in names) else 0
+def generation(ctx: MemoryContext) -> list[Row]:
+    """Generation for evaluation: each device has all parameters, or its tensor-parallel shard of them."""
+    spec, shape, each = ctx.spec, ctx.shape, ctx.compute_bytes
+    if not spec.eval.num_generations or not ctx.stage.generates:
+        return []
+    tokens = spec.eval.per_device_eval_batch_size * (ctx.sequence_length + spec.eval.max_new_tokens)
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    rows = [
+        Row("KV cache for generation", tokens * elements * each, f"{tokens:,} tokens x {elements:,} x {each} bytes")
+    ]
+    shards = ctx.run.tensor_parallel_size
+    if ctx.run.parameter_shards > shards:
+        whole = ((ctx.unquantized_count + ctx.trainable_count) * each + ctx.quantized_bytes) // shards
+        more = max(0, whole - sum(row.bytes for row in persistent_gathered_rows(ctx)))
+        formula = f"{whole:,} bytes of all parameters, less those that are gathered anyway"
+        rows.append(Row("Parameters gathered for generation", more, formula))
+    return rows
+
+
+def _merged_layers(ctx: MemoryContext) -> int:
+    """Layers whose expert weights with adapters exist at the end of the forward pass."""
+    return 1 if ctx.spec.train.activation_checkpointing else layers_with_gradients(ctx)
+
+
+def _merged_layers_after_forward(ctx: MemoryContext) -> int:
+    return 0 if ctx.spec.train.activation_checkpointing else layers_with_gradients(ctx)
+
+
+def _autocast_row(ctx: MemoryContext, share: float) -> Row:
+    """Autocast's copies of trainable linear weights: kept to the end of the forward pass, and longer for backward."""
+    linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.linear) * layers_with_gradients(ctx)
+    trainable = ctx.trainable_count if ctx.is_lora else min(linear, ctx.trainable_count)
+    count = round(share * ctx.uses_autocast * trainable)
+    return Row("Autocast copies of parameters", count * 2, f"{count:,} trainable parameters x 2 bytes")
+
+
+def _unsharded_gradient_rows(ctx: MemoryContext, layer: LayerActivations, reduced: int) -> list[Row]:
+    """With FSDP: a layer's unsharded gradients, as far as they exceed the activations and temporary tensors that are
+    freed meanwhile, and `reduced` gradients in reduce-scatter. The gradient of a tied output layer waits for that of
+    the embeddings."""
+    if not ctx.gathers_layers:
+        return []
+    tied, head, each = ctx.shape.tied and ctx.spec.method.kind == "full", end_counts(ctx)[1], layer_gradient_count(ctx)
+    waiting = head * ctx.compute_bytes if tied else 0
+    freed = 0 if layer.writes_scores else layer.backward.bytes + ctx.tokens * layer.bytes_per_token // 2
+    size = waiting + max(0, each * ctx.compute_bytes - freed)
+    output_layer = f", and {head:,} of the tied output layer" if waiting else ""
+    formula = f"{each:,} parameters of one layer x {ctx.compute_bytes} bytes, less freed activations{output_layer}"
+    return [
+        Row("Unsharded gradients", size, formula),
+        reduce_scatter_row(ctx, 0 if tied and reduced == head else reduced),
+    ]

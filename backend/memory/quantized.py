@@ -1,4 +1,4 @@
-"""Base weights that are packed, and what is stored beside them. Floor 2. Imports catalog, shape, spec.
+"""Quantized base weights: the modules, their bits and their scales. Imports registry, config, modelspec.
 
 Source: bitsandbytes 0.50 functional.py (QuantState) and nn/modules.py; Dettmers et al. 2023, QLoRA, section 3.
 """
@@ -12,50 +12,48 @@ from backend.config import RunSpec
 from backend.modelspec import Leaf, ModelShape
 from backend.registry.quantization import BLOCK, SECOND_BLOCK
 
-TABLES = 16 * 4  # the levels of 4 bits; a second table and an offset come with double quantization
-SECOND_TABLES = 256 * 4 + 4
+CODEBOOK_BYTES = 16 * 4  # the 16 levels of 4 bits in fp32
+SECOND_CODEBOOK_BYTES = 256 * 4 + 4  # of double quantization: 256 levels and an offset
 
 
 def bits(spec: RunSpec, shape: ModelShape) -> int:
-    """Bits of a packed weight: of how the model came, or as it is packed while loading; 0: nothing is packed."""
-    asked = registry.QUANTIZATIONS[spec.method.quantization].bits if spec.method.kind == "lora" else 0
-    return shape.bits or asked
+    """Bits of a quantized weight: of a prequantized checkpoint, or of the quantization at load time; 0 without any."""
+    requested = registry.QUANTIZATIONS[spec.method.quantization].bits if spec.method.kind == "lora" else 0
+    return shape.bits or requested
 
 
-def leaves(spec: RunSpec, shape: ModelShape) -> list[Leaf]:
-    """The modules that are packed: every linear one but the output layer."""
+def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[Leaf]:
+    """The modules that are quantized: every linear layer but the output layer."""
     if not bits(spec, shape):
         return []
     return [leaf for leaf in shape.leaves() if leaf.linear and leaf.path != shape.head]
 
 
-def weights(found: Iterable[Leaf]) -> int:
-    """Weights of these modules; biases stay as they are."""
-    return sum(leaf.inputs * leaf.outputs for leaf in found)
+def weight_count(modules: Iterable[Leaf]) -> int:
+    """Quantized weights of these modules; biases are not quantized."""
+    return sum(leaf.inputs * leaf.outputs for leaf in modules)
 
 
-def scales(spec: RunSpec, shape: ModelShape, found: Iterable[Leaf]) -> int:
-    """Bytes beside the packed weights: scales, and tables of levels."""
-    if shape.bits:  # a scale of 16 bits and a zero point for each group
-        return (
-            sum(leaf.outputs * -(-leaf.inputs // (shape.group or leaf.inputs)) for leaf in found)
-            * (16 + shape.bits)
-            // 8
-        )
+def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[Leaf]) -> int:
+    """Bytes of scales and codebooks."""
+    if shape.bits:  # a 16-bit scale and a zero point for each group
+        groups = sum(leaf.outputs * -(-leaf.inputs // (shape.group or leaf.inputs)) for leaf in modules)
+        return groups * (16 + shape.bits) // 8
     if spec.method.quantization == "int8":
-        return sum(leaf.outputs * 4 for leaf in found)
-    blocks = [-(-leaf.inputs * leaf.outputs // BLOCK) for leaf in found]
+        return sum(leaf.outputs * 4 for leaf in modules)
+    blocks = [-(-leaf.inputs * leaf.outputs // BLOCK) for leaf in modules]
     if not spec.method.bnb_4bit_use_double_quant:
-        return sum(count * 4 + TABLES for count in blocks)
-    return sum(count + -(-count // SECOND_BLOCK) * 4 + TABLES + SECOND_TABLES for count in blocks)
+        return sum(count * 4 + CODEBOOK_BYTES for count in blocks)
+    return sum(count + -(-count // SECOND_BLOCK) * 4 + CODEBOOK_BYTES + SECOND_CODEBOOK_BYTES for count in blocks)
 
 
-def scales_in_words(spec: RunSpec, shape: ModelShape) -> str:
-    """As `scales`."""
+def scale_formula(spec: RunSpec, shape: ModelShape) -> str:
+    """The formula of `scale_bytes`."""
     if shape.bits:
-        return f"{16 + shape.bits} bits for every {shape.group or 'row'} weights, as the model came"
+        group = f"group of {shape.group} weights" if shape.group else "output feature"
+        return f"{16 + shape.bits} bits per {group}: scale and zero point of the checkpoint"
     if spec.method.quantization == "int8":
-        return "4 bytes for every output"
+        return "4 bytes per output feature"
     if not spec.method.bnb_4bit_use_double_quant:
-        return f"4 bytes for every {BLOCK} weights"
-    return f"a byte for every {BLOCK} weights, and 4 bytes for every {SECOND_BLOCK} of those"
+        return f"4 bytes per block of {BLOCK} weights"
+    return f"1 byte per block of {BLOCK} weights and 4 bytes per {SECOND_BLOCK} blocks (double quantization)"

@@ -266,7 +266,7 @@ class Reading:
 
     def _why_unknown(self) -> str:
         """Why the memory of activations is not known, as the end of a sentence; '' if it is."""
-        what = f"the activations of {self.table['class']} are not modelled"
+        what = f"the activations of {self.table['class']} are not modeled"
         odd = [name for name in self.facts.get("layer_types") or () if name not in ATTENTIONS]
         share = self._most["count"] / self.table["layers"]["count"]
         if odd:

@@ -41,6 +41,8 @@ def device_out_of_memory(case: Case) -> Violation | None:
     message."""
     if case.estimate.fits is None or not _clearly_exceeds(case.estimate):
         return None
+    if case.estimate.lower_bound:
+        return Violation(f"{_message(case)} This is a lower bound: {case.estimate.unknown}.", (), _fields(case))
     fixes = find_remedies(case, 1.0) or find_remedies(case, POSSIBLE_EXCESS)
     return Violation(_message(case) if fixes else f"{_message(case)} {NO_REMEDY}", tuple(fixes), _fields(case))
 
@@ -78,7 +80,7 @@ def host_out_of_memory(case: Case) -> Violation | None:
     """Each process loads the weights into host RAM before they are moved to its device, and offloaded state stays
     there. When RAM runs out, the kernel kills processes without an error message."""
     found, free = case.estimate, case.machine.ram_free_bytes
-    if found.fits is None or found.host_bytes <= CLEAR_EXCESS * free:
+    if not found.capacity_bytes or found.host_bytes <= CLEAR_EXCESS * free:
         return None
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
     candidates = (
@@ -106,7 +108,7 @@ def _fits_afterwards(case: Case, fix: Fix) -> bool:
 
 
 def _clearly_exceeds(found: Estimate) -> bool:
-    return found.device_bytes > CLEAR_EXCESS * found.capacity_bytes
+    return found.device_bytes > (1 if found.lower_bound else CLEAR_EXCESS) * found.capacity_bytes
 
 
 def _lower(name: str) -> str:
@@ -118,8 +120,9 @@ def _message(case: Case) -> str:
     found = case.estimate
     where = "for each process" if case.run.device == "cpu" else "on each device"
     largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
+    needs = f"needs {'at least ' if found.lower_bound else ''}{amount(found.device_bytes)}"
     return (
-        f"The run needs {amount(found.device_bytes)} {where}, but {amount(found.capacity_bytes)} is free. "
+        f"The run {needs} {where}, but {amount(found.capacity_bytes)} is free. "
         f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
     )
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from backend import registry
-from backend.memory.optimizer_state import State
+from backend.memory.optimizer_state import OptimizerState
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
@@ -108,8 +108,8 @@ def matrix_rows_fewer_than_shards(case: Case) -> str | None:
         return None
     if case.shape is None:
         return None
-    shards, state = _fsdp2_shards(case), State(case.spec, case.shape)
-    rows = min((leaf.outputs for leaf in state.weights if state.whole(leaf)), default=shards)
+    shards, state = _fsdp2_shards(case), OptimizerState(case.spec, case.shape)
+    rows = min((leaf.outputs for leaf in state.tensors if state.updates_as_matrix(leaf)), default=shards)
     if rows >= shards:
         return None
     label = _optimizer(case).label
@@ -351,7 +351,7 @@ def badam_with_fp32_master_weights(case: Case) -> str | None:
     source="torchao 0.18 optim/adam.py: torch.compile at the first step; on a CPU that is C++",
     manual_fix="On Debian or Ubuntu: apt-get install g++ python3-dev.",
     fixes=(ADAMW,),
-    fails_on=Example({"train.optim": "adamw_torch_8bit"}, replace(EQUIPPED, compiler=False)),
+    fails_on=Example({"train.optim": "adamw_torch_8bit"}, replace(EQUIPPED, has_cpp_compiler=False)),
     passes_on=Example({"train.optim": "adamw_torch_8bit"}, EQUIPPED),
 )
 def optimizer_without_cpp_compiler(case: Case) -> str | None:
@@ -359,7 +359,7 @@ def optimizer_without_cpp_compiler(case: Case) -> str | None:
     generates C++, which needs a compiler and Python's headers."""
     row = _optimizer(case)
     on_cpu = case.run.device == "cpu" or (case.strategy.engine == "fsdp" and case.spec.parallel.cpu_offload)
-    if not row.compiled or not on_cpu or case.machine.compiler:
+    if not row.compiled or not on_cpu or case.machine.has_cpp_compiler:
         return None
     return f"{row.label} compiles its step to C++, and this machine has no C++ compiler or no Python headers."
 
@@ -502,8 +502,8 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
     train, shape = case.spec.train, case.shape
     if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
-    state = State(case.spec, shape)
-    wide = [leaf for leaf in state.weights if leaf.outputs < leaf.inputs and state.projected(leaf)]
+    state = OptimizerState(case.spec, shape)
+    wide = [leaf for leaf in state.tensors if leaf.outputs < leaf.inputs and state.is_projected(leaf)]
     rows = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
     if train.projection_rank < rows:
         return None

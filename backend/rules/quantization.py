@@ -153,7 +153,7 @@ def modules_to_save_quantized(case: Case) -> Violation | None:
     listed = case.spec.lora.modules_to_save
     if not quantized_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
-    layers = quantized.leaves(case.spec, case.shape)
+    layers = quantized.quantized_modules(case.spec, case.shape)
     wrong = [name for name in listed if any(matches(leaf.path, name) for leaf in layers)]
     if not wrong:
         return None

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from host import Host
-from models import fresh
+from models import fresh, memory_context
 from trainings import a_spec, losses, mostly_soak, result
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend.machine import Machine
-from backend.memory import Account
+from backend.memory import device_rows
 from backend.modelspec import from_config
-from backend.train.quantized import is_packed
+from backend.train.quantized import is_quantized
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -62,10 +61,10 @@ def test_what_is_packed_is_counted(mixtures: Mapping[str, dict[str, str]], kind:
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}
     found = fresh(changes)
     shape = from_config(found.config.to_dict())
-    rows = {row.name: row.bytes for row in Account(a_spec(changes), Machine(), shape).device()}
-    packed = [module for module in found.modules() if is_packed(module) and not hasattr(module, "base_layer")]
+    rows = {row.name: row.bytes for row in device_rows(memory_context(a_spec(changes), shape))}
+    packed = [module for module in found.modules() if is_quantized(module) and not hasattr(module, "base_layer")]
     assert len(packed) == 2 * 4, "the attention of two layers"
-    assert rows["Packed weights"] == sum(module.weight.nbytes for module in packed)
+    assert rows["Quantized parameters"] == sum(module.weight.nbytes for module in packed)
     still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
-    assert rows["Packed weights"] + rows["Frozen weights"] == still
-    assert rows["Trained weights"] == sum(p.nbytes for p in found.parameters() if p.requires_grad)
+    assert rows["Quantized parameters"] + rows["Frozen parameters"] == still
+    assert rows["Trainable parameters"] == sum(p.nbytes for p in found.parameters() if p.requires_grad)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from host import Host
+from models import memory_context
 from safetensors.torch import load_file
 from trainings import REORDERED, a_spec, losses, mostly_soak, result, same_losses
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from backend import registry
-from backend.machine import Machine
-from backend.memory import Account
+from backend.memory import MemoryContext
 from backend.modelspec import Leaf, from_config
-from backend.train import optimizer_utils, optimizers
+from backend.train import optimizers
 
 FULL = {
     "method.kind": "full",
@@ -39,7 +39,17 @@ KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arit
 ONCE = {"adamw_torch_fused", "paged_adamw_32bit", "paged_adamw_8bit", "adamw_torch_4bit", "ademamix", "lion_32bit", "paged_lion_32bit"} | {
     "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
 }  # fmt: skip
-RESUMED = ("adamw_torch", "adamw_bnb_8bit", "adafactor", "muon", "galore_adamw", "apollo_adamw", "badam", "schedule_free_adamw", "adalomo")
+RESUMED = (
+    "adamw_torch",
+    "adamw_bnb_8bit",
+    "adafactor",
+    "muon",
+    "galore_adamw",
+    "apollo_adamw",
+    "badam",
+    "schedule_free_adamw",
+    "adalomo",
+)
 # Compiling takes a minute each; without it the same arithmetic runs step by step.
 ENV = {"TORCHDYNAMO_DISABLE": "1"}
 OWN = "backend.train.optimizers"
@@ -81,7 +91,7 @@ def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dic
         moved(folder)
     found: dict[str, Any] = result(folder)["optimizer"][0]
     assert found["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
-    assert account({"train.optim": name}).state.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
+    assert estimated({"train.optim": name}).optimizer.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
 
 
 @pytest.mark.parametrize("name", mostly_soak([name for name in HERE if name not in ONCE], RESUMED))
@@ -101,8 +111,9 @@ def moved(folder: Path) -> None:
     assert any(not first[name].equal(second[name]) for name in first if ".layers." in name)
 
 
-def account(changes: Mapping[str, Any]) -> Account:
-    return Account(a_spec({**FULL, **changes}), Machine(), from_config(registry.BUILTIN_MODELS["tiny-llama"].config))
+def estimated(changes: Mapping[str, Any]) -> MemoryContext:
+    shape = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
+    return memory_context(a_spec({**FULL, **changes}), shape)
 
 
 # Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
@@ -129,22 +140,22 @@ PURE = {
 
 @pytest.mark.parametrize("name", PURE)
 def test_state_beside_bf16_weights(name: str) -> None:
-    found = account({"train.optim": name, "precision.compute": "pure_bf16"})
-    assert found.state.bytes / found.trained == pytest.approx(PURE[name], rel=0.03)
+    found = estimated({"train.optim": name, "precision.compute": "pure_bf16"})
+    assert found.optimizer.bytes / found.trainable_count == pytest.approx(PURE[name], rel=0.03)
 
 
 # Bytes a rank and a weight on two ranks of FSDP2, which keeps the shapes of matrices.
 @pytest.mark.parametrize(("name", "each"), [("adamw_torch", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
 def test_state_is_spread(name: str, each: float) -> None:
-    found = account({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
-    assert found.state.bytes / found.sharers / found.trained == pytest.approx(each, rel=0.03)
+    found = estimated({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
+    assert found.optimizer.bytes / found.run.optimizer_shards / found.trainable_count == pytest.approx(each, rel=0.03)
 
 
 @pytest.mark.parametrize("how", ["std", "reverse_std", "left", "right", "full"])
 def test_sides_of_a_projection(how: str) -> None:
     """The state of one matrix, as GaLore itself makes it."""
     galore = pytest.importorskip("galore_torch")
-    state = account({"train.optim": "galore_adamw", "train.galore_proj_type": how}).state
+    state = estimated({"train.optim": "galore_adamw", "train.galore_proj_type": how}).optimizer
     for rows, columns in ((352, 128), (128, 352)):
         weight = torch.nn.Parameter(torch.randn(rows, columns))
         told = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}
@@ -152,7 +163,7 @@ def test_sides_of_a_projection(how: str) -> None:
         weight.grad = torch.randn(rows, columns)
         made.step()
         leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
-        assert state._beside(leaf) == optimizer_utils.held(made)["bytes"]
+        assert state._tensor_bytes(leaf) == optimizers.state_summary(made)["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])

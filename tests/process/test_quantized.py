@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from host import Host, write
-from models import fresh
+from models import fresh, memory_context
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainings import REORDERED, a_spec, losses, result, same_losses, text
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from backend import registry
 from backend.machine import Machine
-from backend.memory import Account
+from backend.memory import device_rows
 from backend.modelspec import from_config
 from backend.preflight import preflight
 
@@ -66,15 +66,15 @@ def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double
     assert len(bases) == 4 * 7
     assert {type(base).__name__ for base in bases} == {name}
     assert {base.weight.dtype for base in bases} == {torch.uint8 if name == "Linear4bit" else torch.int8}
-    rows = {row.name: row.bytes for row in Account(a_spec(changes), Machine(), TINY).device()}
-    assert rows["Packed weights"] == sum(base.weight.nbytes for base in bases)
-    assert rows["Scales of packed weights"] == sum(map(beside, bases))
+    rows = {row.name: row.bytes for row in device_rows(memory_context(a_spec(changes), TINY))}
+    assert rows["Quantized parameters"] == sum(base.weight.nbytes for base in bases)
+    assert rows["Quantization scales"] == sum(map(beside, bases))
     weights = sum(base.in_features * base.out_features for base in bases)
-    assert rows["Packed weights"] == weights // (2 if name == "Linear4bit" else 1)
+    assert rows["Quantized parameters"] == weights // (2 if name == "Linear4bit" else 1)
     if kind != "int8" and double:
-        assert rows["Scales of packed weights"] < weights * 0.127 / 8 + 28 * 2048, "0.127 bits a weight, and tables"
+        assert rows["Quantization scales"] < weights * 0.127 / 8 + 28 * 2048, "0.127 bits a weight, and tables"
     still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
-    assert rows["Packed weights"] + rows["Frozen weights"] == still
+    assert rows["Quantized parameters"] + rows["Frozen parameters"] == still
 
 
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])

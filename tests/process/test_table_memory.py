@@ -8,8 +8,10 @@ import pytest
 from faked import peaks
 
 from backend.config.options import parse
-from backend.memory import OVERHEAD, estimate
+from backend.inspect import InputFacts
+from backend.memory import OVERHEAD
 from backend.modelspec.from_table import shape_from_table
+from backend.rules import Case
 from backend.rules.examples import gpus
 from backend.train.describe_model import describe
 
@@ -52,7 +54,7 @@ def test_the_tracker_sees_what_is_estimated(kind: str, method: str, batch: int, 
     )
     shape = shape_from_table(describe(config), config)
     assert not shape.activations_unknown
-    rows = estimate(spec, gpus(1, "H100", 80, (9, 0)), shape).rows
+    rows = Case(spec, gpus(1, "H100", 80, (9, 0)), InputFacts(shape=shape)).estimate.rows
     estimated = sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
     error = estimated / max(peaks(spec, config, LAYERS).values()) - 1
     print(f"{error:+.1%}")

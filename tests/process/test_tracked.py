@@ -21,11 +21,13 @@ from faked import Grouped, peaks
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import parse
+from backend.inspect import InputFacts
 from backend.machine import GIB
-from backend.memory import OVERHEAD, estimate
+from backend.memory import OVERHEAD
 from backend.modelspec import from_config
 from backend.paths import HOME
 from backend.registry.hub_models import HUB_CONFIGS
+from backend.rules import Case
 from backend.rules.examples import gpus
 
 Changes = Mapping[str, Any]
@@ -97,7 +99,8 @@ class Cell:
 
     def estimated(self, layers: int) -> int:
         spec, shape = self.spec, from_config({**MODELS[self.model], "num_hidden_layers": layers})
-        rows = estimate(spec, gpus(spec.launch.nproc_per_node, "H100", 80, (9, 0)), shape).rows
+        machine = gpus(spec.launch.nproc_per_node, "H100", 80, (9, 0))
+        rows = Case(spec, machine, InputFacts(shape=shape)).estimate.rows
         return sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
 
     def measured(self, layers: int) -> int:
@@ -239,7 +242,7 @@ below zero means that the estimate is too low.
 
 - The tensors are not on a GPU. The attention kernel that torch 2.13 chooses on an H100, and TRL's Triton kernels, are
   therefore replaced. Memory that a kernel allocates internally, and memory that the allocator caches, is not tracked.
-- "Overhead" (CUDA context, NCCL, cuBLAS) is not a tensor and is left out of the estimate here.
+- "{overhead}" (CUDA context, NCCL, cuBLAS) is not a tensor and is left out of the estimate here.
 - Sequences of a batch are assumed to differ in length, so attention has a mask from batch size 2 on.
 - In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer) memory grows
   by the same number of bytes per layer. So each cell was measured with two small numbers of layers and extrapolated
@@ -276,5 +279,5 @@ def introduction(sections: Sections) -> str:
     """What the document is, and a summary of all models."""
     counted = {name: COUNTED.match(body) for name, body in sections.items()}
     rows = [[name, *counts.groups()] for name, counts in counted.items() if counts]
-    top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER)
+    top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER, overhead=OVERHEAD)
     return top + table(["", "cells", "within 10 %", "within 5 %", "lowest", "highest"], rows)

@@ -1,4 +1,4 @@
-"""How tests write what is asked."""
+"""Specs for tests: options as keyword arguments, and the memory estimate of a spec for a model shape."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.config.options import parse
+from backend.inspect import InputFacts
+from backend.machine import Machine
+from backend.memory import Estimate, MemoryContext
+from backend.modelspec import ModelShape
+from backend.rules import Case
 
 
 def spec(**values: Any) -> RunSpec:
     """With `train__seed=7` for train.seed."""
     return parse({name.replace("__", "."): value for name, value in values.items()})
+
+
+def estimate(
+    spec: RunSpec, machine: Machine, shape: ModelShape | None, longest: int = 0, examples: int | None = None
+) -> Estimate:
+    """The memory estimate for a model and training examples of at most `longest` tokens."""
+    facts = InputFacts(shape=shape, num_examples=examples, token_lengths=(longest,) if longest else ())
+    return Case(spec, machine, facts).estimate
+
+
+def memory_context(spec: RunSpec, machine: Machine, shape: ModelShape) -> MemoryContext:
+    """The context that an estimate is computed from."""
+    return MemoryContext(spec, Case(spec, machine, InputFacts(shape=shape)).run, machine, shape)

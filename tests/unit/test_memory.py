@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from specs import spec
+from specs import estimate, memory_context, spec
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
-from backend.memory import Account, Estimate, estimate
+from backend.memory import Estimate, device_rows
+from backend.memory.activations import layer_activations
+from backend.memory.peaks import end_of_forward_on_cpu, loss_backward
 from backend.modelspec import ModelShape, from_config
-from backend.rules.examples import H100, LAPTOP, LLAMA_8B, SMOL, TWO_H100
+from backend.rules import Case, check
+from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, SMOL, T4, TWO_H100, gpus
 
 MIB = 2**20
 
@@ -126,8 +131,9 @@ def kept_by_a_step(kind: str, method: str, bf16: bool, batch: int, length: int, 
 
 
 def counted(asked: RunSpec, model: ModelShape) -> int:
-    rows = {row.name: row.bytes for row in Account(asked, Machine(), model)._forward()}
-    return rows["Activations"] + rows.get("Copies for mixed precision", 0)
+    ctx = memory_context(asked, Machine(), model)
+    rows = {row.name: row.bytes for row in end_of_forward_on_cpu(ctx, layer_activations(ctx))}
+    return rows["Activations"] + rows.get("Autocast copies of parameters", 0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -177,14 +183,14 @@ def test_scores_that_are_written_out_are_counted(method: str, bf16: bool) -> Non
 
 def test_formula_by_hand() -> None:
     """Llama 8B, LoRA of rank 16 on an H100 in bf16."""
-    account = Account(spec(train__per_device_train_batch_size=1), H100, LLAMA_8B)
-    rows = {row.name: row.bytes for row in account.device()}
+    ctx = memory_context(spec(train__per_device_train_batch_size=1), H100, LLAMA_8B)
+    rows = {row.name: row.bytes for row in device_rows(ctx)}
     trained = 16 * 32 * (4096 * 2 + (4096 + 1024) * 2 + 4096 * 2 + 3 * (4096 + 14_336))
-    assert rows["Frozen weights"] == 2 * LLAMA_8B.parameters
-    assert rows["Trained weights"] == 4 * trained == 4 * 41_943_040
+    assert rows["Frozen parameters"] == 2 * LLAMA_8B.parameters
+    assert rows["Trainable parameters"] == 4 * trained == 4 * 41_943_040
     assert rows["Optimizer state"] == 8 * trained
-    assert rows["A layer's gradients"] == 512 * (3 * 14_336 * 2 + 4096 * 4)
-    loss = {row.name: row.bytes for row in account._turning()}["Loss"]
+    assert rows["Backward pass of one layer"] == 512 * (3 * 14_336 * 2 + 4096 * 4)
+    loss = {row.name: row.bytes for row in loss_backward(ctx, layer_activations(ctx))}["Logits and loss"]
     assert loss == 512 * 32_768 * 2 + 512 * 4096 * (4 + 2)
 
 
@@ -196,7 +202,7 @@ def test_whole_training_of_8b_needs_sixteen_bytes_a_weight() -> None:
 
 
 def test_unknown_model_is_said_to_be() -> None:
-    found = estimate(RunSpec(), H100, None, "it is a secret")
+    found = Case(RunSpec(), H100, InputFacts(shape_unknown_reason="it is a secret")).estimate
     assert (found.rows, found.fits, found.unknown) == ((), None, "it is a secret")
     assert found.capacity_bytes == 80 * GIB
 
@@ -252,12 +258,12 @@ def test_what_a_stage_spreads() -> None:
 
     one, two, three = rows(1), rows(2), rows(3)
     for found in (one, two, three):
-        assert found["Master weights"] == 2 * count
+        assert found["fp32 master weights"] == 2 * count
         assert found["Optimizer state"] == 4 * count
-    assert (one["Trained weights"], one["Gradients"]) == (2 * count, 2 * count)
-    assert (two["Trained weights"], two["Gradients"]) == (2 * count, count)
-    assert (three["Trained weights"], three["Gradients"]) == (count, count)
-    assert three["Gathered weights"] == 2 * 10**9
+    assert (one["Trainable parameters"], one["Gradients"]) == (2 * count, 2 * count)
+    assert (two["Trainable parameters"], two["Gradients"]) == (2 * count, count)
+    assert (three["Trainable parameters"], three["Gradients"]) == (count, count)
+    assert three["Gathered parameters"] == 2 * 10**9
 
 
 def test_capacity_is_of_what_the_run_uses() -> None:
@@ -271,11 +277,11 @@ def test_disk() -> None:
     whole = tiny.parameters
 
     def disk(rows: int | None = None, **values: Any) -> dict[str, int]:
-        found = estimate(spec(method__kind="full", **values), LAPTOP, tiny, rows=rows).rows
+        found = estimate(spec(method__kind="full", **values), LAPTOP, tiny, examples=rows).rows
         return {row.name: row.bytes for row in found if row.where == "disk"}
 
     assert disk()["Checkpoints"] == 3 * (12 * whole + 8 * MIB)
-    assert disk()["Trained model"] == 4 * whole + 8 * MIB
+    assert disk()["Final model"] == 4 * whole + 8 * MIB
     assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * whole + 8 * MIB)
     assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * whole + 8 * MIB)
     steps = {"save__strategy": "steps", "save__steps": 10, "save__total_limit": 0}
@@ -308,7 +314,7 @@ SPREAD = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 def test_one_process_reads_for_fsdp2(more: dict[str, Any], readers: int) -> None:
     """Adapters that begin inside the weights, packed weights and code of the model's own are read by each."""
     rows = estimate(spec(**{**SPREAD, **more}), TWO_H100, LLAMA_8B).rows
-    row = next(row for row in rows if row.name == "Weights on their way")
+    row = next(row for row in rows if row.name == "Model loading")
     each = int(row.formula.split()[2].replace(",", ""))
     assert row.formula.startswith(f"{readers} x ")
     assert row.bytes == readers * each
@@ -326,7 +332,7 @@ def test_each_process_reads_the_reference(kind: str, once: int, before: bool) ->
         preference__precompute_ref_log_probs=before,
     )
     rows = estimate(given, TWO_H100, LLAMA_8B).rows
-    read = next(row.bytes for row in rows if row.name == "Weights on their way" and row.where == "host")
+    read = next(row.bytes for row in rows if row.name == "Model loading" and row.where == "host")
     twice = 2 * 2 if kind == "full" or before else 0
     assert read == pytest.approx((once + twice) * LLAMA_8B.parameters, rel=0.03)
     beside = {row.name for row in rows if row.where == "device" and "eference" in row.name}
@@ -338,7 +344,11 @@ def test_a_reference_is_kept_in_ram_with_the_weights() -> None:
     away = {"parallel__strategy": "zero3", "parallel__offload_param": "cpu", "parallel__offload_optimizer": "cpu"}
     given = spec(launch__nproc_per_node=2, method__kind="full", **away)
     plain, held = (
-        sum(r.bytes for r in estimate(one, TWO_H100, LLAMA_8B).rows if r.where == "host" and r.name == "Weights")
+        sum(
+            r.bytes
+            for r in estimate(one, TWO_H100, LLAMA_8B).rows
+            if r.where == "host" and r.name == "Offloaded parameters"
+        )
         for one in (given, edit(given, {"train.stage": "dpo", "data.builtin": "train-pairs"}))
     )
     assert held - plain == 2 * LLAMA_8B.parameters
@@ -360,11 +370,13 @@ def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
         eval__max_new_tokens=128,
     )
     rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "device"}
-    trained = rows["Trained weights"] * 2 // (2 if strategy == "zero3" else 4)
+    trained = rows["Trainable parameters"] * 2 // (2 if strategy == "zero3" else 4)
     whole = 2 * (LLAMA_8B.parameters + trained)
-    assert rows["Weights gathered for answers"] + rows.get("Gathered weights", 0) == pytest.approx(whole, rel=1e-3)
-    assert rows["Keys and values"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
-    assert "Keys and values" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}
+    assert rows["Parameters gathered for generation"] + rows.get("Gathered parameters", 0) == pytest.approx(
+        whole, rel=1e-3
+    )
+    assert rows["KV cache for generation"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
+    assert "KV cache for generation" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}
 
 
 def test_devices_that_share_a_row_share_its_activations() -> None:
@@ -378,3 +390,32 @@ def test_devices_that_share_a_row_share_its_activations() -> None:
     both = estimate(spec(parallel__strategy="zero3", parallel__sequence_parallel_size=2, **given), TWO_H100, LLAMA_8B)
     one, two = ({row.name: row.bytes for row in found.rows} for found in (alone, both))
     assert two["Activations"] == pytest.approx(one["Activations"] / 2, rel=0.01)
+
+
+def test_only_the_selected_gpus_of_a_mixed_machine_count() -> None:
+    """A T4 (Turing, 16 GiB) next to an H100: its memory, and its missing bf16 and attention kernels, count if used."""
+    t4, h100 = replace(T4.gpus[0], id=0), replace(H100.gpus[0], id=1)
+    mixed = replace(H100, gpus=(t4, h100))
+    given = {"train__per_device_train_batch_size": 1, "data__max_length": 4096}
+    on_t4, on_h100 = (estimate(spec(launch__devices=(id,), **given), mixed, LLAMA_8B) for id in (0, 1))
+    assert on_t4.capacity_bytes == t4.free_bytes and on_h100.capacity_bytes == h100.free_bytes
+    assert on_h100.rows == estimate(spec(**given), H100, LLAMA_8B).rows
+    assert on_t4.device_bytes > 1.5 * on_h100.device_bytes  # fp32, and scores of grouped-query attention
+    both = {**given, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}
+    assert estimate(spec(**both), mixed, LLAMA_8B).capacity_bytes == min(t4.free_bytes, h100.free_bytes)
+
+
+@pytest.mark.parametrize(("gib", "fits", "code"), [(80, None, ""), (16, False, "MEM001")])
+def test_unknown_activations_give_a_lower_bound(gib: int, fits: bool | None, code: str) -> None:
+    unknown = replace(LLAMA_8B, activations_unknown="the activations of Jamba are not modeled")
+    machine, given = gpus(1, "GPU", gib, (9, 0)), spec(train__optim="sgd")
+    found, known = estimate(given, machine, unknown), estimate(given, machine, LLAMA_8B)
+    names = {row.name: row.bytes for row in known.rows}
+    assert found.lower_bound and found.fits is fits and "Jamba" in found.unknown
+    assert all(names.get(row.name, row.bytes) == row.bytes for row in found.rows if row.name != "Gradients")
+    assert {"Frozen parameters", "Trainable parameters", "Gradients"} <= {row.name for row in found.rows}
+    assert 2 * LLAMA_8B.parameters < found.device_bytes < known.device_bytes
+    assert (found.host_bytes, found.disk_bytes) == (known.host_bytes, known.disk_bytes)
+    raised = [f for f in check(given, machine, replace(DEMO, shape=unknown)) if f.code.startswith("MEM")]
+    assert [f.code for f in raised] == ([code] if code else [])
+    assert all("at least" in f.message and "Jamba" in f.message for f in raised)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specs import spec
+from specs import estimate, spec
 
 from backend import registry
 from backend.config import Data
 from backend.data import convert, detect_format, example_problem, unpair
 from backend.inspect import inspect_inputs
-from backend.memory import estimate
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
 
@@ -141,11 +140,11 @@ def device(**values: Any) -> dict[str, int]:
 def test_memory_of_preference_stages() -> None:
     sft, dpo, full = device(), device(train__stage="dpo"), {"method__kind": "full"}
     assert dpo["Activations"] == pytest.approx(2 * sft["Activations"], rel=0.1), "two sequences for each example"
-    assert dpo["Reference adapter"] == dpo["Trained weights"]
+    assert dpo["Reference adapter"] == dpo["Trainable parameters"]
     assert device(train__stage="dpo", **full)["Reference model"] == 2 * LLAMA_8B.parameters
     assert "Reference model" not in device(train__stage="dpo", preference__precompute_ref_log_probs=True, **full)
     assert "Reference model" not in device(train__stage="orpo", **full)
-    assert "Loss" not in dpo, "the backward pass takes more"
-    assert device(train__stage="orpo")["Loss"] > 2**30, "whole logits"
-    assert "Loss" not in device(train__stage="reward")
+    assert "Logits and loss" not in dpo, "the backward pass takes more"
+    assert device(train__stage="orpo")["Logits and loss"] > 2**30, "whole logits"
+    assert "Logits and loss" not in device(train__stage="reward")
     assert LLAMA_8B.scoring.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096

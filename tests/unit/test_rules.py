@@ -175,8 +175,8 @@ def test_findings_are_in_a_fixed_order() -> None:
 OUTDATED_PACKAGES = replace(EQUIPPED, versions=dict.fromkeys(EQUIPPED.versions, "0.1"))
 MACHINES = (
     OUTDATED_PACKAGES,
-    replace(TWO_H100, triton=False, shm_bytes=2**26),
-    replace(TWO_H100, gpus=tuple(replace(gpu, users=("python (1)",), links=()) for gpu in TWO_H100.gpus)),
+    replace(TWO_H100, triton_can_compile=False, shm_free_bytes=2**26),
+    replace(TWO_H100, gpus=tuple(replace(gpu, processes=("python (1)",), nvlink_peers=()) for gpu in TWO_H100.gpus)),
     LAPTOP,
     SMALL_LAPTOP,
     H100,
@@ -306,7 +306,7 @@ def test_autofix_leaves_a_valid_spec_unchanged() -> None:
 
 
 def test_optimizer_offload_on_gpus_needs_a_compiler() -> None:
-    bare = replace(TWO_H100, compiler=False)
+    bare = replace(TWO_H100, has_cpp_compiler=False)
     spec = edit(RunSpec(), {"parallel.strategy": "zero2"})
     codes = [
         {f.code for f in check(edit(spec, {"parallel.offload_optimizer": to}), bare, DEMO)} for to in ("none", "cpu")

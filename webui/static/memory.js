@@ -14,10 +14,12 @@ export function drawMemory(memory, finding) {
   const box = $("#fp-memory");
   box.hidden = !memory;
   if (!memory) return;
-  const { unknown } = memory;
+  const lowerBound = memory.lower_bound;
+  const unknown = lowerBound ? "" : memory.unknown;
   const detailsOpen = $("details:not(.fp-compare)", box)?.open;
   const level = levelOf(memory);
-  const text = unknown ? "Unknown" : `${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
+  const atLeast = lowerBound ? "At least " : "";
+  const text = unknown ? "Unknown" : `${atLeast}${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
   const children = [
     el(
       "div.fp-card-head",
@@ -27,12 +29,13 @@ export function drawMemory(memory, finding) {
       el("span.fp-figure", { "data-level": level }, text),
     ),
     unknown ? el("p.fp-dim", {}, `The memory cannot be estimated: ${unknown}`) : null,
+    lowerBound ? el("p.fp-dim", {}, `A lower bound: ${memory.unknown}`) : null,
     memory.download ? downloadButton(memory.download) : null,
   ];
   if (!unknown) {
     children.push(
       bar(memory, text, level),
-      range(memory),
+      lowerBound ? null : range(memory),
       finding && finding.fixes.length ? reductions(finding) : null,
       el("details", { open: detailsOpen }, el("summary", {}, "Breakdown"), breakdown(memory.rows)),
       comparison(),

@@ -1,0 +1,52 @@
+"""Disk space of checkpoints and the final model. Imports context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from backend.memory.context import MIB, MemoryContext, Row
+
+STORED_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+SMALL_FILES = 8 * MIB  # tokenizer, configuration and trainer state in each saved folder
+
+
+def disk_rows(ctx: MemoryContext) -> list[Row]:
+    """What the run leaves on disk at most."""
+    spec, each = ctx.spec, ctx.trainable_bytes
+    weights = ctx.trainable_count * each + (0 if ctx.is_lora else ctx.frozen_count * ctx.compute_bytes)
+    rows = []
+    if spec.save.strategy != "no":
+        reference = ctx.trainable_count * each if ctx.is_lora and ctx.stage.uses_reference_model else 0
+        state = 0 if spec.save.only_model else ctx.optimizer.bytes
+        count, size = _checkpoint_count(ctx), weights + reference + state + SMALL_FILES
+        contents = "weights, optimizer state and tokenizer" if state else "weights and tokenizer"
+        rows.append(
+            Row(
+                "Checkpoints",
+                count * size,
+                f"{count} checkpoint{'s' if count > 1 else ''} x {size:,} bytes of {contents}",
+                "disk",
+            )
+        )
+    if spec.save.final_model:
+        if ctx.is_lora and not spec.save.merge_adapter:
+            count, stored, size = ctx.trainable_count, each, weights
+        else:
+            stored = STORED_BYTES.get(ctx.shape.dtype, 4) if each == 4 else 2
+            count, size = ctx.shape.parameters, ctx.shape.parameters * stored
+        formula = f"{count:,} parameters x {stored} bytes, and tokenizer"
+        rows.append(Row("Final model", size + SMALL_FILES, formula, "disk"))
+    return rows
+
+
+def _checkpoint_count(ctx: MemoryContext) -> int:
+    """Checkpoints on disk at once: those that are kept, and the one that is being written."""
+    save, train, written = ctx.spec.save, ctx.spec.train, None
+    if save.strategy == "steps" and ctx.run.total_steps is not None:
+        written = math.ceil(ctx.run.total_steps / save.steps)
+    elif save.strategy == "epoch" and train.duration == "epochs":
+        written = math.ceil(train.num_train_epochs)
+    if save.total_limit:
+        return min(save.total_limit + 1, written or save.total_limit + 1)
+    return written or 1

@@ -1,0 +1,156 @@
+"""estimate(): the rows of a device's largest peak, of host RAM and of disk. Imports the other modules of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.config import RunSpec
+from backend.inspect.facts import InputFacts
+from backend.machine import GIB, Machine
+from backend.memory import quantized
+from backend.memory.activations import layer_activations
+from backend.memory.context import MemoryContext, Row
+from backend.memory.disk import disk_rows
+from backend.memory.host import LIBRARY_BYTES, host_rows
+from backend.memory.peaks import evaluation, generation, optimizer_step, step_moments
+from backend.memory.sharding import bucket_rows, parameter_rows, persistent_gathered_rows, reference_rows
+from backend.memory.uncertainty import peak_ratios
+from backend.resolve import ResolvedRun, selected_gpus
+
+CONTEXT_BYTES = 1 * GIB  # of a process on a GPU: context, kernels, cuBLAS workspaces
+COLLECTIVES_BYTES = GIB // 2  # NCCL's buffers
+OVERHEAD = "Device context and libraries"  # the row that torch's allocator does not see
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on each device, in host RAM and on disk. `unknown` is why memory is not known, completely or in part; with
+    `lower_bound`, the rows are what is known of it."""
+
+    rows: tuple[Row, ...] = ()
+    capacity_bytes: int = 0
+    unknown: str = ""
+    lower_bound: bool = False
+    ratios: tuple[float, float] = (1.0, 1.0)  # lowest and highest ratio of the real peak on a device to the estimate
+
+    def total(self, where: str) -> int:
+        """Bytes of all rows of device, host or disk."""
+        return sum(row.bytes for row in self.rows if row.where == where)
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak on each device."""
+        return self.total("device")
+
+    @property
+    def low_bytes(self) -> int:
+        """The lower end of the estimated range of the peak on each device."""
+        return round(self.ratios[0] * self.device_bytes)
+
+    @property
+    def high_bytes(self) -> int:
+        """The upper end of the estimated range of the peak on each device."""
+        return round(self.ratios[1] * self.device_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """The peak in RAM of all processes of a node, without what counts as device memory."""
+        return self.total("host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the run leaves on disk at most."""
+        return self.total("disk")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the free memory of each device; None if that is not known."""
+        if not self.capacity_bytes or (self.unknown and not self.lower_bound):
+            return None
+        if self.lower_bound:
+            return None if self.device_bytes <= self.capacity_bytes else False
+        return self.device_bytes <= self.capacity_bytes
+
+
+def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFacts) -> Estimate:
+    """The memory of `spec`, which resolves to `run` on `machine`, for the model and the data that were inspected."""
+    capacity = free_bytes(run, machine)
+    if facts.shape is None:
+        return Estimate((), capacity, facts.shape_unknown_reason)
+    ctx = MemoryContext(spec, run, machine, facts.shape, facts.longest_example)
+    elsewhere = (*host_rows(ctx), *disk_rows(ctx))
+    if reason := facts.shape.activations_unknown:
+        return Estimate((*known_device_rows(ctx), *elsewhere), capacity, reason, lower_bound=True)
+    return Estimate((*device_rows(ctx), *elsewhere), capacity, ratios=peak_ratios(ctx))
+
+
+def free_bytes(run: ResolvedRun, machine: Machine) -> int:
+    """Free memory of the fullest GPU that the run uses; of a CPU run, RAM for each process; 0 without such a device."""
+    if run.device == "cpu":
+        return machine.ram_free_bytes // run.nproc_per_node
+    if run.device != machine.device:
+        return 0
+    gpus = selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]
+    return min((gpu.free_bytes for gpu in gpus), default=0)
+
+
+def device_rows(ctx: MemoryContext) -> list[Row]:
+    """What a device holds all the time, and the rows of the largest peak."""
+    layer, persistent = layer_activations(ctx), persistent_rows(ctx)
+    moments = [
+        quantized_loading(ctx, persistent),
+        *step_moments(ctx, layer),
+        optimizer_step(ctx),
+        evaluation(ctx, layer),
+        generation(ctx),
+    ]
+    return _with_largest(persistent, moments)
+
+
+def known_device_rows(ctx: MemoryContext) -> list[Row]:
+    """As `device_rows`, without the moments that need a model of the activations: a lower bound."""
+    persistent = persistent_rows(ctx)
+    return _with_largest(persistent, [quantized_loading(ctx, persistent), optimizer_step(ctx)])
+
+
+def _with_largest(persistent: list[Row], moments: list[list[Row]]) -> list[Row]:
+    peak = max(moments, key=lambda rows: sum(row.bytes for row in rows))
+    return [row for row in (*persistent, *peak) if row.bytes]
+
+
+def persistent_rows(ctx: MemoryContext) -> list[Row]:
+    """What a device holds all the time; what is not a tensor comes last."""
+    rows = [*parameter_rows(ctx), *_optimizer_rows(ctx), *reference_rows(ctx)]
+    return [*rows, *persistent_gathered_rows(ctx), *bucket_rows(ctx), _overhead_row(ctx)]
+
+
+def _optimizer_rows(ctx: MemoryContext) -> list[Row]:
+    shards, on_device = ctx.run.optimizer_shards, not ctx.optimizer_offload
+    size = on_device * (not ctx.optimizer_is_on_host) * ctx.optimizer.bytes // shards
+    rows = [Row("Optimizer state", size, f"{ctx.optimizer.formula()}{ctx.divided_by(shards)}")]
+    if ctx.engine.separate_master_weights:
+        count = ctx.trainable_count
+        formula = f"{count:,} parameters x 4 bytes{ctx.divided_by(shards)}"
+        rows.append(Row("fp32 master weights", on_device * count * 4 // shards, formula))
+    return rows
+
+
+def _overhead_row(ctx: MemoryContext) -> Row:
+    if ctx.on_cpu:
+        return Row("Python and libraries", LIBRARY_BYTES, "measured, approximate")
+    collectives = ctx.run.world_size > 1
+    size = CONTEXT_BYTES + (COLLECTIVES_BYTES if collectives else 0)
+    buffers = " and communication buffers" if collectives else ""
+    return Row(OVERHEAD, size, f"device context, kernels, workspaces{buffers}, approximate")
+
+
+def quantized_loading(ctx: MemoryContext, persistent: list[Row]) -> list[Row]:
+    """A quantized base model before it is sharded: every device loads all of it (transformers 5.23 modeling_utils.py
+    loads quantized models unsharded under ZeRO-3; accelerate 1.15 utils/fsdp_utils.py cannot broadcast them)."""
+    if not ctx.quantized_modules or ctx.run.parameter_shards == 1:
+        return []
+    scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules)
+    whole = ctx.quantized_bytes + scales + ctx.unquantized_count * ctx.compute_bytes
+    more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which exists already
+    formula = f"{whole:,} bytes of the unsharded base model, less what the rows above count"
+    return [Row("Loading the quantized base model", max(0, more), formula)]

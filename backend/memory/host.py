@@ -1,0 +1,70 @@
+"""Host RAM next to the devices: libraries, offloaded tensors, and the parameters while they are loaded.
+
+Imports context, sharding. On a CPU run the processes themselves are the devices, and nothing is counted here.
+"""
+
+from __future__ import annotations
+
+from backend import registry
+from backend.memory.context import MIB, MemoryContext, Row
+from backend.memory.sharding import reference_rows
+
+LIBRARY_BYTES = 560 * MIB  # of one process: Python, torch, transformers
+FILE_BYTES = 5 * 10**9  # the usual size of a safetensors file on the Hub
+
+
+def host_rows(ctx: MemoryContext) -> list[Row]:
+    """RAM of one node. What loading needs is freed before the optimizer creates its state, so the larger counts."""
+    if ctx.on_cpu:
+        return []
+    count = ctx.run.nproc_per_node
+    libraries = (
+        f"{count} process{'es' if count > 1 else ''} x {LIBRARY_BYTES // MIB} MiB: Python and libraries, approximate"
+    )
+    rows = [Row("Libraries", count * LIBRARY_BYTES, libraries, "host"), *_offloaded_rows(ctx)]
+    loading = _loading_row(ctx, sum(row.bytes for row in rows[1:]))
+    return [*rows, loading] if loading.bytes > 0 else rows
+
+
+def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
+    """Parameters in RAM until they are on the devices, as far as they exceed what is offloaded later."""
+    run, quantized = ctx.run, bool(ctx.quantized_modules)
+    keeps_base = ctx.is_lora and not registry.LORA_INITS[ctx.spec.lora.init].changes_base_weights
+    each = ctx.compute_bytes if keeps_base else ctx.trainable_bytes
+    count = ctx.unquantized_count if ctx.is_lora else ctx.shape.parameters
+    model = count * each + ctx.quantized_bytes
+    if quantized and run.zero_stage != 3:  # each weight is moved to the device when it is read
+        model = min(model, FILE_BYTES)
+    readers = 1 if run.loads_on_rank0 and not quantized else run.nproc_per_node
+    reference = sum(row.bytes for row in reference_rows(ctx))
+    if ctx.engine.loads_reference_on_host and ctx.spec.needs_reference_model:  # TRL shards it after every rank read it
+        reference = count * ctx.compute_bytes + ctx.quantized_bytes
+    formula = f"{readers} x {model:,} bytes"
+    formula += f" + {run.nproc_per_node} x {reference:,} bytes of the reference model" if reference else ""
+    formula += f" - {offloaded:,} bytes that are offloaded later" if offloaded else ""
+    total = readers * model + run.nproc_per_node * reference - offloaded
+    return Row("Model loading", total, formula, "host")
+
+
+def _offloaded_rows(ctx: MemoryContext) -> list[Row]:
+    """What all processes of a node keep in RAM instead of on their devices."""
+    rows, trainable, nproc = [], ctx.trainable_count, ctx.run.nproc_per_node
+    shards = nproc / ctx.run.optimizer_shards  # of the whole state, on one node
+    part = f" x {nproc} / {ctx.run.optimizer_shards} processes" if nproc != ctx.run.optimizer_shards else ""
+    if ctx.optimizer_is_on_host:
+        formula = f"{nproc} x {ctx.optimizer.formula()}"
+        rows.append(Row("Optimizer state", nproc * ctx.optimizer.bytes, formula, "host"))
+    if ctx.optimizer_offload == "cpu":
+        # fp32 parameters and gradients are there too: deepspeed 0.19 stage_1_and_2.py, torch's CPUOffloadPolicy.
+        each = ctx.optimizer.row.state_bytes + 8
+        formula = f"{trainable:,} parameters x {each:g} bytes: state, fp32 parameters and gradients{part}"
+        rows.append(Row("Offloaded optimizer state", round(shards * trainable * each), formula, "host"))
+    if ctx.param_offload == "cpu":
+        each = ctx.compute_bytes
+        count = ctx.unquantized_count + ctx.quantized_bytes // each
+        count += trainable if ctx.engine.separate_master_weights else 0
+        if ctx.spec.needs_reference_model and not ctx.spec.preference.precompute_ref_log_probs:
+            count += ctx.shape.parameters
+        formula = f"{count:,} parameters x {each} bytes{part}"
+        rows.append(Row("Offloaded parameters", round(shards * count * each), formula, "host"))
+    return rows
