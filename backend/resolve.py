@@ -1,4 +1,4 @@
-"""ResolvedRun: every fact that follows from a spec, a machine and the inspected inputs, derived once.
+"""ResolvedRun: everything that follows from a spec, a machine and the inspected inputs, derived once.
 
 Imports registry, config, machine, engines, inspect. Pure and torch-free. Rules, memory estimate, plan, page and trainer
 read it and derive nothing themselves. It is written into the run's folder (resolved.json), where the trainer compares
@@ -29,18 +29,18 @@ class ResolvedRun:
 
     strategy: str  # a key of registry.STRATEGIES
     device: str  # the device type: a key of registry.DEVICES
-    device_ids: tuple[int, ...]  # on each node; empty without device ids (cpu, mps)
+    device_ids: tuple[int, ...]  # on each node; empty for device types without ids (cpu, mps)
     nproc_per_node: int
-    nnodes: int  # of an elastic run, the most
+    nnodes: int  # the maximum for an elastic run
     world_size: int
     data_parallel_size: int  # process groups that train on different examples
     tensor_parallel_size: int
     context_parallel_size: int
     sequence_parallel_size: int
-    backend: str  # of torch.distributed; '' for one process
-    master_port: int  # that must be free on this node; 0 if any free port is used, or another node listens
+    backend: str  # of torch.distributed; '' for a single process
+    master_port: int  # must be free on this node; 0 if a free port is picked, or another node listens
     compute_dtype: str  # bf16, fp16 or fp32
-    fp32_master_weights: bool  # trained weights, gradients and optimizer state are kept in fp32
+    fp32_master_weights: bool  # trainable weights, gradients and optimizer state are kept in fp32
     parameter_shards: int
     gradient_shards: int
     optimizer_shards: int
@@ -140,7 +140,7 @@ def device_type(spec: RunSpec, machine: Machine) -> str:
 
 
 def _device_ids(spec: RunSpec, machine: Machine) -> tuple[int, ...]:
-    """The device ids that the run uses on each node: those that are set, or the first."""
+    """The device ids that the run uses on each node: those that are set, or the first ones."""
     return spec.launch.devices or tuple(gpu.id for gpu in machine.gpus[: nproc_per_node(spec)])
 
 
@@ -178,7 +178,7 @@ def total_steps(spec: RunSpec, examples: int | None, data_parallel_size: int) ->
 
 
 def _steps_per_epoch(spec: RunSpec, examples: int | None, data_parallel_size: int) -> int | None:
-    """Optimizer steps of one epoch; the last, smaller batch counts too."""
+    """Optimizer steps of one epoch, including the last, smaller batch."""
     if examples is None or spec.data.packing:
         return None
     batches = math.ceil(math.ceil(examples / spec.train.per_device_train_batch_size) / data_parallel_size)

@@ -101,7 +101,7 @@ def _lacks_peer_access(run: ResolvedRun, machine: Machine) -> bool:
     """Whether the selected GPUs have no peer-to-peer access: RTX 40 with a driver before 550.40.7. accelerate 1.15
     state.py refuses to start on them unless NO_PEER_ACCESS is set."""
     try:
-        old = Version(machine.driver) < Version("550.40.7")
+        old = Version(machine.driver_version) < Version("550.40.7")
     except InvalidVersion:
         return False
     gpus = selected_gpus(run, machine) or machine.gpus

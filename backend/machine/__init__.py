@@ -1,10 +1,10 @@
-"""The machine that a run is for: devices, memory, cores, disk, packages; probed here, or read from YAML.
+"""The machine that a run is for: devices, memory, cores, disk, packages; detected, or described in YAML.
 
-Floor 1. Imports: below.
+Imports registry, config.options, paths.
 """
 
-from backend.machine.descriptions import described, machines, parse, read
+from backend.machine.descriptions import machine_from_mapping, machines, parse, read
 from backend.machine.detection import probe
 from backend.machine.types import GIB, Gpu, Machine, describe
 
-__all__ = ["GIB", "Gpu", "Machine", "describe", "described", "machines", "parse", "probe", "read"]
+__all__ = ["GIB", "Gpu", "Machine", "describe", "machine_from_mapping", "machines", "parse", "probe", "read"]

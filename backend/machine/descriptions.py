@@ -1,10 +1,11 @@
 """Machines described in YAML, so that a laptop can check a run for a cluster.
 
-Floor 1. Imports: kinds, catalog, options (SpecError), paths. Some lie under presets/machines, known by their names.
+Imports registry, config.options (SpecError), paths. The ones in presets/machines can be referred to by name.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from backend.paths import PRESETS
 
 MACHINES = PRESETS / "machines"
 
-# Marketing name -> (GiB, compute capability), so that a machine file may say just "H100".
+# Product name -> (GiB, compute capability), so that a machine file may contain only "H100".
 GPUS: Mapping[str, tuple[int, tuple[int, int]]] = {
     "V100": (32, (7, 0)),
     "T4": (16, (7, 5)),
@@ -42,21 +43,21 @@ GPU_KEYS = ("name", "count", "memory_gib", "free_gib", "capability")
 
 
 def machines(folder: Path = MACHINES) -> dict[str, Machine]:
-    """The machines that come with Footplate, by the names of their files; the smallest first."""
+    """The machines in presets/machines by file name, smallest first."""
     found = {path.stem: read(path) for path in folder.glob("*.yaml")}
     return dict(sorted(found.items(), key=lambda item: _size(item[1])))
 
 
 def _size(machine: Machine) -> tuple[int, int]:
-    """Devices of all nodes, and the bytes of one."""
+    """Number of devices on all nodes, and the memory of one."""
     return machine.nodes * len(machine.gpus), machine.gpus[0].total_bytes if machine.gpus else 0
 
 
 def read(source: str | Path) -> Machine:
-    """A machine from a YAML file, or of that name. Raises SpecError naming the file and what is wrong in it.
+    """A machine from a YAML file, or by its name in presets/machines. Raises SpecError with the file and the problem.
 
-    `gpus` is a list of {name, count, memory_gib, capability}; the last two may be left out for names in GPUS.
-    `nvlink` says whether it joins each with all others.
+    `gpus` is a list of {name, count, memory_gib, capability}; the last two are optional for names in GPUS. `nvlink`:
+    whether NVLink connects all GPUs.
     """
     path = Path(source)
     if not path.is_file() and (MACHINES / f"{source}.yaml").is_file():
@@ -65,44 +66,44 @@ def read(source: str | Path) -> Machine:
         return parse(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = ", ".join(machines())
-        raise SpecError([Problem("", f"{path}: no such file, and no such machine ({names})")]) from None
+        raise SpecError([Problem("", f"{path}: no such file and no such machine (machines: {names})")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError([Problem("", f"{path}: cannot be read: {error}")]) from None
+        raise SpecError([Problem("", f"{path} cannot be read: {error}")]) from None
     except SpecError as error:
         raise SpecError([Problem(p.field, f"{p.message} ({path})") for p in error.problems]) from None
 
 
 def parse(text: str) -> Machine:
-    """A machine from YAML text, as `described`. Raises SpecError."""
+    """A machine from YAML text. Raises SpecError."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise _wrong("", f"is no YAML: {' '.join(str(error).split())}") from None
-    return described(value)
+        raise _error("", f"invalid YAML: {' '.join(str(error).split())}") from None
+    return machine_from_mapping(value)
 
 
-def described(value: Any) -> Machine:
-    """A machine from a table of KEYS. Raises SpecError."""
+def machine_from_mapping(value: Any) -> Machine:
+    """A machine from a mapping with KEYS. Raises SpecError."""
     if not isinstance(value, dict):
-        raise _wrong("", f"is no machine: a machine has some of {', '.join(KEYS)}")
+        raise _error("", f"expected keys of a machine ({', '.join(KEYS)}), but found {value!r:.80}")
     for key in value:
         if key not in KEYS:
-            raise _wrong(str(key), f"is nothing that a machine has; known are {', '.join(KEYS)}")
+            raise _error(str(key), f"unknown key; {_hint(str(key))}")
     gpus = _gpus(value.get("gpus") or [])
     device = str(value.get("device") or ("cuda" if gpus else "cpu"))
     if device not in registry.DEVICES:
-        raise _wrong("device", f"must be one of {', '.join(registry.DEVICES)}")
+        raise _error("device", f"must be one of {', '.join(registry.DEVICES)}, but is {device!r}")
     if device != "cpu" and not gpus:
-        raise _wrong("gpus", f"is empty, but device is {device}: list the devices, or write device: cpu")
+        raise _error("gpus", f"must not be empty with device {device}: list the GPUs, or set device: cpu")
     if device == "cpu" and gpus:
-        raise _wrong("device", "is cpu, but gpus are listed: leave one of the two out")
+        raise _error("device", "is cpu, but gpus are listed: remove one of the two")
     ram = _bytes(value, "ram_gib", 64)
     versions = value.get("versions") or {}
     if not isinstance(versions, dict):
-        raise _wrong("versions", "must be a table: package name, version")
+        raise _error("versions", "must be a mapping of package names to versions")
     return Machine(
         device=device,
-        gpus=_linked(gpus, value.get("nvlink")),
+        gpus=_with_nvlink(gpus, value.get("nvlink")),
         nodes=_count(value, "nodes", 1),
         ram_bytes=ram,
         ram_free_bytes=ram,
@@ -115,54 +116,60 @@ def described(value: Any) -> Machine:
     )
 
 
-def _wrong(name: str, message: str) -> SpecError:
+def _hint(key: str) -> str:
+    """The known key that is most like `key`, or all of them."""
+    close = difflib.get_close_matches(key, KEYS, n=1)
+    return f"did you mean {close[0]}?" if close else f"known keys are {', '.join(KEYS)}"
+
+
+def _error(name: str, message: str) -> SpecError:
     return SpecError([Problem(name, message)])
 
 
 def _count(table: Mapping[str, Any], key: str, default: int) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(key, "must be a whole number of at least 1")
+        raise _error(key, f"must be an integer of at least 1, but is {value!r}")
     return value
 
 
 def _bytes(table: Mapping[str, Any], key: str, default: float) -> int:
     value = table.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise _wrong(key, "must be a number of GiB above 0")
+        raise _error(key, f"must be a number of GiB greater than 0, but is {value!r}")
     return int(value * GIB)
 
 
-def _gpus(rows: Any) -> tuple[Gpu, ...]:
-    if not isinstance(rows, list):
-        raise _wrong("gpus", "must be a list, one row a kind: - {name: H100, count: 8}")
+def _gpus(entries: Any) -> tuple[Gpu, ...]:
+    if not isinstance(entries, list):
+        raise _error("gpus", "must be a list with one entry per GPU model: - {name: H100, count: 8}")
     found: list[Gpu] = []
-    for row in rows:
-        if not isinstance(row, dict) or not set(row) <= set(GPU_KEYS):
-            raise _wrong("gpus", f"a row is a table of {', '.join(GPU_KEYS)}; this is not: {row!r}")
-        name = str(row.get("name") or "GPU")
+    for entry in entries:
+        if not isinstance(entry, dict) or not set(entry) <= set(GPU_KEYS):
+            raise _error("gpus", f"each entry is a mapping with the keys {', '.join(GPU_KEYS)}, but one is {entry!r}")
+        name = str(entry.get("name") or "GPU")
         known = next((GPUS[k] for k in sorted(GPUS, key=len, reverse=True) if k in name), None)
-        if known is None and "memory_gib" not in row:
-            raise _wrong("gpus", f"says no memory_gib for {name!r}; it may be left out for {', '.join(GPUS)}")
+        if known is None and "memory_gib" not in entry:
+            raise _error("gpus", f"memory_gib is missing for {name!r}; it is optional only for {', '.join(GPUS)}")
         size, capability = known or (0, (0, 0))
-        total = _bytes(row, "memory_gib", size)
-        free = _bytes(row, "free_gib", total / GIB)
-        capability = _capability(row["capability"]) if "capability" in row else capability
-        found += [Gpu(len(found) + i, name, total, free, capability) for i in range(_count(row, "count", 1))]
+        total = _bytes(entry, "memory_gib", size)
+        free = _bytes(entry, "free_gib", total / GIB)
+        capability = _capability(entry["capability"]) if "capability" in entry else capability
+        found += [Gpu(len(found) + i, name, total, free, capability) for i in range(_count(entry, "count", 1))]
     return tuple(found)
 
 
-def _linked(gpus: tuple[Gpu, ...], nvlink: Any) -> tuple[Gpu, ...]:
-    """With links to all others, or none; left out, nobody knows."""
+def _with_nvlink(gpus: tuple[Gpu, ...], nvlink: Any) -> tuple[Gpu, ...]:
+    """With NVLink to all other GPUs, or to none; unknown if it is not set."""
     if nvlink is None:
         return gpus
     if not isinstance(nvlink, bool):
-        raise _wrong("nvlink", "must be true or false")
-    return tuple(replace(g, links=tuple(o.id for o in gpus if o.id != g.id) if nvlink else ()) for g in gpus)
+        raise _error("nvlink", f"must be true or false, but is {nvlink!r}")
+    return tuple(replace(g, nvlink_peers=tuple(o.id for o in gpus if o.id != g.id) if nvlink else ()) for g in gpus)
 
 
 def _capability(value: Any) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\.(\d)", str(value))
     if not match:
-        raise _wrong("gpus", f"capability must be written as 9.0 or 8.6, not {value!r}")
+        raise _error("gpus", f"capability must be a version such as 9.0 or 8.6, but is {value!r}")
     return int(match[1]), int(match[2])

@@ -1,7 +1,6 @@
-"""This machine: NVIDIA is asked through its driver's library, AMD through /sys, others by their tools where these
-stand; never imports torch.
+"""Detection of this machine: NVIDIA GPUs through NVML, AMD through /sys, others through their vendors' tools.
 
-Floor 1. Imports: kinds, packages.
+Imports registry. Never imports torch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from backend import registry
 from backend.machine import packages
 from backend.machine.types import GIB, Gpu, Machine
 
-OUTDATED = 900  # seconds
+STALE_LOCK_SECONDS = 900
 
 
 def probe(folder: Path) -> Machine:
-    """This machine; free disk is that of `folder` or its nearest existing parent. Takes a few ms."""
+    """This machine; free disk space is that of `folder` or its nearest existing parent. Takes a few milliseconds."""
     family, gpus = _accelerators()
     total, free = _ram()
     versions = packages.versions()
@@ -45,19 +44,21 @@ def probe(folder: Path) -> Machine:
         disk_free_bytes=disk_free(folder),
         python=sys.executable,
         versions=versions,
-        driver=_driver(),
-        unsloth_wants=packages.unmet("unsloth", versions),
+        driver_version=_driver_version(),
+        unsloth_unmet_requirements=packages.unmet("unsloth", versions),
         cpu_bf16=_cpu_bf16(),
-        compiler=_compiler(),
-        triton=_triton(Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")),
-        libaio=Path("/usr/include/libaio.h").is_file(),
-        shm_bytes=_shm(),
-        stale_lock=_stale_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
+        has_cpp_compiler=_has_cpp_compiler(),
+        triton_can_compile=_triton_can_compile(
+            Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton/cache")
+        ),
+        has_libaio=Path("/usr/include/libaio.h").is_file(),
+        shm_free_bytes=_shm(),
+        stale_build_lock=_stale_build_lock(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"),
     )
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes that may still be written under `folder`, which need not exist yet; 0 where nobody can tell."""
+    """Free bytes of the disk of `folder`, which need not exist yet; 0 if unknown."""
     folder = folder.absolute()
     for place in (folder, *folder.parents):
         with suppress(OSError):
@@ -67,20 +68,20 @@ def disk_free(folder: Path) -> int:
 
 def _accelerators() -> tuple[str, tuple[Gpu, ...]]:
     for family, find in (("cuda", _nvidia), ("cuda", _amd), ("npu", _npu), ("xpu", _xpu), ("mps", _apple)):
-        gpus = visible(find(), os.environ.get(registry.DEVICES[family].visible_devices_env))
+        gpus = visible_gpus(find(), os.environ.get(registry.DEVICES[family].visible_devices_env))
         if gpus:
             return family, gpus
     return "cpu", ()
 
 
-def visible(gpus: tuple[Gpu, ...], told: str | None) -> tuple[Gpu, ...]:
-    """Those that this shell, or a scheduler, was given, in that order: a run takes no others. As CUDA reads it, the
-    list ends at the first that is not there. What names parts of devices is left to the driver."""
-    if told is None or "MIG" in told:
+def visible_gpus(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a variable such as CUDA_VISIBLE_DEVICES selects, in its order. As in CUDA, the list ends at the
+    first unknown device. MIG devices are left to the driver."""
+    if setting is None or "MIG" in setting:
         return gpus
     found: list[Gpu] = []
-    for word in told.split(","):
-        name = word.strip().partition(".")[0]  # a tile of Intel's
+    for word in setting.split(","):
+        name = word.strip().partition(".")[0]  # 0.1 is a tile of an Intel GPU
         gpu = next((gpu for gpu in gpus if name and (name == str(gpu.id) or gpu.uuid.startswith(name))), None)
         if gpu is None:
             break
@@ -88,8 +89,8 @@ def visible(gpus: tuple[Gpu, ...], told: str | None) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def _driver() -> str:
-    """The version of NVIDIA's driver."""
+def _driver_version() -> str:
+    """The version of the NVIDIA driver."""
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         try:
@@ -103,7 +104,7 @@ def _nvidia() -> tuple[Gpu, ...]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()  # no driver, or one that does not answer
+        return ()  # no driver, or no response from it
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return tuple(_nvidia_gpu(index, handles) for index in range(len(handles)))
@@ -119,22 +120,22 @@ def _nvidia_gpu(index: int, handles: list[Any]) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     name = (name.decode() if isinstance(name, bytes) else str(name)).removeprefix("NVIDIA ")
     major, minor = map(int, pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-    links, users, uuid = _links(index, handles), _users(handle), str(pynvml.nvmlDeviceGetUUID(handle))
-    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), links, users, uuid)
+    peers, processes, uuid = _nvlink_peers(index, handles), _processes(handle), str(pynvml.nvmlDeviceGetUUID(handle))
+    return Gpu(index, name, int(memory.total), int(memory.free), (major, minor), peers, processes, uuid)
 
 
-def _links(index: int, handles: list[Any]) -> tuple[int, ...] | None:
-    """The devices that NVLink reaches, through a switch too; None where the driver does not tell."""
-    wanted, fine = pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK
+def _nvlink_peers(index: int, handles: list[Any]) -> tuple[int, ...] | None:
+    """The devices that NVLink connects to this one, also through NVSwitch; None if the driver does not say."""
+    nvlink, ok = pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK
     try:
         others = [n for n in range(len(handles)) if n != index]
-        return tuple(n for n in others if pynvml.nvmlDeviceGetP2PStatus(handles[index], handles[n], wanted) == fine)
+        return tuple(n for n in others if pynvml.nvmlDeviceGetP2PStatus(handles[index], handles[n], nvlink) == ok)
     except pynvml.NVMLError:
         return None
 
 
-def _users(handle: Any) -> tuple[str, ...]:
-    """The processes that compute on a device. In a container those outside it have no name."""
+def _processes(handle: Any) -> tuple[str, ...]:
+    """The compute processes on a device. In a container, processes outside of it have no name."""
     with suppress(pynvml.NVMLError):
         return tuple(_named(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     return ()
@@ -147,7 +148,7 @@ def _named(pid: int) -> str:
 
 
 def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
-    """AMD GPUs of at least 4 GiB: smaller ones are part of a processor. torch calls them cuda."""
+    """AMD GPUs with at least 4 GiB; smaller ones are integrated. PyTorch's device type for them is cuda."""
     found: list[Gpu] = []
     for card in sorted(root.glob("card[0-9]*/device/mem_info_vram_total")):
         with suppress(OSError, ValueError):
@@ -161,7 +162,7 @@ def _amd(root: Path = Path("/sys/class/drm")) -> tuple[Gpu, ...]:
 
 
 def _tool(*argv: str) -> str:
-    """What a vendor's tool prints; '' where it does not stand or does not answer."""
+    """The output of a vendor's tool; '' if it is not installed or fails."""
     if shutil.which(argv[0]) is None:
         return ""
     try:
@@ -175,7 +176,7 @@ def _npu() -> tuple[Gpu, ...]:
 
 
 def parse_npu(text: str) -> tuple[Gpu, ...]:
-    """Ascend devices from `npu-smi info`: two lines each; used / total MB end the second, HBM is the larger."""
+    """Ascend devices from `npu-smi info`: two lines each; the second ends with used / total MB, HBM is the larger."""
     found: list[Gpu] = []
     name = ""
     for line in text.splitlines():
@@ -211,7 +212,7 @@ def _xpu_gpu(index: int, row: Mapping[str, Any]) -> Gpu:
 
 
 def _apple() -> tuple[Gpu, ...]:
-    """Apple's GPU shares the machine's memory."""
+    """The Apple GPU, which shares the CPU memory."""
     if platform.system() != "Darwin" or platform.machine() != "arm64":
         return ()
     memory = psutil.virtual_memory()
@@ -220,7 +221,7 @@ def _apple() -> tuple[Gpu, ...]:
 
 
 def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Bytes in all and bytes available, within the container's limit if there is one."""
+    """Total and available bytes of CPU memory, within the container's limit."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     with suppress(OSError, ValueError):
@@ -231,14 +232,14 @@ def _ram(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
 
 
 def _shm(place: str = "/dev/shm") -> int | None:
-    """Bytes that processes may still share through memory; a container often has 64 MiB."""
+    """Free bytes of shared memory; containers often have 64 MiB."""
     with suppress(OSError):
         return shutil.disk_usage(place).free
     return None
 
 
 def _cores(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Physical cores within this process's affinity and the container's quota."""
+    """Physical cores within the affinity of this process and the container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(allowed, psutil.cpu_count(logical=False) or allowed)
     with suppress(OSError, ValueError):
@@ -254,7 +255,7 @@ def _cpu_bf16(info: Path = Path("/proc/cpuinfo")) -> bool:
     return False
 
 
-def _compiler() -> bool:
+def _has_cpp_compiler() -> bool:
     return shutil.which(os.environ.get("CXX") or "c++") is not None and _headers()
 
 
@@ -262,19 +263,19 @@ def _headers() -> bool:
     return (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file()
 
 
-def _triton(cache: Path) -> bool:
-    """Whether Triton can build its launcher, or need not: it looks for compilers in this order, and keeps what it
-    built. Where it is not installed nobody asks it."""
+def _triton_can_compile(cache: Path) -> bool:
+    """Whether Triton can compile its launcher, or has a cached one. It tries compilers in this order. True without
+    Triton, which is then not used."""
     if importlib.util.find_spec("triton") is None:
         return True
     names = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
     return (any(map(shutil.which, names)) and _headers()) or any(cache.glob("*/*_utils.*so"))
 
 
-def _stale_lock(extensions: str | Path) -> str:
-    """The lock of a build that nobody can be at any more; builds take a minute or two."""
+def _stale_build_lock(extensions: str | Path) -> str:
+    """The lock file of a build that was killed: older than any build of a torch extension takes."""
     for lock in sorted(Path(extensions).glob("**/lock")):
         with suppress(OSError):
-            if time.time() - lock.stat().st_mtime > OUTDATED:
+            if time.time() - lock.stat().st_mtime > STALE_LOCK_SECONDS:
                 return str(lock)
     return ""

@@ -1,7 +1,4 @@
-"""Which packages are installed, and whether they want others than those that are.
-
-Floor 1. Imports: catalog.
-"""
+"""Versions of installed packages, and their unmet requirements. Imports registry."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from packaging.requirements import Requirement
 from backend import registry
 
 TABLES = (registry.REPORTERS, registry.OPTIMIZERS, registry.FP8_BACKENDS)
-# Distributions whose presence or version some rule asks about.
+# Distributions whose presence or version a rule needs.
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "gguf", "torch_npu",
     "flash_attn", "flash_attn_3", "liger-kernel", "unsloth",
@@ -24,7 +21,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those that are installed."""
+    """Package -> version, of the installed ones."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -33,11 +30,13 @@ def versions() -> dict[str, str]:
 
 
 def unmet(name: str, installed: Mapping[str, str]) -> str:
-    """What the package `name` asks of others among the `installed` and does not get: 'transformers <=5.17.0'."""
+    """Requirements of the package `name` that the `installed` versions do not meet: 'transformers <=5.17.0'."""
     found = []
     for line in importlib.metadata.requires(name) or () if name in installed else ():
-        wanted = Requirement(line)
-        version = installed.get(wanted.name)
-        if version and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
-            found += [f"{wanted.name} {part}" for part in wanted.specifier if not part.contains(version, True)]
+        requirement = Requirement(line)
+        version = installed.get(requirement.name)
+        if version and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found += [
+                f"{requirement.name} {part}" for part in requirement.specifier if not part.contains(version, True)
+            ]
     return ", ".join(found)

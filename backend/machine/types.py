@@ -1,7 +1,4 @@
-"""What a machine is.
-
-Floor 1. Imports: nothing.
-"""
+"""Machine and Gpu. Imports nothing from Footplate."""
 
 from __future__ import annotations
 
@@ -14,25 +11,25 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. `capability` is NVIDIA's compute capability, (0, 0) for others; `links` are the ids that NVLink
-    reaches, None if nobody knows; `users` are the processes that hold some of its memory: 'python (4711)'."""
+    """One device. `capability` is the CUDA compute capability, (0, 0) for other vendors; `nvlink_peers` are the ids of
+    the devices that NVLink connects it to, None if unknown; `processes` are those that use it: 'python (4711)'."""
 
     id: int
     name: str
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int] = (0, 0)
-    links: tuple[int, ...] | None = None
-    users: tuple[str, ...] = ()
-    uuid: str = ""  # NVIDIA's
+    nvlink_peers: tuple[int, ...] | None = None
+    processes: tuple[str, ...] = ()
+    uuid: str = ""  # of NVIDIA GPUs
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything about a machine that decides whether a run can work on it.
+    """The hardware and software of a machine that a run depends on.
 
-    `device` is the family found (a key of catalog.DEVICES); `cores` are those that this process may use;
-    empty `versions` mean unknown, not missing; an empty `name` means the machine that Footplate runs on.
+    `device` is the device type (a key of registry.DEVICES). `cores` are those that this process may use. Empty
+    `versions` mean unknown, not missing. An empty `name` is the machine that Footplate runs on.
     """
 
     device: str = "cpu"
@@ -46,17 +43,17 @@ class Machine:
     versions: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     cpu_bf16: bool = False  # the CPU multiplies bf16 in hardware (AMX or AVX512-BF16)
-    compiler: bool = True  # C++ and Python's headers are there, for what is built on first use
-    triton: bool = True  # it can build what it launches kernels by: a C compiler is there, or it has built it before
-    driver: str = ""  # of NVIDIA's GPUs
-    unsloth_wants: str = ""  # other versions than those that are here, which Unsloth asks for
-    libaio: bool = True  # with its headers, for DeepSpeed's way to a disk
-    shm_bytes: int | None = None  # of /dev/shm, free; None where there is none or nobody knows
-    stale_lock: str = ""  # left in torch's folder of extensions by a build that was killed
+    has_cpp_compiler: bool = True  # with Python's headers, for extensions that are compiled on first use
+    triton_can_compile: bool = True  # a C compiler for Triton's launcher exists, or Triton has a cached launcher
+    driver_version: str = ""  # of the NVIDIA driver
+    unsloth_unmet_requirements: str = ""  # of the installed Unsloth: 'transformers <=5.17.0'
+    has_libaio: bool = True  # with its headers, for DeepSpeed's NVMe offload
+    shm_free_bytes: int | None = None  # free bytes of /dev/shm; None without one, or if unknown
+    stale_build_lock: str = ""  # path of a lock file that a killed build of a torch extension left behind
 
 
 def describe(machine: Machine) -> str:
-    """A short label: '2 cores, 24 GiB, no GPU', '8 x H100 80GB', '2 nodes of 8 x H100'."""
+    """A short description: '2 cores, 24 GiB, no GPU', '8 x H100 80GB', '2 nodes of 8 x H100'."""
     if machine.gpus:
         first = machine.gpus[0]
         count = f"{len(machine.gpus)} x " if len(machine.gpus) > 1 else ""

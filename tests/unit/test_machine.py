@@ -1,4 +1,4 @@
-"""The machine: what probe finds here, and what a machine file may say."""
+"""The machine: detection of this one, and machines described in YAML."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ def test_probe_finds_this_machine(tmp_path: Path) -> None:
     assert (found.device == "cpu") == (not found.gpus)
 
 
-def test_a_killed_build_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one that may be going on."""
+def test_a_stale_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recent lock may belong to a running build."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert probe(tmp_path).stale_lock == ""
+    assert probe(tmp_path).stale_build_lock == ""
     os.utime(lock, (0, 0))
-    assert probe(tmp_path).stale_lock == str(lock)
+    assert probe(tmp_path).stale_build_lock == str(lock)
 
 
-def test_a_missing_compiler_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)
-    assert probe(tmp_path).compiler
+    assert probe(tmp_path).has_cpp_compiler
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not probe(tmp_path).compiler
+    assert not probe(tmp_path).has_cpp_compiler
 
 
-def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_needs_a_c_compiler_or_a_cached_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    there = [True]
-    monkeypatch.setattr(detection.importlib.util, "find_spec", lambda name: there[0] or None)
+    installed = [True]
+    monkeypatch.setattr(detection.importlib.util, "find_spec", lambda name: installed[0] or None)
     monkeypatch.setenv("CC", sys.executable)
-    assert probe(tmp_path).triton
+    assert probe(tmp_path).triton_can_compile
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert not probe(tmp_path).triton
-    there[0] = False
-    assert probe(tmp_path).triton, "it is not installed"
-    there[0] = True
+    assert not probe(tmp_path).triton_can_compile
+    installed[0] = False
+    assert probe(tmp_path).triton_can_compile, "Triton is not installed"
+    installed[0] = True
     built = tmp_path / "X7C" / "cuda_utils.cpython-311-x86_64-linux-gnu.so"
     built.parent.mkdir()
     built.touch()
-    assert probe(tmp_path).triton
+    assert probe(tmp_path).triton_can_compile
 
 
 @pytest.mark.parametrize(
-    ("told", "ids"),
+    ("setting", "ids"),
     [
         (None, [0, 1, 2]),
         ("2,1", [2, 1]),
-        ("1,7,0", [1]),  # CUDA's list ends at the first that is not there
+        ("1,7,0", [1]),  # as in CUDA, the list ends at the first unknown device
         ("", []),
         ("-1", []),
         ("GPU-b", [1]),
@@ -72,12 +72,12 @@ def test_triton_needs_a_compiler_of_c_or_what_it_built_before(tmp_path: Path, mo
         ("MIG-1234", [0, 1, 2]),
     ],
 )
-def test_only_what_the_shell_was_given_is_there(told: str | None, ids: list[int]) -> None:
+def test_visible_devices(setting: str | None, ids: list[int]) -> None:
     gpus = tuple(Gpu(i, "X9", GIB, GIB, (9, 0), uuid=f"GPU-{name}") for i, name in enumerate("abc"))
-    assert [gpu.id for gpu in detection.visible(gpus, told)] == ids
+    assert [gpu.id for gpu in detection.visible_gpus(gpus, setting)] == ids
 
 
-def test_label_names_what_counts() -> None:
+def test_describe() -> None:
     assert describe(Machine(cores=2, ram_bytes=24 * GIB)) == "2 cores, 24 GiB, no GPU"
     assert describe(Machine(cores=1, ram_bytes=8 * GIB)) == "1 core, 8 GiB, no GPU"
     assert describe(parse("gpus: [{name: H100, count: 8}]")) == "described machine: 8 x H100 80GB"
@@ -121,13 +121,13 @@ def test_file_describes_a_cluster() -> None:
         ("a: [", ""),
     ],
 )
-def test_file_that_is_no_machine_says_where(text: str, field: str) -> None:
+def test_invalid_machine_files_name_the_key(text: str, field: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(text)
     assert error.value.problems[0].field == field
 
 
-def test_unreadable_file_is_named(tmp_path: Path) -> None:
+def test_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nowhere\.yaml"):
         read(tmp_path / "nowhere.yaml")
     (tmp_path / "bad.yaml").write_text("cores: none")
@@ -150,12 +150,12 @@ NPU = """
 """
 
 
-def test_machines_have_names() -> None:
+def test_machines_are_found_by_name() -> None:
     found = machines()
     order = list(found)
     assert (order[0], order[-1]) == ("laptop", "2x8x80gb")
     assert read("1x24gb") == found["1x24gb"]
-    with pytest.raises(SpecError, match=r"no such file, and no such machine .*1x24gb"):
+    with pytest.raises(SpecError, match=r"no such file and no such machine .*1x24gb"):
         read("24gb")
 
 
@@ -169,8 +169,8 @@ def test_vendor_tools_are_read() -> None:
     assert detection.parse_xpu("no json") == ()
 
 
-def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three devices, of which a bridge joins the first two; this process computes on the last."""
+def test_nvml_reports_nvlink_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three GPUs: NVLink connects the first two, and this process computes on the third."""
     driver = SimpleNamespace(
         NVMLError=ValueError,
         NVML_P2P_CAPS_INDEX_NVLINK=2,
@@ -189,21 +189,21 @@ def test_nvidia_tells_links_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "pynvml", driver)
     first, second, third = detection._nvidia()
     assert (first.name, first.capability, first.free_bytes) == ("RTX A6000", (8, 6), 47 * GIB)
-    assert (first.links, second.links, third.links) == ((1,), (0,), ())
-    assert first.users == ()
-    assert f"({os.getpid()})" in third.users[0]
+    assert (first.nvlink_peers, second.nvlink_peers, third.nvlink_peers) == ((1,), (0,), ())
+    assert first.processes == ()
+    assert f"({os.getpid()})" in third.processes[0]
 
 
-def test_a_file_says_whether_nvlink_joins_them() -> None:
+def test_nvlink_of_a_described_machine() -> None:
     joined, apart, unknown = (
         parse(f"gpus: [{{name: H100, count: 2}}]{said}").gpus for said in ("\nnvlink: true", "\nnvlink: false", "")
     )
-    assert [gpu.links for gpu in (*joined, *apart, *unknown)] == [(1,), (0,), (), (), None, None]
-    with pytest.raises(SpecError, match="nvlink: must be true or false"):
+    assert [gpu.nvlink_peers for gpu in (*joined, *apart, *unknown)] == [(1,), (0,), (), (), None, None]
+    with pytest.raises(SpecError, match="nvlink: must be true or false, but is 900"):
         parse("gpus: [{name: H100}]\nnvlink: 900")
 
 
-def test_amd_is_read_from_sys(tmp_path: Path) -> None:
+def test_amd_gpus_are_read_from_sys(tmp_path: Path) -> None:
     for index, total in enumerate((192 * GIB, GIB // 2)):
         card = tmp_path / f"card{index}" / "device"
         card.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_amd_is_read_from_sys(tmp_path: Path) -> None:
     assert detection._amd(tmp_path) == (Gpu(0, "MI300X", 192 * GIB, 192 * GIB - 1024),)
 
 
-def test_container_limits_hold(tmp_path: Path) -> None:
+def test_container_limits_apply(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{GIB // 4}\n")
     (tmp_path / "memory.current").write_text(f"{GIB // 8}\n")
     (tmp_path / "cpu.max").write_text("100000 100000\n")
