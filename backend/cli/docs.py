@@ -63,7 +63,7 @@ def _option_row(option: Option) -> str:
         f"{default}".replace("\n", " "),
         _values(option),
         when,
-        f"{option.label}. {option.help}",
+        f"**{option.label}.** {option.help}",
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
