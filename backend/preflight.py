@@ -17,7 +17,7 @@ from backend.inspect import InputFacts, inspect_inputs, resolve_paths, wait_for_
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
-from backend.modelspec import trainable
+from backend.modelspec import trainable_parameters
 from backend.resolve import ResolvedRun
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount, counted
@@ -87,7 +87,7 @@ class Report:
         duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
         parts = [f"{duration}, {counted(self.run.global_batch_size, 'example')} per step"]
         if shape:
-            count = trainable(self.spec, shape)
+            count = trainable_parameters(self.spec, shape)
             parts.append(f"{_short(count)} of {_short(shape.parameters)} parameters trainable")
         return "; ".join(parts)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.modelspec import SCORE, ModelShape, Unknown, from_config
+from backend.modelspec import SCORE, ModelShape, UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.worker import ModuleTables, Table
 from backend.paths import cache_folder
@@ -34,7 +34,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
     has_custom_code = "auto_map" in config
     try:
         shape = from_config(config)
-    except Unknown as error:
+    except UnknownArchitecture as error:
         if has_custom_code and trusted:
             return {"shape_unknown_reason": str(error)}
         return {"stacked_modules": stacked, **_read_table(config, environment, str(error), has_custom_code)}
@@ -47,7 +47,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
             "stacked_modules": stacked,
         }
     if _composite(config):
-        with suppress(Unknown):
+        with suppress(UnknownArchitecture):
             shape = _shape(table, config)
     return {
         "shape": shape,
@@ -59,7 +59,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
 
 def await_architecture(config: Config, environment: Mapping[str, str], seconds: float) -> None:
     """Wait until `read_architecture` knows this config, at most `seconds`."""
-    with suppress(Unknown):
+    with suppress(UnknownArchitecture):
         from_config(config)
         if not _composite(config):
             return
@@ -87,7 +87,7 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
             known["stacked_modules"] = _stacked(table)
     try:
         return {"shape": _shape(table, config), "shape_unknown_reason": "", **known}
-    except Unknown as error:
+    except UnknownArchitecture as error:
         return {"shape_unknown_reason": str(error), **known}
 
 
@@ -109,7 +109,7 @@ def _stacked(table: Table) -> tuple[str, ...]:
 
 
 def _shape(table: Table, config: Config) -> ModelShape:
-    """One ModelShape object per config: the counts of trainable parameters are cached by object. Raises Unknown."""
+    """One ModelShape object per config: the counts of trainable parameters are cached by object. Raises UnknownArchitecture."""
     key = json.dumps(config, sort_keys=True, default=str)
     found = _SHAPES.get(key) or shape_from_table(table, config)
     if len(_SHAPES) >= KEPT:

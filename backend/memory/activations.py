@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from backend import registry
 from backend.memory.context import MemoryContext, Row
-from backend.modelspec import Leaf, adapted
+from backend.modelspec import ModuleSpec, lora_modules
 from backend.resolve import before_ampere, selected_gpus
 
 EXPERT_INDEX_BYTES = 32  # per token and active expert: its position among the expert's tokens, in both directions
@@ -91,13 +91,14 @@ def merged_expert_rows(ctx: MemoryContext, layer: LayerActivations, layers: int)
 def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bool) -> int:
     """Bytes that one layer saves for each token."""
     shape, each = ctx.shape, ctx.compute_bytes
-    linear = [leaf for leaf in shape.layer if leaf.inputs and leaf.stacked < 2]
-    targets = {_name(leaf) for leaf in adapted(ctx.spec.lora, shape)} if ctx.is_lora else set()
+    linear = [leaf for leaf in shape.layer if leaf.in_features and leaf.stacked < 2]
+    targets = {_name(leaf) for leaf in lora_modules(ctx.spec.lora, shape)} if ctx.is_lora else set()
     trained = [leaf for leaf in linear if not ctx.is_lora or _name(leaf) in targets]
-    reads_hidden = [leaf for leaf in trained if leaf.inputs == shape.hidden and _name(leaf) not in OUTPUT_PROJECTIONS]
+    inner = [leaf for leaf in trained if _name(leaf) not in OUTPUT_PROJECTIONS]
+    reads_hidden = [leaf for leaf in inner if leaf.in_features == shape.hidden]
     # Under autocast every linear layer casts its own copy of the input; otherwise layers with the same input share it.
     inputs = (len(reads_hidden) if ctx.uses_autocast else min(2, len(reads_hidden))) * shape.hidden * each
-    outputs = sum(leaf.inputs for leaf in trained if _name(leaf) in OUTPUT_PROJECTIONS) * each
+    outputs = sum(leaf.in_features for leaf in trained if _name(leaf) in OUTPUT_PROJECTIONS) * each
     if not (ctx.is_lora and ctx.uses_autocast):
         outputs = shape.intermediate * each  # the attention's output is saved already
     saves = 3 if shape.gated else 4 if shape.activation in COMPOSED_ACTIVATIONS else 1
@@ -106,12 +107,12 @@ def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bo
         mlp, outputs = _expert_bytes(ctx, adapted_experts), outputs if ctx.is_lora and ctx.uses_autocast else 0
     lora = 0
     if ctx.is_lora:
-        widths = sum(leaf.inputs for leaf in trained)
+        widths = sum(leaf.in_features for leaf in trained)
         if ctx.spec.lora.dropout:  # each adapter has its own dropped-out copy of the input, and a mask
             inputs, outputs = widths * each, widths * (4 if ctx.on_cpu else 1)
         lora = ctx.spec.lora.r * len(trained) * each
         if ctx.spec.lora.use_dora:  # outputs of base layer and adapter, for the gradient of the magnitude vector
-            lora += 2 * sum(leaf.outputs for leaf in trained) * each
+            lora += 2 * sum(leaf.out_features for leaf in trained) * each
     return _norm_bytes(ctx) + inputs + _attention_bytes(ctx, writes_scores) + mlp + outputs + lora
 
 
@@ -129,7 +130,7 @@ def _norm_bytes(ctx: MemoryContext) -> int:
     """The inputs of a layer's norms in fp32, and with a trainable weight the normalized values."""
     shape, total = ctx.shape, 0
     for leaf in shape.layer:
-        if leaf.inputs:
+        if leaf.in_features:
             continue
         if not shape.gated:  # LayerNorm: one fused kernel
             total += shape.hidden * 4
@@ -157,7 +158,7 @@ def _expert_element_bytes(ctx: MemoryContext) -> int:
 
 def _adapted_expert_count(ctx: MemoryContext) -> int:
     """Elements of one layer's expert weights that carry adapters."""
-    modules = adapted(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.shape.experts else []
+    modules = lora_modules(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.shape.experts else []
     return sum(leaf.parameters for leaf in modules if leaf.stacked > 1) // ctx.shape.layers
 
 
@@ -244,18 +245,18 @@ def _expert_backward_row(ctx: MemoryContext, adapted_experts: int) -> Row:
 
 def dora_row(ctx: MemoryContext) -> Row:
     """Temporary tensors of DoRA's weight norm in every layer."""
-    modules = adapted(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.spec.lora.use_dora else []
-    largest = max(modules, key=lambda leaf: leaf.inputs * (3 * leaf.outputs + leaf.inputs), default=Leaf("", 0))
-    size = largest.inputs * (3 * largest.outputs + largest.inputs) * 4
-    formula = f"(3 x {largest.inputs} x {largest.outputs} + {largest.inputs} x {largest.inputs}) elements x 4 bytes"
-    return Row("DoRA weight norm", size, formula)
+    modules = lora_modules(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.spec.lora.use_dora else []
+    widths = [(leaf.in_features, leaf.out_features) for leaf in modules]
+    inputs, outputs = max(widths, key=lambda width: width[0] * (3 * width[1] + width[0]), default=(0, 0))
+    formula = f"(3 x {inputs} x {outputs} + {inputs} x {inputs}) elements x 4 bytes"
+    return Row("DoRA weight norm", inputs * (3 * outputs + inputs) * 4, formula)
 
 
 def dequantized_row(ctx: MemoryContext) -> Row:
     """The weight of the quantized layer that is computed, dequantized to the compute dtype."""
-    largest = max((leaf.inputs * leaf.outputs for leaf in ctx.quantized_modules), default=0)
+    largest = max((leaf.in_features * leaf.out_features for leaf in ctx.quantized_modules), default=0)
     return Row("Dequantized weight", largest * ctx.compute_bytes, f"{largest:,} elements x {ctx.compute_bytes} bytes")
 
 
-def _name(leaf: Leaf) -> str:
+def _name(leaf: ModuleSpec) -> str:
     return leaf.path.rpartition(".")[2]

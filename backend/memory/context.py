@@ -16,7 +16,7 @@ from backend.engines import Engine
 from backend.machine import Machine
 from backend.memory import quantized
 from backend.memory.optimizer_state import OptimizerState
-from backend.modelspec import Leaf, ModelShape, trainable
+from backend.modelspec import ModelShape, ModuleSpec, trainable_parameters
 from backend.resolve import ResolvedRun
 
 MIB = 2**20
@@ -69,7 +69,7 @@ class MemoryContext:
     @cached_property
     def trainable_count(self) -> int:
         """Trainable parameters, adapters included."""
-        return trainable(self.spec, self.shape)
+        return trainable_parameters(self.spec, self.shape)
 
     @cached_property
     def frozen_count(self) -> int:
@@ -77,7 +77,7 @@ class MemoryContext:
         return self.shape.parameters - (0 if self.is_lora else self.trainable_count)
 
     @cached_property
-    def quantized_modules(self) -> list[Leaf]:
+    def quantized_modules(self) -> list[ModuleSpec]:
         """The modules whose weights are quantized."""
         return quantized.quantized_modules(self.spec, self.shape)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from backend import registry
 from backend.config import RunSpec
-from backend.modelspec import Leaf, ModelShape, alike, tensors, trainable
+from backend.modelspec import ModelShape, ModuleSpec, count_equal_tensors, trainable_parameters, trainable_tensors
 
 SMALL = 4096  # elements: bitsandbytes and torchao do not quantize the state of smaller tensors
 
@@ -35,9 +35,9 @@ class OptimizerState:
         return 4 if registry.PRECISIONS[self.spec.precision.compute].fp32_master_weights else 2
 
     @cached_property
-    def tensors(self) -> tuple[Leaf, ...]:
+    def tensors(self) -> tuple[ModuleSpec, ...]:
         """The trainable tensors."""
-        return tensors(self.spec.method, self.spec.lora, self.shape)
+        return trainable_tensors(self.spec.method, self.spec.lora, self.shape)
 
     @cached_property
     def largest_layer(self) -> int:
@@ -60,10 +60,10 @@ class OptimizerState:
         """The whole state, before it is sharded."""
         if self.flat:
             states = 1 if self.row.factored else self.row.states
-            return round(trainable(self.spec, self.shape) * states * self._element_bytes(SMALL, False))
+            return round(trainable_parameters(self.spec, self.shape) * states * self._element_bytes(SMALL, False))
         if self.row.state_layout == "one_block":
             return 12 * self.largest_layer
-        train, weights = self.spec.train, alike(self.spec.method, self.spec.lora, self.shape)
+        train, weights = self.spec.train, count_equal_tensors(self.spec.method, self.spec.lora, self.shape)
         if (
             self.row.state_layout == "low_rank" and train.optim_targets == "custom"
         ):  # names may include a layer's number
@@ -72,7 +72,7 @@ class OptimizerState:
 
     def formula(self) -> str:
         """How the bytes follow."""
-        row, count = self.row, trainable(self.spec, self.shape)
+        row, count = self.row, trainable_parameters(self.spec, self.shape)
         bytes_ = f"{row.state_bytes * (self.parameter_bytes / 4 if row.bits == 0 and not self.flat else 1):.3g} bytes"
         if self.flat:
             text = f"{count:,} parameters x {bytes_} ({row.label})"
@@ -102,9 +102,9 @@ class OptimizerState:
             return (4 if self.row.package != "torchao" else self.parameter_bytes) if whole else bits / 8 + scales
         return 4 if bits == 32 or self.flat else self.parameter_bytes
 
-    def _tensor_bytes(self, leaf: Leaf) -> float:
+    def _tensor_bytes(self, leaf: ModuleSpec) -> float:
         """Bytes of one tensor's state."""
-        row, count, rows, columns = self.row, leaf.parameters, leaf.outputs, leaf.inputs
+        row, count, rows, columns = self.row, leaf.parameters, leaf.out_features, leaf.in_features
         embedding = leaf.path.endswith(EMBEDDINGS)
         if row.state_layout == "low_rank" and self.is_projected(leaf):
             low, projector = self._projection(rows, columns)
@@ -119,7 +119,7 @@ class OptimizerState:
         states = row.states + (row.kahan and self.parameter_bytes == 2)
         return states * count * self._element_bytes(count, embedding)
 
-    def updates_as_matrix(self, leaf: Leaf) -> bool:
+    def updates_as_matrix(self, leaf: ModuleSpec) -> bool:
         """Whether the optimizer updates it as one matrix: projected gradients, and Muon, which uses AdamW for vectors,
         single rows, stacked experts, embeddings and the output layer."""
         if self.row.state_layout == "low_rank":
@@ -127,15 +127,15 @@ class OptimizerState:
         inside = not leaf.path.endswith(EMBEDDINGS) and leaf.path != self.shape.head
         return (
             self.row.state_layout == "matrix_momentum"
-            and min(leaf.outputs, leaf.inputs) > 1
+            and min(leaf.out_features, leaf.in_features) > 1
             and leaf.stacked < 2
             and inside
         )
 
-    def is_projected(self, leaf: Leaf) -> bool:
+    def is_projected(self, leaf: ModuleSpec) -> bool:
         """Whether its gradients are projected: those of linear layers, the output layer included."""
         train = self.spec.train
-        if not leaf.linear or leaf.path.endswith(EMBEDDINGS):
+        if not leaf.is_linear or leaf.path.endswith(EMBEDDINGS):
             return False
         if train.optim_targets == "attention":
             return "attn" in leaf.path or "attention" in leaf.path

@@ -225,7 +225,7 @@ def _merged_layers_after_forward(ctx: MemoryContext) -> int:
 
 def _autocast_row(ctx: MemoryContext, share: float) -> Row:
     """Autocast's copies of trainable linear weights: kept to the end of the forward pass, and longer for backward."""
-    linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.linear) * layers_with_gradients(ctx)
+    linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.is_linear) * layers_with_gradients(ctx)
     trainable = ctx.trainable_count if ctx.is_lora else min(linear, ctx.trainable_count)
     count = round(share * ctx.uses_autocast * trainable)
     return Row("Autocast copies of parameters", count * 2, f"{count:,} trainable parameters x 2 bytes")

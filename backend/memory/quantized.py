@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from backend import registry
 from backend.config import RunSpec
-from backend.modelspec import Leaf, ModelShape
+from backend.modelspec import ModelShape, ModuleSpec
 from backend.registry.quantization import BLOCK, SECOND_BLOCK
 
 CODEBOOK_BYTES = 16 * 4  # the 16 levels of 4 bits in fp32
@@ -22,26 +22,26 @@ def bits(spec: RunSpec, shape: ModelShape) -> int:
     return shape.bits or requested
 
 
-def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[Leaf]:
+def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
     """The modules that are quantized: every linear layer but the output layer."""
     if not bits(spec, shape):
         return []
-    return [leaf for leaf in shape.leaves() if leaf.linear and leaf.path != shape.head]
+    return [leaf for leaf in shape.all_modules() if leaf.is_linear and leaf.path != shape.head]
 
 
-def weight_count(modules: Iterable[Leaf]) -> int:
+def weight_count(modules: Iterable[ModuleSpec]) -> int:
     """Quantized weights of these modules; biases are not quantized."""
-    return sum(leaf.inputs * leaf.outputs for leaf in modules)
+    return sum(leaf.in_features * leaf.out_features for leaf in modules)
 
 
-def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[Leaf]) -> int:
+def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[ModuleSpec]) -> int:
     """Bytes of scales and codebooks."""
     if shape.bits:  # a 16-bit scale and a zero point for each group
-        groups = sum(leaf.outputs * -(-leaf.inputs // (shape.group or leaf.inputs)) for leaf in modules)
+        groups = sum(leaf.out_features * -(-leaf.in_features // (shape.group or leaf.in_features)) for leaf in modules)
         return groups * (16 + shape.bits) // 8
     if spec.method.quantization == "int8":
-        return sum(leaf.outputs * 4 for leaf in modules)
-    blocks = [-(-leaf.inputs * leaf.outputs // BLOCK) for leaf in modules]
+        return sum(leaf.out_features * 4 for leaf in modules)
+    blocks = [-(-leaf.in_features * leaf.out_features // BLOCK) for leaf in modules]
     if not spec.method.bnb_4bit_use_double_quant:
         return sum(count * 4 + CODEBOOK_BYTES for count in blocks)
     return sum(count + -(-count // SECOND_BLOCK) * 4 + CODEBOOK_BYTES + SECOND_CODEBOOK_BYTES for count in blocks)

@@ -1,16 +1,23 @@
-"""ModelShape: layers, widths and parameters of a model, counted in closed form from its config.json.
+"""ModelShape: layers, widths and parameters of a model, counted from its config.json without building it.
 
-Floor 1. Imports: catalog, spec. A model is a table of leaf modules (`table`), read from its configuration
-(`families`), and a method trains a part of it (`taught`). Checked against the libraries' own counts.
+Imports registry and config. `architectures` has closed formulas for common model types, `from_table` reads the module
+table that `worker` gets from transformers for any other; `modules` has the types, `trainable` counts what a method
+trains. Tested against the counts of transformers and peft.
 """
 
 from __future__ import annotations
 
-from backend.modelspec.architectures import FAMILIES, Unknown, from_config
-from backend.modelspec.modules import SCORE, Leaf, ModelShape, matches
-from backend.modelspec.trainable import adapted, alike, tensors, trainable, unfrozen
+from backend.modelspec.architectures import ARCHITECTURES, UnknownArchitecture, from_config
+from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
+from backend.modelspec.trainable import (
+    count_equal_tensors,
+    lora_modules,
+    trainable_parameters,
+    trainable_tensors,
+    unfrozen_modules,
+)
 
 __all__ = [
-    "FAMILIES", "SCORE", "Leaf", "ModelShape", "Unknown", "adapted", "alike", "from_config", "matches", "tensors",
-    "trainable", "unfrozen",
+    "ARCHITECTURES", "SCORE", "ModelShape", "ModuleSpec", "UnknownArchitecture", "count_equal_tensors", "from_config",
+    "lora_modules", "matches", "trainable_parameters", "trainable_tensors", "unfrozen_modules",
 ]  # fmt: skip

@@ -7,46 +7,46 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from backend import registry
-from backend.modelspec.modules import Leaf, ModelShape
+from backend.modelspec.modules import ModelShape, ModuleSpec
 
 Config = Mapping[str, Any]
 
 
-class Unknown(ValueError):
+class UnknownArchitecture(ValueError):
     """A config that cannot be counted, and why, as the end of a sentence."""
 
 
 def from_config(config: Config) -> ModelShape:
-    """The shape that a config.json describes. Raises Unknown with the reason."""
+    """The shape that a config.json describes. Raises UnknownArchitecture with the reason."""
     config = config.get("text_config") or config
     kind = str(config.get("model_type") or "")
     if not kind:
-        raise Unknown("config.json names no model_type")
+        raise UnknownArchitecture("config.json names no model_type")
     mixed = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if mixed and not isinstance(FAMILIES.get(kind), Mixture):
-        raise Unknown(f"{kind} is a mixture of experts that Footplate cannot count")
-    if kind not in FAMILIES:
-        raise Unknown(f"Footplate does not know how a {kind} is built")
+    if mixed and not isinstance(ARCHITECTURES.get(kind), Mixture):
+        raise UnknownArchitecture(f"{kind} is a mixture of experts that Footplate cannot count")
+    if kind not in ARCHITECTURES:
+        raise UnknownArchitecture(f"Footplate does not know how a {kind} is built")
     try:
-        return FAMILIES[kind](config)
+        return ARCHITECTURES[kind](config)
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, Unknown):
+        if isinstance(error, UnknownArchitecture):
             raise
-        raise Unknown(f"config.json of this {kind} holds a value that is no number: {error}") from None
+        raise UnknownArchitecture(f"config.json of this {kind} holds a value that is no number: {error}") from None
 
 
 def _number(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of several keys that is there. Raises Unknown naming it where none is."""
+    """The first of several keys that is there. Raises UnknownArchitecture naming it where none is."""
     for name in names:
         if config.get(name) is not None:
             return int(config[name])
     if default is None:
-        raise Unknown(f"config.json has no {names[0]}")
+        raise UnknownArchitecture(f"config.json has no {names[0]}")
     return default
 
 
-def _linear(path: str, inputs: int, outputs: int, bias: bool = False) -> Leaf:
-    return Leaf(path, inputs * outputs + (outputs if bias else 0), inputs, outputs)
+def _linear(path: str, inputs: int, outputs: int, bias: bool = False) -> ModuleSpec:
+    return ModuleSpec(path, inputs * outputs + (outputs if bias else 0), inputs, outputs)
 
 
 def _common(config: Config, head_dim: int | None = None, inner: str = "intermediate_size") -> dict[str, Any]:
@@ -119,19 +119,19 @@ class Llama:
         tied = bool(config.get("tie_word_embeddings", self.tied))
         vocabulary = found["vocabulary"] * hidden
         layer = (*self._attention(config, found), *self._mlp(config, found))
-        layer += tuple(Leaf(name, hidden) for name in self.norms)
+        layer += tuple(ModuleSpec(name, hidden) for name in self.norms)
         if self.qk_norm:
             narrow = found["kv_heads"] * found["head_dim"]
             widths = (wide, narrow) if self.qk_norm == "all" else (found["head_dim"],) * 2
-            layer += (Leaf("self_attn.q_norm", widths[0]), Leaf("self_attn.k_norm", widths[1]))
+            layer += (ModuleSpec("self_attn.q_norm", widths[0]), ModuleSpec("self_attn.k_norm", widths[1]))
         outside = (
-            Leaf("model.embed_tokens", vocabulary),
-            Leaf("model.norm", hidden),
-            Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+            ModuleSpec("model.embed_tokens", vocabulary),
+            ModuleSpec("model.norm", hidden),
+            ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
         )
         return ModelShape(**found, tied=tied, gated=True, layer=layer, outside=outside)
 
-    def _attention(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    def _attention(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
         hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
         narrow = found["kv_heads"] * found["head_dim"]
         said = bool(config.get("attention_bias", False))
@@ -142,7 +142,7 @@ class Llama:
         parts = (("q", wide), ("k", narrow), ("v", narrow))
         return *(_linear(f"self_attn.{name}_proj", hidden, size, bias) for name, size in parts), output
 
-    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
         hidden, inner = found["hidden"], found["intermediate"]
         bias = bool(config.get("mlp_bias", False))
         down = _linear("mlp.down_proj", inner, hidden, bias)
@@ -160,21 +160,21 @@ class Mixture(Llama):
     def __call__(self, config: Config) -> ModelShape:
         """The shape of one such model."""
         if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
-            raise Unknown("some of its layers have experts and others have none")
+            raise UnknownArchitecture("some of its layers have experts and others have none")
         experts = _number(config, "num_experts", "num_local_experts")
         active = _number(config, "num_experts_per_tok")
         found = super().__call__(config)
         return replace(found, experts=experts, active=active, intermediate=_number(config, self.inner))
 
-    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
         hidden, inner = found["hidden"], _number(config, self.inner)
         experts = _number(config, "num_experts", "num_local_experts")
         *up, down, router = registry.STACKED_EXPERTS[found["model_type"]]
         size = experts * inner * hidden
         return (
-            Leaf("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),
-            Leaf("mlp.experts", size, inner, hidden, experts, (down,)),
-            Leaf("mlp.gate", experts * hidden, hidden, experts, 1, (router,)),
+            ModuleSpec("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),
+            ModuleSpec("mlp.experts", size, inner, hidden, experts, (down,)),
+            ModuleSpec("mlp.gate", experts * hidden, hidden, experts, 1, (router,)),
         )
 
 
@@ -186,15 +186,15 @@ def _gpt2(config: Config) -> ModelShape:
         _linear("attn.c_proj", hidden, hidden, True),
         _linear("mlp.c_fc", hidden, inner, True),
         _linear("mlp.c_proj", inner, hidden, True),
-        Leaf("ln_1", 2 * hidden),
-        Leaf("ln_2", 2 * hidden),
+        ModuleSpec("ln_1", 2 * hidden),
+        ModuleSpec("ln_2", 2 * hidden),
     )
     vocabulary = found["vocabulary"] * hidden
     outside = (
-        Leaf("transformer.wte", vocabulary),
-        Leaf("transformer.wpe", found["max_positions"] * hidden),
-        Leaf("transformer.ln_f", 2 * hidden),
-        Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+        ModuleSpec("transformer.wte", vocabulary),
+        ModuleSpec("transformer.wpe", found["max_positions"] * hidden),
+        ModuleSpec("transformer.ln_f", 2 * hidden),
+        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
     )
     return ModelShape(**found, tied=tied, gated=False, stack="transformer.h", layer=layer, outside=outside)
 
@@ -208,14 +208,14 @@ def _gpt_neox(config: Config) -> ModelShape:
         _linear("attention.dense", hidden, hidden, bias),
         _linear("mlp.dense_h_to_4h", hidden, inner, True),
         _linear("mlp.dense_4h_to_h", inner, hidden, True),
-        Leaf("input_layernorm", 2 * hidden),
-        Leaf("post_attention_layernorm", 2 * hidden),
+        ModuleSpec("input_layernorm", 2 * hidden),
+        ModuleSpec("post_attention_layernorm", 2 * hidden),
     )
     vocabulary = found["vocabulary"] * hidden
     outside = (
-        Leaf("gpt_neox.embed_in", vocabulary),
-        Leaf("gpt_neox.final_layer_norm", 2 * hidden),
-        Leaf("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+        ModuleSpec("gpt_neox.embed_in", vocabulary),
+        ModuleSpec("gpt_neox.final_layer_norm", 2 * hidden),
+        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
     )
     return ModelShape(**found, tied=tied, gated=False, stack="gpt_neox.layers", layer=layer, outside=outside)
 
@@ -231,13 +231,13 @@ def _phi(config: Config) -> ModelShape:
         _linear("self_attn.dense", wide, hidden, True),
         _linear("mlp.fc1", hidden, inner, True),
         _linear("mlp.fc2", inner, hidden, True),
-        Leaf("input_layernorm", 2 * hidden),
+        ModuleSpec("input_layernorm", 2 * hidden),
     )
     vocabulary = found["vocabulary"] * hidden
     outside = (
-        Leaf("model.embed_tokens", vocabulary),
-        Leaf("model.final_layernorm", 2 * hidden),
-        Leaf("lm_head", found["vocabulary"] + (0 if tied else vocabulary), hidden, found["vocabulary"]),
+        ModuleSpec("model.embed_tokens", vocabulary),
+        ModuleSpec("model.final_layernorm", 2 * hidden),
+        ModuleSpec("lm_head", found["vocabulary"] + (0 if tied else vocabulary), hidden, found["vocabulary"]),
     )
     return ModelShape(**found, tied=tied, gated=False, layer=layer, outside=outside)
 
@@ -245,7 +245,7 @@ def _phi(config: Config) -> ModelShape:
 _FOUR = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-FAMILIES: Mapping[str, Callable[[Config], ModelShape]] = {
+ARCHITECTURES: Mapping[str, Callable[[Config], ModelShape]] = {
     "llama": Llama(),
     "mistral": Llama(qkv_bias=False, o_bias=False),
     "qwen2": Llama(qkv_bias=True, o_bias=False),

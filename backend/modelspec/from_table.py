@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from backend.modelspec.architectures import Unknown, _came_packed
-from backend.modelspec.modules import Leaf, ModelShape
+from backend.modelspec.architectures import UnknownArchitecture, _came_packed
+from backend.modelspec.modules import ModelShape, ModuleSpec
 
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -32,16 +32,16 @@ SECOND = re.compile(r"\.\d+\.|cross_att|encoder_att")  # in paths of layers with
 
 
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that `table` lists; `config` is its config.json. Raises Unknown with the reason."""
+    """The shape of the model that `table` lists; `config` is its config.json. Raises UnknownArchitecture with the reason."""
     kind = str(table.get("model_type"))
     if table.get("kind") != "decoder":
-        raise Unknown(f"{kind} is {KINDS.get(str(table.get('kind')), 'no text model')}, not a causal language model")
+        raise UnknownArchitecture(f"{kind} is {KINDS.get(str(table.get('kind')), 'no text model')}, not a causal language model")
     if not table.get("causal_lm"):
-        raise Unknown(f"transformers has no causal language model for {kind}")
+        raise UnknownArchitecture(f"transformers has no causal language model for {kind}")
     try:
         return Reading(table, config).shape()
     except (KeyError, IndexError, TypeError) as error:
-        raise Unknown(f"the module table of this {kind} is incomplete: {type(error).__name__} {error}") from None
+        raise UnknownArchitecture(f"the module table of this {kind} is incomplete: {type(error).__name__} {error}") from None
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Reading:
         """All of them."""
         layers = self.table["layers"]
         if not layers["count"] or not self.table["head"]:
-            raise Unknown(f"{self.table['class']} has no list of layers and no output layer that Footplate recognizes")
+            raise UnknownArchitecture(f"{self.table['class']} has no list of layers and no output layer that Footplate recognizes")
         text = self.config.get("text_config") or self.config
         dtype = next((str(c[n]) for c in (text, self.config) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
         architectures = text.get("architectures") or self.config.get("architectures") or [self.table["class"]]
-        several = len(self.kinds) > 1
+        several = len(self.layer_kinds) > 1
         return ModelShape(
             layers=int(layers["count"]),
             hidden=self.hidden,
@@ -87,15 +87,15 @@ class Reading:
             stack=str(layers["path"]),
             layer=self.layer,
             outside=self._outside(),
-            kinds=self.kinds if several else (),
-            order=tuple(layers["order"]) if several else (),
+            layer_kinds=self.layer_kinds if several else (),
+            layer_order=tuple(layers["order"]) if several else (),
             activations_unknown=self._why_unknown(),
         )
 
     # Modules.
 
     @cached_property
-    def kinds(self) -> tuple[tuple[Leaf, ...], ...]:
+    def layer_kinds(self) -> tuple[tuple[ModuleSpec, ...], ...]:
         """The leaf modules of each kind of layer."""
         listed = self.table["layers"]["kinds"]
         return tuple(tuple(leaf for entry in kind["modules"] for leaf in self._leaves(entry)) for kind in listed)
@@ -105,36 +105,36 @@ class Reading:
         return max(self.table["layers"]["kinds"], key=lambda kind: int(kind["count"]))
 
     @cached_property
-    def layer(self) -> tuple[Leaf, ...]:
+    def layer(self) -> tuple[ModuleSpec, ...]:
         """The leaf modules of the most frequent kind of layer."""
-        return self.kinds[self.table["layers"]["kinds"].index(self._most)]
+        return self.layer_kinds[self.table["layers"]["kinds"].index(self._most)]
 
-    def _outside(self) -> tuple[Leaf, ...]:
+    def _outside(self) -> tuple[ModuleSpec, ...]:
         """The embeddings first, the output layer last."""
         head, first = self.table["head"], self.table["embeddings"]
         entries = sorted(self.table["outside"], key=lambda entry: (entry["path"] == head) - (entry["path"] == first))
         if entries[-1]["path"] != head:
-            raise Unknown(f"the output layer {head} of {self.table['class']} has no weights of its own")
+            raise UnknownArchitecture(f"the output layer {head} of {self.table['class']} has no weights of its own")
         return tuple(leaf for entry in entries for leaf in self._leaves(entry))
 
-    def _leaves(self, entry: Entry) -> Iterator[Leaf]:
+    def _leaves(self, entry: Entry) -> Iterator[ModuleSpec]:
         """A module as leaves: one, or one for each stacked parameter."""
         path, shapes = entry["path"], entry["parameters"]
         sizes = {name: 0 if name in entry.get("tied", ()) else math.prod(shape) for name, shape in shapes.items()}
         weight = shapes.get("weight", ())
         if names := self._names(f"{path}.weight") if len(weight) == 2 else ():
-            yield Leaf(path, sum(sizes.values()), weight[1], weight[0], 1, names)
+            yield ModuleSpec(path, sum(sizes.values()), weight[1], weight[0], 1, names)
         elif entry["type"] in ("linear", "conv1d"):
             out, into = weight if entry["type"] == "linear" else reversed(weight)
-            yield Leaf(path, sum(sizes.values()), into, out, adaptable=self._adaptable(path))
+            yield ModuleSpec(path, sum(sizes.values()), into, out, supports_lora=self._adaptable(path))
         elif entry["type"] == "experts":
             for name, shape in shapes.items():
                 if len(shape) == 3:
-                    yield Leaf(path, sizes.pop(name), shape[2], shape[1], shape[0], self._names(f"{path}.{name}"))
+                    yield ModuleSpec(path, sizes.pop(name), shape[2], shape[1], shape[0], self._names(f"{path}.{name}"))
             if sizes:
-                yield Leaf(path, sum(sizes.values()))
+                yield ModuleSpec(path, sum(sizes.values()))
         else:
-            yield Leaf(path, sum(sizes.values()))
+            yield ModuleSpec(path, sum(sizes.values()))
 
     def _names(self, parameter: str) -> tuple[str, ...]:
         """Names by which peft adapts a parameter of a mixture of experts."""
@@ -174,7 +174,7 @@ class Reading:
             if entry["path"] == self.table["embeddings"] and "weight" in entry["parameters"]:
                 rows, columns = entry["parameters"]["weight"]
                 return int(rows), int(columns)
-        raise Unknown(f"{self.table['class']} has no embeddings that Footplate recognizes")
+        raise UnknownArchitecture(f"{self.table['class']} has no embeddings that Footplate recognizes")
 
     @cached_property
     def hidden(self) -> int:
@@ -204,21 +204,21 @@ class Reading:
         return self._number("head_dim") or (self.hidden // self.heads if self.heads else 0)
 
     @cached_property
-    def _attention(self) -> list[Leaf]:
-        return [leaf for leaf in self.layer if leaf.inputs and "att" in leaf.path.lower()]
+    def _attention(self) -> list[ModuleSpec]:
+        return [leaf for leaf in self.layer if leaf.in_features and "att" in leaf.path.lower()]
 
     @cached_property
-    def _mlp(self) -> list[Leaf]:
-        return [leaf for leaf in self.layer if leaf.linear and "att" not in leaf.path.lower()]
+    def _mlp(self) -> list[ModuleSpec]:
+        return [leaf for leaf in self.layer if leaf.is_linear and "att" not in leaf.path.lower()]
 
     @cached_property
-    def _stacked(self) -> list[Leaf]:
+    def _stacked(self) -> list[ModuleSpec]:
         return [leaf for leaf in self.layer if leaf.stacked > 1]
 
     @cached_property
     def dense_inner(self) -> int:
         """Inner width of the dense MLP: inputs of the linear layer that leads back to the hidden size."""
-        down = [leaf.inputs for leaf in self._mlp if leaf.outputs == self.hidden]
+        down = [leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden]
         return max(down, default=self._number("intermediate_size"))
 
     @cached_property
@@ -229,7 +229,7 @@ class Reading:
     @cached_property
     def _expert(self) -> int:
         """Elements of the matrices of one expert, biases left out."""
-        return sum(leaf.inputs * leaf.outputs for leaf in self._stacked if leaf.stacked == self.experts)
+        return sum(leaf.in_features * leaf.out_features for leaf in self._stacked if leaf.stacked == self.experts)
 
     @cached_property
     def experts_inner(self) -> int:
@@ -238,14 +238,14 @@ class Reading:
             inner = self._number(name)
             if self._expert and self._expert in (2 * inner * self.hidden, 3 * inner * self.hidden):
                 return inner
-        wide = [size for leaf in self._stacked for size in (leaf.inputs, leaf.outputs) if size != self.hidden]
+        wide = [size for leaf in self._stacked for size in (leaf.in_features, leaf.out_features) if size != self.hidden]
         return min(wide, default=self.hidden)
 
     @cached_property
     def active(self) -> int:
         """Experts that work on a token; a dense MLP next to them (shared experts) counts as so many more."""
         chosen = self._number(*ACTIVE)
-        shared = max((leaf.inputs for leaf in self._mlp if leaf.outputs == self.hidden), default=0)
+        shared = max((leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden), default=0)
         return chosen + round(shared / self.experts_inner) if self.experts and chosen else 0
 
     @cached_property
@@ -253,7 +253,7 @@ class Reading:
         """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
         if self.experts:
             return self._expert >= 3 * self.experts_inner * self.hidden
-        up = sum(leaf.outputs for leaf in self._mlp if leaf.inputs == self.hidden and leaf.outputs != self.hidden)
+        up = sum(leaf.out_features for leaf in self._mlp if leaf.in_features == self.hidden and leaf.out_features != self.hidden)
         return up >= 2 * self.dense_inner > 0
 
     # What is said of the layers.
@@ -272,7 +272,7 @@ class Reading:
         if odd:
             return f"{what}: it has layers of type {odd[0]}"
         if share < SHARE:
-            return f"{what}: its layers differ ({len(self.kinds)} kinds, none of them {SHARE:.0%} of the layers)"
+            return f"{what}: its layers differ ({len(self.layer_kinds)} kinds, none of them {SHARE:.0%} of the layers)"
         for entry in self._most["modules"]:
             if not _simple(entry):
                 return f"{what}: its layers have a {entry['class']}"
@@ -282,7 +282,7 @@ class Reading:
             return f"{what}: its layers have several attention blocks"
         if self.experts and not self.active:
             return f"{what}: config.json does not say how many experts work on a token"
-        wide = {leaf.inputs for leaf in self._attention if leaf.outputs == self.hidden}
+        wide = {leaf.in_features for leaf in self._attention if leaf.out_features == self.hidden}
         known = {self.heads * self.head_dim, self.heads * self._number("v_head_dim")} - {0}
         if not wide & known:
             return f"{what}: the width of its attention heads is not known"

@@ -1,53 +1,52 @@
-"""A model as a table of its modules with weights: path, inputs, outputs, parameters.
-
-Everything else is a sum over it.
-"""
+"""ModuleSpec and ModelShape: a model as a list of its modules with parameters. All counts are sums over that list."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-SCORE = "score"  # transformers' name for the head of a model that gives numbers instead of words
+SCORE = "score"  # transformers' name of the scalar head of a reward model
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One module with weights of its own: `path` ends its name, `inputs` and `outputs` are 0 unless it multiplies.
+class ModuleSpec:
+    """One module with parameters. `path` is its name within a layer or the model; `in_features` and `out_features` are 0
+    for modules without a weight matrix, such as norms.
 
-    `stacked`: so many matrices lie in one weight, which is no linear layer: a mixture's experts, or 1, their router.
-    `names`: of the linear layers that they once were, by which adapters are told of them.
-    `adaptable`: peft can put an adapter on it.
+    `stacked`: number of matrices in one parameter, for experts of a mixture; 1 for their router, 0 for other modules.
+    `target_names`: names in lora.target_modules that select stacked experts, which have no module of that name.
+    `supports_lora`: peft can put an adapter on it.
     """
 
     path: str
     parameters: int
-    inputs: int = 0
-    outputs: int = 0
+    in_features: int = 0
+    out_features: int = 0
     stacked: int = 0
-    names: tuple[str, ...] = ()
-    adaptable: bool = True
+    target_names: tuple[str, ...] = ()
+    supports_lora: bool = True
 
     @property
-    def adapts(self) -> bool:
+    def accepts_lora(self) -> bool:
         """Whether peft's all-linear puts an adapter on it."""
-        return self.inputs > 0 and self.adaptable and (not self.stacked or bool(self.names))
+        return self.in_features > 0 and self.supports_lora and (not self.stacked or bool(self.target_names))
 
     @property
-    def linear(self) -> bool:
-        """Whether it is a linear layer: what is packed, projected, cast."""
-        return self.inputs > 0 and not self.stacked
+    def is_linear(self) -> bool:
+        """Whether it is a linear layer, which can be quantized and has projected gradients."""
+        return self.in_features > 0 and not self.stacked
 
-    def carries(self, name: str) -> bool:
-        """Whether an adapter for `name` lies on it; numbers of layers may be part of it."""
+    def is_targeted_by(self, name: str) -> bool:
+        """Whether `name` in lora.target_modules selects it; the name may include the layer number."""
         if self.stacked:
-            return name in self.names
-        return self.adapts and f".{self.path}".endswith(f".{name}")
+            return name in self.target_names
+        return self.accepts_lora and f".{self.path}".endswith(f".{name}")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides memory. `layer` lists the modules of one layer, `outside` those beside the layers."""
+    """The sizes of a model. `layer` lists the modules of one decoder layer, `outside` all others: the embeddings first, the
+    output layer last."""
 
     layers: int
     hidden: int
@@ -63,71 +62,71 @@ class ModelShape:
     architecture: str
     model_type: str
     activation: str = "silu"
-    bits: int = 0  # of weights that came packed and stay so; 0: as dtype says
-    group: int = 0  # so many of them share a scale and a zero point
+    bits: int = 0  # of the weights of a prequantized checkpoint; 0: not quantized
+    group: int = 0  # quantized weights that share a scale and a zero point
     sdpa: bool = True  # False: transformers computes its attention eagerly unless another kernel is requested
-    sliding: bool = False  # a token of some layers sees its neighbours alone
-    experts: int = 0  # of a layer; `intermediate` is then the width of one
-    active: int = 0  # of these, so many work on a token
-    stack: str = "model.layers"
-    layer: tuple[Leaf, ...] = field(default=(), repr=False)
-    outside: tuple[Leaf, ...] = field(default=(), repr=False)
+    sliding: bool = False  # some layers have sliding-window or chunked attention
+    experts: int = 0  # per layer; `intermediate` is then the intermediate size of one expert
+    active: int = 0  # experts per token
+    stack: str = "model.layers"  # path of the list of decoder layers
+    layer: tuple[ModuleSpec, ...] = field(default=(), repr=False)
+    outside: tuple[ModuleSpec, ...] = field(default=(), repr=False)
     # Where layers differ: the modules of each kind of layer, and the kind of each layer. `layer` is the most frequent.
-    kinds: tuple[tuple[Leaf, ...], ...] = field(default=(), repr=False)
-    order: tuple[int, ...] = field(default=(), repr=False)
+    layer_kinds: tuple[tuple[ModuleSpec, ...], ...] = field(default=(), repr=False)
+    layer_order: tuple[int, ...] = field(default=(), repr=False)
     activations_unknown: str = ""  # why the memory of activations cannot be estimated, as the end of a sentence
 
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer; of the largest, where layers differ."""
-        return max(sum(leaf.parameters for leaf in layer) for layer in self.kinds or (self.layer,))
+        return max(sum(leaf.parameters for leaf in layer) for layer in self.layer_kinds or (self.layer,))
 
     @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
-        layers = sum(leaf.parameters for layer in self.each for leaf in layer)
+        layers = sum(leaf.parameters for layer in self.modules_by_layer for leaf in layer)
         return layers + sum(leaf.parameters for leaf in self.outside)
 
     @property
-    def each(self) -> tuple[tuple[Leaf, ...], ...]:
+    def modules_by_layer(self) -> tuple[tuple[ModuleSpec, ...], ...]:
         """The modules of every layer."""
-        return tuple(self.kinds[kind] for kind in self.order) if self.kinds else (self.layer,) * self.layers
+        return tuple(self.layer_kinds[kind] for kind in self.layer_order) if self.layer_kinds else (self.layer,) * self.layers
 
     @property
-    def every(self) -> tuple[Leaf, ...]:
-        """The modules of a layer of each kind."""
-        return tuple(leaf for layer in self.kinds or (self.layer,) for leaf in layer)
+    def layer_modules(self) -> tuple[ModuleSpec, ...]:
+        """The modules of one layer of each kind."""
+        return tuple(leaf for layer in self.layer_kinds or (self.layer,) for leaf in layer)
 
     @property
-    def linear(self) -> tuple[str, ...]:
-        """Names by which adapters are put on modules: q_proj, k_proj, ..."""
-        found = (leaf.names or (_end(leaf.path),) for leaf in self.every if leaf.adapts)
+    def lora_target_names(self) -> tuple[str, ...]:
+        """Names for lora.target_modules: q_proj, k_proj, ..."""
+        found = (leaf.target_names or (_end(leaf.path),) for leaf in self.layer_modules if leaf.accepts_lora)
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Name ends of every module with weights."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.every, *self.outside)))
+    def module_names(self) -> tuple[str, ...]:
+        """The last name part of every module with parameters."""
+        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer_modules, *self.outside)))
 
     @property
     def head(self) -> str:
-        """The output layer, which cannot carry an adapter."""
+        """Path of the output layer, which does not get an adapter."""
         return self.outside[-1].path
 
     @property
     def scoring(self) -> ModelShape:
-        """The same model with a head that gives one number, in the place of the output layer."""
-        return replace(self, tied=False, outside=(*self.outside[:-1], Leaf(SCORE, self.hidden, self.hidden, 1)))
+        """The same model with a scalar head instead of the output layer."""
+        return replace(self, tied=False, outside=(*self.outside[:-1], ModuleSpec(SCORE, self.hidden, self.hidden, 1)))
 
-    def leaves(self) -> tuple[Leaf, ...]:
-        """Every leaf module with its full name."""
-        return self._leaves
+    def all_modules(self) -> tuple[ModuleSpec, ...]:
+        """All modules of all layers, with their full names."""
+        return self._all_modules
 
     @cached_property
-    def _leaves(self) -> tuple[Leaf, ...]:
+    def _all_modules(self) -> tuple[ModuleSpec, ...]:
         layers = [
             replace(leaf, path=f"{self.stack}.{number}.{leaf.path}".rstrip("."))
-            for number, layer in enumerate(self.each)
+            for number, layer in enumerate(self.modules_by_layer)
             for leaf in layer
         ]
         return (*layers, *self.outside)
@@ -138,5 +137,5 @@ def _end(path: str) -> str:
 
 
 def matches(path: str, name: str) -> bool:
-    """Whether the module `path`, or one that it lies in, is called `name` (whole parts of the name, at its end)."""
+    """Whether the module `path`, or a module that contains it, is called `name`; complete name parts are compared."""
     return f".{name}." in f".{path}."

@@ -1,4 +1,4 @@
-"""What a method trains of a model: adapters, layers, copies."""
+"""What a method trains: LoRA adapters, copies of modules (modules_to_save), unfrozen layers, or all parameters."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import replace
 from functools import lru_cache
 
 from backend.config import Lora, Method, RunSpec
-from backend.modelspec.modules import SCORE, Leaf, ModelShape, matches
+from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
 
 
-@lru_cache(maxsize=64)  # an estimate asks for it a dozen times
-def adapted(lora: Lora, shape: ModelShape) -> list[Leaf]:
+@lru_cache(maxsize=64)  # one check asks for it dozens of times
+def lora_modules(lora: Lora, shape: ModelShape) -> list[ModuleSpec]:
     """The modules that get a LoRA adapter."""
-    found = [leaf for leaf in shape.leaves() if leaf.adapts and leaf.path != shape.head]
+    found = [leaf for leaf in shape.all_modules() if leaf.accepts_lora and leaf.path != shape.head]
     if lora.targets == "all-linear":
         return found
     if lora.targets == "attention":
         return [leaf for leaf in found if "attn" in leaf.path or "attention" in leaf.path]
-    return [leaf for leaf in found if any(leaf.carries(name) for name in lora.target_modules)]
+    return [leaf for leaf in found if any(leaf.is_targeted_by(name) for name in lora.target_modules)]
 
 
-def trainable(spec: RunSpec, shape: ModelShape) -> int:
-    """Parameters that the method trains, adapters included."""
+def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
+    """Trainable parameters of `spec`, adapters included."""
     return _trainable(spec.method, spec.lora, shape)
 
 
@@ -33,72 +33,72 @@ def _trainable(method: Method, lora: Lora, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
-        added = kept(shape, SCORE) + sum(low_rank(lora, leaf) for leaf in adapted(lora, shape))
-        return added + sum(kept(shape, name) for name in lora.modules_to_save)
-    names = unfrozen(method, shape)
-    return sum(leaf.parameters for leaf in shape.leaves() if any(matches(leaf.path, name) for name in names))
+        added = saved_copy_parameters(shape, SCORE) + sum(lora_parameters(lora, leaf) for leaf in lora_modules(lora, shape))
+        return added + sum(saved_copy_parameters(shape, name) for name in lora.modules_to_save)
+    names = unfrozen_modules(method, shape)
+    return sum(leaf.parameters for leaf in shape.all_modules() if any(matches(leaf.path, name) for name in names))
 
 
-def unfrozen(method: Method, shape: ModelShape) -> list[str]:
-    """Names of the modules that are trained where the others are frozen."""
-    wanted = method.freeze_trainable_layers
-    layers = range(shape.layers)[-wanted:] if wanted > 0 else range(min(-wanted, shape.layers))
-    return [SCORE, *method.freeze_extra_modules, *(f"{shape.stack}.{number}" for number in layers if wanted)]
+def unfrozen_modules(method: Method, shape: ModelShape) -> list[str]:
+    """Names of the modules that are trained with method.kind freeze."""
+    count = method.freeze_trainable_layers  # negative: the first layers instead of the last
+    layers = range(shape.layers)[-count:] if count > 0 else range(min(-count, shape.layers))
+    return [SCORE, *method.freeze_extra_modules, *(f"{shape.stack}.{number}" for number in layers if count)]
 
 
-def ranks(lora: Lora, leaf: Leaf) -> int:
-    """Rows of an adapter's A: the rank, of each expert, and for each layer that was put into one."""
-    return lora.r * max(1, leaf.stacked) * max(1, len(leaf.names))
+def stacked_rank(lora: Lora, leaf: ModuleSpec) -> int:
+    """Rows of an adapter's lora_A: the rank, times experts and fused projections of a stacked parameter."""
+    return lora.r * max(1, leaf.stacked) * max(1, len(leaf.target_names))
 
 
-def low_rank(lora: Lora, leaf: Leaf) -> int:
-    """Parameters that an adapter adds to a module; DoRA has a length for each of its outputs."""
-    return ranks(lora, leaf) * (leaf.inputs + leaf.outputs) + (leaf.outputs if lora.use_dora else 0)
+def lora_parameters(lora: Lora, leaf: ModuleSpec) -> int:
+    """Parameters of a module's adapter; DoRA adds a magnitude per output feature."""
+    return stacked_rank(lora, leaf) * (leaf.in_features + leaf.out_features) + (leaf.out_features if lora.use_dora else 0)
 
 
 @lru_cache(maxsize=64)
-def kept(shape: ModelShape, name: str) -> int:
-    """Parameters of the copies that `modules_to_save` makes of modules called `name`; a tied head is copied too."""
-    found = sum(leaf.parameters for leaf in shape.leaves() if matches(leaf.path, name))
+def saved_copy_parameters(shape: ModelShape, name: str) -> int:
+    """Parameters of the copies that modules_to_save makes of the modules called `name`; a tied head is copied too."""
+    found = sum(leaf.parameters for leaf in shape.all_modules() if matches(leaf.path, name))
     return found or (shape.vocabulary * shape.hidden if shape.tied and matches(shape.head, name) else 0)
 
 
 @lru_cache(maxsize=64)
-def tensors(method: Method, lora: Lora, shape: ModelShape) -> tuple[Leaf, ...]:
-    """Trained tensors: `outputs` rows and `inputs` columns, or 0 and 0 for a vector."""
+def trainable_tensors(method: Method, lora: Lora, shape: ModelShape) -> tuple[ModuleSpec, ...]:
+    """The trainable tensors: `out_features` rows and `in_features` columns, or 0 and 0 for a vector."""
     found = tuple(_listed(method, lora, shape))
     rest = _trainable(method, lora, shape) - sum(leaf.parameters for leaf in found)
-    return (*found, Leaf("", rest)) if rest > 0 else found
+    return (*found, ModuleSpec("", rest)) if rest > 0 else found
 
 
 @lru_cache(maxsize=64)
-def alike(method: Method, lora: Lora, shape: ModelShape) -> Mapping[Leaf, int]:
-    """Trained tensors that are the same but for their layer's number, which is left out, and how many they are."""
-    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in tensors(method, lora, shape))
+def count_equal_tensors(method: Method, lora: Lora, shape: ModelShape) -> Mapping[ModuleSpec, int]:
+    """The trainable tensors without their layer number, and how often each occurs."""
+    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in trainable_tensors(method, lora, shape))
 
 
-def _listed(method: Method, lora: Lora, shape: ModelShape) -> Iterator[Leaf]:
+def _listed(method: Method, lora: Lora, shape: ModelShape) -> Iterator[ModuleSpec]:
     if method.kind == "lora":
-        for leaf in adapted(lora, shape):
-            rank = ranks(lora, leaf)
-            yield Leaf(f"{leaf.path}.lora_A", rank * leaf.inputs, leaf.inputs, rank)
-            yield Leaf(f"{leaf.path}.lora_B", rank * leaf.outputs, rank, leaf.outputs)
+        for leaf in lora_modules(lora, shape):
+            rank = stacked_rank(lora, leaf)
+            yield ModuleSpec(f"{leaf.path}.lora_A", rank * leaf.in_features, leaf.in_features, rank)
+            yield ModuleSpec(f"{leaf.path}.lora_B", rank * leaf.out_features, rank, leaf.out_features)
     full = method.kind == "full"
-    names = [SCORE, *lora.modules_to_save] if method.kind == "lora" else [] if full else unfrozen(method, shape)
-    for leaf in shape.leaves():
+    names = [SCORE, *lora.modules_to_save] if method.kind == "lora" else [] if full else unfrozen_modules(method, shape)
+    for leaf in shape.all_modules():
         if full or any(matches(leaf.path, name) for name in names):
             yield from _split(leaf, shape.hidden)
 
 
-def _split(leaf: Leaf, hidden: int) -> Iterator[Leaf]:
+def _split(leaf: ModuleSpec, hidden: int) -> Iterator[ModuleSpec]:
     """A module's matrix and its bias."""
-    rows, columns = leaf.outputs, leaf.inputs
+    rows, columns = leaf.out_features, leaf.in_features
     if not rows and leaf.parameters > 2 * hidden and leaf.parameters % hidden == 0:
-        rows, columns = leaf.parameters // hidden, hidden  # embeddings
+        rows, columns = leaf.parameters // hidden, hidden  # the embeddings
     if not leaf.parameters:
         return  # tied
     size = rows * columns * max(1, leaf.stacked)
     if leaf.parameters >= size > 0:
-        yield replace(leaf, parameters=size, inputs=columns, outputs=rows)
+        yield replace(leaf, parameters=size, in_features=columns, out_features=rows)
     if bias := leaf.parameters - size:
-        yield Leaf(f"{leaf.path}.bias", bias)
+        yield ModuleSpec(f"{leaf.path}.bias", bias)

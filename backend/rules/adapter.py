@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from backend import registry
-from backend.modelspec import adapted, trainable
+from backend.modelspec import lora_modules, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import ATTENTION_ONLY
 from backend.rules.examples import DEMO, GPT2, H100, MOE
@@ -66,7 +66,7 @@ def init_rank_exceeds_layer(case: Case) -> Violation | None:
     shape, rank = case.shape, case.spec.lora.r
     if not _uses_lora(case) or case.spec.lora.init not in INITS_FROM_WEIGHTS or shape is None:
         return None
-    smallest = min((min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape)), default=rank)
+    smallest = min((min(leaf.in_features, leaf.out_features) for leaf in lora_modules(case.spec.lora, shape)), default=rank)
     if rank <= smallest:
         return None
     message = (
@@ -245,5 +245,5 @@ def lora_on_every_expert(case: Case) -> str | None:
     shape = case.shape
     if shape is None or not shape.experts or not case.spec.adapts_experts(case.facts.stacked_modules):
         return None
-    count = trainable(case.spec, shape)
+    count = trainable_parameters(case.spec, shape)
     return f"The adapters cover {shape.experts} experts in each layer: {count:,} trainable parameters."

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from backend.modelspec import ModelShape, adapted, matches, trainable
+from backend.modelspec import ModelShape, lora_modules, matches, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B
@@ -50,8 +50,8 @@ def missing_lora_targets(case: Case) -> Violation | None:
     message = "lora.targets is custom and lora.target_modules is empty."
     if shape is None:
         return Violation(f"{message} Each entry is the end of a module name, such as q_proj.")
-    every = Fix(f"Target {names(shape.linear)}", _names_patch("lora.target_modules", shape.linear), False)
-    return Violation(f"{message} The linear layers of {shape.architecture} are {names(shape.linear)}.", (every,))
+    every = Fix(f"Target {names(shape.lora_target_names)}", _names_patch("lora.target_modules", shape.lora_target_names), False)
+    return Violation(f"{message} The linear layers of {shape.architecture} are {names(shape.lora_target_names)}.", (every,))
 
 
 @rule(
@@ -81,7 +81,7 @@ def unknown_lora_target(case: Case) -> Violation | None:
         return Violation(_missing_modules(case, "lora.target_modules", unknown), fixes)
     message = (
         f"lora.target_modules has {names(unknown)}, which matches no layer of {shape.architecture} that can be "
-        f"adapted; its linear layers are {names(shape.linear)}."
+        f"adapted; its linear layers are {names(shape.lora_target_names)}."
     )
     return Violation(message, fixes)
 
@@ -99,7 +99,7 @@ def _supports_adapter(case: Case, name: str) -> bool:
 
 def _is_adaptable(shape: ModelShape, name: str) -> bool:
     """Whether the name matches a module of the shape that LoRA can adapt."""
-    return any(leaf.carries(name) for leaf in shape.leaves())
+    return any(leaf.is_targeted_by(name) for leaf in shape.all_modules())
 
 
 def _is_lm_head(shape: ModelShape, name: str) -> bool:
@@ -154,7 +154,7 @@ def _module_exists(case: Case, name: str) -> bool:
     """Whether a module has, or may have, this name. Without a shape the attribute names in the model's code decide;
     without those every name may exist."""
     if case.shape:
-        return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.leaves())
+        return bool(name) and any(matches(leaf.path, name) for leaf in case.shape.all_modules())
     known = case.facts.module_attributes
     return not known or all(part in known or part.isdigit() for part in name.split("."))
 
@@ -164,7 +164,7 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
         return f"{option} has {names(unknown)}, which is no attribute name in the code of this model."
     return (
         f"{option} has {names(unknown)}, which matches no module of {case.shape.architecture}; its modules are "
-        f"{names(case.shape.modules)}."
+        f"{names(case.shape.module_names)}."
     )
 
 
@@ -217,7 +217,7 @@ def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
     """FSDP2 puts modules that share a weight into one group. PEFT replaces one of the two by a trainable copy, the
     frozen original then belongs to two groups, and fully_shard raises an error."""
     tied = _tied_modules(case)
-    if not tied or case.strategy.engine != "fsdp":
+    if not tied or not case.run.fsdp_version:
         return None
     message = (
         f"lora.modules_to_save has {names(tied)}, the model has tie_word_embeddings set, and the strategy is "
@@ -269,7 +269,7 @@ def no_trainable_parameters(case: Case) -> str | None:
         return "method.freeze_trainable_layers is 0 and method.freeze_extra_modules is empty."
     if shape is None or not all(_module_exists(case, name) for name in method.freeze_extra_modules):
         return None
-    if trainable(case.spec, shape):
+    if trainable_parameters(case.spec, shape):
         return None
     modules = names(method.freeze_extra_modules)
     return f"method.freeze_trainable_layers is 0, and {modules} in method.freeze_extra_modules has no parameters."
@@ -316,7 +316,7 @@ def lora_rank_exceeds_layer(case: Case) -> str | None:
     shape = _lora_shape(case)
     if shape is None:
         return None
-    sizes = [min(leaf.inputs, leaf.outputs) for leaf in adapted(case.spec.lora, shape) if leaf.linear]
+    sizes = [min(leaf.in_features, leaf.out_features) for leaf in lora_modules(case.spec.lora, shape) if leaf.is_linear]
     rank, smallest = case.spec.lora.r, min(sizes, default=0)
     if not rank > smallest > 0:
         return None

@@ -109,7 +109,7 @@ def matrix_rows_fewer_than_shards(case: Case) -> str | None:
     if case.shape is None:
         return None
     shards, state = _fsdp2_shards(case), OptimizerState(case.spec, case.shape)
-    rows = min((leaf.outputs for leaf in state.tensors if state.updates_as_matrix(leaf)), default=shards)
+    rows = min((leaf.out_features for leaf in state.tensors if state.updates_as_matrix(leaf)), default=shards)
     if rows >= shards:
         return None
     label = _optimizer(case).label
@@ -465,7 +465,7 @@ def _projected_layers(case: Case) -> list[str]:
     if shape is None:
         return []
     # GPT-2's layers are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
-    linear = [leaf.path for leaf in shape.leaves() if leaf.linear and leaf.parameters]
+    linear = [leaf.path for leaf in shape.all_modules() if leaf.is_linear and leaf.parameters]
     if shape.model_type == "gpt2":
         linear = [path for path in linear if path == shape.head]
     if train.optim_targets == "all-linear":
@@ -503,8 +503,8 @@ def reverse_std_rank_too_high(case: Case) -> Violation | None:
     if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
     state = OptimizerState(case.spec, shape)
-    wide = [leaf for leaf in state.tensors if leaf.outputs < leaf.inputs and state.is_projected(leaf)]
-    rows = min((leaf.outputs for leaf in wide), default=train.projection_rank + 1)
+    wide = [leaf for leaf in state.tensors if leaf.out_features < leaf.in_features and state.is_projected(leaf)]
+    rows = min((leaf.out_features for leaf in wide), default=train.projection_rank + 1)
     if train.projection_rank < rows:
         return None
     fixes = [Fix("Use projection type std", {"train.galore_proj_type": "std"}, safe=False, cost="another projection")]

@@ -318,6 +318,6 @@ def experts_not_quantized(case: Case) -> str | None:
     stays in the compute dtype, and experts are nearly all weights of an MoE model."""
     if case.shape is None or not _quantization(case).bits or not case.shape.experts:
         return None
-    stacked = sum(leaf.parameters for leaf in case.shape.leaves() if leaf.stacked > 1)
+    stacked = sum(leaf.parameters for leaf in case.shape.all_modules() if leaf.stacked > 1)
     share, dtype = stacked / case.shape.parameters, case.run.compute_dtype
     return f"With {_quantization(case).label}, {share:.0%} of the model's weights (the experts) would stay in {dtype}."

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from backend.config import RunSpec
 from backend.config.options import edit
-from backend.modelspec import Unknown, trainable
+from backend.modelspec import UnknownArchitecture, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.worker import ModuleTables
 from backend.paths import HOME
@@ -126,7 +126,7 @@ def test_an_architecture_is_what_transformers_and_peft_count(tables: ModuleTable
     assert (table["class"], table["causal_lm"], table["kind"]) == (type(model).__name__, True, "decoder")
     assert shape.parameters == table["parameters"] == count(model)
     own = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    assert own == {leaf.path for leaf in shape.leaves()}
+    assert own == {leaf.path for leaf in shape.all_modules()}
     assert {type(module).__name__ for module in model.modules()} == set(table["class_names"])
     freezes(shape, model)
     adapts(shape, model, kind)
@@ -138,8 +138,8 @@ def freezes(shape: Any, model: Any) -> None:
         return  # training refuses to count its layers
     for layers in (1, -2):
         spec = edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": layers})
-        chosen = tuple(f"{name}." for name in adapters._trained(spec, model))
-        assert trainable(spec, shape) == sum(p.numel() for n, p in model.named_parameters() if n.startswith(chosen))
+        chosen = tuple(f"{name}." for name in adapters._unfrozen_modules(spec, model))
+        assert trainable_parameters(spec, shape) == sum(p.numel() for n, p in model.named_parameters() if n.startswith(chosen))
 
 
 def adapts(shape: Any, model: Any, kind: str) -> None:
@@ -149,7 +149,7 @@ def adapts(shape: Any, model: Any, kind: str) -> None:
             get_peft_model(model, config, low_cpu_mem_usage=True)
         return
     made = get_peft_model(model, config, low_cpu_mem_usage=True)
-    assert trainable(edit(RunSpec(), {"lora.r": 4}), shape) == count(made, trained=True)
+    assert trainable_parameters(edit(RunSpec(), {"lora.r": 4}), shape) == count(made, trained=True)
 
 
 @pytest.mark.parametrize(
@@ -158,17 +158,17 @@ def adapts(shape: Any, model: Any, kind: str) -> None:
 def test_attention_and_named_adapters_are_those_of_peft(tables: ModuleTables, kind: str) -> None:
     config, table = known(tables, kind)
     shape = shape_from_table(table, config)
-    plain = [name for name in shape.linear if name not in table["expert_targets"]]
+    plain = [name for name in shape.lora_target_names if name not in table["expert_targets"]]
     for changes in (
         {"lora.targets": "attention"},
         {"lora.targets": "custom", "lora.target_modules": tuple(plain[:2])},
     ):
         spec, model = edit(RunSpec(), {**changes, "lora.r": 4}), model_of(config)
-        names = adapters._targets(spec, model)
+        names = adapters._target_modules(spec, model)
         made = get_peft_model(
             model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=names), low_cpu_mem_usage=True
         )
-        assert trainable(spec, shape) == count(made, trained=True)
+        assert trainable_parameters(spec, shape) == count(made, trained=True)
 
 
 @pytest.mark.soak
@@ -185,7 +185,7 @@ def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTable
         return
     try:
         shape = shape_from_table(table, config)
-    except Unknown:
+    except UnknownArchitecture:
         assert table["kind"] in ("encoder", "encoder-decoder")
         return
     assert shape.parameters == table["parameters"] == count(model_of(config))
@@ -199,7 +199,7 @@ def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTable
 def test_what_is_no_causal_language_model(tables: ModuleTables, kind: str, what: str, built: bool) -> None:
     table = read(tables, {"model_type": kind})
     assert (table["kind"], table["causal_lm"], "parameters" in table) == (what, built, built)
-    with pytest.raises(Unknown, match="not a causal language model"):
+    with pytest.raises(UnknownArchitecture, match="not a causal language model"):
         shape_from_table(table, {"model_type": kind})
 
 

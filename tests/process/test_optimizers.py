@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from backend import registry
 from backend.memory import MemoryContext
-from backend.modelspec import Leaf, from_config
+from backend.modelspec import ModuleSpec, from_config
 from backend.train import optimizers
 
 FULL = {
@@ -162,7 +162,7 @@ def test_sides_of_a_projection(how: str) -> None:
         made = galore.GaLoreAdamW([{"params": [weight], **told}], no_deprecation_warning=True)
         weight.grad = torch.randn(rows, columns)
         made.step()
-        leaf = Leaf("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
+        leaf = ModuleSpec("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
         assert state._tensor_bytes(leaf) == optimizers.state_summary(made)["bytes"]
 
 

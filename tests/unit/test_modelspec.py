@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from backend import registry
 from backend.config import Method, RunSpec
 from backend.config.method import Lora
-from backend.modelspec import FAMILIES, Unknown, adapted, from_config, trainable
+from backend.modelspec import ARCHITECTURES, UnknownArchitecture, lora_modules, from_config, trainable_parameters
 from backend.train import adapters
 
 SMALL = {
@@ -41,7 +41,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "gpt_neox": [{}, {"attention_bias": False}],
     "phi": [{"num_key_value_heads": 8}],
 }
-CASES = [(kind, more) for kind in FAMILIES for more in MORE.get(kind, [{}])]
+CASES = [(kind, more) for kind in ARCHITECTURES for more in MORE.get(kind, [{}])]
 
 
 def built(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -63,8 +63,8 @@ def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
     shape = from_config(config)
     assert shape.parameters == count(model)
     names = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    assert {leaf.path for leaf in shape.leaves() if leaf.parameters} <= names
-    assert names - {leaf.path for leaf in shape.leaves()} == set()
+    assert {leaf.path for leaf in shape.all_modules() if leaf.parameters} <= names
+    assert names - {leaf.path for leaf in shape.all_modules()} == set()
 
 
 # peft warns of tied weights, GPT-2's transposed layers and stacked experts; none of it changes a count.
@@ -78,10 +78,10 @@ CALM = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"
 def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
     said, model = built(kind, more)
     shape = from_config(said)
-    names = {"custom": shape.linear[:2], "every": shape.linear}.get(targets, ())
+    names = {"custom": shape.lora_target_names[:2], "every": shape.lora_target_names}.get(targets, ())
     asked = "custom" if names else targets
     lora = Lora(r=4, targets=asked, target_modules=names, use_dora=dora)
-    wanted = {leaf.path for leaf in adapted(lora, shape)}
+    wanted = {leaf.path for leaf in lora_modules(lora, shape)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
     if names:
         modules = list(names)
@@ -91,7 +91,7 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
             get_peft_model(model, config)
         return
     adapter = get_peft_model(model, config)
-    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+    assert trainable_parameters(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
 
 
 @CALM
@@ -102,16 +102,16 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
     embedding = shape.outside[0].path.rpartition(".")[2]
     for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
         method = Method(kind="freeze", freeze_trainable_layers=layers, freeze_extra_modules=also)
-        chosen = set(adapters._trained(RunSpec(method=method), model))
+        chosen = set(adapters._unfrozen_modules(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-        assert trainable(RunSpec(method=method), shape) == count(model, trainable=True)
+        assert trainable_parameters(RunSpec(method=method), shape) == count(model, trainable=True)
     lora = Lora(r=2, modules_to_save=(embedding, "lm_head"))
     adapter = get_peft_model(
         model,
         LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
     )
-    assert trainable(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+    assert trainable_parameters(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
 
 
 @pytest.mark.parametrize("name", registry.BUILTIN_MODELS)
@@ -163,7 +163,7 @@ def test_known_models_have_their_known_size() -> None:
     ],
 )
 def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:
-    with pytest.raises(Unknown, match=word):
+    with pytest.raises(UnknownArchitecture, match=word):
         from_config(config)
 
 

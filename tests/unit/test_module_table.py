@@ -25,7 +25,7 @@ from backend.config.options import edit
 from backend.inspect import architecture as reading
 from backend.inspect import inspect_inputs, wait_for_architecture
 from backend.machine import Machine
-from backend.modelspec import Leaf, ModelShape, Unknown, from_config, tensors, trainable
+from backend.modelspec import ModuleSpec, ModelShape, UnknownArchitecture, from_config, trainable_tensors, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.worker import FORMAT, ModuleTables, cache_key
 from backend.rules import check
@@ -70,13 +70,13 @@ def both(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
 @pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
 def test_every_leaf_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
     closed, read = both(kind, more)
-    assert Counter(read.leaves()) == Counter(closed.leaves())
+    assert Counter(read.all_modules()) == Counter(closed.all_modules())
     assert (read.outside[0], read.outside[-1]) == (closed.outside[0], closed.outside[-1])
     for part in fields(ModelShape):
         if part.name not in APART:
             assert getattr(read, part.name) == getattr(closed, part.name), part.name
     assert (read.parameters, read.head) == (closed.parameters, closed.head)
-    assert set(read.linear) == set(closed.linear)
+    assert set(read.lora_target_names) == set(closed.lora_target_names)
     assert read.scoring.parameters == closed.scoring.parameters
 
 
@@ -97,13 +97,13 @@ def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[s
             for targets in ("all-linear", "attention")
             for dora in (False, True)
         ),
-        *({"lora.targets": "custom", "lora.target_modules": names} for names in (closed.linear[:2], closed.linear)),
+        *({"lora.targets": "custom", "lora.target_modules": names} for names in (closed.lora_target_names[:2], closed.lora_target_names)),
         {"lora.modules_to_save": (embedding, "lm_head")},
     ]
     for changes in methods:
         spec = edit(RunSpec(), changes)
-        assert trainable(spec, read) == trainable(spec, closed), changes
-        assert Counter(tensors(spec.method, spec.lora, read)) == Counter(tensors(spec.method, spec.lora, closed)), (
+        assert trainable_parameters(spec, read) == trainable_parameters(spec, closed), changes
+        assert Counter(trainable_tensors(spec.method, spec.lora, read)) == Counter(trainable_tensors(spec.method, spec.lora, closed)), (
             changes
         )
 
@@ -137,16 +137,16 @@ def test_the_recorded_tables_are_current() -> None:
 @pytest.mark.parametrize("kind", ["starcoder2", "deepseek_v3", "mamba", "gptj", "gpt_oss"])
 def test_parameters_are_those_of_the_model(kind: str) -> None:
     shape = recorded(kind)
-    assert shape.parameters == RECORDED[kind]["table"]["parameters"] == sum(leaf.parameters for leaf in shape.leaves())
+    assert shape.parameters == RECORDED[kind]["table"]["parameters"] == sum(leaf.parameters for leaf in shape.all_modules())
     assert hash(shape) == hash(recorded(kind)) and shape == recorded(kind)
 
 
 def test_layers_of_two_kinds() -> None:
     shape = recorded("deepseek_v3")
-    assert shape.layers == 5 and shape.order == (0, 1, 1, 1, 1) and len(shape.kinds) == 2
-    assert shape.layer == shape.kinds[1] and not shape.activations_unknown
-    assert shape.layer_parameters == max(sum(leaf.parameters for leaf in kind) for kind in shape.kinds)
-    paths = {leaf.path for leaf in shape.leaves()}
+    assert shape.layers == 5 and shape.layer_order == (0, 1, 1, 1, 1) and len(shape.layer_kinds) == 2
+    assert shape.layer == shape.layer_kinds[1] and not shape.activations_unknown
+    assert shape.layer_parameters == max(sum(leaf.parameters for leaf in kind) for kind in shape.layer_kinds)
+    paths = {leaf.path for leaf in shape.all_modules()}
     assert "model.layers.0.mlp.down_proj" in paths and "model.layers.1.mlp.experts" in paths
     assert "model.layers.1.mlp.shared_experts.down_proj" in paths
     # Multi-head latent attention; two chosen experts and the shared one, which is as wide as they are.
@@ -155,17 +155,17 @@ def test_layers_of_two_kinds() -> None:
 
 
 def test_names_that_peft_takes_for_experts_reach_no_linear_layer() -> None:
-    leaves = {leaf.path: leaf for leaf in recorded("deepseek_v3").leaves() if not leaf.stacked}
-    assert not leaves["model.layers.0.mlp.gate_proj"].adapts and leaves["model.layers.0.mlp.gate_proj"].linear
-    assert not leaves["model.layers.1.mlp.shared_experts.up_proj"].carries("up_proj")
-    assert leaves["model.layers.1.self_attn.q_b_proj"].adapts
+    leaves = {leaf.path: leaf for leaf in recorded("deepseek_v3").all_modules() if not leaf.stacked}
+    assert not leaves["model.layers.0.mlp.gate_proj"].accepts_lora and leaves["model.layers.0.mlp.gate_proj"].is_linear
+    assert not leaves["model.layers.1.mlp.shared_experts.up_proj"].is_targeted_by("up_proj")
+    assert leaves["model.layers.1.self_attn.q_b_proj"].accepts_lora
 
 
 def test_experts_that_peft_does_not_know_carry_no_adapter() -> None:
     shape = recorded("gpt_oss")
     experts = [leaf for leaf in shape.layer if leaf.stacked]
-    assert len(experts) == 2 and not any(leaf.adapts or leaf.names for leaf in experts)
-    assert set(shape.linear) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert len(experts) == 2 and not any(leaf.accepts_lora or leaf.target_names for leaf in experts)
+    assert set(shape.lora_target_names) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (shape.experts, shape.active, shape.intermediate, shape.gated) == (4, 2, 160, True)
     assert not shape.sdpa and shape.sliding
 
@@ -176,11 +176,11 @@ def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -
     assert "not modeled" in shape.activations_unknown
     found = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
     assert found.lower_bound and found.fits is None and found.unknown == shape.activations_unknown
-    assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).adapts  # peft refuses it
-    assert trainable(RunSpec(), shape) > 0
+    assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).accepts_lora  # peft refuses it
+    assert trainable_parameters(RunSpec(), shape) > 0
     assert (
         0
-        < trainable(edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": 1}), shape)
+        < trainable_parameters(edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": 1}), shape)
         < shape.parameters
     )
 
@@ -195,14 +195,14 @@ def test_attention_without_sdpa_keeps_its_scores() -> None:
 
 @pytest.mark.parametrize(("kind", "word"), [("bert", "an encoder"), ("t5", "an encoder-decoder model")])
 def test_what_is_no_causal_language_model_says_so(kind: str, word: str) -> None:
-    with pytest.raises(Unknown, match=f"{kind} is {word}, not a causal language model"):
+    with pytest.raises(UnknownArchitecture, match=f"{kind} is {word}, not a causal language model"):
         recorded(kind)
 
 
 def test_a_table_that_lacks_something_is_unknown() -> None:
     row = RECORDED["starcoder2"]
     for name in ("facts", "layers", "outside", "expert_targets"):
-        with pytest.raises(Unknown, match="incomplete"):
+        with pytest.raises(UnknownArchitecture, match="incomplete"):
             shape_from_table({k: v for k, v in row["table"].items() if k != name}, row["config"])
 
 
@@ -456,8 +456,8 @@ def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_a_leaf_without_a_name_is_the_layer_itself() -> None:
-    shape = ModelShape(**{**vars_of(recorded("gptj")), "layer": (Leaf("", 3),), "layers": 2})
-    assert [leaf.path for leaf in shape.leaves()[:2]] == ["transformer.h.0", "transformer.h.1"]
+    shape = ModelShape(**{**vars_of(recorded("gptj")), "layer": (ModuleSpec("", 3),), "layers": 2})
+    assert [leaf.path for leaf in shape.all_modules()[:2]] == ["transformer.h.0", "transformer.h.1"]
 
 
 def vars_of(shape: ModelShape) -> dict[str, Any]:

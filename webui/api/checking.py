@@ -280,9 +280,9 @@ def _module_names(report: Report) -> dict[str, list[str]]:
     shape = report.facts.shape
     if shape is None:
         return {}
-    rest = [name for name in shape.modules if name not in shape.linear]  # embeddings, norms and heads
+    rest = [name for name in shape.module_names if name not in shape.lora_target_names]  # embeddings, norms and heads
     return {
-        "lora.target_modules": list(shape.linear),
+        "lora.target_modules": list(shape.lora_target_names),
         "lora.modules_to_save": rest,
         "method.freeze_extra_modules": rest,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.modelspec import ModelShape, matches, unfrozen
+from backend.modelspec import ModelShape, matches, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP, FSDP2
 from backend.rules.examples import DEMO, TWO_H100
@@ -112,7 +112,7 @@ def sharded_checkpoints_without_optimizer(case: Case) -> str | None:
 def _has_mixed_unit(shape: ModelShape, trainable: list[str]) -> bool:
     """Whether an FSDP unit (a layer, or all modules outside the layers) has both trainable and frozen parameters."""
     units: dict[str, set[bool]] = {}
-    for leaf in shape.leaves():
+    for leaf in shape.all_modules():
         in_layer = leaf.path.startswith(f"{shape.stack}.")
         unit = leaf.path[len(shape.stack) + 1 :].partition(".")[0] if in_layer else ""
         if leaf.parameters:
@@ -146,7 +146,7 @@ def fsdp1_mixed_dtypes(case: Case) -> str | None:
     two_dtypes = run.compute_dtype != "fp32" and run.fp32_master_weights
     if run.fsdp_version != 1 or method.kind != "freeze" or shape is None or not two_dtypes:
         return None
-    if case.spec.parallel.transformer_layer_cls_to_wrap or not _has_mixed_unit(shape, unfrozen(method, shape)):
+    if case.spec.parallel.transformer_layer_cls_to_wrap or not _has_mixed_unit(shape, unfrozen_modules(method, shape)):
         return None
     return (
         f"A layer would have frozen parameters in {run.compute_dtype} and trainable parameters in fp32, which FSDP1 "

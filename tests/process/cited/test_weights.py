@@ -46,7 +46,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 from trl.kernels import chunked_logprob
 
 from backend import registry
-from backend.modelspec import FAMILIES
+from backend.modelspec import ARCHITECTURES
 from backend.rules.kernels import TRITON_LOSS_STAGES, UNSUPPORTED_ATTENTION
 from backend.train import trl_trainers
 from backend.train.quantized import is_quantized
@@ -130,7 +130,7 @@ def test_stages_with_a_triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_implementations_of_architectures() -> None:
     """Of all architectures with a closed formula."""
     lacking = set()
-    for kind in FAMILIES:
+    for kind in ARCHITECTURES:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
         checks = {"sdpa": model._sdpa_can_dispatch, "flex_attention": model._flex_attn_can_dispatch}
         for name, check in checks.items():
