@@ -20,7 +20,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.memory import capacity, estimate
+from backend.memory import estimate, free_bytes
 from backend.paths import HOME
 from backend.resolve import ResolvedRun, resolve
 from backend.rules import RULES, Finding, Rule, check
@@ -118,14 +118,14 @@ def test_the_message_names_the_selected_gpu() -> None:
 @pytest.mark.parametrize(("devices", "raised"), [((), True), ((0,), True), ((1,), False)])
 def test_busy_gpus(devices: tuple[int, ...], raised: bool) -> None:
     first, second = T4_H100.gpus
-    on = replace(T4_H100, gpus=(replace(first, users=("python (4711)",)), second))
+    on = replace(T4_H100, gpus=(replace(first, processes=("python (4711)",)), second))
     assert ("HW008" in codes({"launch.devices": devices}, on)) is raised
 
 
 @pytest.mark.parametrize(("devices", "raised"), [((), True), ((0, 1), True), ((1, 2), False)])
 def test_nvlink(devices: tuple[int, ...], raised: bool) -> None:
     links = ((), (2,), (1,))
-    on = replace(T4_TWO_H100, gpus=tuple(replace(g, links=links[g.id]) for g in T4_TWO_H100.gpus))
+    on = replace(T4_TWO_H100, gpus=tuple(replace(g, nvlink_peers=links[g.id]) for g in T4_TWO_H100.gpus))
     patch = {"parallel.strategy": "tensor", "method.kind": "full", "launch.nproc_per_node": 2, "save.strategy": "no"}
     assert ("HW010" in codes({**patch, "launch.devices": devices}, on, replace(DEMO, shape=TINY))) is raised
 
@@ -140,8 +140,9 @@ def test_torch_build_of_another_vendor(devices: tuple[int, ...], raised: bool) -
 
 @pytest.mark.parametrize(("patch", "gib"), [({}, 16), ({"launch.devices": (0,)}, 16), ({"launch.devices": (1,)}, 80)])
 def test_memory_capacity(patch: dict[str, Any], gib: int) -> None:
-    assert capacity(edit(RunSpec(), patch), T4_H100) == gib * GIB
-    assert capacity(edit(RunSpec(), {**DDP, "launch.devices": (0, 1)}), T4_H100) == 16 * GIB
+    assert free_bytes(resolve(edit(RunSpec(), patch), T4_H100), T4_H100) == gib * GIB
+    both = resolve(edit(RunSpec(), {**DDP, "launch.devices": (0, 1)}), T4_H100)
+    assert free_bytes(both, T4_H100) == 16 * GIB
 
 
 # --- The launch plan ---
@@ -149,7 +150,7 @@ def test_memory_capacity(patch: dict[str, Any], gib: int) -> None:
 
 @pytest.mark.parametrize(("devices", "disabled"), [((), True), ((0,), True), ((1,), False)])
 def test_peer_access_of_rtx_40(devices: tuple[int, ...], disabled: bool) -> None:
-    on = replace(machine(gpu(0, "NVIDIA GeForce RTX 4090", 24, (8, 9)), gpu(1, "H100", 80, (9, 0))), driver="535.54")
+    on = replace(machine(gpu(0, "NVIDIA GeForce RTX 4090", 24, (8, 9)), gpu(1, "H100", 80, (9, 0))), driver_version="535.54")
     made = plan(edit(RunSpec(), {"launch.devices": devices}), on)
     assert ("NCCL_P2P_DISABLE" in made.defaults) is disabled
 
