@@ -81,12 +81,12 @@ def liger_unsupported_architecture(case: Case) -> str | None:
     source="torch 2.13 _inductor/cpp_builder.py: its code for a CPU is C++",
     fixes=(NO_COMPILE,),
     manual_fix="On Debian or Ubuntu: apt-get install g++ python3-dev.",
-    fails_on=Example(COMPILE_SPEC, replace(LAPTOP, compiler=False)),
+    fails_on=Example(COMPILE_SPEC, replace(LAPTOP, has_cpp_compiler=False)),
     passes_on=Example(COMPILE_SPEC),
 )
 def torch_compile_without_cpp_compiler(case: Case) -> str | None:
     """For a CPU, TorchInductor generates C++ and compiles it at the first step."""
-    if not case.spec.train.torch_compile or case.run.device != "cpu" or case.machine.compiler:
+    if not case.spec.train.torch_compile or case.run.device != "cpu" or case.machine.has_cpp_compiler:
         return None
     return "torch_compile is on, and this machine has no C++ compiler or no Python headers."
 
@@ -119,14 +119,14 @@ def torch_compile_on_cpu(case: Case) -> str | None:
     "_use_triton: the loss of SFT, DPO and KTO is a Triton kernel on cuda and xpu",
     fixes=(Fix("Run on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
     manual_fix="On Debian or Ubuntu: apt-get install gcc python3-dev.",
-    fails_on=Example(machine=replace(H100, triton=False)),
+    fails_on=Example(machine=replace(H100, triton_can_compile=False)),
     passes_on=Example(machine=H100),
 )
 def triton_without_c_compiler(case: Case) -> str | None:
     """Triton compiles a small C launcher when it first runs a kernel. Runtime-only container images have no compiler,
     and TRL's loss for most stages, torch.compile, Liger and FlexAttention all use Triton kernels."""
     spec = case.spec
-    if case.run.device not in ("cuda", "xpu") or case.machine.triton:
+    if case.run.device not in ("cuda", "xpu") or case.machine.triton_can_compile:
         return None
     users = (
         [f"TRL's loss for {registry.STAGES[spec.train.stage].label}"] if spec.train.stage in TRITON_LOSS_STAGES else []

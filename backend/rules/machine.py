@@ -15,9 +15,9 @@ TENSOR_SPEC = {"parallel.strategy": "tensor", "method.kind": "full", "save.strat
 TINY_MODEL = replace(DEMO, shape=TINY)  # two attention heads, which two devices can share
 BUSY = replace(
     TWO_H100,
-    gpus=tuple(replace(gpu, users=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus),
+    gpus=tuple(replace(gpu, processes=("python (4711)",) if gpu.id == 0 else ()) for gpu in TWO_H100.gpus),
 )
-NO_NVLINK = replace(TWO_H100, gpus=tuple(replace(gpu, links=()) for gpu in TWO_H100.gpus))
+NO_NVLINK = replace(TWO_H100, gpus=tuple(replace(gpu, nvlink_peers=()) for gpu in TWO_H100.gpus))
 
 
 @rule(
@@ -92,12 +92,12 @@ def torch_build_without_device(case: Case) -> str | None:
 )
 def gpu_in_use(case: Case) -> Violation | None:
     """Processes on one GPU take turns and share its memory: both slow down, and either can run out of memory."""
-    busy = [gpu for gpu in case.gpus if gpu.users] if case.run.device == case.machine.device else []
+    busy = [gpu for gpu in case.gpus if gpu.processes] if case.run.device == case.machine.device else []
     if not busy:
         return None
-    free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.users)[: case.run.nproc_per_node]
+    free = tuple(gpu.id for gpu in case.machine.gpus if not gpu.processes)[: case.run.nproc_per_node]
     fix = Fix(f"Use GPU{'s' if len(free) > 1 else ''} {names(free)}", {"launch.devices": free})
-    users = names([f"GPU {gpu.id} ({gpu.name}) is used by {names(gpu.users)}" for gpu in busy])
+    users = names([f"GPU {gpu.id} ({gpu.name}) is used by {names(gpu.processes)}" for gpu in busy])
     return Violation(f"{users}.", (fix,) if len(free) == case.run.nproc_per_node else ())
 
 
@@ -110,14 +110,14 @@ def gpu_in_use(case: Case) -> Violation | None:
     "troubleshooting, shared memory",
     manual_fix="Start the container with --ipc=host or --shm-size=8g.",
     fixes=(Fix("Load data in the training process", {"train.dataloader_num_workers": 0}),),
-    fails_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=64 * 2**20)),
-    passes_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_bytes=8 * GIB)),
+    fails_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_free_bytes=64 * 2**20)),
+    passes_on=Example({"train.dataloader_num_workers": 2}, replace(LAPTOP, shm_free_bytes=8 * GIB)),
     at_start=True,
 )
 def small_shared_memory(case: Case) -> str | None:
     """DataLoader workers pass batches through /dev/shm, and NCCL exchanges data through it. A container has 64 MiB of
     it by default; when it is full, a bus error ends the run at any step."""
-    free, workers = case.machine.shm_bytes, case.spec.train.dataloader_num_workers
+    free, workers = case.machine.shm_free_bytes, case.spec.train.dataloader_num_workers
     nccl = case.run.device == "cuda" and case.run.nproc_per_node > 1
     if free is None or free >= MIN_SHARED_MEMORY or not (workers or nccl):
         return None
@@ -139,10 +139,10 @@ def small_shared_memory(case: Case) -> str | None:
 def tensor_parallel_without_nvlink(case: Case) -> str | None:
     """With tensor parallelism, every layer waits for four all-reduces per step. Over PCIe these take longer than the
     computation; FSDP2 overlaps its communication with computation."""
-    if case.strategy.engine != "tensor" or case.run.device != case.machine.device:
+    if case.run.tensor_parallel_size == 1 or case.run.device != case.machine.device:
         return None
     ids = {gpu.id for gpu in case.gpus}
-    apart = [gpu.id for gpu in case.gpus if gpu.links is not None and not ids <= {gpu.id, *gpu.links}]
+    apart = [gpu.id for gpu in case.gpus if gpu.nvlink_peers is not None and not ids <= {gpu.id, *gpu.nvlink_peers}]
     if not apart:
         return None
     return (

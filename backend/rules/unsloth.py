@@ -49,13 +49,13 @@ def unsloth_not_installed(case: Case) -> str | None:
     source="Unsloth 2026.10.9's metadata; verified by running on a CPU: it also trains with transformers 5.23 and TRL "
     "1.16",
     fixes=(WITHOUT_UNSLOTH,),
-    fails_on=Example(UNSLOTH, replace(WITH_UNSLOTH, unsloth_wants="transformers <=5.17.0")),
+    fails_on=Example(UNSLOTH, replace(WITH_UNSLOTH, unsloth_unmet_requirements="transformers <=5.17.0")),
     passes_on=Example(UNSLOTH, WITH_UNSLOTH),
 )
 def unsloth_version_mismatch(case: Case) -> str | None:
     """Unsloth patches transformers and TRL while it is imported and is written for certain releases of them. With other
     releases a patch may fail or compute something else."""
-    required = case.machine.unsloth_wants
+    required = case.machine.unsloth_unmet_requirements
     if not _uses_unsloth(case) or not required:
         return None
     return f"Unsloth requires {required}; another version is installed. Check the first losses of the run."

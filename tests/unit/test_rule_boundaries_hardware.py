@@ -83,7 +83,7 @@ CHECKPOINTS = {**ELASTIC, **FSDP2}
 
 
 def nvlinked(*links: tuple[int, ...] | None) -> Machine:
-    return replace(TWO_H100, gpus=tuple(replace(g, links=links[g.id]) for g in TWO_H100.gpus))
+    return replace(TWO_H100, gpus=tuple(replace(g, nvlink_peers=links[g.id]) for g in TWO_H100.gpus))
 
 
 def accelerate(extra: Patch, **more: Any) -> Setup:
@@ -112,12 +112,12 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
         Setup(machine=replace(on_gpu((0, 1)), versions={**INSTALLED, "torch": "2.13.0+rocm7.1"})),
     ),
     "HW009 bytes free": (
-        Setup({"train.dataloader_num_workers": 1}, replace(LAPTOP, shm_bytes=GIB)),
-        Setup({"train.dataloader_num_workers": 1}, replace(LAPTOP, shm_bytes=GIB - 1)),
+        Setup({"train.dataloader_num_workers": 1}, replace(LAPTOP, shm_free_bytes=GIB)),
+        Setup({"train.dataloader_num_workers": 1}, replace(LAPTOP, shm_free_bytes=GIB - 1)),
     ),
     "HW009 NCCL": (
-        Setup({**DDP, "launch.nproc_per_node": 1}, replace(TWO_H100, shm_bytes=0)),
-        Setup({**DDP, "launch.nproc_per_node": 2}, replace(TWO_H100, shm_bytes=0)),
+        Setup({**DDP, "launch.nproc_per_node": 1}, replace(TWO_H100, shm_free_bytes=0)),
+        Setup({**DDP, "launch.nproc_per_node": 2}, replace(TWO_H100, shm_free_bytes=0)),
     ),
     "HW010 links": (Setup(NVLINK, nvlinked((1,), (0,))), Setup(NVLINK, nvlinked((1,), ()))),
     "HW010 unknown links": (Setup(NVLINK, nvlinked(None, None)), Setup(NVLINK, nvlinked(None, ()))),
@@ -368,12 +368,12 @@ def test_boundary(name: str) -> None:
 FIXES: dict[str, tuple[Setup, list[dict[str, Any]]]] = {
     "HW008": (
         Setup(
-            {}, replace(TWO_H100, gpus=tuple(replace(g, users=("a (1)",) if g.id == 0 else ()) for g in TWO_H100.gpus))
+            {}, replace(TWO_H100, gpus=tuple(replace(g, processes=("a (1)",) if g.id == 0 else ()) for g in TWO_H100.gpus))
         ),
         [{"launch.devices": (1,)}],
     ),
     "HW008 with all busy": (
-        Setup({}, replace(TWO_H100, gpus=tuple(replace(g, users=("a (1)",)) for g in TWO_H100.gpus))),
+        Setup({}, replace(TWO_H100, gpus=tuple(replace(g, processes=("a (1)",)) for g in TWO_H100.gpus))),
         [],
     ),
     "OPT005": (
@@ -522,14 +522,14 @@ def test_the_disk_must_have_room_for_full_checkpoints() -> None:
 
 def test_texts_count() -> None:
     """One device is a device, two are devices."""
-    busy = replace(TWO_H100.gpus[0], users=("a (1)",))
+    busy = replace(TWO_H100.gpus[0], processes=("a (1)",))
     four = gpus(4, "H100", 80, (9, 0))
     on = replace(four, gpus=(busy, *four.gpus[1:]))
     for processes, label in ((1, "Use GPU 1"), (2, "Use GPUs 1 and 2")):
         found = Setup({**DDP, "launch.nproc_per_node": processes}, on).finding("HW008")
         assert found is not None and found.fixes[0].label == label
     for workers, words in ((1, "1 DataLoader worker."), (2, "2 DataLoader workers.")):
-        found = Setup({"train.dataloader_num_workers": workers}, replace(LAPTOP, shm_bytes=0)).finding("HW009")
+        found = Setup({"train.dataloader_num_workers": workers}, replace(LAPTOP, shm_free_bytes=0)).finding("HW009")
         assert found is not None and words in found.message
 
 

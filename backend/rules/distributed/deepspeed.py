@@ -52,13 +52,13 @@ def zero_1_or_2_with_lora(case: Case) -> str | None:
     source="deepspeed 0.19 comm/torch.py: build_shm_op, and ops/op_builder/cpu/cpu_adam.py: built on first use",
     fixes=(DDP,),
     manual_fix="On Debian and Ubuntu: apt-get install g++ python3-dev.",
-    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, compiler=False)),
+    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, has_cpp_compiler=False)),
     passes_on=Example(ZERO2_STRATEGY),
 )
 def deepspeed_without_compiler(case: Case) -> str | None:
     """On a CPU, DeepSpeed compiles its shared-memory collectives on first use, which takes a minute or two. For an
     offloaded optimizer it compiles CPU Adam, on machines with GPUs too."""
-    if case.machine.compiler or not case.run.engine.compiles_kernels(case.spec, case.run.device):
+    if case.machine.has_cpp_compiler or not case.run.engine.compiles_kernels(case.spec, case.run.device):
         return None
     kernel = "its collectives" if case.run.device == "cpu" else "CPU Adam for the offloaded optimizer"
     return (
@@ -74,14 +74,14 @@ def deepspeed_without_compiler(case: Case) -> str | None:
     title="A stale DeepSpeed build lock would block the run forever",
     source="torch 2.13 utils/file_baton.py: a process waits until the lock file is gone",
     fixes=(DDP,),
-    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, stale_lock="torch_extensions/deepspeed_shm_comm/lock")),
+    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, stale_build_lock="torch_extensions/deepspeed_shm_comm/lock")),
     passes_on=Example(ZERO2_STRATEGY),
     at_start=True,
 )
 def stale_deepspeed_build_lock(case: Case) -> str | None:
     """A killed build of DeepSpeed's CPU kernels leaves its lock file behind. Every later run waits for that file to
     disappear, without a time limit and without a log message."""
-    lock = case.machine.stale_lock
+    lock = case.machine.stale_build_lock
     if not lock or case.run.device != "cpu" or not case.run.engine.compiles_kernels(case.spec, "cpu"):
         return None
     return f"An interrupted build of DeepSpeed's kernels left the lock file {lock}. Delete the file."
@@ -168,12 +168,12 @@ def unusable_nvme_folder(case: Case) -> str | None:
     source="deepspeed 0.19 ops/op_builder/async_io.py: links libaio, and checks that it is installed",
     fixes=(NO_NVME,),
     manual_fix="On Debian and Ubuntu: apt-get install libaio-dev g++ python3-dev.",
-    fails_on=Example(NVME_OFFLOAD, replace(TWO_H100, libaio=False), NVME_FACTS),
+    fails_on=Example(NVME_OFFLOAD, replace(TWO_H100, has_libaio=False), NVME_FACTS),
     passes_on=Example(NVME_OFFLOAD, TWO_H100, NVME_FACTS),
 )
 def missing_libaio(case: Case) -> str | None:
     """DeepSpeed compiles its NVMe I/O against libaio, the Linux library for asynchronous disk I/O."""
-    if case.machine.libaio or not _uses_nvme(case):
+    if case.machine.has_libaio or not _uses_nvme(case):
         return None
     return "NVMe offload reads and writes the disk through libaio, whose headers are not installed on this machine."
 
