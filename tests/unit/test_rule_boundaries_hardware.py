@@ -315,6 +315,10 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
             **{**STATIC, "parallel.strategy": "zero2", "launch.nnodes": 2},
         ),
     ),
+    "LCH011 launcher": (
+        Setup({**DDP, "launch.launcher": "deepspeed", "launch.env": {"CUDA_VISIBLE_DEVICES": "1"}}, TWO_H100),
+        Setup({**DDP, "launch.launcher": "torchrun", "launch.env": {"CUDA_VISIBLE_DEVICES": "1"}}, TWO_H100),
+    ),
     # Nodes
     "NOD001 rank": (Setup({**STATIC, "launch.node_rank": 1}), Setup({**STATIC, "launch.node_rank": 2})),
     "NOD002 nodes": (
@@ -346,6 +350,14 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
         Setup({**CHECKPOINTS, "launch.nproc_per_node": 2, "parallel.replicate_size": 2, "launch.min_nnodes": 2}),
         Setup({**CHECKPOINTS, "launch.nproc_per_node": 3, "parallel.replicate_size": 2, "launch.min_nnodes": 2}),
     ),
+    "NOD006 context parallelism": (
+        Setup({**CHECKPOINTS, "launch.nproc_per_node": 4, "parallel.context_parallel_size": 2, "launch.min_nnodes": 1}),
+        Setup({**CHECKPOINTS, "launch.nproc_per_node": 2, "parallel.context_parallel_size": 2, "launch.min_nnodes": 1}),
+    ),
+    "NOD006 FSDP1": (
+        Setup({**CHECKPOINTS, "parallel.strategy": "fsdp1", "launch.nproc_per_node": 2, "launch.min_nnodes": 1}),
+        Setup({**CHECKPOINTS, "parallel.strategy": "fsdp1", "launch.nproc_per_node": 1, "launch.min_nnodes": 1}),
+    ),
     "NOD007 nodes": (Setup({**ELASTIC, "launch.min_nnodes": 4}), Setup({**ELASTIC, "launch.min_nnodes": 3})),
     "NOD009 nodes": (
         Setup({**HOSTS, "launch.hostfile": ("a",), "launch.nnodes": 1}),
@@ -368,7 +380,8 @@ def test_boundary(name: str) -> None:
 FIXES: dict[str, tuple[Setup, list[dict[str, Any]]]] = {
     "HW008": (
         Setup(
-            {}, replace(TWO_H100, gpus=tuple(replace(g, processes=("a (1)",) if g.id == 0 else ()) for g in TWO_H100.gpus))
+            {},
+            replace(TWO_H100, gpus=tuple(replace(g, processes=("a (1)",) if g.id == 0 else ()) for g in TWO_H100.gpus)),
         ),
         [{"launch.devices": (1,)}],
     ),
@@ -476,6 +489,17 @@ FIXES: dict[str, tuple[Setup, list[dict[str, Any]]]] = {
         Setup({**ELASTIC, "save.strategy": "steps", "save.only_model": True}),
         [{"save.only_model": False}],
     ),
+    "NOD008 without checkpoints": (
+        Setup({**ELASTIC, "save.strategy": "no"}),
+        [
+            {
+                "save.only_model": False,
+                "save.strategy": "steps",
+                "save.steps": RunSpec().save.steps,
+                "save.total_limit": RunSpec().save.total_limit,
+            }
+        ],
+    ),
     "NOD008 without room": (
         Setup({**ELASTIC, "save.strategy": "steps", "save.only_model": True}, replace(LAPTOP, disk_free_bytes=0)),
         [],
@@ -531,6 +555,12 @@ def test_texts_count() -> None:
     for workers, words in ((1, "1 DataLoader worker."), (2, "2 DataLoader workers.")):
         found = Setup({"train.dataloader_num_workers": workers}, replace(LAPTOP, shm_free_bytes=0)).finding("HW009")
         assert found is not None and words in found.message
+
+
+def test_global_batch_size_with_the_fewest_nodes() -> None:
+    found = Setup({**ELASTIC, "launch.nproc_per_node": 2, "launch.min_nnodes": 3}).finding("NOD007")
+    assert found is not None
+    assert found.message == "The global batch size is 32 examples with 4 nodes and 24 with 3."
 
 
 def test_share_of_experts() -> None:
