@@ -1,4 +1,4 @@
-"""config.json -> ModelShape, family by family."""
+"""config.json -> ModelShape in closed form, for the model types of ARCHITECTURES."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 
 class UnknownArchitecture(ValueError):
-    """A config that cannot be counted, and why, as the end of a sentence."""
+    """The parameters of this config cannot be counted; the message is the reason, as the end of a sentence."""
 
 
 def from_config(config: Config) -> ModelShape:
@@ -24,19 +24,19 @@ def from_config(config: Config) -> ModelShape:
         raise UnknownArchitecture("config.json names no model_type")
     mixed = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if mixed and not isinstance(ARCHITECTURES.get(kind), Mixture):
-        raise UnknownArchitecture(f"{kind} is a mixture of experts that Footplate cannot count")
+        raise UnknownArchitecture(f"{kind} is a mixture-of-experts architecture without a closed formula")
     if kind not in ARCHITECTURES:
-        raise UnknownArchitecture(f"Footplate does not know how a {kind} is built")
+        raise UnknownArchitecture(f"{kind} is an architecture without a closed formula")
     try:
         return ARCHITECTURES[kind](config)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, UnknownArchitecture):
             raise
-        raise UnknownArchitecture(f"config.json of this {kind} holds a value that is no number: {error}") from None
+        raise UnknownArchitecture(f"config.json of this {kind} has a value that is not a number: {error}") from None
 
 
 def _number(config: Config, *names: str, default: int | None = None) -> int:
-    """The first of several keys that is there. Raises UnknownArchitecture naming it where none is."""
+    """The first of these keys that config.json has. Raises UnknownArchitecture if it has none of them."""
     for name in names:
         if config.get(name) is not None:
             return int(config[name])
@@ -50,7 +50,7 @@ def _linear(path: str, inputs: int, outputs: int, bias: bool = False) -> ModuleS
 
 
 def _common(config: Config, head_dim: int | None = None, inner: str = "intermediate_size") -> dict[str, Any]:
-    """What nearly every config.json says, under any of its usual names."""
+    """The values that nearly every config.json has, under one of the usual names."""
     hidden = _number(config, "hidden_size", "n_embd")
     heads = _number(config, "num_attention_heads", "n_head")
     architectures = config.get("architectures") or [str(config["model_type"])]
@@ -66,17 +66,17 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         "architecture": str(architectures[0]),
         "model_type": str(config["model_type"]),
-        **_came_packed(config.get("quantization_config") or {}),
+        **prequantized(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
         "sliding": _slides(config),
     }
 
 
-WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}  # of configs that do not say; in turns, for Gemma
+WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}  # defaults of the config classes
 
 
 def _slides(config: Config) -> bool:
-    """Whether some layers see a window of the row; source: transformers 5.23 models/*/configuration_*.py."""
+    """Whether some layers have sliding-window attention; source: transformers 5.23 models/*/configuration_*.py."""
     kind = str(config.get("model_type"))
     if config.get("layer_types"):
         return any(name != "full_attention" for name in config["layer_types"])
@@ -88,32 +88,32 @@ def _slides(config: Config) -> bool:
     return bool(config.get("sliding_window", WINDOWS.get(kind))) and not late
 
 
-def _came_packed(found: Config) -> dict[str, int]:
-    """Bits and group of packed linear layers. What is unpacked while loading counts as its dtype says."""
+def prequantized(found: Config) -> dict[str, int]:
+    """Bits and group size of a prequantized checkpoint; empty if it is dequantized while it is loaded."""
     row = registry.PREQUANTIZED.get(str(found.get("quant_method") or ""))
     if row is None or not row.is_trainable:
         return {}
     if row.label == "bitsandbytes":
         return {"bits": 8, "group": 0} if found.get("load_in_8bit") else {"bits": 4, "group": 64}
-    inner = (found.get("quant_config") or {}).get("weight_quant_params") or {}  # HQQ's own nesting
+    inner = (found.get("quant_config") or {}).get("weight_quant_params") or {}  # as HQQ nests it
     group = int(found.get("group_size") or inner.get("group_size") or 128)
     return {"bits": int(found.get("bits") or found.get("w_bit") or inner.get("nbits") or 4), "group": max(0, group)}
 
 
 @dataclass(frozen=True)
 class Llama:
-    """How a relative of Llama differs: biases, norms, defaults that config.json may leave out."""
+    """An architecture like Llama's: its biases and norms, and the defaults of keys that config.json may omit."""
 
-    qkv_bias: bool | None = None  # None: as attention_bias says
+    qkv_bias: bool | None = None  # None: as attention_bias in config.json
     o_bias: bool | None = None
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    qk_norm: str = ""  # "head": width of a head; "all": width of all heads
+    qk_norm: str = ""  # norms of queries and keys: "head" over one head, "all" over all heads
     tied: bool = False
     head_dim: int | None = None
     fused: bool = False  # one linear for q, k and v, one for gate and up
 
     def __call__(self, config: Config) -> ModelShape:
-        """The shape of one such model."""
+        """The shape of the model with this config."""
         found = _common(config, self.head_dim)
         hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
         tied = bool(config.get("tie_word_embeddings", self.tied))
@@ -153,14 +153,14 @@ class Llama:
 
 @dataclass(frozen=True)
 class Mixture(Llama):
-    """A relative of Llama whose layers have experts, stacked in two weights, and a router."""
+    """An architecture like Llama's with experts, whose matrices are stacked in two parameters, and a router."""
 
-    inner: str = "intermediate_size"  # the key of an expert's width
+    inner: str = "intermediate_size"  # the config key of an expert's intermediate size
 
     def __call__(self, config: Config) -> ModelShape:
-        """The shape of one such model."""
+        """The shape of the model with this config."""
         if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
-            raise UnknownArchitecture("some of its layers have experts and others have none")
+            raise UnknownArchitecture("only some of its layers have experts")
         experts = _number(config, "num_experts", "num_local_experts")
         active = _number(config, "num_experts_per_tok")
         found = super().__call__(config)

@@ -1,8 +1,8 @@
 """Module table -> ModelShape: every decoder architecture that transformers can build.
 
-Floor 1. A table comes from `backend.train.describe_model` (by `backend.modelspec.worker`). Parameters, linear layers and
-everything that LoRA or freezing trains follow from the table exactly. What activations take is modelled for layers of
-attention and an MLP (or experts); for others `ModelShape.activations_unknown` says why it is not known.
+A table comes from `backend.train.describe_model`, by way of `backend.modelspec.worker`. Parameters, linear layers and
+everything that LoRA or freezing trains follow from the table exactly. The memory of activations is modeled for layers
+of attention and an MLP (or experts); for others `ModelShape.activations_unknown` says why it is not known.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from backend.modelspec.architectures import UnknownArchitecture, _came_packed
+from backend.modelspec.architectures import UnknownArchitecture, prequantized
 from backend.modelspec.modules import ModelShape, ModuleSpec
 
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
-KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "no text model"}
+KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "not a text model"}
 ACTIVE = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
-SHARE = 0.75  # of the layers must be alike for one of them to stand for all in the memory of activations
-# Layer types with an attention whose activations are modelled; others are state-space, linear attention, convolutions.
+SHARE = 0.75  # of the layers must be of one kind, which then represents all layers in the memory of activations
+# Layer types whose attention is modeled; others are state-space layers, linear attention or convolutions.
 ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 
 SECOND = re.compile(r"\.\d+\.|cross_att|encoder_att")  # in paths of layers with more than one attention block
 
 
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that `table` lists; `config` is its config.json. Raises UnknownArchitecture with the reason."""
+    """The shape of the model of `table`; `config` is its config.json. Raises UnknownArchitecture."""
     kind = str(table.get("model_type"))
     if table.get("kind") != "decoder":
-        raise UnknownArchitecture(f"{kind} is {KINDS.get(str(table.get('kind')), 'no text model')}, not a causal language model")
+        what = KINDS.get(str(table.get("kind")), KINDS["other"])
+        raise UnknownArchitecture(f"{kind} is {what}, not a causal language model")
     if not table.get("causal_lm"):
         raise UnknownArchitecture(f"transformers has no causal language model for {kind}")
     try:
-        return Reading(table, config).shape()
+        return TableReader(table, config).shape()
     except (KeyError, IndexError, TypeError) as error:
-        raise UnknownArchitecture(f"the module table of this {kind} is incomplete: {type(error).__name__} {error}") from None
+        reason = f"the module table of this {kind} is incomplete: {type(error).__name__} {error}"
+        raise UnknownArchitecture(reason) from None
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The quantities of one table."""
+class TableReader:
+    """The quantities of one module table."""
 
     table: Table
     config: Mapping[str, Any]
@@ -56,10 +58,10 @@ class Reading:
         object.__setattr__(self, "facts", self.table["facts"])
 
     def shape(self) -> ModelShape:
-        """All of them."""
+        """All quantities as a ModelShape."""
         layers = self.table["layers"]
         if not layers["count"] or not self.table["head"]:
-            raise UnknownArchitecture(f"{self.table['class']} has no list of layers and no output layer that Footplate recognizes")
+            raise UnknownArchitecture(f"{self.table['class']} has no recognizable list of layers or output layer")
         text = self.config.get("text_config") or self.config
         dtype = next((str(c[n]) for c in (text, self.config) for n in ("dtype", "torch_dtype") if c.get(n)), "float32")
         architectures = text.get("architectures") or self.config.get("architectures") or [self.table["class"]]
@@ -79,7 +81,7 @@ class Reading:
             architecture=str(architectures[0]),
             model_type=str(text.get("model_type") or self.table["model_type"]),
             activation=str(next((self.facts[n] for n in ACTIVATIONS if self.facts.get(n)), "")),
-            **_came_packed(text.get("quantization_config") or self.config.get("quantization_config") or {}),
+            **prequantized(text.get("quantization_config") or self.config.get("quantization_config") or {}),
             sdpa=bool(self.table["sdpa"]),
             sliding=self._slides(),
             experts=self.experts,
@@ -96,9 +98,9 @@ class Reading:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[ModuleSpec, ...], ...]:
-        """The leaf modules of each kind of layer."""
+        """The modules of each kind of layer."""
         listed = self.table["layers"]["kinds"]
-        return tuple(tuple(leaf for entry in kind["modules"] for leaf in self._leaves(entry)) for kind in listed)
+        return tuple(tuple(leaf for entry in kind["modules"] for leaf in self._module_specs(entry)) for kind in listed)
 
     @cached_property
     def _most(self) -> Mapping[str, Any]:
@@ -106,7 +108,7 @@ class Reading:
 
     @cached_property
     def layer(self) -> tuple[ModuleSpec, ...]:
-        """The leaf modules of the most frequent kind of layer."""
+        """The modules of the most frequent kind of layer."""
         return self.layer_kinds[self.table["layers"]["kinds"].index(self._most)]
 
     def _outside(self) -> tuple[ModuleSpec, ...]:
@@ -114,11 +116,11 @@ class Reading:
         head, first = self.table["head"], self.table["embeddings"]
         entries = sorted(self.table["outside"], key=lambda entry: (entry["path"] == head) - (entry["path"] == first))
         if entries[-1]["path"] != head:
-            raise UnknownArchitecture(f"the output layer {head} of {self.table['class']} has no weights of its own")
-        return tuple(leaf for entry in entries for leaf in self._leaves(entry))
+            raise UnknownArchitecture(f"the output layer {head} of {self.table['class']} has no parameters of its own")
+        return tuple(leaf for entry in entries for leaf in self._module_specs(entry))
 
-    def _leaves(self, entry: Entry) -> Iterator[ModuleSpec]:
-        """A module as leaves: one, or one for each stacked parameter."""
+    def _module_specs(self, entry: Entry) -> Iterator[ModuleSpec]:
+        """The ModuleSpec of a table entry; of stacked experts, one for each parameter."""
         path, shapes = entry["path"], entry["parameters"]
         sizes = {name: 0 if name in entry.get("tied", ()) else math.prod(shape) for name, shape in shapes.items()}
         weight = shapes.get("weight", ())
@@ -137,7 +139,7 @@ class Reading:
             yield ModuleSpec(path, sum(sizes.values()))
 
     def _names(self, parameter: str) -> tuple[str, ...]:
-        """Names by which peft adapts a parameter of a mixture of experts."""
+        """The target_modules names for which peft adapts a parameter of stacked experts."""
         targets, fused = self.table["expert_targets"], self.table["expert_fused"]
         for new in dict.fromkeys(targets.values()):
             if f".{parameter}".endswith(f".{new}"):
@@ -174,7 +176,7 @@ class Reading:
             if entry["path"] == self.table["embeddings"] and "weight" in entry["parameters"]:
                 rows, columns = entry["parameters"]["weight"]
                 return int(rows), int(columns)
-        raise UnknownArchitecture(f"{self.table['class']} has no embeddings that Footplate recognizes")
+        raise UnknownArchitecture(f"{self.table['class']} has no recognizable embeddings")
 
     @cached_property
     def hidden(self) -> int:
@@ -243,7 +245,7 @@ class Reading:
 
     @cached_property
     def active(self) -> int:
-        """Experts that work on a token; a dense MLP next to them (shared experts) counts as so many more."""
+        """Experts per token; a dense MLP next to them (shared experts) counts as so many more."""
         chosen = self._number(*ACTIVE)
         shared = max((leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden), default=0)
         return chosen + round(shared / self.experts_inner) if self.experts and chosen else 0
@@ -253,13 +255,14 @@ class Reading:
         """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
         if self.experts:
             return self._expert >= 3 * self.experts_inner * self.hidden
-        up = sum(leaf.out_features for leaf in self._mlp if leaf.in_features == self.hidden and leaf.out_features != self.hidden)
+        sizes = [(leaf.in_features, leaf.out_features) for leaf in self._mlp]
+        up = sum(outputs for inputs, outputs in sizes if inputs == self.hidden != outputs)
         return up >= 2 * self.dense_inner > 0
 
-    # What is said of the layers.
+    # The kind of attention, and what is not modeled.
 
     def _slides(self) -> bool:
-        """Whether some layers see a window of the sequence alone."""
+        """Whether some layers have sliding-window or chunked attention."""
         if kinds := self.facts.get("layer_types"):
             return any("sliding" in name or "chunked" in name for name in kinds)
         return bool(self.facts.get("sliding_window")) and self.facts.get("use_sliding_window") is not False
@@ -281,7 +284,7 @@ class Reading:
         if any(SECOND.search(leaf.path) for leaf in self._attention):
             return f"{what}: its layers have several attention blocks"
         if self.experts and not self.active:
-            return f"{what}: config.json does not say how many experts work on a token"
+            return f"{what}: config.json does not say how many experts are active per token"
         wide = {leaf.in_features for leaf in self._attention if leaf.out_features == self.hidden}
         known = {self.heads * self.head_dim, self.heads * self._number("v_head_dim")} - {0}
         if not wide & known:

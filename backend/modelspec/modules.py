@@ -1,4 +1,4 @@
-"""ModuleSpec and ModelShape: a model as a list of its modules with parameters. All counts are sums over that list."""
+"""ModuleSpec and ModelShape: a model as a list of its modules with parameters, over which all counts are sums."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SCORE = "score"  # transformers' name of the scalar head of a reward model
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """One module with parameters. `path` is its name within a layer or the model; `in_features` and `out_features` are 0
-    for modules without a weight matrix, such as norms.
+    """One module with parameters. `path` is its name within a layer or the model; `in_features` and `out_features` are
+    0 for modules without a weight matrix, such as norms.
 
     `stacked`: number of matrices in one parameter, for experts of a mixture; 1 for their router, 0 for other modules.
     `target_names`: names in lora.target_modules that select stacked experts, which have no module of that name.
@@ -45,8 +45,8 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model. `layer` lists the modules of one decoder layer, `outside` all others: the embeddings first, the
-    output layer last."""
+    """The sizes of a model. `layer` lists the modules of one decoder layer, `outside` all others: the embeddings first,
+    the output layer last."""
 
     layers: int
     hidden: int
@@ -90,7 +90,9 @@ class ModelShape:
     @property
     def modules_by_layer(self) -> tuple[tuple[ModuleSpec, ...], ...]:
         """The modules of every layer."""
-        return tuple(self.layer_kinds[kind] for kind in self.layer_order) if self.layer_kinds else (self.layer,) * self.layers
+        if not self.layer_kinds:
+            return (self.layer,) * self.layers
+        return tuple(self.layer_kinds[kind] for kind in self.layer_order)
 
     @property
     def layer_modules(self) -> tuple[ModuleSpec, ...]:

@@ -33,7 +33,8 @@ def _trainable(method: Method, lora: Lora, shape: ModelShape) -> int:
     if method.kind == "full":
         return shape.parameters
     if method.kind == "lora":
-        added = saved_copy_parameters(shape, SCORE) + sum(lora_parameters(lora, leaf) for leaf in lora_modules(lora, shape))
+        adapters = sum(lora_parameters(lora, leaf) for leaf in lora_modules(lora, shape))
+        added = saved_copy_parameters(shape, SCORE) + adapters
         return added + sum(saved_copy_parameters(shape, name) for name in lora.modules_to_save)
     names = unfrozen_modules(method, shape)
     return sum(leaf.parameters for leaf in shape.all_modules() if any(matches(leaf.path, name) for name in names))
@@ -53,7 +54,8 @@ def stacked_rank(lora: Lora, leaf: ModuleSpec) -> int:
 
 def lora_parameters(lora: Lora, leaf: ModuleSpec) -> int:
     """Parameters of a module's adapter; DoRA adds a magnitude per output feature."""
-    return stacked_rank(lora, leaf) * (leaf.in_features + leaf.out_features) + (leaf.out_features if lora.use_dora else 0)
+    magnitudes = leaf.out_features if lora.use_dora else 0
+    return stacked_rank(lora, leaf) * (leaf.in_features + leaf.out_features) + magnitudes
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +76,8 @@ def trainable_tensors(method: Method, lora: Lora, shape: ModelShape) -> tuple[Mo
 @lru_cache(maxsize=64)
 def count_equal_tensors(method: Method, lora: Lora, shape: ModelShape) -> Mapping[ModuleSpec, int]:
     """The trainable tensors without their layer number, and how often each occurs."""
-    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in trainable_tensors(method, lora, shape))
+    tensors = trainable_tensors(method, lora, shape)
+    return Counter(replace(leaf, path=re.sub(r"\.\d+\.", ".", leaf.path)) for leaf in tensors)
 
 
 def _listed(method: Method, lora: Lora, shape: ModelShape) -> Iterator[ModuleSpec]:

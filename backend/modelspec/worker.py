@@ -1,8 +1,8 @@
 """Module tables of model configs, built by transformers in a worker process and kept on disk.
 
-Floor 1. Standard library and paths only: torch and transformers are imported by the worker alone
-(`python -m backend.train.describe_model --serve`), which starts with the first config that is not known yet, answers
-one config after another, and ends after some idle minutes or with this process.
+Imports nothing of Footplate: only the worker process (`python -m backend.train.describe_model --serve`) imports torch
+and transformers. It starts with the first config that is not cached, answers one request after another, and ends after
+a few idle minutes or along with this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1  # as in backend.train.describe_model
 COMMAND = (sys.executable, "-m", "backend.train.describe_model", "--serve")
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-KEPT = 128  # tables and reasons in memory
+MAX_IN_MEMORY = 128  # tables and error messages
 TOO_LARGE = 3  # exit status of a worker that took too much memory
 PACKAGES = ("transformers", "peft", "torch")  # a table is valid for these versions
 # Keys of config.json that change neither the modules nor the facts of a table.
@@ -42,7 +42,7 @@ IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantiza
 
 
 class WorkerError(Exception):
-    """The worker did not answer; the message is the reason, as the end of a sentence."""
+    """The worker did not respond; the message is the reason, as the end of a sentence."""
 
 
 def cache_key(config: Config) -> str:
@@ -78,7 +78,7 @@ class Worker:
         return self.process is not None and self.process.poll() is None
 
     def ask(self, config: Config, start_seconds: float, seconds: float) -> dict[str, Any]:
-        """The worker's answer; starts the process if need be. Raises WorkerError, and then no process is left."""
+        """The worker's response; starts the process if needed. Raises WorkerError, after which no process is left."""
         try:
             if not self.alive:
                 self._start(start_seconds)
@@ -111,7 +111,7 @@ class Worker:
         assert self.process and self.process.stdin
         number = time.monotonic_ns()
         request = json.dumps({"id": number, "config": config}, default=str).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # it has ended: reading says how
+        with contextlib.suppress(BrokenPipeError):  # it has ended: reading its output reports how
             self.process.stdin.write(request)
         until = time.monotonic() + seconds
         while True:
@@ -158,7 +158,7 @@ class Worker:
         process, self.process = self.process, None
         if process:
             with contextlib.suppress(OSError):
-                process.kill()  # it holds nothing that could be lost
+                process.kill()  # it has no state that could be lost
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream:
@@ -201,8 +201,8 @@ class ModuleTables:
         return self.cache_folder / "modeltables"
 
     def get(self, config: Config, start: bool = True) -> Table | str | None:
-        """The table, or the reason why there is none, or None while it is being built. Returns at once. Without `start`
-        only what is known already."""
+        """The table, or the reason why there is none, or None while it is being built. Returns at once; without `start`
+        nothing is requested from the worker."""
         key = cache_key(config)
         if (found := self._look_up(key)) is not None:
             return found
@@ -211,7 +211,7 @@ class ModuleTables:
         return None
 
     def wait(self, config: Config, timeout: float = 30.0) -> Table | str:
-        """As `get`, but waits for the worker; after `timeout` seconds a reason, and the worker continues."""
+        """As `get`, but waits for the worker, at most `timeout` seconds; the worker then continues."""
         key = cache_key(config)
         if (found := self._look_up(key)) is not None:
             return found
@@ -221,7 +221,7 @@ class ModuleTables:
             return self._known.get(key, f"building it takes longer than {timeout:g} seconds")
 
     def close(self) -> None:
-        """End the worker. What was requested and not answered is dropped; a later request starts it again."""
+        """End the worker. Pending requests are dropped; a later request starts it again."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -229,7 +229,7 @@ class ModuleTables:
             thread, process = self._thread, self._worker.process
         if process:
             with contextlib.suppress(OSError):
-                process.kill()  # its thread, which waits for an answer, sees the end and collects it
+                process.kill()  # the thread that waits for the response reaps the process
         if thread:
             thread.join(10)
         with self._changed:
@@ -250,7 +250,7 @@ class ModuleTables:
                 return None
         try:
             table = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # absent, or cut off: built again
+        except (OSError, ValueError):  # missing or incomplete: built again
             return None
         if not isinstance(table, dict) or table.get("format") != FORMAT:
             return None
@@ -261,7 +261,7 @@ class ModuleTables:
         with self._changed:
             self._known[key] = found
             self._waiting.pop(key, None)
-            while len(self._known) > KEPT:
+            while len(self._known) > MAX_IN_MEMORY:
                 self._known.popitem(last=False)
             self._changed.notify_all()
 
@@ -276,13 +276,13 @@ class ModuleTables:
                 self._thread.start()
 
     def _answer(self) -> None:
-        """Hand requests to the worker, one after another; the last thing is to end it."""
+        """Send requests to the worker, one after another, and end it when there are none."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed, self.idle_seconds)
                 if self._closed or not self._waiting:
                     self._worker.end()
-                    self._thread = None  # under the lock: a later request starts a thread of its own
+                    self._thread = None  # under the lock: a later request starts a new thread
                     return
                 key, config = next(iter(self._waiting.items()))
             found = self._ask(config)
@@ -300,7 +300,7 @@ class ModuleTables:
         return table if isinstance(table, dict) else str(answer.get("error") or "the worker gave no table")
 
     def _store(self, key: str, table: Table) -> None:
-        """Write the table so that it appears whole or not at all. A cache that cannot be written is none."""
+        """Write the table atomically. Without a writable cache it is kept in memory only."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             place = self.folder / f".{key}.{os.getpid()}.writing"

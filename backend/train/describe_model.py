@@ -5,9 +5,9 @@ downloaded. Code of a model's folder (`auto_map`) runs only with --trust-remote-
 
     python -m backend.train.describe_model FOLDER_OR_CONFIG_JSON      one table on stdout
     python -m backend.train.describe_model -                          the config is read from stdin
-    python -m backend.train.describe_model --serve                    requests on stdin, answers on stdout, one per line
+    python -m backend.train.describe_model --serve                    one request per line on stdin, responses on stdout
 
-A request is {"id": ..., "config": {...}}, an answer {"id": ..., "table": {...}} or {"id": ..., "error": "reason"}.
+A request is {"id": ..., "config": {...}}, a response {"id": ..., "table": {...}} or {"id": ..., "error": "reason"}.
 The server ends when stdin closes, when its parent process ends, or after --idle seconds without a request.
 `backend.modelspec.worker` is its client; `backend.modelspec.from_table` turns a table into a ModelShape.
 """
@@ -60,7 +60,7 @@ IGNORED = (
 
 
 class Refused(ValueError):
-    """No table can be made of this config; the message is the reason."""
+    """There is no table for this config; the message is the reason."""
 
 
 def describe(config: Mapping[str, Any], folder: str = "") -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _facts(made: Any) -> dict[str, Any]:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """What the built model shows."""
+    """The parts of the table that need the built model."""
     modules = list(_modules(model))
     stack, depth = _stack(model)
     layers, outside = _layers(model, stack, depth, modules)
@@ -191,7 +191,7 @@ def _described(model: Any) -> dict[str, Any]:
 def _input_embeddings(model: Any) -> Any:
     try:
         return model.get_input_embeddings()
-    except Exception:  # some classes do not say
+    except Exception:  # not implemented by some classes
         return None
 
 
@@ -309,7 +309,7 @@ def _peft(kind: str, linear: set[str], modules: list[dict[str, Any]]) -> dict[st
 def serve(idle: float) -> None:
     """Answer requests until stdin closes, the parent ends, or nothing comes for `idle` seconds."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # what libraries print must not be mixed with the responses
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sys.stdin, requests), daemon=True).start()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
@@ -323,7 +323,7 @@ def serve(idle: float) -> None:
 
 
 def _read(source: TextIO, requests: queue.SimpleQueue[str]) -> None:
-    """Hand on each line. End of input ends the process at once, also while a model is being built."""
+    """Queue each line. End of input ends the process at once, also while a model is being built."""
     for line in source:
         requests.put(line)
     os._exit(0)
@@ -348,7 +348,7 @@ def _answer(line: str) -> dict[str, Any]:
         return {"id": number, "table": describe(request["config"])}
     except Refused as error:
         return {"id": number, "error": str(error)}
-    except Exception as error:  # whatever a config does, the next one must be answered
+    except Exception as error:  # whatever a config causes, the next request must be served
         return {"id": number, "error": f"it could not be read: {_first_line(error)}"}
 
 
@@ -365,7 +365,7 @@ def _one(place: str, trust: bool) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise Refused(f"{place} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise Refused(f"{place} is no JSON object")
+        raise Refused(f"{place} is not a JSON object")
     return describe(config, str(path.parent) if trust and place != "-" else "")
 
 

@@ -395,7 +395,8 @@ def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables
     found = inspect_inputs(spec, tmp_path)
     assert found.shape is not None and found.shape.parameters == RECORDED["starcoder2"]["table"]["parameters"]
     assert found.shape is inspect_inputs(spec, tmp_path).shape
-    assert found.module_classes[0] == "Starcoder2DecoderLayer" and {"c_fc", "layers", "score"} <= found.module_attributes
+    assert found.module_classes[0] == "Starcoder2DecoderLayer"
+    assert {"c_fc", "layers", "score"} <= found.module_attributes
     wrong = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
     assert "MTH002" in {f.code for f in check(wrong, Machine(), inspect_inputs(wrong, tmp_path))}
 
