@@ -563,6 +563,36 @@ def test_global_batch_size_with_the_fewest_nodes() -> None:
     assert found.message == "The global batch size is 32 examples with 4 nodes and 24 with 3."
 
 
+# Code -> a case, and words of its message that depend on a count.
+WORDS = {
+    "HW004": (Setup({"logging.report_to": "wandb"}), "the package wandb, which is not installed"),
+    "HW002": (
+        Setup(machine=replace(LAPTOP, versions={k: v for k, v in INSTALLED.items() if k not in ("trl", "peft")})),
+        "the packages peft and trl, which are not installed",
+    ),
+    "OPT002": (Setup({**GALORE, "train.optim": "galore_adamw_8bit"}, EQUIPPED), "only the device type CUDA"),
+    "KRN006": (Setup({"train.use_liger_kernel": True}), "only the device types CUDA"),
+    "PRC005": (Setup(TF32, on_gpu((7, 9))), "GPU 0 (GPU) has 7.9."),
+    "PRC005 on another vendor's GPU": (Setup(TF32, on_gpu((0, 0))), "GPU 0 (GPU) has none."),
+    "NOD006": (
+        Setup({**ELASTIC, "parallel.strategy": "zero2", "train.optim": "sgd", "method.kind": "full"}),
+        "ZeRO-2 checkpoints with an optimizer other than AdamW cannot be resumed on 1 node.",
+    ),
+    "NOD006 without a reason": (
+        Setup({**ELASTIC, "parallel.strategy": "zero0"}),
+        "ZeRO-0 checkpoints cannot be resumed on 1 node.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of_messages(name: str) -> None:
+    setup, words = WORDS[name]
+    found = setup.finding(name.partition(" ")[0])
+    assert found is not None
+    assert words in found.message
+
+
 def test_share_of_experts() -> None:
     found = Setup({"method.quantization": "nf4"}, H100, replace(DEMO, shape=MOE)).finding("QNT018")
     assert found is not None and "93% of the model's weights" in found.message
