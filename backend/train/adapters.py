@@ -1,7 +1,7 @@
-"""The method: which weights of a model learn.
+"""The training method: which parameters of a model are trainable, and the dtype of each.
 
-Beside the floors. Imports catalog, spec, lora, quantized, model, journal. Trained weights are held in fp32, but for
-pure bf16; frozen ones in the precision of the computing.
+Imports registry, config, device, lora, quantized, run_log. Trainable parameters are fp32, except in pure bf16; frozen
+ones have the compute dtype.
 """
 
 from __future__ import annotations
@@ -22,114 +22,116 @@ from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
 
-def adapt(spec: RunSpec, model: Any, precision: str) -> Any:
-    """Make trainable what the method trains. Raises TrainError naming the modules that are there."""
+def apply_method(spec: RunSpec, model: Any, precision: str) -> Any:
+    """Make trainable what the method trains. Raises TrainError that names the modules of the model."""
     if spec.method.kind == "lora":
-        model = lora.attach(spec, model, lora_config(spec, model))
+        model = lora.add_adapter(spec, model, lora_config(spec, model))
     elif spec.method.kind == "freeze":
-        chosen = {*_trained(spec, model), *_new(spec, model)}
+        trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-    masters = torch.float32 if registry.PRECISIONS[spec.precision.compute].fp32_master_weights else DTYPES[precision]
-    _hold(model, masters, DTYPES[precision])
+            parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in trainable))
+    fp32_masters = registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    _cast(model, torch.float32 if fp32_masters else DTYPES[precision], DTYPES[precision])
     return model
 
 
-def _hold(model: Any, trained: torch.dtype, frozen: torch.dtype) -> None:
-    """Keep trained and frozen weights in these types."""
-    packed = getattr(model, "is_quantized", False)
+def _cast(model: Any, trainable: torch.dtype, frozen: torch.dtype) -> None:
+    """Cast trainable and frozen parameters to these dtypes."""
+    is_quantized = getattr(model, "is_quantized", False)
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        trained = frozen  # DeepSpeed casts no model that it spread as it was read, and keeps fp32 masters by itself
-    sliced: dict[int, nn.Parameter] = {}
+        trainable = (
+            frozen  # DeepSpeed does not cast a model that it sharded while loading, and has its own fp32 masters
+        )
+    replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            wanted = trained if parameter.requires_grad else frozen
-            if hasattr(parameter, "ds_id"):  # spread already
+            dtype = trainable if parameter.requires_grad else frozen
+            if hasattr(parameter, "ds_id"):  # sharded by ZeRO-3
                 continue
-            if packed and not parameter.requires_grad:  # packed numbers, and others in the right precision already
+            if is_quantized and not parameter.requires_grad:  # quantized, or loaded in the right dtype
                 continue
-            if isinstance(parameter, DTensor):  # new data would not reach the slice that it wraps
-                if parameter.dtype != wanted:
-                    cast = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
-                    setattr(module, name, sliced.setdefault(id(parameter), cast))  # tied ones stay one
+            if isinstance(parameter, DTensor):  # assigning .data would not change its local tensor
+                if parameter.dtype != dtype:
+                    cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                    setattr(module, name, replaced.setdefault(id(parameter), cast))  # tied parameters stay tied
                 continue
-            parameter.data = parameter.data.to(wanted)
+            parameter.data = parameter.data.to(dtype)
 
 
 def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
-    """The adapter that `spec` asks for. Raises TrainError."""
-    also = list(spec.lora.modules_to_save)
-    _refuse_unknown("lora.modules_to_save", also, [name for name, _ in model.named_modules()], model)
-    packed = [name for name, module in model.named_modules() if quantized.is_packed(module)]
-    if wrong := [end for end in also if any(f".{end}." in f".{name}." for name in packed)]:
-        raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is packed, and cannot be trained in full.")
+    """peft's config of the adapter. Raises TrainError."""
+    full = list(spec.lora.modules_to_save)
+    _require_known("lora.modules_to_save", full, [name for name, _ in model.named_modules()], model)
+    packed = [name for name, module in model.named_modules() if quantized.is_quantized(module)]
+    if wrong := [suffix for suffix in full if any(f".{suffix}." in f".{name}." for name in packed)]:
+        raise TrainError(
+            f"lora.modules_to_save: {', '.join(wrong)} is quantized and cannot be trained in full. Leave it out."
+        )
     return LoraConfig(
         task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].is_reward_model else "CAUSAL_LM",
         r=spec.lora.r,
         lora_alpha=spec.lora.alpha,
         lora_dropout=spec.lora.dropout,
-        target_modules=_targets(spec, model),
-        modules_to_save=also or None,
+        target_modules=_target_modules(spec, model),
+        modules_to_save=full or None,
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
         init_lora_weights=registry.LORA_INITS[spec.lora.init].name,
     )
 
 
-def _targets(spec: RunSpec, model: nn.Module) -> str | list[str]:
+def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
     if spec.lora.targets == "all-linear":
         return "all-linear"
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) or quantized.is_packed(module)
+        if isinstance(module, nn.Linear | Conv1D) or quantized.is_quantized(module)
     ]
     if spec.lora.targets == "attention":
-        # Two parts of the name, since c_proj of GPT-2, for one, is also the end of a layer outside of attention.
-        inside = [name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))]
-        if not inside:
+        # The last two parts of a name, because GPT-2, for one, has a c_proj outside of attention too.
+        attention = [
+            name.split(".") for name in linear if any("attn" in p or "attention" in p for p in name.split("."))
+        ]
+        if not attention:
             raise TrainError(
-                f"lora.targets: no attention layers were found; choose custom and name some of {_ends(linear)}."
+                f"lora.targets: {type(model).__name__} has no linear layers with attn or attention in their name. Set "
+                f"lora.targets to custom and lora.target_modules to some of {_suffixes(linear)}."
             )
-        return sorted({".".join(parts[-2:]) for parts in inside})
+        return sorted({".".join(parts[-2:]) for parts in attention})
     names = list(spec.lora.target_modules)
-    if not names:
-        raise TrainError(f"lora.target_modules is empty; the model has {_ends(linear)}.")
-    stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())  # peft knows them by these names
-    _refuse_unknown("lora.target_modules", names, [*linear, *stacked], model)
-    head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new(spec, model))
+    stacked = registry.STACKED_EXPERTS.get(model.config.model_type, ())  # peft knows stacked experts by these names
+    _require_known("lora.target_modules", names, [*linear, *stacked], model)
+    head = next((n for n, m in model.named_modules() if m is _head(model)), "") or "".join(_new_head(spec, model))
     if any(_matches(head, name) for name in names):
         raise TrainError(
-            f"lora.target_modules: {head} cannot carry an adapter, because the loss uses its weights directly; "
-            "take it out, or name it in lora.modules_to_save."
+            f"lora.target_modules: {head} cannot have an adapter, because the loss uses its weights directly. Remove "
+            "it, or add it to lora.modules_to_save."
         )
     return names
 
 
-def _trained(spec: RunSpec, model: Any) -> Iterable[str]:
+def _unfrozen_modules(spec: RunSpec, model: Any) -> Iterable[str]:
     """Names of the modules that the freeze method trains."""
-    wanted, also = spec.method.freeze_trainable_layers, list(spec.method.freeze_extra_modules)
+    layers, extra = spec.method.freeze_trainable_layers, list(spec.method.freeze_extra_modules)
     depth = model.config.get_text_config().num_hidden_layers
     stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if abs(wanted) > depth:
-        raise TrainError(f"method.freeze_trainable_layers: the model has {depth} layers, not {abs(wanted)}.")
-    if not wanted and not also:
+    if abs(layers) > depth:
+        raise TrainError(f"method.freeze_trainable_layers: {abs(layers)} exceeds the model's {depth} layers.")
+    if layers and not stacks:
         raise TrainError(
-            "method.freeze_trainable_layers is 0 and method.freeze_extra_modules is empty, so nothing would be trained."
-        )
-    if wanted and not stacks:
-        raise TrainError(
-            f"method.freeze_trainable_layers: {type(model).__name__} has no list of {depth} layers to choose from."
+            f"method.freeze_trainable_layers: {type(model).__name__} has no list of {depth} layers to choose from. Set "
+            "it to 0, and name modules in method.freeze_extra_modules."
         )
     modules = [name for name, _ in model.named_modules()]
-    _refuse_unknown("method.freeze_extra_modules", also, modules, model)
-    layers = range(depth)[-wanted:] if wanted > 0 else range(-wanted)
-    named = [name for name in modules if any(_matches(name, end) for end in also)]
-    return [*(f"{stacks[0]}.{number}" for number in layers if wanted), *named]
+    _require_known("method.freeze_extra_modules", extra, modules, model)
+    numbers = range(depth)[-layers:] if layers > 0 else range(-layers)
+    named = [name for name in modules if any(_matches(name, suffix) for suffix in extra)]
+    return [*(f"{stacks[0]}.{number}" for number in numbers if layers), *named]
 
 
-def _new(spec: RunSpec, model: Any) -> list[str]:
-    """Modules that the stage has added, without anything learned yet: the head that scores."""
+def _new_head(spec: RunSpec, model: Any) -> list[str]:
+    """Modules that the stage has added with random weights: the head of a reward model."""
     added = registry.STAGES[spec.train.stage].is_reward_model
     return [name for name, _ in model.named_children() if added and name != model.base_model_prefix]
 
@@ -138,15 +140,17 @@ def _head(model: Any) -> Any:
     return model.get_output_embeddings()
 
 
-def _matches(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+def _matches(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
 
 
-def _ends(names: Iterable[str]) -> str:
+def _suffixes(names: Iterable[str]) -> str:
     return ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdigit() and part}))
 
 
-def _refuse_unknown(option: str, wanted: Iterable[str], names: list[str], model: nn.Module) -> None:
-    unknown = [end for end in wanted if not any(_matches(name, end) for name in names)]
+def _require_known(option: str, suffixes: Iterable[str], names: list[str], model: nn.Module) -> None:
+    unknown = [suffix for suffix in suffixes if not any(_matches(name, suffix) for name in names)]
     if unknown:
-        raise TrainError(f"{option}: {type(model).__name__} has no {', '.join(unknown)}; it has {_ends(names)}.")
+        raise TrainError(
+            f"{option}: {type(model).__name__} has no module {', '.join(unknown)}. It has {_suffixes(names)}."
+        )

@@ -1,72 +1,57 @@
-"""How the layers are computed: attention, Liger, torch.compile; as asked for, or not at all.
+"""Attention implementation, Liger kernels and torch.compile: what was requested is used, or the run ends.
 
-Beside the floors. Imports spec, catalog, journal.
+Imports config, registry, run_log.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 from accelerate.utils import is_compiled_module
 from transformers import TrainerCallback
 
-from backend import registry
 from backend.config import RunSpec
+from backend.engines import engine_of
 from backend.train.run_log import TrainError
 
 
-def check(spec: RunSpec, family: str, precision: str) -> None:
-    """Raise TrainError for what would fail at the first step only."""
-    asked = spec.model.attn_implementation
-    if asked in registry.FLASH_ATTENTIONS and precision == "fp32":
-        raise TrainError(f"model.attn_implementation: {asked} computes in bf16 or fp16: set precision.compute to bf16.")
-    if asked == "flex_attention" and family in ("cpu", "mps"):
-        raise TrainError("model.attn_implementation: flex_attention has no backward pass on this device: take sdpa.")
-
-    if spec.train.use_liger_kernel and family not in ("cuda", "xpu"):
-        raise TrainError("train.use_liger_kernel: its kernels are for GPUs with Triton: switch it off.")
-    if spec.train.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        raise TrainError("train.use_liger_kernel needs the package liger-kernel: pip install it.")
+def load_arguments(spec: RunSpec) -> dict[str, Any]:
+    """Arguments of `from_pretrained`."""
+    implementation = attn_implementation(spec)
+    return {} if implementation == "auto" else {"attn_implementation": implementation}
 
 
-def loading(spec: RunSpec) -> dict[str, Any]:
-    """What `from_pretrained` is told."""
-    asked = attention(spec)
-    return {} if asked == "auto" else {"attn_implementation": asked}
+def attn_implementation(spec: RunSpec) -> str:
+    """The attention implementation; Ulysses wraps one that must be named."""
+    requested = spec.model.attn_implementation
+    ulysses = engine_of(spec.parallel.strategy).sequence_parallel_size(spec) > 1
+    return "sdpa" if ulysses and requested == "auto" else requested
 
 
-def attention(spec: RunSpec) -> str:
-    """The attention to ask for: sequence parallel goes around one that is named."""
-    asked = spec.model.attn_implementation
-    shared = (
-        registry.STRATEGIES[spec.parallel.strategy].engine == "deepspeed" and spec.parallel.sequence_parallel_size > 1
-    )
-    return "sdpa" if shared and asked == "auto" else asked
-
-
-def refused(spec: RunSpec, error: Exception) -> str:
-    """A sentence about an attention that could not be had; '' if the error is about something else."""
+def attention_error(spec: RunSpec, error: Exception) -> str:
+    """The message for an attention implementation that could not be used; '' if the error is about something else."""
     words = str(error)
     if spec.model.attn_implementation == "auto" or "ttention" not in words:
         return ""
-    return f"model.attn_implementation: {spec.model.attn_implementation} cannot be used here: {words.strip().splitlines()[0]}"
+    reason = words.strip().splitlines()[0]
+    return f"model.attn_implementation: {spec.model.attn_implementation} cannot be used here: {reason}"
 
 
 def check_attention(spec: RunSpec, model: Any) -> None:
-    """Raise TrainError unless the model computes attention as asked for: the library may take something like it."""
-    asked, found = spec.model.attn_implementation, model.config.get_text_config()._attn_implementation
-    if asked not in ("auto", found):
+    """Raise TrainError unless the model uses the requested attention: transformers may replace it by another."""
+    requested, used = spec.model.attn_implementation, model.config.get_text_config()._attn_implementation
+    if requested not in ("auto", used):
         raise TrainError(
-            f"model.attn_implementation: {asked} was asked for, and the library took {found}: choose that, or sdpa."
+            f"model.attn_implementation: {requested} was requested, but transformers uses {used}. Set it to {used} or "
+            "sdpa."
         )
 
 
-def patch(spec: RunSpec, model: Any) -> None:
-    """Give the layers Liger's kernels. Raises TrainError where it knows none for the model: it would say nothing.
+def apply_liger(spec: RunSpec, model: Any) -> None:
+    """Replace layers by Liger's. Raises TrainError if it has none for the model, which Liger itself ignores silently.
 
-    Its loss is left out, since TRL computes the loss in tiles by itself.
+    Its loss is left out, because TRL computes the loss in chunks itself.
     """
     if not spec.train.use_liger_kernel:
         return
@@ -74,17 +59,21 @@ def patch(spec: RunSpec, model: Any) -> None:
     liger._apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     forwards = (getattr(module.forward, "__func__", None) for module in model.modules())
     if not any(getattr(forward, "__module__", "").startswith("liger_kernel") for forward in forwards):
-        raise TrainError(f"train.use_liger_kernel: Liger has no kernels for {model.config.model_type}: switch it off.")
+        raise TrainError(
+            f"train.use_liger_kernel: Liger has no kernels for {model.config.model_type}. Set it to false."
+        )
 
 
-class Compiled(TrainerCallback):
-    """Ends a run whose model was not compiled although it should be: the engines pass over it without a word."""
+class CompileCheckCallback(TrainerCallback):
+    """Ends a run whose model should be compiled but is not: some engines ignore torch.compile silently."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The engine is ready. Raises TrainError."""
+        """Check once the engine has started. Raises TrainError."""
         wrapped = self.trainer.model_wrapped
         if not (is_compiled_module(wrapped) or getattr(wrapped, "is_compiled", False)):
-            raise TrainError("train.torch_compile: the model was not compiled with this strategy: switch it off.")
+            raise TrainError(
+                "train.torch_compile: this strategy did not compile the model. Set train.torch_compile to false."
+            )

@@ -1,9 +1,8 @@
-"""One rank reads the weights of an FSDP2 run, and sends the others their parts.
+"""FSDP2 loading on rank 0: one rank reads the weights, and the others get their shards from it.
 
-Beside the floors. Imports spec, engine, model, quantized, work. accelerate 1.15 sends from rank 0 of all
-nodes, once the optimizer is made (utils/fsdp_utils.py, fsdp2_load_full_state_dict); transformers 5.23 reads the file on
-every rank all the same. So until then the others hold the model hollow: its weights are on the meta device, without
-numbers.
+Imports config, context, engines, model, quantized. accelerate 1.15 broadcasts the weights from rank 0 once the
+optimizer exists (utils/fsdp_utils.py, fsdp2_load_full_state_dict), but transformers 5.23 reads the file on every rank
+all the same. So until then the other ranks have the model on the meta device.
 """
 
 from __future__ import annotations
@@ -23,84 +22,78 @@ from backend.train.context import TrainContext
 from backend.train.engines.fsdp import load_on_every_rank, loads_on_rank0
 
 
-def load(work: TrainContext, config: Any, source: model.Source, tokens: Any, sliced: Mapping[str, Any]) -> Any:
-    """The untouched model, hollow on all ranks but the first; whole on each where it cannot be sent, which `config` is
-    told. All ranks must call it. Raises TrainError, Stopped."""
-    spec, group = work.spec, work.group
+def load(
+    context: TrainContext,
+    config: Any,
+    source: model.ModelSource,
+    tokenizer: Any,
+    engine_arguments: Mapping[str, Any],
+) -> Any:
+    """The model before training, on the meta device on all ranks but 0. Where that is not possible every rank reads the
+    weights, and the TrainingArguments `config` say so. A collective call. Raises TrainError, Stopped."""
+    spec, group = context.spec, context.group
 
     def read() -> Any:
-        return model.load(spec, source, work.precision, tokens, sliced)
+        return model.load(spec, source, context.precision, tokenizer, engine_arguments)
 
     if not loads_on_rank0(config):
         return read()
-    found = _hollow(spec, source, work.precision, tokens) if _sendable(spec, source) else None
-    whole = None
-    if all(group.gather(found is not None)):
-        whole = work.first(read)
-        found = found if group.rank else whole
-        # A file may hold apart what its configuration ties: then the names are others, and nothing would fit.
-        if all(outline == _outline(found) for outline in group.gather(_outline(found))):
-            _share_buffers(work, found)
+    on_meta = _load_on_meta(spec, source, context.precision, tokenizer) if _can_broadcast(spec, source) else None
+    loaded = None
+    if all(group.gather(on_meta is not None)):
+        loaded = context.first(read)
+        found = on_meta if group.rank else loaded
+        # A checkpoint may have two tensors that the config ties. Then the names of the parameters differ.
+        if all(signature == _signature(found) for signature in group.gather(_signature(found))):
+            _broadcast_buffers(context, found)
             return found
-    work.run_log.info("Every rank reads the weights: those of this model cannot be sent from one to the others.")
+    context.run_log.info("Every rank reads the weights: the weights of this model cannot be broadcast from rank 0.")
     load_on_every_rank(config)
-    return read() if whole is None else whole
+    return read() if loaded is None else loaded
 
 
-def _sendable(spec: RunSpec, source: model.Source) -> bool:
-    """Whether a model without numbers can be made into what is trained; further keys may ask where it cannot. What
-    stands beside packed numbers, and what code of the model's own computes, is not known before it was read."""
-    return not (spec.modifies_loaded_weights or quantized.came_as(source.name, source.options))
+def _can_broadcast(spec: RunSpec, source: model.ModelSource) -> bool:
+    """Whether everything that is done to the model works on the meta device. The tensors of quantized weights, and what
+    the custom code of a model computes, are not known before the weights were read."""
+    return not (spec.modifies_loaded_weights or quantized.stored_config(source.name, source.options))
 
 
-def _hollow(spec: RunSpec, source: model.Source, precision: str, tokens: Any) -> Any:
-    """The model without numbers; None if it cannot be made so. Leaves the random numbers as they are."""
+def _load_on_meta(spec: RunSpec, source: model.ModelSource, precision: str, tokenizer: Any) -> Any:
+    """The model on the meta device; None if that is not possible. Does not change the random state."""
     try:
         with torch.random.fork_rng(devices=[]):
-            made = model.load(spec, source, precision, tokens, make=_make)
-    except Exception:  # the reading, which follows, says why in its own words
+            made = model.load(spec, source, precision, tokenizer, build=_build_on_meta)
+    except Exception:  # reading the weights, which follows, reports the reason
         return None
-    weights, all_names = dict(made.named_parameters()), dict(made.named_parameters(remove_duplicate=False))
-    # accelerate sends all that is in the state, and expects it to be spread: buffers are not. Afterwards it ties
-    # weights again, and would not know a trained copy of one of them.
-    buffered, tied = made.state_dict().keys() - all_names.keys(), len(weights) < len(all_names)
-    return None if buffered or (tied and spec.method.kind == "lora" and spec.lora.modules_to_save) else made
+    parameters, all_names = dict(made.named_parameters()), dict(made.named_parameters(remove_duplicate=False))
+    # accelerate broadcasts everything in the state_dict and expects it to be sharded, but buffers are not. Afterwards
+    # it ties weights again, and would tie a trained copy of one of them too.
+    buffers, tied = made.state_dict().keys() - all_names.keys(), len(parameters) < len(all_names)
+    return None if buffers or (tied and spec.method.kind == "lora" and spec.lora.modules_to_save) else made
 
 
-def _make(kind: Any, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:
-    """As `from_pretrained`, without the weights. What is no weight has its numbers."""
-    attention = {key: how[key] for key in how if key == "attn_implementation"}
-    config = AutoConfig.from_pretrained(name, **{key: how[key] for key in how if key not in attention})
+def _build_on_meta(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
+    """Like `from_pretrained`, with the parameters on the meta device; buffers have their values."""
+    attention = {key: arguments[key] for key in arguments if key == "attn_implementation"}
+    config = AutoConfig.from_pretrained(name, **{k: v for k, v in arguments.items() if k not in attention})
     with init_empty_weights(include_buffers=False):
         made = kind.from_config(config, dtype=dtype, **attention)
-    made.tie_weights()  # each weight that was put on the meta device became one of its own
+    made.tie_weights()  # moving parameters to the meta device has untied them
     if made.can_generate():
-        place = {key: how[key] for key in how if key in ("revision", "local_files_only")}
-        with contextlib.suppress(OSError):  # without a file of its own it follows from the configuration
-            made.generation_config = GenerationConfig.from_pretrained(name, **place)
+        options = {key: arguments[key] for key in arguments if key in ("revision", "local_files_only")}
+        with contextlib.suppress(OSError):  # without its own file it follows from the config
+            made.generation_config = GenerationConfig.from_pretrained(name, **options)
     return made.eval()
 
 
-def _outline(made: nn.Module) -> list[tuple[str, str, str]]:
-    """What must be the same on all ranks."""
-    both = (*made.named_parameters(), *made.named_buffers())
-    return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in both]
+def _signature(module: nn.Module) -> list[tuple[str, str, str]]:
+    """Name, shape and dtype of all tensors; they must be the same on all ranks."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [(name, str(tuple(tensor.shape)), str(tensor.dtype)) for name, tensor in tensors]
 
 
-def _share_buffers(work: TrainContext, made: nn.Module) -> None:
-    """Rank 0's buffers on all ranks: they are not sent with the weights."""
-    buffers = dict(made.named_buffers())
-    for name, tensor in work.group.share(buffers).items():
+def _broadcast_buffers(context: TrainContext, module: nn.Module) -> None:
+    """Copy rank 0's buffers to all ranks: accelerate does not broadcast them."""
+    buffers = dict(module.named_buffers())
+    for name, tensor in context.group.share(buffers).items():
         buffers[name].copy_(tensor)
-
-
-def stand_in(made: nn.Module) -> None:
-    """Put room that is never touched, and so takes none, in the place of hollow weights that learn: accelerate tells an
-    optimizer's weights apart by their addresses, and fused optimizers refuse what has none."""
-    fresh: dict[nn.Parameter, nn.Parameter] = {}
-    for module in made.modules():
-        for name, old in module.named_parameters(recurse=False, remove_duplicate=False):
-            if old.is_meta and old.requires_grad:
-                if old not in fresh:  # tied ones stay one
-                    fresh[old] = nn.Parameter(torch.empty_like(old, device="cpu"))
-                setattr(module, name, fresh[old])

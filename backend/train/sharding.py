@@ -1,6 +1,6 @@
 """What this rank really holds of weights and optimizer state: the proof of sharding in result.json.
 
-Imports optimizer_utils.
+Imports optimizers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from backend.train import optimizer_utils
+from backend.train import optimizers
 
 
 def loaded(weights: torch.nn.Module) -> int:
@@ -23,7 +23,7 @@ def loaded(weights: torch.nn.Module) -> int:
 def held(trainer: Any) -> dict[str, Any]:
     """What drives the model, what its ranks talk by, and the numbers that this rank holds of parameters and of the
     optimizer's state."""
-    optimizer: Any = optimizer_utils.innermost(trainer.optimizer)
+    optimizer: Any = optimizers.unwrap(trainer.optimizer)
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     engine = trainer.model_wrapped
     return {

@@ -27,8 +27,8 @@ from backend.train.run_log import TrainError
 Messages = Sequence[Mapping[str, Any]]
 IGNORE_INDEX = -100  # the label of tokens without a loss
 # For models without a chat template. The loss is on what stands between {% generation %} and {% endgeneration %}:
-# the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so that the
-# trained model can end its output.
+# the completion and its end. Where ChatML's tokens are not in the vocabulary, the tokenizer's EOS token follows, so
+# that the trained model can end its output.
 CHATML = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}

@@ -25,7 +25,7 @@ from backend.train import (
     logging_setup,
     lora,
     model,
-    optimizer_utils,
+    optimizers,
     rank0_loading,
     sharding,
     trainers,
@@ -35,6 +35,7 @@ from backend.train import (
 from backend.train.callbacks import CheckpointCallback, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
 from backend.train.engines import train_engine
+from backend.train.patches import accelerate_fsdp2_addresses
 from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import ChatTokenizer
 
@@ -63,11 +64,11 @@ def train_in_phases(work: TrainContext) -> None:
     run_log.progress("preparing model", "")
     verify.check_device(work.run)
     verify.check_ranks(spec, work.run, group.world)
-    config = trainers.arguments(work.engine, work.folder)
+    config = trainers.training_arguments(work.engine, work.folder)
     verify.check_backend(work.run)
     group.meet(work.folder)
     source = _source(work)
-    tokens = model.tokenizer(spec, source)
+    tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(work, tokens)
     asked = (
         generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples)
@@ -84,27 +85,27 @@ def train_in_phases(work: TrainContext) -> None:
     reporter, keeper = ProgressCallback(run_log), CheckpointCallback(spec, work.folder, group, run_log)
     exam.trainer = trainer = _trainer(work, config, source, tokens, prepared, [exam, reporter, keeper])
     start = _start(work)
-    lora.check_start(trainer.accelerator.unwrap_model(trainer.model), start)
-    counts = model.counts(trainer.model)  # before an optimizer takes layers in turns
+    lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
+    counts = model.count_parameters(trainer.model)  # before an optimizer takes layers in turns
     if work.run.engine.config_file == DEEPSPEED:
         run_log.start_phase(
             "preparing engine", "Preparing DeepSpeed; its first use on a machine builds parts of it, minutes."
         )
-    start = universal_checkpoint.fit(work, trainer, start)
+    start = universal_checkpoint.convert_if_resized(work, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(work.family)
     if keeper.stopped:
         run_log.info(f"Stopped after step {trainer.state.global_step}.")
         return
-    trainer.settle()
+    trainer.finalize_weights()
     result = _result(trainer, time.time() - reporter.began, reporter.tokens, counts)
     _save(work, trainer, tokens, source)
     _finish(work, trainer, result | exam.evaluate_after())
 
 
-def _source(work: TrainContext) -> model.Source:
-    def find() -> model.Source:
-        return model.find(work.spec, work.telling("preparing model"))
+def _source(work: TrainContext) -> model.ModelSource:
+    def find() -> model.ModelSource:
+        return model.locate(work.spec, work.telling("preparing model"))
 
     work.first(find)
     return find()
@@ -129,7 +130,7 @@ def _prepared(work: TrainContext, tokens: Any) -> data.PreparedData:
 def _trainer(
     work: TrainContext,
     config: Any,
-    source: model.Source,
+    source: model.ModelSource,
     tokens: Any,
     prepared: data.PreparedData,
     callbacks: list[Any],
@@ -141,15 +142,16 @@ def _trainer(
     sliced = work.engine.load_arguments()
     whole = rank0_loading.load(work, config, source, tokens, sliced)
     work.engine.check_model(whole)
-    weights = adapters.adapt(spec, whole, precision)
+    work.engine.prepare_config(whole.config)
+    weights = adapters.apply_method(spec, whole, precision)
     work.loaded = sharding.loaded(weights)
-    rank0_loading.stand_in(weights)
+    accelerate_fsdp2_addresses.apply(weights)
     work.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
-    trainer = trainers.build(spec, config, weights, tokens, prepared, callbacks, reference)
-    trainer.work = work
-    trained, count = model.counts(trainer.model)
-    work.run_log.info(f"Training {trained:,} of {count:,} weights ({trained / count:.2%}).")
+    trainer = trainers.build_trainer(spec, config, weights, tokens, prepared, callbacks, reference)
+    trainer.context = work
+    trained, count = model.count_parameters(trainer.model)
+    work.run_log.info(f"Trainable parameters: {trained:,} of {count:,} ({trained / count:.2%}).")
     work.group.agree()
     if work.group.rank == 0:
         shutil.rmtree(work.folder / PREPARED, ignore_errors=True)  # mapped files live on until the last rank lets go
@@ -165,11 +167,11 @@ def _start(work: TrainContext) -> Path | None:
         if start is None and work.spec.save.resume_from == "path":
             start = checkpoints.at_path(work.spec.save.resume_path)
         if start is None and checkpoints.complete(work.folder):
-            work.run_log.info("The checkpoints hold weights only, so training begins at step 0.")
+            work.run_log.info("The checkpoints contain weights only (save.only_model), so training starts at step 0.")
         step = checkpoints.step_of(start) if start else 0
         work.run_log.mark_resumed(step)
         if start:
-            work.run_log.info(f"Going on from {start.name}.")
+            work.run_log.info(f"Resuming from {start.name}.")
         return start
 
     chosen: Path | None = work.group.share(work.first(choose))
@@ -200,7 +202,7 @@ def _finish(work: TrainContext, trainer: Any, result: dict[str, Any]) -> None:
     state = trainer.state
     result["model"] = MODEL if work.spec.save.final_model else None
     result["held"] = work.group.gather({**sharding.held(trainer), "loaded": work.loaded})
-    result["optimizer"] = work.group.gather(optimizer_utils.held(trainer.optimizer))
+    result["optimizer"] = work.group.gather(optimizers.state_summary(trainer.optimizer))
     result["peak_bytes"] = work.group.gather(device.peak_bytes(work.family))
     result["reserved_bytes"] = work.group.gather(device.reserved_bytes(work.family))
     if work.group.rank == 0:
@@ -208,7 +210,7 @@ def _finish(work: TrainContext, trainer: Any, result: dict[str, Any]) -> None:
     work.run_log.start_phase("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
-def _save(work: TrainContext, trainer: Any, tokens: Any, source: model.Source) -> None:
+def _save(work: TrainContext, trainer: Any, tokens: Any, source: model.ModelSource) -> None:
     if not work.spec.save.final_model:
         return
     work.run_log.start_phase("saving", "Saving the trained model.")
@@ -225,7 +227,9 @@ def _save(work: TrainContext, trainer: Any, tokens: Any, source: model.Source) -
     if error := work.group.share(error):
         raise TrainError(error)
     if registry.STAGES[work.spec.train.stage].is_reward_model and hasattr(weights, "peft_config"):
-        work.run_log.info("It loads with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).")
+        work.run_log.info(
+            "Load the reward model with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)."
+        )
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,7 @@
-"""What each stage is done with: TRL's trainer and its configuration, and the model that it is held to.
+"""TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Beside the floors. Imports catalog, spec, lora, universal. Rows come to every trainer as tokens (data, pairs), so what
-a trainer does to rows is left out.
+Imports registry, config, context, device, lora, optimizers, patches, universal_checkpoint. Every trainer gets tokenized
+examples (data, preference_data), so its own preparation is skipped.
 """
 
 from __future__ import annotations
@@ -16,59 +16,60 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import device, lora, optimizers, universal_checkpoint
 from backend.train.context import TrainContext
+from backend.train.patches import trl_orpo_dataset
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Where TRL keeps a stage's configuration and trainer: importing the others would cost time."""
+class TrlClasses:
+    """Where TRL has a stage's config and trainer; only those of the run's stage are imported."""
 
     module: str
     config: str
     trainer: str
 
 
-SFT = Kind("trl.trainer.sft", "SFTConfig", "SFTTrainer")
-KINDS: Mapping[str, Kind] = {
+SFT = TrlClasses("trl.trainer.sft", "SFTConfig", "SFTTrainer")
+TRL: Mapping[str, TrlClasses] = {
     "sft": SFT,
     "pretraining": SFT,
-    "dpo": Kind("trl.trainer.dpo", "DPOConfig", "DPOTrainer"),
-    "kto": Kind("trl.trainer.kto", "KTOConfig", "KTOTrainer"),
-    "orpo": Kind("trl.experimental.orpo.orpo", "ORPOConfig", "ORPOTrainer"),
-    "reward": Kind("trl.trainer.reward", "RewardConfig", "RewardTrainer"),
+    "dpo": TrlClasses("trl.trainer.dpo", "DPOConfig", "DPOTrainer"),
+    "kto": TrlClasses("trl.trainer.kto", "KTOConfig", "KTOTrainer"),
+    "orpo": TrlClasses("trl.experimental.orpo.orpo", "ORPOConfig", "ORPOTrainer"),
+    "reward": TrlClasses("trl.trainer.reward", "RewardConfig", "RewardTrainer"),
 }
 
 
-class Own(optimizers.Optimizing):
-    """What is the same in all: LoRA+, and no model card beside every checkpoint."""
+class TrainerMixin(optimizers.OptimizerMixin):
+    """Added to every trainer: LoRA+, fp8, and no model card in every checkpoint."""
 
-    lora_plus = 1.0
-    work: TrainContext
+    loraplus_lr_ratio = 1.0
+    context: TrainContext
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """The optimizer, with faster B matrices where they are asked for."""
-        fresh = self.optimizer is None
-        made = super().create_optimizer(model)
-        if fresh and self.lora_plus != 1:
-            lora.hurry(made, self.model if model is None else model, self.lora_plus)
-        return made
+        """The optimizer, with LoRA+'s learning rates."""
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if new and self.loraplus_lr_ratio != 1:
+            lora.set_loraplus_lr(optimizer, self.model if model is None else model, self.loraplus_lr_ratio)
+        return optimizer
 
     def _load_best_model(self) -> None:
-        with universal_checkpoint.best(self.work, self):
+        with universal_checkpoint.best_model(self.context, self):
             super()._load_best_model()
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _build_accelerator_args(self: Any, **more: Any) -> dict[str, Any]:
-        """The Trainer has no word for fp8; its accelerator has."""
-        found: dict[str, Any] = super()._build_accelerator_args(**more)  # type: ignore[misc]
+        """The Trainer has no option for fp8, but its accelerator has."""
+        arguments: dict[str, Any] = super()._build_accelerator_args(**more)  # type: ignore[misc]
         if self.args.mixed_precision == "fp8":
-            found["kwargs_handlers"].append(device.fp8_recipe(self.args._fp8))
-        return found
+            arguments["kwargs_handlers"].append(device.fp8_recipe(self.args._fp8))
+        return arguments
 
 
-class Prepared(Own):
-    """Of a trainer that would tokenize."""
+class PretokenizedMixin(TrainerMixin):
+    """For trainers that would tokenize."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset
@@ -76,99 +77,98 @@ class Prepared(Own):
     def _set_signature_columns_if_needed(self: Any) -> None:
         super()._set_signature_columns_if_needed()  # type: ignore[misc]
         if "length" not in self._signature_columns:
-            self._signature_columns.append("length")  # what grouping by length looks at
+            self._signature_columns.append("length")  # read by train_sampling_strategy group_by_length
 
 
-class Counting(Own):
-    """ORPO's trainer counts no tokens."""
+class TokenCountMixin(TrainerMixin):
+    """For ORPO's trainer, which does not log num_tokens."""
 
-    counted = 0
+    num_tokens = 0
 
     def compute_loss(self: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-        """As before, and counted."""
+        """Count the tokens of training batches."""
         if self.model.training:
-            mine = inputs["chosen_attention_mask"].sum() + inputs["rejected_attention_mask"].sum()
-            self.counted += int(self.accelerator.gather(mine).sum())
+            local = inputs["chosen_attention_mask"].sum() + inputs["rejected_attention_mask"].sum()
+            self.num_tokens += int(self.accelerator.gather(local).sum())
         return super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
 
     def log(self: Any, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """As before, with the count."""
+        """Log the count."""
         if "loss" in logs:
-            logs["num_tokens"] = self.counted
+            logs["num_tokens"] = self.num_tokens
         super().log(logs, *more, **named)  # type: ignore[misc]
 
 
-OWN: Mapping[str, type] = {"sft": Own, "pretraining": Own, "orpo": Counting}
+MIXINS: Mapping[str, type] = {"sft": TrainerMixin, "pretraining": TrainerMixin, "orpo": TokenCountMixin}
 
 
-def config(spec: RunSpec) -> Any:
-    """The class of the trainer's arguments."""
-    kind = KINDS[spec.train.stage]
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the stage's own help says what is experimental
-    return getattr(importlib.import_module(f"{kind.module}_config"), kind.config)
+def config_class(spec: RunSpec) -> Any:
+    """The class of the TrainingArguments."""
+    classes = TRL[spec.train.stage]
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # the help of the stage says that it is experimental
+    return getattr(importlib.import_module(f"{classes.module}_config"), classes.config)
 
 
-def trainer(stage: str) -> Any:
+def trainer_class(stage: str) -> Any:
     """The class of the trainer."""
-    kind = KINDS[stage]
-    theirs = getattr(importlib.import_module(f"{kind.module}_trainer"), kind.trainer)
-    return type("Trainer", (OWN.get(stage, Prepared), theirs), {})
+    classes = TRL[stage]
+    trl_class = getattr(importlib.import_module(f"{classes.module}_trainer"), classes.trainer)
+    return type("Trainer", (MIXINS.get(stage, PretokenizedMixin), trl_class), {})
 
 
-def arguments(spec: RunSpec) -> dict[str, Any]:
-    """The arguments that a stage has for itself."""
+def stage_arguments(spec: RunSpec) -> dict[str, Any]:
+    """The TrainingArguments that belong to the stage."""
     if spec.train.stage in registry.NEXT_TOKEN_STAGES:
-        return _plain(spec)
-    asked = spec.preference
+        return _next_token_arguments(spec)
+    preference = spec.preference
     if spec.train.stage == "reward":
-        return {"max_length": None, "center_rewards_coefficient": asked.center_rewards_coefficient or None}
+        return {"max_length": None, "center_rewards_coefficient": preference.center_rewards_coefficient or None}
     if spec.train.stage == "orpo":
-        return {"max_length": spec.data.max_length, "beta": asked.beta, "remove_unused_columns": False}
-    held = {"max_length": None, "beta": asked.beta, "precompute_ref_log_probs": asked.precompute_ref_log_probs}
-    os.environ.setdefault("TQDM_DISABLE", "1")  # a bar is a hundred lines in a log
+        return {"max_length": spec.data.max_length, "beta": preference.beta, "remove_unused_columns": False}
+    found = {
+        "max_length": None,
+        "beta": preference.beta,
+        "precompute_ref_log_probs": preference.precompute_ref_log_probs,
+    }
+    os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is a hundred lines in a log
     if spec.train.stage == "kto":
-        ordered = asked.kto_loss_type == "kto"  # its KL comes from neighbours
+        ordered = preference.kto_loss_type == "kto"  # its KL estimate needs neighbors in the same batch
         return {
-            **held,
-            "loss_type": asked.kto_loss_type,
-            "desirable_weight": asked.desirable_weight,
-            "undesirable_weight": asked.undesirable_weight,
+            **found,
+            "loss_type": preference.kto_loss_type,
+            "desirable_weight": preference.desirable_weight,
+            "undesirable_weight": preference.undesirable_weight,
             "train_sampling_strategy": "sequential" if ordered else "random",
         }
-    both = asked.sft_loss_weight > 0
+    with_sft = preference.sft_loss_weight > 0
     return {
-        **held,
-        "loss_type": [asked.dpo_loss_type, "sft"] if both else [asked.dpo_loss_type],
-        "loss_weights": [1.0, asked.sft_loss_weight] if both else None,
-        "label_smoothing": asked.label_smoothing,
+        **found,
+        "loss_type": [preference.dpo_loss_type, "sft"] if with_sft else [preference.dpo_loss_type],
+        "loss_weights": [1.0, preference.sft_loss_weight] if with_sft else None,
+        "label_smoothing": preference.label_smoothing,
     }
 
 
-def untaught() -> Any:
-    """A context for loading a model without the head that the stage adds: no report that it has learned nothing yet."""
+def without_new_head_warning() -> Any:
+    """A context for loading a model whose head the stage adds: transformers does not warn about its random weights."""
     return importlib.import_module("trl.trainer.reward_trainer").suppress_seqcls_warning()
 
 
-def _plain(spec: RunSpec) -> dict[str, Any]:
+def _next_token_arguments(spec: RunSpec) -> dict[str, Any]:
     packing = spec.data.packing
     return {
-        # Rows come as tokens with labels, already cut.
+        # The examples are tokenized with labels, and truncated.
         "max_length": spec.data.max_length if packing else None,
         "packing": packing,
-        "packing_strategy": "bfd",  # whole examples, each with its own positions: they do not see each other
+        "packing_strategy": "bfd",  # whole examples with their own positions, which do not attend to each other
         "eval_packing": False,
         "dataset_kwargs": None if packing else {"skip_prepare_dataset": True},
     }
 
 
-def given(stage: str, reference: Any, *tables: Any) -> dict[str, Any]:
-    """More for the constructor of a stage's trainer."""
-    for table in tables:
-        if stage == "orpo" and table is not None:
-            _keep(table)
+def constructor_arguments(stage: str, reference: Any, *datasets: Any) -> dict[str, Any]:
+    """More arguments of the trainer's constructor."""
+    for dataset in datasets:
+        if stage == "orpo" and dataset is not None:
+            trl_orpo_dataset.apply(dataset)
     return {"ref_model": reference} if reference is not None else {}
-
-
-def _keep(table: Any) -> None:
-    """ORPO's constructor would write and tokenize the rows, in three passes that nothing switches off."""
-    table.map = lambda *_, **__: table

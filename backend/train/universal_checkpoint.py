@@ -1,7 +1,7 @@
-"""A DeepSpeed checkpoint for another number of ranks than wrote it: converted, loaded by all, and deleted.
+"""Resuming a DeepSpeed checkpoint with a different number of processes: converted, loaded by all ranks, and deleted.
 
-Beside the floors. Imports catalog, checkpoints, inside, run_log, work. DeepSpeed saves a part a rank, and reads
-back only its own number of parts. Its universal checkpoints hold each weight as a whole, with its moments.
+Imports registry, checkpoints, context, optimizers, patches, run_log. DeepSpeed saves one file per rank, and loads only
+checkpoints of the same number of ranks. Its universal checkpoints have each weight in full, with its moments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import io
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import chdir, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,125 +21,117 @@ from transformers import TrainerCallback
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import optimizer_utils
+from backend.train import optimizers
 from backend.train.checkpoints import UNIVERSAL
 from backend.train.context import TrainContext
+from backend.train.patches import deepspeed_universal_paths, deepspeed_zero3_universal
 from backend.train.run_log import TrainError
 
 STATE, MODEL = "global_step*/*zero_pp_rank_*_optim_states.pt", "global_step*/*mp_rank_*_model_states.pt"
-MOMENTS = {"exp_avg", "exp_avg_sq"}  # what DeepSpeed 0.19 takes out of a state, whatever else is in it
+MOMENTS = {"exp_avg", "exp_avg_sq"}  # what DeepSpeed 0.19 converts; other parts of an optimizer state are dropped
 PHASE = "preparing engine"
 
 
-class _StopAsked(Exception):
+class _StopRequested(Exception):
     pass
 
 
-def fit(work: TrainContext, trainer: Any, checkpoint: Path | None) -> Path | None:
-    """What to go on from: the checkpoint itself, or its universal form, which the trainer is told to load once. All
-    ranks must call it. Raises TrainError, Stopped."""
-    made = None if checkpoint is None else _fitted(work, checkpoint)
-    if made is None:
+def convert_if_resized(context: TrainContext, trainer: Any, checkpoint: Path | None) -> Path | None:
+    """What to resume from: the checkpoint itself, or its universal form, which DeepSpeed then loads once. A collective
+    call. Raises TrainError, Stopped."""
+    converted = None if checkpoint is None else _converted(context, checkpoint)
+    if converted is None:
         return checkpoint
     config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
-    trainer.add_callback(_Loaded(work, trainer, made))
-    return made
+    trainer.add_callback(_AfterLoading(context, trainer, converted))
+    return converted
 
 
 @contextmanager
-def best(work: TrainContext, trainer: Any) -> Iterator[None]:
-    """For loading the best checkpoint at the end, which may be older than the number of ranks."""
+def best_model(context: TrainContext, trainer: Any) -> Iterator[None]:
+    """A context for loading the best checkpoint, which may be from a start with another number of ranks."""
     state = trainer.state
     own = state.best_model_checkpoint
-    made = _fitted(work, Path(own)) if own else None
-    if made is None:
+    converted = _converted(context, Path(own)) if own else None
+    if converted is None:
         yield
         return
-    state.best_model_checkpoint, trainer.model_wrapped._config.load_universal_checkpoint = str(made), True
+    state.best_model_checkpoint, trainer.model_wrapped._config.load_universal_checkpoint = str(converted), True
     yield
     state.best_model_checkpoint, trainer.model_wrapped._config.load_universal_checkpoint = own, False
-    _leave(work, made)
+    _delete(context, converted)
 
 
-class _Loaded(TrainerCallback):
-    def __init__(self, work: TrainContext, trainer: Any, made: Path) -> None:
-        self.work, self.trainer, self.made = work, trainer, made
+class _AfterLoading(TrainerCallback):
+    def __init__(self, context: TrainContext, trainer: Any, converted: Path) -> None:
+        self.context, self.trainer, self.converted = context, trainer, converted
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All is loaded: put right what DeepSpeed mixes up, and let checkpoints be ordinary ones again."""
-        if registry.STRATEGIES[self.work.spec.parallel.strategy].zero_stage == 3:
-            _mend(self.trainer.optimizer, self.made)
+        """Repair the loaded optimizer, and let DeepSpeed save ordinary checkpoints again."""
+        if registry.STRATEGIES[self.context.spec.parallel.strategy].zero_stage == 3:
+            deepspeed_zero3_universal.apply(optimizers.unwrap(self.trainer.optimizer), self.converted)
         self.trainer.model_wrapped._config.load_universal_checkpoint = False
-        _leave(self.work, self.made)
+        _delete(self.context, self.converted)
 
 
-def _mend(optimizer: Any, made: Path) -> None:
-    """ZeRO-3 of DeepSpeed 0.19 gives all groups the weight decay of the first one, and all parts one and the same
-    count of steps, which each of them then raises."""
-    inner = optimizer_utils.innermost(optimizer)
-    (path,) = made.glob("global_step*/zero/optimizer_state.pt")
-    kept = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]["param_groups"]
-    for group, own in zip(inner.param_groups, kept, strict=True):
-        group.update({key: value for key, value in own.items() if key != "params"})
-    for state in inner.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
+def _delete(context: TrainContext, converted: Path) -> None:
+    context.group.agree()
+    if context.group.rank == 0:
+        shutil.rmtree(converted.parent, ignore_errors=True)
 
 
-def _leave(work: TrainContext, made: Path) -> None:
-    work.group.agree()
-    if work.group.rank == 0:
-        shutil.rmtree(made.parent, ignore_errors=True)
-
-
-def _fitted(work: TrainContext, checkpoint: Path) -> Path | None:
-    """The universal form of a checkpoint that has another number of parts than there are ranks."""
-    row, parts = registry.STRATEGIES[work.spec.parallel.strategy], sorted(checkpoint.glob(STATE))
-    if not row.zero_stage or not parts:
+def _converted(context: TrainContext, checkpoint: Path) -> Path | None:
+    """The universal form of a checkpoint that has a different number of files than there are ranks."""
+    row, files = registry.STRATEGIES[context.spec.parallel.strategy], sorted(checkpoint.glob(STATE))
+    if not row.zero_stage or not files:
         return None
-    spread = any("zero_pp_rank" in path.name for path in checkpoint.glob(MODEL))
-    if spread != (row.zero_stage == 3):
-        other = "ZeRO-3" if spread else "ZeRO-1 or ZeRO-2"
-        raise TrainError(f"parallel.strategy: {checkpoint} was written by {other}, and {row.label} cannot read it.")
-    if len(parts) == work.group.world:
+    is_zero3 = any("zero_pp_rank" in path.name for path in checkpoint.glob(MODEL))
+    if is_zero3 != (row.zero_stage == 3):
+        other = "ZeRO-3" if is_zero3 else "ZeRO-1 or ZeRO-2"
+        raise TrainError(
+            f"parallel.strategy: {checkpoint} was written by {other}, and {row.label} cannot read it. Use the "
+            "strategy that wrote it."
+        )
+    if len(files) == context.group.world:
         return None
 
     def convert() -> Path | None:
-        _check(work, checkpoint, parts)
+        _check(context, checkpoint, files)
         try:
-            return _convert(work, checkpoint)
-        except _StopAsked:  # which the others hear of, too
+            return _convert(context, checkpoint)
+        except _StopRequested:  # which all ranks see
             return None
 
-    made: Path | None = work.group.share(work.first(convert))
-    return made
+    converted: Path | None = context.group.share(context.first(convert))
+    return converted
 
 
-def _check(work: TrainContext, checkpoint: Path, parts: list[Path]) -> None:
-    """Raise TrainError for what cannot be converted."""
-    written = f"launch.nproc_per_node: {checkpoint} was written by {len(parts)} processes"
-    if "nvme" in _offloaded(work.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
-        raise TrainError(f"{written}, and with its state on a disk only as many can go on from it.")
-    if work.run.token_shards > 1:
-        raise TrainError(f"{written}, and with sequence parallel only as many can go on from it.")
-    saved = _read(parts[0])["optimizer_state_dict"]
+def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
+    """Raise TrainError for a checkpoint that cannot be converted."""
+    count = len(files)
+    written = f"launch.nproc_per_node: {checkpoint} was written by {count} processes"
+    if "nvme" in _offloaded(context.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
+        raise TrainError(f"{written}. With optimizer state or parameters on NVMe, it can be resumed with {count} only.")
+    if context.run.token_shards > 1:
+        raise TrainError(f"{written}. With sequence parallelism, it can be resumed with {count} only.")
+    saved = _read(files[0])["optimizer_state_dict"]
     states = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))["state"].values()
     kinds = {key for state in states for key in state}
     if not MOMENTS <= kinds <= MOMENTS | {"step"}:
-        raise TrainError(f"{written}, and DeepSpeed converts the state of AdamW alone: start {len(parts)}.")
-    # Fragments of all states, then the same once more as wholes; frozen weights are written in fp32.
-    need = 2 * sum(_sizes(parts)) + 3 * sum(_sizes(checkpoint.glob(MODEL)))
-    free = shutil.disk_usage(work.folder).free
+        raise TrainError(f"{written}. DeepSpeed converts the state of AdamW only; use {count} processes.")
+    # Fragments of all states, then the merged states; frozen weights are written in fp32.
+    need = 2 * sum(_sizes(files)) + 3 * sum(_sizes(checkpoint.glob(MODEL)))
+    free = shutil.disk_usage(context.folder).free
     if need > free:
         raise TrainError(
-            f"{written}; to convert it for {work.group.world} takes {need / 2**30:,.2f} GiB of disk for a while, and "
-            f"{free / 2**30:,.2f} are free in {work.folder}: make room, or start {len(parts)}."
+            f"{written}. Converting it for {context.group.world} needs {need / 2**30:,.2f} GiB of disk space, "
+            f"but {context.folder} has {free / 2**30:,.2f} GiB. Free some, or use {count} processes."
         )
-    work.run_log.start_phase(
+    context.run_log.start_phase(
         PHASE,
-        f"Converting {checkpoint.name} of {len(parts)} processes for {work.group.world}; it takes up to "
-        f"{need / 2**30:,.2f} GiB of disk for a while.",
+        f"Converting {checkpoint.name} from {count} to {context.group.world} processes. This temporarily needs up to "
+        f"{need / 2**30:,.2f} GiB of disk space.",
     )
 
 
@@ -148,24 +140,26 @@ def _offloaded(spec: RunSpec) -> tuple[str, ...]:
     return (spec.parallel.offload_optimizer, spec.parallel.offload_param) if stage == 3 else ()
 
 
-def _convert(work: TrainContext, checkpoint: Path) -> Path:
-    """By DeepSpeed's own tool, in this process: what is forked from one with threads may hang."""
-    target = work.folder / UNIVERSAL / checkpoint.name
+def _convert(context: TrainContext, checkpoint: Path) -> Path:
+    """Run DeepSpeed's converter in this process: a fork of a process with threads may hang."""
+    target = context.folder / UNIVERSAL / checkpoint.name
     shutil.rmtree(target.parent, ignore_errors=True)
     target.mkdir(parents=True)
     (source,) = {path.parent for path in checkpoint.glob(STATE)}
-    for name in ("trainer_state.json", "scheduler.pt"):  # the random numbers were those of other ranks
+    for name in ("trainer_state.json", "scheduler.pt"):  # not the random states: they belong to other ranks
         if (checkpoint / name).exists():
             shutil.copyfile(checkpoint / name, target / name)
     tool: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
-    bars, tool.tqdm = tool.tqdm, SimpleNamespace(tqdm=lambda items: _watched(work, items))
-    # It makes patterns of its paths: a plus or a bracket in a folder's name would end it. From here they are plain.
-    (target.parent / "source").symlink_to(source.resolve())
+    # Its progress bar is the one place where a stop request can end it.
+    bars, tool.tqdm = tool.tqdm, SimpleNamespace(tqdm=lambda items: _with_progress(context, items))
     try:
-        with chdir(target.parent), redirect_stdout(io.StringIO()):
+        with (
+            deepspeed_universal_paths.relative_source(target.parent, source) as folder,
+            redirect_stdout(io.StringIO()),
+        ):
             tool.main(
                 argparse.Namespace(
-                    input_folder="source",
+                    input_folder=folder,
                     output_folder=f"{target.name}/{source.name}",
                     num_extract_workers=1,
                     num_merge_workers=1,
@@ -179,48 +173,51 @@ def _convert(work: TrainContext, checkpoint: Path) -> Path:
         raise
     finally:
         tool.tqdm = bars
-    _slim(target / source.name / "zero/optimizer_state.pt")
-    _tell_rows(work, checkpoint)
+    _drop_shards(target / source.name / "zero/optimizer_state.pt")
+    _report_batch_size(context, checkpoint)
     return target
 
 
-def _watched(work: TrainContext, items: Iterable[Any]) -> Iterator[Any]:
-    listed, tick = list(items), work.tick(PHASE, "Converting the checkpoint.")
+def _with_progress(context: TrainContext, items: Iterable[Any]) -> Iterator[Any]:
+    listed, tick = list(items), context.tick(PHASE, "Converting the checkpoint.")
     for number, item in enumerate(listed):
         if not tick(number, len(listed)):
-            raise _StopAsked
+            raise _StopRequested
         yield item
 
 
-def _slim(path: Path) -> None:
-    """ZeRO-3's holds all parts of rank 0, of which only the count of steps is read, by every rank."""
+def _drop_shards(path: Path) -> None:
+    """ZeRO-3's file has all shards of rank 0, but every rank reads only the step count from it."""
     saved = _read(path)
     if "fp32_flat_groups" in saved:
         del saved["fp32_flat_groups"]
         steps = {"step": saved["optimizer_state_dict"]["state"][0]["step"]}
         saved["optimizer_state_dict"]["state"] = {0: steps}
-        slim = path.with_suffix(".slim")
-        torch.save(saved, slim)
-        slim.replace(path)
+        small = path.with_suffix(".small")
+        torch.save(saved, small)
+        small.replace(path)
 
 
-def _tell_rows(work: TrainContext, checkpoint: Path) -> None:
-    """Say what changes where steps learn from other rows than before."""
+def _report_batch_size(context: TrainContext, checkpoint: Path) -> None:
+    """Log what changes if the global batch size is different from the checkpoint's."""
     before = _read(min(checkpoint.glob(MODEL)))["ds_config"]
-    train = work.spec.train
+    train = context.spec.train
     each = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    then, now = before.get("train_batch_size"), each * work.group.world
+    then, now = before.get("train_batch_size"), each * context.group.world
     if then != now:
-        work.run_log.info(
-            f"A step learns from {now} rows instead of {then}. Those already seen are reckoned in steps of {now}, so "
-            "rows of this pass may come twice or not at all."
+        context.run_log.info(
+            f"The global batch size is {now} instead of {then}. The position in the current epoch is computed from "
+            f"{now}, so some of its examples may be repeated or skipped."
         )
     elif train.train_sampling_strategy == "group_by_length":
-        work.run_log.info("Rows are grouped by length anew, so some of this pass may come twice or not at all.")
+        context.run_log.info(
+            "Examples are grouped by length for the new number of processes, so some examples of the current epoch may "
+            "be repeated or skipped."
+        )
 
 
 def _read(path: Path) -> Any:
-    """A file of DeepSpeed's, without reading its tensors."""
+    """A file of a DeepSpeed checkpoint; its tensors are mapped, not read."""
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
 

@@ -1,7 +1,7 @@
-"""Unsloth: a model loaded, adapted and computed its way.
+"""Unsloth: loads and adapts the model, and replaces its kernels.
 
-Beside the floors. Imports spec, journal. Importing it changes transformers, TRL and PEFT, so it comes before them
-(`begin`). What it cannot do it turns into something like it and goes on; here that ends the run.
+Imports config, run_log. Importing Unsloth changes transformers, TRL and PEFT, so it is imported before them
+(`import_unsloth`). It replaces options that it does not support and continues; here that ends the run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from backend.config import RunSpec
 from backend.train.run_log import TrainError
 
-# Arguments of the Trainer that it is known to change, and the options that they come from.
-KEPT = {
+# TrainingArguments that Unsloth is known to change, and the option of each.
+OPTION_OF = {
     "optim": "train.optim",
     "packing": "data.packing",
     "bf16": "precision.compute",
@@ -27,42 +27,40 @@ KEPT = {
 }
 
 
-def begin(spec: RunSpec) -> None:
-    """Import it, if it is asked for. Raises TrainError where it is missing or does not work here."""
+def import_unsloth(spec: RunSpec) -> None:
+    """Import Unsloth, if it is on. Raises TrainError if it does not work here."""
     if not spec.train.use_unsloth:
         return
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # or it tells the hub of every start
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # otherwise it reports every start to the Hub
     try:
         importlib.import_module("unsloth")
     except ModuleNotFoundError as error:
-        if error.name != "unsloth":
-            raise TrainError(f"train.use_unsloth needs the package {error.name} too: pip install it.") from error
-        raise TrainError("train.use_unsloth needs the package unsloth: pip install it.") from error
-    except Exception as error:  # of any kind: it looks at devices, drivers and versions
-        raise TrainError(f"train.use_unsloth: it does not work here: {_first(error)}") from error
+        raise TrainError(f"train.use_unsloth: pip install {error.name}, which is not installed.") from error
+    except Exception as error:  # of any kind: it inspects devices, drivers and versions
+        raise TrainError(f"train.use_unsloth: importing unsloth failed: {_first_line(error)}") from error
 
 
-def read(spec: RunSpec, name: str, dtype: torch.dtype, how: Mapping[str, Any]) -> Any:
-    """The model from its file; as `from_pretrained`."""
-    method, packing = spec.method, how.get("quantization_config")
-    made, _ = _fast().from_pretrained(
+def load_model(spec: RunSpec, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
+    """The model; `arguments` are those of `from_pretrained`. Raises TrainError."""
+    method, quantization = spec.method, arguments.get("quantization_config")
+    model, _ = _fast().from_pretrained(
         name,
         max_seq_length=spec.data.max_length,
         dtype=dtype,
-        load_in_4bit=packing is not None and packing.load_in_4bit,
-        load_in_8bit=packing is not None and packing.load_in_8bit,
+        load_in_4bit=quantization is not None and quantization.load_in_4bit,
+        load_in_8bit=quantization is not None and quantization.load_in_8bit,
         full_finetuning=method.kind != "lora",
         use_gradient_checkpointing=_checkpointing(spec),
         random_state=spec.train.seed,
-        use_exact_model_name=True,  # or it takes a copy of its own making from the hub
-        **how,
+        use_exact_model_name=True,  # otherwise it downloads its own copy of the model from the Hub
+        **arguments,
     )
-    _check_packing(packing, made)
-    return made
+    _check_quantization(quantization, model)
+    return model
 
 
-def attach(spec: RunSpec, model: Any, config: Any) -> Any:
-    """`model` with the adapter of peft's `config`."""
+def add_adapter(spec: RunSpec, model: Any, config: Any) -> Any:
+    """`model` with the adapter that peft's `config` describes."""
     return _fast().get_peft_model(
         model,
         r=config.r,
@@ -79,21 +77,24 @@ def attach(spec: RunSpec, model: Any, config: Any) -> Any:
     )
 
 
-def check(spec: RunSpec, asked: Mapping[str, Any], config: Any) -> None:
-    """Raise TrainError if the Trainer's `config` is not what was `asked` for."""
+def check_arguments(spec: RunSpec, requested: Mapping[str, Any], config: Any) -> None:
+    """Raise TrainError if the TrainingArguments `config` differ from the requested ones."""
     if not spec.train.use_unsloth:
         return
-    for name, option in KEPT.items():
-        want, found = asked.get(name), getattr(config, name, None)
-        if _word(want) != _word(found).removesuffix("_fused"):  # the same step, quicker
-            raise TrainError(f"{option}: Unsloth took {_word(found)} instead of {_word(want)} here.")
+    for name, option in OPTION_OF.items():
+        want, used = requested.get(name), getattr(config, name, None)
+        if _word(want) != _word(used).removesuffix("_fused"):  # the same optimizer, faster
+            raise TrainError(
+                f"{option}: Unsloth uses {_word(used)} instead of {_word(want)}. Set the option to that, or "
+                "train.use_unsloth to false."
+            )
 
 
 def check_kernels(spec: RunSpec, model: Any) -> None:
-    """Raise TrainError if nothing of the model is computed by it: it would only say so."""
+    """Raise TrainError if no layer of the model uses Unsloth's kernels; Unsloth itself only logs that."""
     forwards = [module.forward for module in model.modules()]
     if spec.train.use_unsloth and not any(str(getattr(f, "__module__", "")).startswith("unsloth") for f in forwards):
-        raise TrainError(f"train.use_unsloth: Unsloth has no kernels for {model.config.model_type}: switch it off.")
+        raise TrainError(f"train.use_unsloth: Unsloth has no kernels for {model.config.model_type}. Set it to false.")
 
 
 def _fast() -> Any:
@@ -104,13 +105,16 @@ def _checkpointing(spec: RunSpec) -> str | bool:
     return "unsloth" if spec.train.activation_checkpointing else False
 
 
-def _check_packing(asked: Any, made: Any) -> None:
-    packed: Any = getattr(made.config, "quantization_config", None)
-    found = packed.to_dict() if hasattr(packed, "to_dict") else dict(packed or {})
-    wanted = asked.to_dict() if asked is not None else {}
+def _check_quantization(requested: Any, model: Any) -> None:
+    config: Any = getattr(model.config, "quantization_config", None)
+    used = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    wanted = requested.to_dict() if requested is not None else {}
     for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
-        if wanted.get(key) and wanted[key] != found.get(key):
-            raise TrainError(f"method.quantization: Unsloth took {key} {found.get(key)} instead of {wanted[key]}.")
+        if wanted.get(key) and wanted[key] != used.get(key):
+            raise TrainError(
+                f"method.quantization: Unsloth uses {key}={used.get(key)} instead of {wanted[key]}. Set "
+                "train.use_unsloth to false."
+            )
 
 
 def _word(value: Any) -> str:
@@ -118,5 +122,5 @@ def _word(value: Any) -> str:
     return "off" if value in (None, False) else "on" if value is True else str(value)
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -221,7 +221,7 @@ class Step:
         with torch.device("meta"):
             config = AutoConfig.for_model(**self.config)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-            model = adapters.adapt(self.spec, model, self.precision)
+            model = adapters.apply_method(self.spec, model, self.precision)
         known: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):

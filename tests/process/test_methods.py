@@ -158,10 +158,10 @@ def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root
 def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
     spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
     found = fresh({"lora.modules_to_save": ("model.norm",)})
-    config = trainers.arguments(an_engine(spec), Path("."))
+    config = trainers.training_arguments(an_engine(spec), Path("."))
     tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
-    made = trainers.build(spec, config, found, tokens, rows, [])
+    made = trainers.build_trainer(spec, config, found, tokens, rows, [])
     optimizer = made.create_optimizer()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -175,7 +175,7 @@ def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
 def test_lora_plus_is_refused_where_it_cannot_be(cache: Path) -> None:
     found = fresh({})
     with pytest.raises(lora.TrainError, match=r"method\.lora_plus"):
-        lora.hurry(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
+        lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -202,7 +202,7 @@ def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     with pytest.raises(kernels.TrainError, match=r"train\.liger: Liger has no kernels for llama"):
-        kernels.patch(asked, found)
+        kernels.apply_liger(asked, found)
     assert seen == {"model": found, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
     def forward(self: Any, hidden: Any) -> Any:
@@ -210,12 +210,14 @@ def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.Monk
 
     forward.__module__ = "liger_kernel.transformers.rms_norm"
     found.model.norm.forward = types.MethodType(forward, found.model.norm)
-    kernels.patch(asked, found)
+    kernels.apply_liger(asked, found)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler asks torch.jit
 def test_a_model_that_was_not_compiled_is_noticed() -> None:
     trainer = types.SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1))
     with pytest.raises(kernels.TrainError, match=r"train\.compile"):
-        kernels.Compiled(trainer).on_step_begin()
-    kernels.Compiled(types.SimpleNamespace(model_wrapped=torch.compile(trainer.model_wrapped))).on_step_begin()
+        kernels.CompileCheckCallback(trainer).on_step_begin()
+    kernels.CompileCheckCallback(
+        types.SimpleNamespace(model_wrapped=torch.compile(trainer.model_wrapped))
+    ).on_step_begin()

@@ -49,7 +49,7 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
 )
 def test_models_that_are_not_there(changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
-        model.find(a_spec(changes), nothing)
+        model.locate(a_spec(changes), nothing)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_modules_that_are_not_there_are_answered_with_those_that_are(
     tiny: Path, changes: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(TrainError, match=part):
-        adapters.adapt(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+        adapters.apply_method(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,11 @@ def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, co
     assert (config.model_type, asked) in UNSUPPORTED_ATTENTION
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
-    tokens = model.tokenizer(a_spec({"model.source": "path", "model.path": str(tiny)}), model.Source(str(tiny), {}))
+    tokens = model.load_tokenizer(
+        a_spec({"model.source": "path", "model.path": str(tiny)}), model.ModelSource(str(tiny), {})
+    )
     with pytest.raises(TrainError, match=f"model.attn_implementation: {asked} cannot be used here"):
-        model.load(spec, model.find(spec, nothing), "fp32", tokens)
+        model.load(spec, model.locate(spec, nothing), "fp32", tokens)
 
 
 def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
@@ -109,7 +111,9 @@ SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
 )
 def test_what_spread_weights_and_rows_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
-        verify.check_rules(effective(a_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path)
+        verify.check_rules(
+            effective(a_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path
+        )
 
 
 def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:

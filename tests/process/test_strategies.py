@@ -16,7 +16,19 @@ import torch
 from host import Host, write
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
-from trainings import REORDERED, Launch, a_folder, a_spec, an_engine, losses, mostly_soak, result, same_losses, text, together
+from trainings import (
+    REORDERED,
+    Launch,
+    a_folder,
+    a_spec,
+    an_engine,
+    losses,
+    mostly_soak,
+    result,
+    same_losses,
+    text,
+    together,
+)
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,
@@ -252,7 +264,7 @@ def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_pat
     write(tmp_path / "four", a_spec(spec))
     shutil.copytree(source / "checkpoints/checkpoint-2", tmp_path / "four/checkpoints/checkpoint-2")
     assert trained.host.run(tmp_path / "four", 4) == 0, text(tmp_path / "four")
-    assert "Going on from checkpoint-2." in text(tmp_path / "four")
+    assert "Resuming from checkpoint-2." in text(tmp_path / "four")
     assert losses(tmp_path / "four")[3] == same_losses(losses(source)[3], REORDERED)
 
 

@@ -155,14 +155,14 @@ def test_stop_before_there_is_anything_to_save_does_not_wait(make_run: MakeRun) 
     assert ended(run).state == "stopped"
 
 
-def test_supervisor_killed_is_lost_until_swept(make_run: MakeRun) -> None:
+def test_a_killed_supervisor_is_lost_until_cleaned_up(make_run: MakeRun) -> None:
     run = make_run(SLEEP)
     run.start()
     wait_for(lambda: run.state == "running")
     os.kill(pid(run, "pid"), signal.SIGKILL)
     assert ended(run).state == "lost" and "supervisor" in run.summary()["sentence"]
     assert run.can() == {"stop": False, "resume": True, "delete": True, "clean_up": True}
-    with pytest.raises(RunError, match="nothing to stop"):
+    with pytest.raises(RunError, match="cannot be stopped"):
         run.stop()
     assert run.clean_up() == 1
     assert not processes.run_processes(run.path) and run.state == "lost"

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers.trainer
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch import distributed as dist
@@ -18,6 +17,7 @@ from torch import distributed as dist
 from backend.runs import DEEPSPEED
 from backend.train import device, kernels
 from backend.train.engines.base import TrainEngine
+from backend.train.patches import ulysses_kv_heads, ulysses_skip_batches
 from backend.train.run_log import TrainError
 
 
@@ -33,7 +33,7 @@ class TrainDeepSpeed(TrainEngine):
     def _ulysses(self) -> dict[str, Any]:
         """Sequences are padded to a length that can be divided; gloo gathers equal lengths only."""
         size, on_cpu = self.run.sequence_parallel_size, self.run.device == "cpu"
-        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernels.attention(self.spec))
+        handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernels.attn_implementation(self.spec))
         config = ParallelismConfig(
             dp_replicate_size=self.world_size // size, sp_size=size, sp_backend="deepspeed", sp_handler=handler
         )
@@ -44,15 +44,12 @@ class TrainDeepSpeed(TrainEngine):
         """Start DeepSpeed's communication before the model is made."""
         device.start_deepspeed(self.run.device)
         if self.run.sequence_parallel_size > 1:
-            transformers.trainer.skip_first_batches = SkipUlyssesBatches(transformers.trainer.skip_first_batches)
+            ulysses_skip_batches.apply()
 
     def prepare_config(self, config: Any) -> None:
         """Ulysses reads num_key_value_heads, which older architectures do not set: they have as many as heads."""
-        if self.run.sequence_parallel_size == 1:
-            return
-        text = config.get_text_config()
-        if not hasattr(text, "num_key_value_heads"):
-            text.num_key_value_heads = text.num_attention_heads
+        if self.run.sequence_parallel_size > 1:
+            ulysses_kv_heads.apply(config)
 
     def full_state_dict(self, trainer: Any) -> dict[str, Any] | None:
         """At stage 3, gathered by DeepSpeed."""
@@ -81,19 +78,3 @@ class TrainDeepSpeed(TrainEngine):
                 yield
             finally:
                 shutil.rmtree(folder / "zero_stage_3", ignore_errors=True)
-
-
-class SkipUlyssesBatches:
-    """accelerate 1.15's skip_first_batches does not know DeepSpeed's data loader for sequence parallelism. For that
-    loader, skipped batches are read and dropped."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def __call__(self, loader: Any, number: int = 0) -> Any:
-        """`loader` after its first `number` batches."""
-        if type(loader).__name__ != "UlyssesSPDataLoaderAdapter":
-            return self.original(loader, number)
-        for _ in range(number):
-            next(loader)
-        return loader

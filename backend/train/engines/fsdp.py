@@ -16,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 from backend.runs import FSDP
 from backend.train import device
 from backend.train.engines.base import TrainEngine
-from backend.train.engines.tensor_parallel import SYNC_EACH_BATCH, mark_cpu_as_accelerator
+from backend.train.engines.tensor_parallel import SYNC_EACH_BATCH
+from backend.train.patches import accelerate_fsdp_on_cpu
 from backend.train.run_log import TrainError
 
 RANK0_LOADING = "cpu_ram_efficient_loading"
@@ -53,7 +54,7 @@ class TrainFSDP(TrainEngine):
         if config.fsdp:
             self._complete_plugin(config)
         if self.run.device == "cpu":
-            mark_cpu_as_accelerator()
+            accelerate_fsdp_on_cpu.apply()
 
     def _complete_plugin(self, config: Any) -> None:
         """What accelerate's FSDP plugin is told beyond fsdp.json: gradients are reduced in the chosen dtype (by default
@@ -81,8 +82,8 @@ class TrainFSDP(TrainEngine):
         if missing := [name for name in wanted if name not in known]:
             layers = sorted(name for name in known if name.endswith(("Layer", "Block")))
             raise TrainError(
-                f"parallel.transformer_layer_cls_to_wrap: the model has no class {', '.join(missing)}; its layer classes "
-                f"are {', '.join(layers)}."
+                f"parallel.transformer_layer_cls_to_wrap: the model has no class {', '.join(missing)}; its layer "
+                f"classes are {', '.join(layers)}."
             )
         named = list(model.named_parameters(remove_duplicate=False))
         uses = Counter(id(weight) for _, weight in named)

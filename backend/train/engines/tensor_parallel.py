@@ -5,20 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from transformers.distributed import DistributedConfig
 
 from backend.train.engines.base import TrainEngine
+from backend.train.patches import accelerate_fsdp_on_cpu
 
-# Otherwise FSDP2 keeps whole gradients on every rank until the last batch of an accumulation; and torch 2.13 fails there
-# on an output layer in a unit of its own, whose weights TRL's loss uses without calling it (_fsdp_param.py).
+# Otherwise FSDP2 keeps whole gradients on every rank until the last batch of an accumulation; and torch 2.13 fails
+# there on an output layer in a unit of its own, whose weights TRL's loss uses without calling it (_fsdp_param.py).
 SYNC_EACH_BATCH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
-
-
-def mark_cpu_as_accelerator() -> None:
-    """accelerate 1.15 turns on FSDP and meshes for accelerators only, and silently trains on a CPU as DDP."""
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
 
 
 class TrainTensorParallel(TrainEngine):
@@ -32,7 +26,7 @@ class TrainTensorParallel(TrainEngine):
     def start(self, config: Any) -> None:
         """Nothing starts by itself; a CPU must count as an accelerator."""
         if self.run.device == "cpu":
-            mark_cpu_as_accelerator()
+            accelerate_fsdp_on_cpu.apply()
 
     def load_arguments(self) -> dict[str, Any]:
         """The mesh that transformers shards the model over while loading."""
