@@ -26,7 +26,7 @@ def main() -> None:
     group.sign()
     spec, run = verify.read_plan(folder)
     verify.check_rules(spec, folder)
-    unsloth.begin(spec)
+    unsloth.import_unsloth(spec)
     training = importlib.import_module("backend.train.training")  # only now: Unsloth comes before other libraries
     training.train(spec, run, folder, given.from_scratch, group)
 
