@@ -20,9 +20,7 @@ class Engine:
     """One process, and the base of all engines. `strategy` is the registry row that selected the engine."""
 
     strategy: Strategy
-    config_file: ClassVar[str] = (
-        ""  # the engine's configuration file in the run folder; parallel.extra_config adds to it
-    )
+    config_file: ClassVar[str] = ""  # in the run folder; parallel.extra_config overrides its keys
     uses_autocast: ClassVar[bool] = True  # in the forward pass; other engines cast the parameters beforehand
     has_buckets: ClassVar[bool] = False  # gradients are communicated in buckets of parallel.bucket_cap_mb
     needs_collectives: ClassVar[bool] = False  # a single process initializes torch.distributed too
@@ -167,6 +165,10 @@ class Engine:
     def resize_obstacle(self, spec: RunSpec) -> str:
         """What prevents resuming a checkpoint with a different number of processes; '' if nothing does."""
         return ""
+
+    def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
+        """Whether a checkpoint can be resumed on this many nodes, each with this many processes."""
+        return self.can_resume
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
         """Whether only rank 0 reads the weights, and sends the other ranks their shards."""

@@ -136,6 +136,10 @@ class DeepSpeed(Engine):
             return "sequence parallelism"
         return "" if registry.OPTIMIZERS[spec.train.optim].has_adamw_state else "an optimizer other than AdamW"
 
+    def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
+        """Universal checkpoints load with any world size."""
+        return not self.resize_obstacle(spec)
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """DeepSpeed's: a shard per rank."""
         return "deepspeed"

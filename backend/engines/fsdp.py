@@ -140,6 +140,11 @@ class FSDP(Engine):
         """With FSDP2, unless loading modifies the weights (quantization, fp8, adapters initialized from them)."""
         return self.fsdp_version == 2 and not spec.modifies_loaded_weights
 
+    def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
+        """From two shards on; replicas and context parallel groups must not span nodes unevenly."""
+        divisor = self.mesh_divisor(spec)
+        return nproc_per_node % divisor == 0 and nproc_per_node * nnodes // divisor > 1
+
     def checkpoint_format(self, spec: RunSpec) -> str:
         """One file (full state dict), or a shard per rank."""
         return "sharded" if spec.parallel.state_dict_type == "sharded" else "fsdp"

@@ -181,16 +181,12 @@ def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
     """An elastic run resumes from a checkpoint of another world size. DeepSpeed can convert only AdamW state for that,
     not from NVMe and not with sequence parallelism. FSDP2 needs at least two ranks, divisible by its replicas and
     context parallel size. DDP checkpoints work with any world size."""
-    launch, parallel, engine = case.spec.launch, case.spec.parallel, case.strategy.engine
-    if launch.rendezvous != "elastic" or engine == "ddp" or launch.min_nnodes >= launch.nnodes:
+    launch, engine = case.spec.launch, case.run.engine
+    if launch.rendezvous != "elastic" or launch.min_nnodes >= launch.nnodes:
         return None
-    mesh = parallel.replicate_size * parallel.context_parallel_size if case.run.fsdp_version == 2 else 1
-    min_world_size = case.run.nproc_per_node * launch.min_nnodes
-    if engine == "fsdp" and min_world_size // mesh > 1 and case.run.nproc_per_node % mesh == 0:
+    if engine.can_resize_to(case.spec, case.run.nproc_per_node, launch.min_nnodes):
         return None
-    obstacle = case.run.engine.resize_obstacle(case.spec)
-    if engine == "deepspeed" and not obstacle:
-        return None
+    obstacle = engine.resize_obstacle(case.spec)
     fixes = (
         Fix(f"Require all {launch.nnodes} nodes", {"launch.min_nnodes": launch.nnodes}, cost="waits for missing nodes"),
         DDP,
@@ -238,7 +234,7 @@ def elastic_without_checkpoints(case: Case) -> Violation | None:
     save = case.spec.save
     if case.spec.launch.rendezvous != "elastic" or (save.strategy != "no" and not save.only_model):
         return None
-    if case.strategy.engine == "tensor":
+    if not case.run.engine.can_resume:
         message = "Tensor-parallel runs cannot be resumed from a checkpoint, so every restart begins at step 0."
         return Violation(message, (STATIC,))
     patch: dict[str, object] = {"save.only_model": False}

@@ -180,7 +180,7 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
     """TRL caches precomputed log-probabilities under a hash of all model weights. With tensor parallelism the weights
     are DTensors, which have no numpy array to hash, and TRL raises an error."""
     precomputes = _stage(case).uses_reference_model and case.spec.preference.precompute_ref_log_probs
-    if not precomputes or case.strategy.engine != "tensor":
+    if not precomputes or case.run.tensor_parallel_size == 1:
         return None
     return f"preference.precompute_ref_log_probs is on, and the strategy is {case.strategy.label}."
 
@@ -204,7 +204,7 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
 def reference_model_in_memory(case: Case) -> str | None:
     """Without LoRA the initial model stays in memory as the reference model and runs at every step. Its
     log-probabilities do not change, so they can be computed once, before training."""
-    if case.strategy.engine == "tensor":  # which cannot precompute them
+    if case.run.tensor_parallel_size > 1:  # which cannot precompute them
         return None
     size = next((row.bytes for row in case.estimate.rows if row.name == "Reference model"), 0)
     return f"The reference model of {_stage(case).label} takes {amount(size)} on each device." if size else None
