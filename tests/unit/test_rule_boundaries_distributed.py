@@ -13,9 +13,12 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
+from backend.memory import Estimate, Row
 from backend.rules import RULES, Case, Finding
+from backend.rules.base import amount
+from backend.rules.distributed.extra_config import without_keys
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TINY, gpus
-from backend.rules.memory import CLEAR_EXCESS
+from backend.rules.memory import CLEAR_EXCESS, _clearly_exceeds
 from backend.rules.memory_remedies import KINDS, MIN_MAX_LENGTH, smaller_batches
 
 RULE = {rule.code: rule for rule in RULES}
@@ -113,6 +116,70 @@ def test_boundary(code: str, patch: dict[str, Any], fails: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("patch", "fails"),
+    [
+        (FULL, True),
+        ({"method.kind": "freeze"}, False),
+        ({"lora.targets": "all-linear"}, True),
+        ({"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, False),
+    ],
+)
+def test_methods_that_train_the_towers_of_a_multimodal_model(patch: dict[str, Any], fails: bool) -> None:
+    facts = replace(FACTS, is_multimodal=True)
+    assert (finding("STR045", {**DDP, **processes(2), **patch}, EIGHT, facts) is not None) is fails
+
+
+@pytest.mark.parametrize(("machine", "kernels"), [(CORES, "its collectives"), (EIGHT, "CPU Adam")])
+def test_the_kernels_that_deepspeed_compiles_are_named(machine: Machine, kernels: str) -> None:
+    patch = {**ZERO2, **processes(2), "parallel.offload_optimizer": "cpu"}
+    found = finding("STR007", patch, replace(machine, has_cpp_compiler=False))
+    assert found is not None and kernels in found.message
+
+
+def test_context_parallelism_with_an_unknown_shape() -> None:
+    patch = {**FSDP2, **processes(2, context_parallel_size=2)}
+    assert finding("STR037", patch, EIGHT, replace(FACTS, shape=None)) is None
+
+
+def test_one_process_has_no_sequence_parallel_group_to_suggest() -> None:
+    found = finding("STR026", {**ZERO3, **processes(1, sequence_parallel_size=2)})
+    assert found is not None and len(found.fixes) == 1
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16"), ("fp32", "bf16")])
+def test_precision_of_the_deepspeed_config(dtype: str, other: str) -> None:
+    def mismatch(keys: dict[str, Any]) -> bool:
+        return finding("STR032", {**ZERO2, **processes(2), "precision.compute": dtype, **extra(keys)}) is not None
+
+    assert mismatch({other: {"enabled": True}}) and not mismatch({other: {"enabled": False}})
+    if dtype != "fp32":
+        assert mismatch({dtype: {"enabled": False}}) and not mismatch({dtype: {"enabled": True}})
+
+
+@pytest.mark.parametrize(("blocks", "safe"), [({"optimizer": {"type": "AdamW"}}, True),
+                                              ({"optimizer": {"type": "Lion"}}, False)])  # fmt: skip
+def test_removing_another_optimizer_changes_the_result(blocks: dict[str, Any], safe: bool) -> None:
+    found = finding("STR033", {**ZERO2, **processes(2), **extra(blocks)})
+    assert found is not None and found.fixes[0].safe is safe
+
+
+@pytest.mark.parametrize(
+    ("keys", "paths", "rest"),
+    [
+        ({"a": 1, "b": 2}, ["a"], {"b": 2}),
+        ({"a": {"x": 1, "y": 2}, "b": {}}, ["a.x"], {"a": {"y": 2}, "b": {}}),
+        ({"a": {"x": 1}, "b": 2}, ["a.x"], {"b": 2}),
+        ({"a": {"x": 1}}, ["a.x"], None),
+    ],
+)
+def test_keys_are_removed_with_tables_that_become_empty(
+    keys: dict[str, Any], paths: list[str], rest: dict[str, Any] | None
+) -> None:
+    text = without_keys(keys, paths)["parallel.extra_config"]
+    assert (json.loads(text) if text else None) == rest
+
+
+@pytest.mark.parametrize(
     ("strategy", "count", "fails"),
     [(DDP, 1, False), (DDP, 2, True), (ZERO2, 1, True)],
     ids=["ddp-1", "ddp-2", "zero2-1"],
@@ -172,6 +239,30 @@ def test_device_memory() -> None:
         (limit - 1, {"MEM001"}),
     ):
         assert {code for code in ("MEM001", "MEM002") if finding(code, {}, with_free(free))} == codes, free
+
+
+@pytest.mark.parametrize(("code", "where"), [("MEM001", "device"), ("MEM003", "host")])
+def test_the_largest_part_of_the_place_that_is_full_is_named(code: str, where: str) -> None:
+    patch = {**FULL, **ZERO3, "launch.nproc_per_node": 8, "parallel.offload_optimizer": "cpu"}
+    full = replace(EIGHT, ram_free_bytes=GIB, gpus=tuple(replace(gpu, free_bytes=GIB) for gpu in EIGHT.gpus))
+    found, rows = finding(code, patch, full), case(patch, full).estimate.rows
+    largest = max((row for row in rows if row.where == where), key=lambda row: row.bytes)
+    other = max((row for row in rows if row.where != where), key=lambda row: row.bytes)
+    assert found is not None and amount(largest.bytes) != amount(other.bytes)
+    assert found.message.endswith(f"{amount(largest.bytes)}.") or amount(largest.bytes) in found.message
+
+
+@pytest.mark.parametrize(("peak", "exceeds"), [(120, False), (121, True)])
+def test_peak_that_clearly_exceeds_the_free_memory(peak: int, exceeds: bool) -> None:
+    assert _clearly_exceeds(Estimate((Row("Weights", peak, ""),), 100)) is exceeds
+
+
+def test_fields_of_an_out_of_memory_finding_belong_to_the_largest_part() -> None:
+    weights = finding("MEM001", FULL, H100)
+    activations = finding("MEM001", {"train.per_device_train_batch_size": 512, "data.max_length": 8192}, H100,
+                          replace(FACTS, token_lengths=(8192,)))  # fmt: skip
+    assert weights is not None and "train.optim" in weights.fields
+    assert activations is not None and "train.per_device_train_batch_size" in activations.fields
 
 
 def test_a_run_that_exceeds_the_free_memory_is_said_to_not_fit() -> None:
