@@ -27,7 +27,7 @@ FLAGS = [
 MARK = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
 
 
-def carriers(mark: str) -> list[int]:
+def marked_processes(mark: str) -> list[int]:
     """Processes whose environment holds `mark`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -90,6 +90,6 @@ def serving(folder: Path):
         if run.state in ALIVE:
             run.stop(save=False)
     deadline = time.monotonic() + 60
-    while carriers(server.mark) and time.monotonic() < deadline:
+    while marked_processes(server.mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert carriers(server.mark) == []
+    assert marked_processes(server.mark) == []

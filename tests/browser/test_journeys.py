@@ -15,7 +15,7 @@ from backend.config.options import by_name
 from backend.registry import STRATEGIES
 from backend.runs import METRICS, SPEC
 from backend.runs.folder import ALIVE, Run, runs
-from backend.runs.processes import carriers as left_of
+from backend.runs.processes import run_processes
 
 SLOW = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
 
@@ -203,7 +203,7 @@ def test_stop_with_checkpoint_and_resume(server, page):
     if dialog.count():
         dialog.click()
     state(page, "stopped")
-    assert not left_of(run.path)
+    assert not run_processes(run.path)
     saved = run.checkpoints()
     assert saved and saved[-1] == steps_on_disk(run)[-1] < 60
     page.get_by_role("button", name=re.compile("^Resume")).click()
@@ -219,7 +219,7 @@ def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
     tiny(page, 500)
     run = started(page, server)
     drawn(page, "[1-9]")
-    commands = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in left_of(run.path)}
+    commands = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in run_processes(run.path)}
     ranks = [
         pid for pid, words in commands.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words
     ]
@@ -227,7 +227,7 @@ def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
     os.kill(ranks[0], signal.SIGKILL)
     state(page, "failed")
     assert re.search("SIGKILL|signal 9", page.locator(".fp-failure").inner_text())
-    assert not left_of(run.path)
+    assert not run_processes(run.path)
 
 
 def test_edits_survive_reload_restart_and_second_tab(server, page):

@@ -4,6 +4,8 @@ import pytest
 from playwright.sync_api import expect
 from served import serving
 
+from backend.config.options import by_name
+
 
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
@@ -106,11 +108,11 @@ def test_a_result_opens_its_section_and_the_rarely_used_options(page):
 def test_a_hidden_option_is_shown_by_one_click(page):
     """The result says why it is hidden; a click on a button sets the condition, and can be undone."""
     assert results(page, "offload_param")[0] == "parallel.offload_param"
-    row = page.locator(".fp-search-row").first
-    expect(row).to_contain_text("Hidden. Shown when Strategy is ZeRO-3.")
+    row, label = page.locator(".fp-search-row").first, by_name()["parallel.strategy"].label
+    expect(row).to_contain_text(f"Hidden. Shown when {label} is ZeRO-3.")
     before = page.evaluate("() => footplate.values()")
     page.locator("#fp-search").press("Enter")
-    button = row.get_by_role("button", name="Set Strategy to ZeRO-3")
+    button = row.get_by_role("button", name=f"Set {label} to ZeRO-3")
     expect(button).to_be_focused()
     button.press("Enter")
     expect(page.locator("#parallel-offload_param")).to_be_visible()

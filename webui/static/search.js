@@ -73,9 +73,11 @@ function score(entry, query) {
     if (points > result.score) Object.assign(result, { alias, score: points });
   };
   entry.labels.forEach((label, i) => offer(100 * matchLevel(query, normalize(label)), i < 3 ? "" : label));
+  const label = normalize(entry.labels[0]);
   for (const choice of entry.choices) {
-    // "Strategy ZeRO-3" and "ZeRO-3" both find the choice.
-    const level = matchLevel(query, choice.text) || matchLevel(query, `${normalize(entry.labels[0])} ${choice.text}`);
+    // "strategy zero 3" and "zero 3" both find the choice; "strategy" finds the option only.
+    const withLabel = matchLevel(query, label) ? 0 : matchLevel(query, `${label} ${choice.text}`);
+    const level = matchLevel(query, choice.text) || withLabel;
     if (level) result.choices.push(choice.value);
     offer(60 * level);
   }
