@@ -38,7 +38,8 @@ KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arit
 # Others are resumed by the same class, with fewer or more bits.
 ONCE = {
     "adamw_torch_fused", "paged_adamw_32bit", "paged_adamw_8bit", "adamw_torch_4bit", "ademamix", "lion_32bit",
-    "paged_lion_32bit", "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad", "galore_adafactor_layerwise",
+    "paged_lion_32bit", "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad",
+    "galore_adafactor_layerwise",
 }  # fmt: skip
 RESUMED = (
     "adamw_torch",

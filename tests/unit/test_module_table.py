@@ -25,7 +25,14 @@ from backend.config.options import edit
 from backend.inspect import architecture as reading
 from backend.inspect import inspect_inputs, wait_for_architecture
 from backend.machine import Machine
-from backend.modelspec import ModuleSpec, ModelShape, UnknownArchitecture, from_config, trainable_tensors, trainable_parameters
+from backend.modelspec import (
+    ModelShape,
+    ModuleSpec,
+    UnknownArchitecture,
+    from_config,
+    trainable_parameters,
+    trainable_tensors,
+)
 from backend.modelspec.from_table import shape_from_table
 from backend.modelspec.worker import FORMAT, ModuleTables, cache_key
 from backend.rules import check
@@ -97,15 +104,18 @@ def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[s
             for targets in ("all-linear", "attention")
             for dora in (False, True)
         ),
-        *({"lora.targets": "custom", "lora.target_modules": names} for names in (closed.lora_target_names[:2], closed.lora_target_names)),
+        *(
+            {"lora.targets": "custom", "lora.target_modules": names}
+            for names in (closed.lora_target_names[:2], closed.lora_target_names)
+        ),
         {"lora.modules_to_save": (embedding, "lm_head")},
     ]
     for changes in methods:
         spec = edit(RunSpec(), changes)
         assert trainable_parameters(spec, read) == trainable_parameters(spec, closed), changes
-        assert Counter(trainable_tensors(spec.method, spec.lora, read)) == Counter(trainable_tensors(spec.method, spec.lora, closed)), (
-            changes
-        )
+        assert Counter(trainable_tensors(spec.method, spec.lora, read)) == Counter(
+            trainable_tensors(spec.method, spec.lora, closed)
+        ), changes
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
@@ -137,7 +147,11 @@ def test_the_recorded_tables_are_current() -> None:
 @pytest.mark.parametrize("kind", ["starcoder2", "deepseek_v3", "mamba", "gptj", "gpt_oss"])
 def test_parameters_are_those_of_the_model(kind: str) -> None:
     shape = recorded(kind)
-    assert shape.parameters == RECORDED[kind]["table"]["parameters"] == sum(leaf.parameters for leaf in shape.all_modules())
+    assert (
+        shape.parameters
+        == RECORDED[kind]["table"]["parameters"]
+        == sum(leaf.parameters for leaf in shape.all_modules())
+    )
     assert hash(shape) == hash(recorded(kind)) and shape == recorded(kind)
 
 
@@ -423,7 +437,7 @@ def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path
 def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
     config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
-    assert "does not know" in inspect_inputs(trusted, tmp_path).shape_unknown_reason and answering.pid is None
+    assert "without a closed formula" in inspect_inputs(trusted, tmp_path).shape_unknown_reason and answering.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
     assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
         "transformers' own class is used"
@@ -452,7 +466,7 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
     assert os.environ[reading.WORKER_SETTING] == "off"  # tests/conftest.py
     found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
-    assert found.shape is None and found.shape_unknown_reason == "Footplate does not know how a starcoder2 is built"
+    assert found.shape is None and found.shape_unknown_reason == "starcoder2 is an architecture without a closed formula"
     assert "Starcoder2DecoderLayer" in found.module_classes
 
 
