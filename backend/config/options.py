@@ -188,7 +188,7 @@ def _known(values: Mapping[str, Any]) -> None:
 
 
 def _unknown(name: str) -> Problem:
-    """The problem of an unknown key: names the option or section that it most likely stands for."""
+    """The problem of an unknown key: names the option or section that it most likely means."""
     sections = RunSpec.model_fields
     if name in sections:
         return Problem(

@@ -1,4 +1,4 @@
-""" "Did you mean": the option, section or value that an unknown name most likely stands for.
+"""Suggestions for unknown names: the option, section or value that most likely was meant.
 
 Imports config.aliases. Names of TrainingArguments, peft, trl, DeepSpeed, accelerate, torchrun and LLaMA-Factory, and
 former keys of Footplate, are looked up first; then the closest spelling is searched with difflib.
@@ -15,13 +15,13 @@ MIN_SIMILARITY = 0.75  # difflib ratio: one wrong letter in four
 
 
 def suggest_option(name: str, options: Collection[str], exact: bool = False) -> str:
-    """The option key that `name` most likely stands for; '' if none is close. `options` are all option keys; `exact`:
+    """The option key that `name` most likely means; '' if none is close. `options` are all option keys; `exact`:
     without similar spellings."""
-    wanted = _normalize(name)
-    section, _, key = wanted.rpartition(".")
+    normalized = _normalize(name)
+    section, _, key = normalized.rpartition(".")
     known, by_key = {**ALIASES, **FORMER_KEYS}, _by_key(options)
     former = {old.partition(".")[2]: new for old, new in FORMER_KEYS.items()}
-    if found := known.get(wanted) or known.get(key):
+    if found := known.get(normalized) or known.get(key):
         return found
     if key in by_key:
         return _closest_section(section, by_key[key])
@@ -29,7 +29,7 @@ def suggest_option(name: str, options: Collection[str], exact: bool = False) -> 
         return former.get(key, "")
     spellings = {**former, **known, **{short: _closest_section(section, names) for short, names in by_key.items()}}
     spellings |= {option: option for option in options}
-    if match := _closest(wanted, spellings) or _closest(key, spellings):
+    if match := _closest(normalized, spellings) or _closest(key, spellings):
         return spellings[match]
     return _containing(key, [option for option in options if option.partition(".")[0] == section])
 
@@ -42,22 +42,24 @@ def _containing(key: str, options: Iterable[str]) -> str:
 
 
 def suggest_section(name: str, sections: Collection[str]) -> str:
-    """The section that `name` most likely stands for; '' if none is close."""
-    wanted = _normalize(name)
+    """The section that `name` most likely means; '' if none is close."""
+    normalized = _normalize(name)
     former = {old.partition(".")[0]: new.partition(".")[0] for old, new in FORMER_KEYS.items()}
-    if wanted in former and former[wanted] in sections:
-        return former[wanted]
-    return _closest(wanted, sections) or next((s for s in sections if wanted.startswith(s) or s.startswith(wanted)), "")
+    if normalized in former and former[normalized] in sections:
+        return former[normalized]
+    return _closest(normalized, sections) or next(
+        (s for s in sections if normalized.startswith(s) or s.startswith(normalized)), ""
+    )
 
 
 def suggest_value(option: str, value: str, choices: Sequence[str]) -> str:
-    """The value of `option` that `value` most likely stands for; '' if none is close."""
-    wanted = value.strip().lower()
-    if wanted in choices:
-        return wanted
-    if known := VALUE_ALIASES.get(option, {}).get(wanted):
+    """The value of `option` that `value` most likely means; '' if none is close."""
+    normalized = value.strip().lower()
+    if normalized in choices:
+        return normalized
+    if known := VALUE_ALIASES.get(option, {}).get(normalized):
         return known
-    return _closest(wanted.replace("-", "_"), choices) or _closest(wanted, choices)
+    return _closest(normalized.replace("-", "_"), choices) or _closest(normalized, choices)
 
 
 def _normalize(name: str) -> str:

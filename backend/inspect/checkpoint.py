@@ -54,7 +54,7 @@ def _adapter_problem(spec: RunSpec, folder: Path) -> str:
         "lora_alpha": spec.lora.alpha,
         "use_dora": spec.lora.use_dora,
         "use_rslora": spec.lora.use_rslora,
-        "init_lora_weights": registry.LORA_INITS[spec.lora.init].name,
+        "init_lora_weights": registry.LORA_INITS[spec.lora.init].init_lora_weights,
     }
     with suppress(OSError, ValueError):
         found = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backend.registry.types import Choice, Init
+from backend.registry.types import Choice, LoraInit
 
 LORA_TARGETS: Mapping[str, Choice] = {
     "all-linear": Choice("All linear layers", "Best quality for its size."),
@@ -13,30 +13,34 @@ LORA_TARGETS: Mapping[str, Choice] = {
 }
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-LORA_INITS: Mapping[str, Init] = {
-    "default": Init("Default", "Kaiming-uniform A and zero B, so that training starts at the base model."),
-    "gaussian": Init(
-        "Gaussian", "Normally distributed A and zero B, so that training starts at the base model.", name="gaussian"
+LORA_INITS: Mapping[str, LoraInit] = {
+    "default": LoraInit("Default", "Kaiming-uniform A and zero B, so that training starts at the base model."),
+    "gaussian": LoraInit(
+        "Gaussian",
+        "Normally distributed A and zero B, so that training starts at the base model.",
+        init_lora_weights="gaussian",
     ),
-    "orthogonal": Init(
-        "Orthogonal", "Random orthogonal A and B whose product is zero; the rank must be even.", name="orthogonal"
+    "orthogonal": LoraInit(
+        "Orthogonal",
+        "Random orthogonal A and B whose product is zero; the rank must be even.",
+        init_lora_weights="orthogonal",
     ),
-    "pissa": Init(
+    "pissa": LoraInit(
         "PiSSA",
         "Principal singular vectors of each weight, subtracted from it: converges faster.",
-        name="pissa",
+        init_lora_weights="pissa",
         changes_base_weights=True,
     ),
-    "pissa_fast": Init(
+    "pissa_fast": LoraInit(
         "PiSSA, fast SVD",
         "PiSSA with 16 subspace iterations instead of a full SVD: seconds instead of minutes.",
-        name="pissa_niter_16",
+        init_lora_weights="pissa_niter_16",
         changes_base_weights=True,
     ),
-    "olora": Init(
+    "olora": LoraInit(
         "OLoRA",
         "QR decomposition of each weight, subtracted from it: converges faster.",
-        name="olora",
+        init_lora_weights="olora",
         changes_base_weights=True,
     ),
 }

@@ -121,10 +121,10 @@ class Device(Choice):
 
 
 @dataclass(frozen=True)
-class Init(Choice):
+class LoraInit(Choice):
     """A LoRA initialization: peft's `init_lora_weights`, and whether it subtracts the initial adapter from the base."""
 
-    name: str | bool = True
+    init_lora_weights: str | bool = True
     changes_base_weights: bool = False
 
 

@@ -157,8 +157,8 @@ def _groups(argv: tuple[str, ...]) -> list[str]:
     lines: list[str] = []
     for argument in argv:
         quoted = shlex.quote(argument)
-        own = lines and lines[-1].startswith("--") and not lines[-1].startswith("--module")
-        if lines and (not argument.startswith("--") or lines[-1].endswith(" -m")) and not own:
+        is_flag = lines and lines[-1].startswith("--") and not lines[-1].startswith("--module")
+        if lines and (not argument.startswith("--") or lines[-1].endswith(" -m")) and not is_flag:
             lines[-1] += " " + quoted
         else:
             lines.append(quoted)

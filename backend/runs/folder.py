@@ -73,13 +73,13 @@ class Run:
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes)}
         scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
-        own = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
+        records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
         try:
             root.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
             staging.chmod(0o777 & ~_umask())
-            for file, text in {**plan.files, **own, **scripts}.items():
+            for file, text in {**plan.files, **records, **scripts}.items():
                 (staging / file).parent.mkdir(parents=True, exist_ok=True)
                 (staging / file).write_text(text, encoding="utf-8")
                 if file in scripts:

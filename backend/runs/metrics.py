@@ -155,8 +155,8 @@ class Column:
         included, and one neighbor on each side, so that lines leave the chart at the right height.
         """
         i, j = bisect_left(self.steps, low), bisect_right(self.steps, high)
-        width, wanted = 1, max(1, count // 2)
-        while j - i > count and (self.steps[j - 1] - self.steps[i]) / width > wanted:
+        width, max_buckets = 1, max(1, count // 2)
+        while j - i > count and (self.steps[j - 1] - self.steps[i]) / width > max_buckets:
             width *= 2
         chosen = [i - 1] if i else []
         if j - i <= count:

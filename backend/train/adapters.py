@@ -76,7 +76,7 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
         modules_to_save=full or None,
         use_dora=spec.lora.use_dora,
         use_rslora=spec.lora.use_rslora,
-        init_lora_weights=registry.LORA_INITS[spec.lora.init].name,
+        init_lora_weights=registry.LORA_INITS[spec.lora.init].init_lora_weights,
     )
 
 

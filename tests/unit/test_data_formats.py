@@ -33,7 +33,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("format", ROWS)
-def test_each_format_is_recognised_and_converted(format: str) -> None:
+def test_each_format_is_detected_and_converted(format: str) -> None:
     row = ROWS[format]
     assert detect_format(row) == format
     assert example_problem(row, format, DATA) is None
@@ -42,7 +42,7 @@ def test_each_format_is_recognised_and_converted(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", [f for f in ROWS if f != "text"])
-def test_system_prompt_is_put_before_conversations_without_one(format: str) -> None:
+def test_the_system_prompt_is_added_to_conversations_without_one(format: str) -> None:
     said = Data(system_prompt="Be brief.")
     assert convert(ROWS[format], format, said)["messages"][0] == {"role": "system", "content": "Be brief."}
     own = {"messages": [{"role": "system", "content": "Own."}, USER, ANSWER]}
@@ -51,7 +51,7 @@ def test_system_prompt_is_put_before_conversations_without_one(format: str) -> N
     assert convert(row, "alpaca", said)["messages"][0]["content"] == "Row's."
 
 
-def test_other_columns_are_taken_where_they_are_named() -> None:
+def test_column_options() -> None:
     data = Data(source="files", format="prompt_completion", prompt_column="question", completion_column="reply")
     assert required_columns(data, "prompt_completion") == {"prompt_column": "question", "completion_column": "reply"}
     assert convert({"question": "When?", "reply": "At nine."}, "prompt_completion", data)["messages"] == [
@@ -61,7 +61,7 @@ def test_other_columns_are_taken_where_they_are_named() -> None:
     assert set(DEFAULTS) == set(ROWS)
 
 
-def test_alpaca_joins_instruction_and_input_and_takes_the_history() -> None:
+def test_alpaca_joins_instruction_and_input_after_the_history() -> None:
     row = {"instruction": "Do.", "input": "This.", "output": "Done.", "history": [["a", "b"]]}
     assert [t["content"] for t in convert(row, "alpaca", DATA)["messages"]] == [
         "a",
@@ -85,7 +85,7 @@ def test_sharegpt_calls_and_observations_become_tool_turns() -> None:
     assert converted["tools"] == [{"name": "table"}]
 
 
-def test_openai_parts_and_json_text_in_a_cell_are_read() -> None:
+def test_openai_content_parts_and_json_text_are_read() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "When?"}]}, ANSWER]
     assert convert({"messages": parts}, "messages", DATA)["messages"] == [USER, ANSWER]
     cell = {"messages": json.dumps([USER, ANSWER])}
@@ -151,7 +151,7 @@ def test_files_are_read_with_their_lines(tmp_path: Path, name: str) -> None:
     assert list(read_examples(path, limit=1)) == rows[:1]
 
 
-def test_a_long_cell_and_lines_within_a_cell(tmp_path: Path) -> None:
+def test_long_and_multiline_csv_fields(tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     path.write_text(f'text\n"{"a" * 200_000}\n\nb"\nlast\n', encoding="utf-8")
     rows = list(read_examples(path))
@@ -207,7 +207,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         list(read_examples(tmp_path / "none.jsonl"))
 
 
-def test_patterns_are_expanded_in_order_and_once(tmp_path: Path) -> None:
+def test_glob_patterns_are_expanded_in_order_without_duplicates(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"):
         (tmp_path / name).touch()
     assert [p.name for p in expand(["b.jsonl", "?.jsonl"], tmp_path)] == ["b.jsonl", "a.jsonl"]

@@ -1,4 +1,4 @@
-"""The look at files: what is there, what is missing, which rows are wrong, and how fast a second look is."""
+"""Inspection of input files: models, data files, templates, checkpoints and ports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_default_spec_is_known_without_a_file(tmp_path: Path) -> None:
+def test_the_default_spec_is_known_before_a_download(tmp_path: Path) -> None:
     found = inspect_inputs(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
     assert found.shape is not None
     assert found.shape.parameters == registry.BUILTIN_MODELS["smollm2-135m-instruct"].parameters

@@ -18,13 +18,13 @@ def log(folder: Path, data: bytes) -> Path:
     return path
 
 
-def test_no_file_is_an_empty_log(tmp_path: Path) -> None:
+def test_a_missing_log_is_empty(tmp_path: Path) -> None:
     empty = metrics.LogChunk("", 0, 0, False)
     assert tail(tmp_path / "no") == since(tmp_path / "no", 5) == before(tmp_path / "no", 5) == empty
     assert not Metrics(tmp_path / "no").read()
 
 
-def test_tail_holds_a_torn_line_back_until_the_end(tmp_path: Path) -> None:
+def test_tail_omits_an_incomplete_line_until_the_end(tmp_path: Path) -> None:
     path = log(tmp_path, b"one\ntwo\nthr")
     assert tail(path) == metrics.LogChunk("one\ntwo\n", 0, 8, False)
     assert since(path, 8) == metrics.LogChunk("", 8, 8, False)
@@ -32,7 +32,7 @@ def test_tail_holds_a_torn_line_back_until_the_end(tmp_path: Path) -> None:
     assert tail(path, ended=True).text == "one\ntwo\nthr"
 
 
-def test_tail_and_before_meet_without_gap(tmp_path: Path) -> None:
+def test_tail_and_before_are_contiguous(tmp_path: Path) -> None:
     data = "".join(f"line {i} \u00e4\u20ac\U0001f682\n" for i in range(500))
     path = log(tmp_path, data.encode())
     piece = tail(path, cap=700)
@@ -46,7 +46,7 @@ def test_tail_and_before_meet_without_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_since_loses_and_doubles_nothing_while_the_log_grows(tmp_path: Path, seed: int) -> None:
+def test_since_returns_every_line_once_while_the_log_grows(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     data = "".join(rng.choice(["x" * rng.randrange(60), "\u20ac\U0001f682", "\n", "\n"]) for _ in range(300)).encode()
     path, written, offset, text = log(tmp_path, b""), 0, 0, ""
@@ -63,7 +63,7 @@ def test_since_loses_and_doubles_nothing_while_the_log_grows(tmp_path: Path, see
     assert text.encode() == data
 
 
-def test_a_line_longer_than_a_piece_goes_through_in_parts(tmp_path: Path) -> None:
+def test_a_line_longer_than_a_chunk_is_returned_in_parts(tmp_path: Path) -> None:
     path = log(tmp_path, "\u20ac".encode() * 100 + b"\nend\n")
     text, offset = "", 0
     while (piece := since(path, offset, cap=64)).end > offset:
@@ -82,7 +82,7 @@ def test_a_line_longer_than_a_piece_goes_through_in_parts(tmp_path: Path) -> Non
         (b"\xff ok\n", "\ufffd ok\n"),
     ],
 )
-def test_progress_bars_and_bytes_that_are_no_text(tmp_path: Path, raw: bytes, shown: str) -> None:
+def test_progress_bars_and_invalid_utf8(tmp_path: Path, raw: bytes, shown: str) -> None:
     piece = tail(log(tmp_path, raw))
     assert (piece.text, piece.end) == (shown, len(raw))
 
@@ -93,7 +93,7 @@ def test_one_rank_of_the_log(tmp_path: Path) -> None:
     assert since(path, 0, rank=1) == metrics.LogChunk("b\n", 0, path.stat().st_size, False)
 
 
-def test_another_shorter_log_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_replaced_log_is_read_from_its_start(tmp_path: Path) -> None:
     assert since(log(tmp_path, b"new\n"), 1000).text == "new\n"
 
 
@@ -102,7 +102,7 @@ def points(path: Path, *rows: object, end: str = "\n") -> None:
         file.write("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + end)
 
 
-def test_metrics_take_whole_lines_only(tmp_path: Path) -> None:
+def test_metrics_read_complete_lines_only(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m")
     points(metrics.path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', end="")
     assert metrics.read() and [p["step"] for p in metrics.points] == [1]
@@ -112,7 +112,7 @@ def test_metrics_take_whole_lines_only(tmp_path: Path) -> None:
     assert metrics.read() and metrics.points[-1] == {"step": 2, "loss": 1.5} and metrics.etag != etag
 
 
-def test_metrics_pass_over_what_is_no_point_and_null_what_is_not_finite(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_nonfinite_values_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m")
     points(metrics.path, "rubbish", "[1]", {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0, "note": "x"})
     points(metrics.path, '{"step": 3, "lo{"step": 4, "loss": 0.5}')
@@ -121,7 +121,7 @@ def test_metrics_pass_over_what_is_no_point_and_null_what_is_not_finite(tmp_path
     assert metrics.series()["series"] == {"loss": {"x": [2, 4], "y": [1.0, 0.5]}}
 
 
-def test_resumed_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
+def test_a_resume_removes_the_steps_that_are_repeated(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m")
     points(metrics.path, *({"step": s, "loss": float(s), "time": s} for s in range(1, 8)))
     points(metrics.path, {"event": "resumed", "step": 4, "time": 90}, {"step": 5, "loss": 50.0, "time": 91})
@@ -131,7 +131,7 @@ def test_resumed_drops_the_steps_that_are_done_again(tmp_path: Path) -> None:
     assert [p["step"] for p in last_points(metrics.path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_file_that_is_another_one_begins_anew(tmp_path: Path) -> None:
+def test_a_replaced_metrics_file_is_read_from_its_start(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m")
     points(metrics.path, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0})
     metrics.read()
@@ -140,7 +140,7 @@ def test_a_file_that_is_another_one_begins_anew(tmp_path: Path) -> None:
     assert metrics.read() and [p["step"] for p in metrics.points] == [9] and metrics.etag != etag
 
 
-def test_buckets_keep_the_extremes_and_their_places(tmp_path: Path) -> None:
+def test_buckets_keep_the_extremes_and_their_steps(tmp_path: Path) -> None:
     rng = random.Random(0)
     metrics = Metrics(tmp_path / "m")
     values = [rng.random() for _ in range(20_000)]
@@ -163,7 +163,7 @@ def test_buckets_keep_the_extremes_and_their_places(tmp_path: Path) -> None:
     assert grown["x"][: len(settled)] == settled, "a longer run moves no older point"
 
 
-def test_since_points_and_table(tmp_path: Path) -> None:
+def test_since_points_and_csv(tmp_path: Path) -> None:
     path = tmp_path / "m"
     points(path, *({"step": s} for s in range(5)))
     first, offset = metrics.since_points(path, 0, cap=3)

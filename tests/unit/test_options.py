@@ -44,7 +44,7 @@ def single(option):
     return len(option.choices) == 1
 
 
-def test_all_are_declared_whole():
+def test_every_option_is_complete():
     assert len(OPTIONS) >= 80
     assert len(set(NAMES)) == len(NAMES)
     for option in OPTIONS:
@@ -52,13 +52,13 @@ def test_all_are_declared_whole():
 
 
 def implies(condition, other):
-    """Whether `other` holds wherever `condition` does."""
+    """Whether `other` is true whenever `condition` is."""
     return all(name in condition and set(condition[name]) <= set(allowed) for name, allowed in other.items())
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=NAMES)
-def test_conditions_are_options_and_closed(option):
-    """What decides is an option with these values, and is itself shown whenever the option is."""
+def test_conditions_name_options_and_include_their_conditions(option):
+    """A condition names options and values that exist, and those options are visible whenever the option is."""
     for condition in option.when:
         for name, allowed in condition.items():
             decider = o.by_name()[name]
@@ -74,7 +74,7 @@ def plain(value):
 
 
 @pytest.mark.parametrize("option", [x for x in OPTIONS if not single(x)], ids=lambda x: x.name)
-def test_hidden_has_no_effect_and_shown_has(option):
+def test_only_visible_options_have_an_effect(option):
     for condition in option.when:
         base = RunSpec()
         for name, allowed in condition.items():
@@ -90,7 +90,7 @@ def test_hidden_has_no_effect_and_shown_has(option):
 
 
 def test_yaml_round_trip_of_random_specs():
-    """What is written is read back as the same spec, hidden values apart."""
+    """A written spec is read back unchanged, except for hidden values."""
     dice = random.Random(7)
     for _ in range(300):
         patch = {x.name: other(x) for x in OPTIONS if not single(x) and dice.random() < 0.3}

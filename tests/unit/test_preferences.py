@@ -42,7 +42,7 @@ STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.format
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
+def test_every_layout_of_pairs_is_converted_alike(name: str) -> None:
     for stage in STAGES:
         assert detect_format(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
     found = convert(PAIRS[name], "pairs", DATA)
@@ -51,14 +51,14 @@ def test_pairs_mean_the_same_however_they_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labelled_answers_mean_the_same(name: str) -> None:
+def test_every_layout_of_labeled_completions_is_converted_alike(name: str) -> None:
     assert detect_format(LABELS[name], registry.STAGES["kto"].formats) == "labels"
     found = convert(LABELS[name], "labels", DATA)
     assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
     assert unpair(found) == [found]
 
 
-def test_the_stage_decides_between_two_readings() -> None:
+def test_the_stage_decides_between_two_matching_formats() -> None:
     both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
     assert detect_format(both, registry.STAGES["sft"].formats) == "messages"
     assert detect_format(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
@@ -67,7 +67,7 @@ def test_the_stage_decides_between_two_readings() -> None:
     )
 
 
-def test_conversations_share_their_beginning() -> None:
+def test_conversations_share_an_implicit_prompt() -> None:
     later = {"role": "user", "content": "Sure?"}
     row = {"chosen": [ASKED, RIGHT, later, RIGHT], "rejected": [ASKED, RIGHT, later, WRONG]}
     assert convert(row, "pairs", DATA) == {"prompt": [ASKED, RIGHT, later], "chosen": [RIGHT], "rejected": [WRONG]}
@@ -75,7 +75,7 @@ def test_conversations_share_their_beginning() -> None:
     assert convert(same, "pairs", DATA)["rejected"] == [RIGHT]
 
 
-def test_system_prompt_tools_and_named_columns() -> None:
+def test_system_prompt_tools_and_column_options() -> None:
     data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
     assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]
