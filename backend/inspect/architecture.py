@@ -74,7 +74,8 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
     if table is None or isinstance(table, str):
         names = {"module_classes": _classes(model_type), "module_attributes": _attributes(model_type)}
         pending = table is None and _may_start(environment)
-        unknown = f"the architecture {model_type} is being read, which takes a few seconds" if pending else table or reason
+        message = f"the architecture {model_type} is being read, which takes a few seconds"
+        unknown = message if pending else table or reason
         known_names = {} if has_custom_code else names
         return {"shape_unknown_reason": unknown, "architecture_pending": pending, **known_names}
     known: dict[str, Any] = {}
@@ -109,7 +110,8 @@ def _stacked(table: Table) -> tuple[str, ...]:
 
 
 def _shape(table: Table, config: Config) -> ModelShape:
-    """One ModelShape object per config: the counts of trainable parameters are cached by object. Raises UnknownArchitecture."""
+    """One ModelShape object per config: the counts of trainable parameters are cached by object. Raises
+    UnknownArchitecture."""
     key = json.dumps(config, sort_keys=True, default=str)
     found = _SHAPES.get(key) or shape_from_table(table, config)
     if len(_SHAPES) >= KEPT:

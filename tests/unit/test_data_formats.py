@@ -1,4 +1,4 @@
-"""Every format becomes one kind of conversation, and every bad row is named by file, line and sentence."""
+"""Data formats: each is converted to one kind of conversation, and invalid examples are reported by file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder: made whole or not at all, and a state and a sentence computed from files alone."""
+"""Run folders: created atomically; state and sentence are computed from the files."""
 
 from __future__ import annotations
 

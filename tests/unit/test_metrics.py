@@ -1,4 +1,4 @@
-"""Reading: no byte lost or doubled, torn lines held back, buckets that keep the extremes."""
+"""Incremental reading of log and metrics: every line once, incomplete lines later, buckets that keep the extremes."""
 
 from __future__ import annotations
 

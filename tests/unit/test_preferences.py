@@ -1,4 +1,4 @@
-"""Rows that compare answers: every way of writing them is recognised and means the same; what is wrong is said."""
+"""Preference data: every layout is detected and converted alike, and invalid examples are explained."""
 
 from __future__ import annotations
 
