@@ -77,6 +77,7 @@ HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=
 MUON = {**FSDP2, "train.optim": "muon", "launch.nproc_per_node": 4}
 MINI = {**FULL, **FSDP2, "train.optim": "adam_mini"}
 REVERSE = {**GALORE, "train.galore_proj_type": "reverse_std"}
+REWARD = {"train.stage": "reward", "data.builtin": "train-pairs"}
 NVLINK = {"parallel.strategy": "tensor", **FULL, "save.strategy": "no"}
 WIDE, KV = 192, 3  # the fewest rows of a wide matrix in SmolLM2-135M: 3 KV heads of 64
 CHECKPOINTS = {**ELASTIC, **FSDP2}
@@ -261,6 +262,21 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
     "OPT026 heads": (
         Setup({**MINI, "launch.nproc_per_node": 2}, EQUIPPED, shaped(heads=4, kv_heads=2)),
         Setup({**MINI, "launch.nproc_per_node": 2}, EQUIPPED, shaped(heads=3, kv_heads=2)),
+    ),
+    "OPT013 LOMO": (
+        Setup({"train.optim": "rmsprop", "train.learning_rate": 1e-5}),
+        Setup({**FULL, "train.optim": "lomo"}, EQUIPPED),
+    ),
+    "OPT019 offload": (
+        Setup({"train.optim": "adamw_torch_8bit", **FSDP2}, replace(EQUIPPED_TWO, has_cpp_compiler=False)),
+        Setup(
+            {"train.optim": "adamw_torch_8bit", **FSDP2, "parallel.cpu_offload": True},
+            replace(EQUIPPED_TWO, has_cpp_compiler=False),
+        ),
+    ),
+    "KRN011 FlexAttention": (
+        Setup(REWARD, replace(H100, triton_can_compile=False)),
+        Setup({**REWARD, "model.attn_implementation": "flex_attention"}, replace(H100, triton_can_compile=False)),
     ),
     # Launch
     "LCH001 processes": (
@@ -574,6 +590,11 @@ WORDS = {
     "KRN006": (Setup({"train.use_liger_kernel": True}), "only the device types CUDA"),
     "PRC005": (Setup(TF32, on_gpu((7, 9))), "GPU 0 (GPU) has 7.9."),
     "PRC005 on another vendor's GPU": (Setup(TF32, on_gpu((0, 0))), "GPU 0 (GPU) has none."),
+    "OPT018": (Setup({**BADAM, "train.max_steps": 100}, EQUIPPED), "need 300 steps; the run has 100 steps."),
+    "OPT023": (
+        Setup({**GALORE, "train.optim_targets": "custom", "train.optim_target_modules": ("foo",)}, EQUIPPED),
+        "GaLore would project foo;",
+    ),
     "NOD006": (
         Setup({**ELASTIC, "parallel.strategy": "zero2", "train.optim": "sgd", "method.kind": "full"}),
         "ZeRO-2 checkpoints with an optimizer other than AdamW cannot be resumed on 1 node.",
