@@ -27,7 +27,7 @@ def run(page: Page) -> None:
     """The Run view of a finished run: results, generations and curves."""
     page.wait_for_selector('.fp-run[data-state="done"]', timeout=TRAINED)
     page.wait_for_selector(".fp-plot canvas", timeout=READY)
-    page.set_viewport_size({"width": 1440, "height": 1320})
+    page.set_viewport_size({"width": 1440, "height": 1288})
     page.wait_for_timeout(2000)
     page.screenshot(path=HOME / "assets" / "run.png")
 

@@ -362,7 +362,7 @@ def test_switching_strategies_keeps_all_values(server, page):
     assert visible(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     put(page, "parallel.nvme_path", "/nowhere")
     status(page, "^Cannot run")
-    page.wait_for_selector('.fp-finding:has-text("no folder /nowhere")', timeout=30_000)
+    page.wait_for_selector('.fp-finding:has-text("folder /nowhere")', timeout=30_000)
     choose(page, "parallel.strategy", "fsdp2")
     assert visible(*own) == ["parallel.replicate_size"]
     put(page, "parallel.replicate_size", 2)

@@ -5,7 +5,7 @@ import { copy, el } from "./dom.js";
 import { bytes, count, duration, integer, num, percent, toSeconds } from "./format.js";
 import { hasEnded } from "./run_state.js";
 
-const SHOWN_SAMPLES = 6;
+const SHOWN_SAMPLES = 3;
 const FILES = [
   ["Report", "report.png"],
   ["Metrics", "metrics.csv"],
