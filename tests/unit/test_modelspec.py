@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from backend import registry
 from backend.config import Method, RunSpec
 from backend.config.method import Lora
-from backend.modelspec import ARCHITECTURES, UnknownArchitecture, lora_modules, from_config, trainable_parameters
+from backend.modelspec import ARCHITECTURES, UnknownArchitecture, from_config, lora_modules, trainable_parameters
 from backend.train import adapters
 
 SMALL = {

@@ -437,7 +437,8 @@ def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path
 def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
     config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
-    assert "without a closed formula" in inspect_inputs(trusted, tmp_path).shape_unknown_reason and answering.pid is None
+    assert "without a closed formula" in inspect_inputs(trusted, tmp_path).shape_unknown_reason
+    assert answering.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
     assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
         "transformers' own class is used"
@@ -466,7 +467,8 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
     assert os.environ[reading.WORKER_SETTING] == "off"  # tests/conftest.py
     found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
-    assert found.shape is None and found.shape_unknown_reason == "starcoder2 is an architecture without a closed formula"
+    assert found.shape is None
+    assert found.shape_unknown_reason == "starcoder2 is an architecture without a closed formula"
     assert "Starcoder2DecoderLayer" in found.module_classes
 
 
