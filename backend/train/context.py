@@ -27,7 +27,7 @@ class TrainContext:
     run_log: RunLog
     run: ResolvedRun
     engine: TrainEngine
-    loaded: int = 0
+    loaded_bytes: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
 
     @property

@@ -97,12 +97,9 @@ def _split(
 
 def _expand(files: Sequence[str], option: str) -> list[Path]:
     try:
-        paths = expand(files)
+        return expand(files)
     except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
-    if not paths:
-        raise TrainError(f"{option} is empty. Set it to a data file.")
-    return paths
 
 
 def _read_files(spec: RunSpec, paths: Iterable[Path]) -> list[ConvertedExample]:
@@ -115,8 +112,6 @@ def _read_files(spec: RunSpec, paths: Iterable[Path]) -> list[ConvertedExample]:
 
 def _read_hub(spec: RunSpec) -> list[ConvertedExample]:
     data = spec.data
-    if not data.hub_id.strip():
-        raise TrainError("data.hub_id is empty. Set it to organization/name.")
     try:
         table = load_dataset(data.hub_id, data.hub_config or None, split=data.hub_split)
     except Exception as error:  # of many kinds: network, name, split, configuration

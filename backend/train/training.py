@@ -144,7 +144,7 @@ def _trainer(
     work.engine.check_model(whole)
     work.engine.prepare_config(whole.config)
     weights = adapters.apply_method(spec, whole, precision)
-    work.loaded = sharding.loaded(weights)
+    work.loaded_bytes = sharding.loaded_bytes(weights)
     accelerate_fsdp2_addresses.apply(weights)
     work.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
@@ -201,7 +201,7 @@ def _finish(work: TrainContext, trainer: Any, result: dict[str, Any]) -> None:
     """Write down what came out, with what each rank held."""
     state = trainer.state
     result["model"] = MODEL if work.spec.save.final_model else None
-    result["held"] = work.group.gather({**sharding.held(trainer), "loaded": work.loaded})
+    result["ranks"] = work.group.gather({**sharding.summary(trainer), "loaded_bytes": work.loaded_bytes})
     result["optimizer"] = work.group.gather(optimizers.state_summary(trainer.optimizer))
     result["peak_bytes"] = work.group.gather(device.peak_bytes(work.family))
     result["reserved_bytes"] = work.group.gather(device.reserved_bytes(work.family))

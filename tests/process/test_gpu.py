@@ -54,17 +54,17 @@ def test_the_losses_are_those_of_one_process(trained: Trained, name: str) -> Non
 def test_each_device_holds_its_part(trained: Trained, name: str) -> None:
     case, place, told = CASES[name], trained.place, result(trained.run(name)[0])
     whole = result(trained.run(case.like)[0])["parameters"]
-    assert len(told["held"]) == len(told["optimizer"]) == len(told["peak_bytes"]) == case.ranks
-    for held in told["held"]:
-        assert (held["engine"], held["stage"]) == (place.names.get(case.engine, case.engine), case.stage)
+    assert len(told["ranks"]) == len(told["optimizer"]) == len(told["peak_bytes"]) == case.ranks
+    for held in told["ranks"]:
+        assert (held["engine"], held["zero_stage"]) == (place.names.get(case.engine, case.engine), case.stage)
         assert held["optimizer_class"] == case.steps_by
         assert held["backend"] == ("" if case.engine == "NO" else place.backend)
         if name == "qlora":
-            assert held["parameters"] < 0.9 * whole, "two weights in a byte"
+            assert held["local_parameters"] < 0.9 * whole, "two weights in a byte"
             continue
-        assert held["parameters"] == pytest.approx(whole / case.parts[0], rel=0.01)
+        assert held["local_parameters"] == pytest.approx(whole / case.parts[0], rel=0.01)
         if case.changes.get("method.kind") != "lora":
-            assert held["optimizer"] == pytest.approx(2 * whole / case.parts[1], rel=0.02), "two moments"
+            assert held["local_optimizer_elements"] == pytest.approx(2 * whole / case.parts[1], rel=0.02), "two moments"
 
 
 def test_state_of_8_bits_is_less(trained: Trained) -> None:

@@ -81,7 +81,7 @@ def trained(root: Path, host: Host) -> Trained:
 
 def loaded(folder: Path) -> list[int]:
     """Bytes of weights that each rank had in memory once the model was loaded."""
-    return [rank["loaded"] for rank in result(folder)["held"]]
+    return [rank["loaded_bytes"] for rank in result(folder)["ranks"]]
 
 
 # What is trained, and of which model.

@@ -1,4 +1,4 @@
-"""The kin of LoRA: each is looked at where it shows, and what is saved gives the trained model again."""
+"""LoRA variants: each has its effect, and the saved adapter gives the trained model again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from trainings import REORDERED, SMALL, a_spec, an_engine, losses, mostly_soak, same_losses, text
 from transformers import AutoModelForCausalLM
 
-from backend.train import data, device, kernels, lora, model, trainers
+from backend.train import data, device, kernels, lora, trainers
 
 # peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -64,7 +64,7 @@ def a_layer(found: Any) -> Any:
     return found.base_model.model.model.layers[1].mlp.up_proj
 
 
-def test_dora_has_lengths_and_they_move(trained: Any, cache: Path) -> None:
+def test_dora_trains_magnitude_vectors(trained: Any, cache: Path) -> None:
     state = load_file(trained({"lora.use_dora": True}) / "model/adapter_model.safetensors")
     lengths = {name: tensor for name, tensor in state.items() if "magnitude" in name}
     assert len(lengths) == 4 * 7
@@ -73,7 +73,7 @@ def test_dora_has_lengths_and_they_move(trained: Any, cache: Path) -> None:
     assert 1e-3 < moved.max() < 0.1
 
 
-def test_rslora_scales_by_the_root(cache: Path) -> None:
+def test_rslora_scales_by_the_square_root_of_the_rank(cache: Path) -> None:
     changes = {"lora.r": 9, "lora.alpha": 6.0}
     assert a_layer(fresh(changes)).scaling["default"] == pytest.approx(6 / 9)
     assert a_layer(fresh({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
@@ -81,7 +81,7 @@ def test_rslora_scales_by_the_root(cache: Path) -> None:
 
 @pytest.mark.parametrize("init", mostly_soak(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
 @pytest.mark.parametrize("precision", mostly_soak(["fp32", "bf16"], ("fp32",)))
-def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precision: str) -> None:
+def test_initializations_that_change_the_base_weights(cache: Path, init: str, precision: str) -> None:
     found = fresh({"lora.init": init}, precision)
     layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
     left = layer.base_layer.weight
@@ -92,11 +92,11 @@ def test_these_starts_take_a_part_of_the_weights(cache: Path, init: str, precisi
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
     same = a_layer(fresh({"lora.init": init, "train.seed": 7}, precision))
     # Exact: the same decomposition of the same weights in this process. A tolerance would hide what the seed draws.
-    assert torch.equal(same.base_layer.weight, left), "a run that goes on must find the same start"
+    assert torch.equal(same.base_layer.weight, left), "a resumed run must have the same initialization"
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
-def test_these_starts_leave_the_model_as_it_is(cache: Path, init: str) -> None:
+def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> None:
     found = fresh({"lora.init": init})
     assert a_layer(found).lora_A["default"].weight.abs().sum() > 0
     assert torch.allclose(logits(found), logits(base(cache)), atol=1e-5)
@@ -111,17 +111,17 @@ def test_these_starts_leave_the_model_as_it_is(cache: Path, init: str) -> None:
     ],
     ids=["pissa", "olora", "everything"],
 )
-def test_what_is_saved_stands_on_the_untouched_model(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
+def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
     merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": True}) / "model")
     wanted = logits(merged)
     assert not torch.allclose(wanted, logits(base(cache)), atol=0.1), "nothing was learned"
     adapter = PeftModel.from_pretrained(base(cache), trained(changes) / "model")
     assert torch.allclose(logits(adapter), wanted, atol=1e-4)
-    assert adapter.peft_config["default"].r == 32, "the start of 16 is taken away by another 16"
+    assert adapter.peft_config["default"].r == 32, "rank 16 of the initial adapter is subtracted by another 16"
 
 
-def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
-    """Each rank holds a part of the weights that the start is taken out of."""
+def test_zero3_saves_the_same_adapter(trained: Any, cache: Path) -> None:
+    """Each rank has a shard of the weights that the initialization is taken out of."""
     one = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
     spread = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
     assert losses(spread) == same_losses(losses(one), REORDERED)
@@ -131,7 +131,7 @@ def test_zero3_saves_the_same(trained: Any, cache: Path) -> None:
     assert not torch.allclose(logits(adapter), logits(base(cache)), atol=0.1)
 
 
-def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> None:
+def test_all_variants_together_resume(trained: Any, host: Host) -> None:
     more = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "parallel.strategy": "ddp"}
     folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.per_device_train_batch_size": 1}, 2)
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
@@ -142,8 +142,8 @@ def test_everything_goes_on_from_its_checkpoint(trained: Any, host: Host) -> Non
     assert all(torch.allclose(again[name], tensor, atol=1e-5) for name, tensor in state.items())
 
 
-def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root: Path) -> None:
-    """Its weights would be added to a model that they were not taken out of."""
+def test_checkpoint_with_another_initialization_is_refused(trained: Any, host: Host, root: Path) -> None:
+    """Its adapter belongs to base weights that were changed in another way."""
     more = {"save.strategy": "steps", "save.steps": 2}
     folder = trained({**more, "lora.init": "pissa"})
     asked = {"save.resume_from": "path", "save.resume_path": str(folder / "checkpoints/checkpoint-2")}
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_start_is_refused(trained: Any, host: Host, root
     assert "lora.init" in said
 
 
-def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
+def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:
     spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
     found = fresh({"lora.modules_to_save": ("model.norm",)})
     config = trainers.training_arguments(an_engine(spec), Path("."))
@@ -172,36 +172,36 @@ def test_lora_plus_gives_b_a_rate_of_its_own(cache: Path) -> None:
         assert decays[id(parameter)] == (0 if "norm" in name else 0.1)
 
 
-def test_lora_plus_is_refused_where_it_cannot_be(cache: Path) -> None:
+def test_loraplus_is_refused_if_the_optimizer_lacks_b(cache: Path) -> None:
     found = fresh({})
-    with pytest.raises(lora.TrainError, match=r"method\.lora_plus"):
+    with pytest.raises(lora.TrainError, match=r"lora\.loraplus_lr_ratio"):
         lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_attentions_learn_the_same(trained: Any, packing: bool) -> None:
-    """Packed rows see each other in neither: one that did would learn something else."""
+def test_attention_implementations_give_equal_losses(trained: Any, packing: bool) -> None:
+    """Packed examples attend to each other in none of them; otherwise the losses would differ."""
     more = {"data.packing": packing, "save.final_model": False}
     one, two = (losses(trained({**more, "model.attn_implementation": name})) for name in ("sdpa", "eager"))
     assert two == same_losses(one, REORDERED)
 
 
-def test_what_is_taken_is_what_was_asked_for(cache: Path) -> None:
+def test_attention_implementation_is_the_requested_one(cache: Path) -> None:
     found = fresh({"model.attn_implementation": "eager"})
     assert found.config._attn_implementation == "eager"
     kernels.check_attention(a_spec({"model.attn_implementation": "eager"}), found)
-    with pytest.raises(kernels.TrainError, match="sdpa was asked for, and the library took eager"):
+    with pytest.raises(kernels.TrainError, match="sdpa was requested, but transformers uses eager"):
         kernels.check_attention(a_spec({"model.attn_implementation": "sdpa"}), found)
 
 
-def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_kernels_must_be_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels need a GPU; that they were really put in is seen by where the layers' methods come from."""
     asked, found, seen = a_spec({"train.use_liger_kernel": True}), base(cache), {}
     liger = types.ModuleType("liger_kernel.transformers")
     liger._apply_liger_kernel_to_instance = lambda **given: seen.update(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    with pytest.raises(kernels.TrainError, match=r"train\.liger: Liger has no kernels for llama"):
+    with pytest.raises(kernels.TrainError, match=r"train\.use_liger_kernel: Liger has no kernels for llama"):
         kernels.apply_liger(asked, found)
     assert seen == {"model": found, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -214,9 +214,9 @@ def test_liger_is_looked_for_in_the_layers(cache: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler asks torch.jit
-def test_a_model_that_was_not_compiled_is_noticed() -> None:
+def test_model_that_was_not_compiled_is_reported() -> None:
     trainer = types.SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1))
-    with pytest.raises(kernels.TrainError, match=r"train\.compile"):
+    with pytest.raises(kernels.TrainError, match=r"train\.torch_compile"):
         kernels.CompileCheckCallback(trainer).on_step_begin()
     kernels.CompileCheckCallback(
         types.SimpleNamespace(model_wrapped=torch.compile(trainer.model_wrapped))

@@ -141,7 +141,7 @@ def test_two_hosts_learn_what_one_process_learns(
     nodes = Nodes(root, cache, hosts, launcher, {"launch.launcher": launcher, **LAUNCHERS[launcher]})
     assert nodes.ended() == "done", nodes.said()
     assert losses(nodes.run.path) == same_losses(losses(alone), REORDERED)
-    assert len(result(nodes.run.path)["held"]) == 2
+    assert len(result(nodes.run.path)["ranks"]) == 2
 
 
 @pytest.mark.soak
@@ -167,8 +167,8 @@ def test_one_node_learns_what_one_process_learns(
     assert ended.returncode == 0, text(run.path)
     assert run.state == "done"
     assert losses(run.path) == same_losses(losses(alone), REORDERED)
-    held, whole = result(run.path)["held"], result(alone)["parameters"]
-    assert [rank["parameters"] for rank in held] == pytest.approx([whole / (1 + (strategy == "fsdp2"))] * 2, rel=0.01)
+    held, whole = result(run.path)["ranks"], result(alone)["parameters"]
+    assert [rank["local_parameters"] for rank in held] == pytest.approx([whole / (1 + (strategy == "fsdp2"))] * 2, rel=0.01)
     assert not processes.run_processes(run.path)
 
 

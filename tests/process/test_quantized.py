@@ -107,7 +107,7 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
     more = {**HALF, **changes, "parallel.strategy": strategy}
     two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
     assert losses(two) == same_losses(losses(one), REORDERED)
-    held = [rank["parameters"] for rank in result(two)["held"]]
+    held = [rank["local_parameters"] for rank in result(two)["ranks"]]
     if registry.STRATEGIES[strategy].shards_weights:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
         packed = sum(leaf.in_features * leaf.out_features for leaf in TINY.all_modules() if leaf.in_features and leaf.path != TINY.head)

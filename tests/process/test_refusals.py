@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
 from backend import registry
 from backend.config import Data
+from backend.config.options import effective
 from backend.data import example_problem, read_examples
 from backend.paths import ASSETS, HOME
 from backend.rules.kernels import UNSUPPORTED_ATTENTION
-from backend.train import adapters, builtin_models, checkpoints, model, trainers
+from backend.train import adapters, builtin_models, checkpoints, model, verify
 from backend.train.run_log import RunLog, TrainError
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
@@ -33,7 +34,7 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
         patch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
         Launch(folder, tmp_path / "cache", 2).done(1)
     log = text(folder)
-    sentence = f"model.path: {tmp_path} has no config.json: name the folder that save_pretrained wrote."
+    sentence = f"model.path: The model folder cannot be loaded. {tmp_path} has no config.json"
     ours, _, torchruns = log.partition("Traceback")
     assert sentence in ours, "the ranks' own words are the sentence, with no traceback before it"
     assert "ChildFailedError" in torchruns
@@ -43,31 +44,15 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"model.source": "path", "model.path": "/nowhere"}, "model.path: there is no folder /nowhere"),
-        ({"model.source": "hub"}, "model.hub_id is empty"),
-    ],
-)
-def test_models_that_are_not_there(changes: dict[str, Any], part: str) -> None:
-    with pytest.raises(TrainError, match=part):
-        model.locate(a_spec(changes), nothing)
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"lora.targets": "custom"}, "lora_target_modules is empty; the model has .*q_proj"),
-        ({"lora.targets": "custom", "lora.target_modules": "query"}, "has no query; it has .*q_proj"),
-        ({"lora.targets": "custom", "lora.target_modules": "lm_head"}, "lm_head cannot carry an adapter"),
-        ({"lora.modules_to_save": "head"}, "has no head; it has .*lm_head"),
-        ({"method.kind": "freeze", "method.freeze_trainable_layers": 5}, "the model has 4 layers, not 5"),
-        ({"method.kind": "freeze", "method.freeze_trainable_layers": 0}, "nothing would be trained"),
-        ({"method.kind": "freeze", "method.freeze_extra_modules": "head"}, "has no head; it has .*lm_head"),
+        ({"lora.targets": "custom", "lora.target_modules": "query"}, "has no module query. It has .*q_proj"),
+        ({"lora.targets": "custom", "lora.target_modules": "lm_head"}, "lm_head cannot have an adapter"),
+        ({"lora.modules_to_save": "head"}, "has no module head. It has .*lm_head"),
+        ({"method.kind": "freeze", "method.freeze_trainable_layers": 5}, "5 exceeds the model's 4 layers"),
+        ({"method.kind": "freeze", "method.freeze_extra_modules": "head"}, "has no module head. It has .*lm_head"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_modules_that_are_not_there_are_answered_with_those_that_are(
-    tiny: Path, changes: dict[str, Any], part: str
-) -> None:
+def test_unknown_module_error_lists_the_modules_of_the_model(tiny: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
         adapters.apply_method(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
 
@@ -76,8 +61,8 @@ def test_modules_that_are_not_there_are_answered_with_those_that_are(
     ("config", "asked"),
     [(Gemma2Config(**SIZES, head_dim=8), "sdpa"), (GPT2Config(n_layer=1, n_embd=16, n_head=2), "flex_attention")],
 )
-def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, config: Any, asked: str) -> None:
-    """A rule has the list of them; what the library says is turned into a sentence."""
+def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config: Any, asked: str) -> None:
+    """A rule lists these architectures; the library's error becomes a TrainError."""
     assert (config.model_type, asked) in UNSUPPORTED_ATTENTION
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
@@ -88,7 +73,7 @@ def test_an_attention_that_the_architecture_lacks(tiny: Path, tmp_path: Path, co
         model.load(spec, model.locate(spec, nothing), "fp32", tokens)
 
 
-def test_the_best_needs_evaluations_where_it_saves(tmp_path: Path) -> None:
+def test_best_model_needs_an_evaluation_for_each_checkpoint(tmp_path: Path) -> None:
     odd = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
     with pytest.raises(TrainError, match=r"save\.load_best_model_at_end"):
         verify.check_rules(a_spec({**odd, "save.steps": 10, "eval.steps": 4}), tmp_path)
@@ -109,20 +94,22 @@ SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
         ({**SHARED, "parallel.sequence_parallel_size": 3}, "parallel.sequence_parallel_size"),
     ],
 )
-def test_what_spread_weights_and_rows_cannot_do(tmp_path: Path, changes: dict[str, Any], part: str) -> None:
+def test_options_that_do_not_go_with_sharded_weights_or_sequences(
+    tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
     with pytest.raises(TrainError, match=part):
         verify.check_rules(
             effective(a_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path
         )
 
 
-def test_checkpoints_that_cannot_be_continued(tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_resumed(tmp_path: Path) -> None:
     made = tmp_path / "checkpoints/checkpoint-3"
-    with pytest.raises(TrainError, match="is no checkpoint"):
+    with pytest.raises(TrainError, match="is not a checkpoint"):
         checkpoints.at_path(str(made))
     made.mkdir(parents=True)
     (made / "trainer_state.json").touch()
-    with pytest.raises(TrainError, match="cut off"):
+    with pytest.raises(TrainError, match="is incomplete"):
         checkpoints.at_path(str(made))
     checkpoints.mark_complete(made)
     with pytest.raises(TrainError, match="weights only"):
@@ -141,7 +128,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert [checkpoints.step_of(p) for p in checkpoints.complete(tmp_path)] == [4, 20]
 
 
-def test_points_are_strict_json(tmp_path: Path) -> None:
+def test_metrics_are_strict_json(tmp_path: Path) -> None:
     RunLog(tmp_path).metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     RunLog(tmp_path, rank=1).metrics({"step": 2})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -149,7 +136,7 @@ def test_points_are_strict_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["offline", "unwritable"])
-def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: str) -> None:
+def test_failed_download_error_says_how_to_fix_it(tmp_path: Path, way: str) -> None:
     """pip without an index; a cache that is a file."""
     cache = tmp_path / "cache"
     if way == "unwritable":
@@ -172,7 +159,7 @@ def test_a_model_that_cannot_be_fetched_names_the_way_out(tmp_path: Path, way: s
     )
 
 
-def test_the_tiny_model_is_always_the_same(tiny: Path, tmp_path: Path) -> None:
+def test_tiny_llama_is_deterministic(tiny: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(tmp_path))
         again = builtin_models.prepare("tiny-llama", nothing)

@@ -166,19 +166,19 @@ def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name
 @pytest.mark.parametrize("name", EVERY)
 def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> None:
     case, whole = CASES[name], result(alone)["parameters"]
-    only = {"engine": "NO", "stage": 0, "backend": "", "optimizer_class": "AdamW"}
-    only |= {"parameters": whole, "optimizer": 2 * whole}
-    assert result(alone)["held"] == [{**only, "loaded": 4 * whole}]
+    only = {"engine": "NO", "zero_stage": 0, "backend": "", "optimizer_class": "AdamW"}
+    only |= {"local_parameters": whole, "local_optimizer_elements": 2 * whole}
+    assert result(alone)["ranks"] == [{**only, "loaded_bytes": 4 * whole}]
     found = result(trained.full(name))
     assert found["trainable_parameters"] == found["parameters"] == whole
-    assert len(found["held"]) == case.ranks
-    for rank in found["held"]:
-        assert (rank["engine"], rank["stage"], rank["optimizer_class"]) == (case.engine, case.stage, case.steps_by)
+    assert len(found["ranks"]) == case.ranks
+    for rank in found["ranks"]:
+        assert (rank["engine"], rank["zero_stage"], rank["optimizer_class"]) == (case.engine, case.stage, case.steps_by)
         assert rank["backend"] == "gloo"
-        assert rank["parameters"] == pytest.approx(whole / case.weights, rel=0.01)
-        assert rank["optimizer"] == pytest.approx(2 * whole / case.state, rel=0.01), "two moments"
+        assert rank["local_parameters"] == pytest.approx(whole / case.weights, rel=0.01)
+        assert rank["local_optimizer_elements"] == pytest.approx(2 * whole / case.state, rel=0.01), "two moments"
     if case.engine == "FSDP":
-        assert [rank["loaded"] for rank in found["held"]] == [4 * whole, *[0] * (case.ranks - 1)], "one read the file"
+        assert [rank["loaded_bytes"] for rank in found["ranks"]] == [4 * whole, *[0] * (case.ranks - 1)], "one read the file"
 
 
 @pytest.mark.parametrize("name", mostly_soak(ADAPTED, {*ADAPTED} - {"zero3-sequence"}))
@@ -187,8 +187,8 @@ def test_an_adapter_learns_the_same(alone_adapter: Path, trained: Trained, name:
     assert losses(folder) == same_losses(losses(alone_adapter), REORDERED)
     whole = result(alone_adapter)["parameters"]
     assert result(folder)["trainable_parameters"] == result(alone_adapter)["trainable_parameters"]
-    for rank in result(folder)["held"]:
-        assert rank["parameters"] == pytest.approx(whole / case.weights, rel=0.01), "frozen weights are spread too"
+    for rank in result(folder)["ranks"]:
+        assert rank["local_parameters"] == pytest.approx(whole / case.weights, rel=0.01), "frozen weights are spread too"
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -328,7 +328,7 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
     before = files(source)
     folder, code = elsewhere(trained, source, {**MOVED[name], "train.per_device_train_batch_size": 4 // ranks}, ranks)
     assert code == 0, text(folder)
-    assert f"Converting checkpoint-2 of 2 processes for {ranks}" in text(folder)
+    assert f"Converting checkpoint-2 from 2 to {ranks} processes" in text(folder)
     assert losses(folder)[3] == same_losses(losses(source)[3], REORDERED)
     (steps, decays, moments), wanted = (state(f / "checkpoints/checkpoint-3") for f in (folder, source))
     assert steps == wanted[0] == {3.0}
@@ -348,7 +348,7 @@ def test_what_cannot_be_converted_is_refused(trained: Trained) -> None:
         "zero2-sgd", {**KEPT, **changes, "train.per_device_train_batch_size": 2, "train.max_steps": 2}, 2
     )
     folder, code = elsewhere(trained, source, changes, 1)
-    assert code != 0 and text(folder).splitlines()[-1].endswith("converts the state of AdamW alone: start 2.")
+    assert code != 0 and text(folder).splitlines()[-1].endswith("converts the state of AdamW only; use 2 processes.")
 
 
 def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained: Trained) -> None:
@@ -432,7 +432,7 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     # 0.2 after it, and other kernels, batches or ranks move a logit by less than 3e-5.
     assert result(folder)["samples"] == wanted
     assert losses(folder) == same_losses(losses(one), REORDERED)
-    held = [rank["parameters"] for rank in result(folder)["held"]]
+    held = [rank["local_parameters"] for rank in result(folder)["ranks"]]
     assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"
 
 
@@ -458,8 +458,8 @@ def test_frozen_slices_are_held_in_half(trained: Trained) -> None:
     alone = trained.run("freeze-one", {**changes, "train.per_device_train_batch_size": 4}, 0)
     sliced = trained.run("freeze-tensor", {**changes, **CASES["tensor"].changes}, 2)
     assert losses(sliced) == pytest.approx(losses(alone), rel=1e-3)
-    held = result(sliced)["held"]
-    assert held[0]["parameters"] <= result(alone)["held"][0]["parameters"] * 0.51
+    held = result(sliced)["ranks"]
+    assert held[0]["local_parameters"] <= result(alone)["ranks"][0]["local_parameters"] * 0.51
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
