@@ -20,10 +20,10 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.memory import estimate, free_bytes
+from backend.memory import Estimate, free_bytes
 from backend.paths import HOME
 from backend.resolve import ResolvedRun, resolve
-from backend.rules import RULES, Finding, Rule, check
+from backend.rules import RULES, Case, Finding, Rule, check
 from backend.rules.examples import DEMO, EXTRAS, H100, INSTALLED, LLAMA_8B, LOCAL_MODEL, TINY
 
 PACKAGES = {**INSTALLED, **EXTRAS, "flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "gptqmodel": "5.6.0"}
@@ -45,6 +45,10 @@ DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
 
 def findings(patch: Mapping[str, Any], on: Machine, facts: Any = DEMO) -> tuple[Finding, ...]:
     return check(edit(RunSpec(), patch), on, facts)
+
+
+def estimated(spec: RunSpec, on: Machine, facts: Any) -> Estimate:
+    return Case(spec, on, facts).estimate
 
 
 def codes(patch: Mapping[str, Any], on: Machine, facts: Any = DEMO) -> set[str]:
@@ -150,7 +154,9 @@ def test_memory_capacity(patch: dict[str, Any], gib: int) -> None:
 
 @pytest.mark.parametrize(("devices", "disabled"), [((), True), ((0,), True), ((1,), False)])
 def test_peer_access_of_rtx_40(devices: tuple[int, ...], disabled: bool) -> None:
-    on = replace(machine(gpu(0, "NVIDIA GeForce RTX 4090", 24, (8, 9)), gpu(1, "H100", 80, (9, 0))), driver_version="535.54")
+    on = replace(
+        machine(gpu(0, "NVIDIA GeForce RTX 4090", 24, (8, 9)), gpu(1, "H100", 80, (9, 0))), driver_version="535.54"
+    )
     made = plan(edit(RunSpec(), {"launch.devices": devices}), on)
     assert ("NCCL_P2P_DISABLE" in made.defaults) is disabled
 
@@ -184,7 +190,7 @@ def test_precision_auto_is_the_same_everywhere(patch: dict[str, Any], dtype: str
     assert json.loads(files["resolved.json"])["compute_dtype"] == dtype
     assert ResolvedRun.from_json(files["resolved.json"]).compute_dtype == dtype
     explicit = edit(spec, {"precision.compute": dtype})
-    estimates = [estimate(each, T4_H100, DEMO.shape) for each in (spec, explicit)]
+    estimates = [estimated(each, T4_H100, DEMO) for each in (spec, explicit)]
     assert estimates[0] == estimates[1]
     flash = {**patch, "model.attn_implementation": "flash_attention_2"}
     assert ("KRN004" in codes(flash, T4_H100)) is (dtype == "fp32")
@@ -195,7 +201,8 @@ def test_the_estimate_is_that_of_the_selected_gpu(model: Any) -> None:
     """Attention kernels differ with the generation, and so does the memory for activations."""
     spec = edit(RunSpec(), {"precision.compute": "bf16", "launch.devices": (1,)})
     alone = replace(T4_H100, gpus=T4_H100.gpus[1:])
-    assert estimate(spec, T4_H100, model) == estimate(spec, alone, model)
+    facts = replace(DEMO, shape=model)
+    assert estimated(spec, T4_H100, facts) == estimated(spec, alone, facts)
 
 
 # --- All rules ---
