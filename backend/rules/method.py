@@ -50,8 +50,12 @@ def missing_lora_targets(case: Case) -> Violation | None:
     message = "lora.targets is custom and lora.target_modules is empty."
     if shape is None:
         return Violation(f"{message} Each entry is the end of a module name, such as q_proj.")
-    every = Fix(f"Target {names(shape.lora_target_names)}", _names_patch("lora.target_modules", shape.lora_target_names), False)
-    return Violation(f"{message} The linear layers of {shape.architecture} are {names(shape.lora_target_names)}.", (every,))
+    every = Fix(
+        f"Target {names(shape.lora_target_names)}", _names_patch("lora.target_modules", shape.lora_target_names), False
+    )
+    return Violation(
+        f"{message} The linear layers of {shape.architecture} are {names(shape.lora_target_names)}.", (every,)
+    )
 
 
 @rule(

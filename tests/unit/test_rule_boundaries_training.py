@@ -28,7 +28,7 @@ from backend.rules.examples import (
     USER_DATA,
     USER_DATA_FACTS,
 )
-from backend.rules.stages import DPO, KTO, LABELS_FACTS, USER_KTO
+from backend.rules.stages import DPO, KTO, LABELS_FACTS, TENSOR_PARALLEL, USER_KTO
 from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH
 
 Patch = Mapping[str, Any]
@@ -299,6 +299,8 @@ REFERENCE = {"preference.precompute_ref_log_probs": True}
 STAGES = (
     boundary("STG002", {**USER_DATA, "train.stage": "sft"}, {"data.format": "messages"}, {"data.format": "pairs"},
              {"data.format": "auto"}, {"train.stage": "dpo"}, facts=USER_DATA_FACTS),
+    boundary("STG005", {**TENSOR_PARALLEL, **REFERENCE}, {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "tensor"},
+             {"preference.precompute_ref_log_probs": False}, machine=TWO_H100),
     boundary("STG006", DPO, {"method.kind": "lora"}, FULL, REFERENCE),
     boundary("STG006", FULL_DPO, {"train.stage": "orpo"}, {"train.stage": "dpo"}, REFERENCE),
     boundary("STG006", FULL_DPO, REFERENCE, {}, REFERENCE),
