@@ -299,8 +299,8 @@ REFERENCE = {"preference.precompute_ref_log_probs": True}
 STAGES = (
     boundary("STG002", {**USER_DATA, "train.stage": "sft"}, {"data.format": "messages"}, {"data.format": "pairs"},
              {"data.format": "auto"}, {"train.stage": "dpo"}, facts=USER_DATA_FACTS),
-    boundary("STG005", {**TENSOR_PARALLEL, **REFERENCE}, {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "tensor"},
-             {"preference.precompute_ref_log_probs": False}, machine=TWO_H100),
+    boundary("STG005", {**TENSOR_PARALLEL, **REFERENCE}, {"parallel.strategy": "fsdp2"},
+             {"parallel.strategy": "tensor"}, {"preference.precompute_ref_log_probs": False}, machine=TWO_H100),
     boundary("STG006", DPO, {"method.kind": "lora"}, FULL, REFERENCE),
     boundary("STG006", FULL_DPO, {"train.stage": "orpo"}, {"train.stage": "dpo"}, REFERENCE),
     boundary("STG006", FULL_DPO, REFERENCE, {}, REFERENCE),
