@@ -1,4 +1,4 @@
-"""What if: each way as the rules and the estimate judge it, with the same rows a step; the suggestion runs."""
+"""Comparison of strategies: memory and communication of each, with the same global batch size; a recommendation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def case(name: str, machine: str, **changes: object) -> Case:
     return Case(spec, machines()[machine], inspect_inputs(spec, Path.cwd(), {"HF_HOME": "/nowhere"}))
 
 
-def ways(found: Case) -> dict[str, Variant]:
-    return {way.name: way for way in variants(found)}
+def by_name(found: Case) -> dict[str, Variant]:
+    return {variant.name: variant for variant in variants(found)}
 
 
-def test_what_is_sent_follows_from_what_is_spread() -> None:
-    found = ways(case("full-8b-fsdp2", "8x80gb"))
+def test_communication_follows_from_sharding() -> None:
+    found = by_name(case("full-8b-fsdp2", "8x80gb"))
     ring = 7 / 8
     assert found[SINGLE].sent_bytes == 0
     assert found["DDP"].sent_bytes == int(2 * ring * 4 * EIGHT_B)  # fp32 gradients, added up
@@ -38,16 +38,16 @@ def test_what_is_sent_follows_from_what_is_spread() -> None:
     batches = case("full-8b-fsdp2", "8x80gb").spec.train.gradient_accumulation_steps
     assert found["ZeRO-3"].sent_bytes == pytest.approx(batches * 3 * ring * 2 * EIGHT_B, rel=1e-9)  # twice the weights
     assert found["ZeRO-3 with CPU offload"].host_traffic_bytes > found["ZeRO-2 with CPU offload"].host_traffic_bytes > 0
-    assert [name for name, way in found.items() if way.is_current] == ["FSDP2"]
+    assert [name for name, variant in found.items() if variant.is_current] == ["FSDP2"]
 
 
-def test_each_way_learns_from_the_same_rows() -> None:
+def test_all_variants_have_the_same_global_batch_size() -> None:
     found = case("full-8b-fsdp2", "8x80gb")
-    for way in variants(found):
+    for variant in variants(found):
         assert (
-            resolve(effective(edit(found.spec, dict(way.patch))), found.machine).global_batch_size
+            resolve(effective(edit(found.spec, dict(variant.patch))), found.machine).global_batch_size
             == found.run.global_batch_size
-        ), way.name
+        ), variant.name
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_each_way_learns_from_the_same_rows() -> None:
         ("first-run", "laptop", SINGLE),
     ],
 )
-def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
+def test_recommended_variant_runs(preset: str, machine: str, name: str) -> None:
     found = case(preset, machine)
     best, why = recommend(found) or (None, "")
     assert best is not None
@@ -68,9 +68,9 @@ def test_the_suggestion_runs(preset: str, machine: str, name: str) -> None:
     assert not [f for f in examine(Case(spec, found.machine, found.facts)) if f.level == "error"]
 
 
-def test_where_nothing_fits_less_at_once_is_tried() -> None:
+def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
-    assert not any(way.runs for way in variants(found) if way.name == SINGLE)
+    assert not any(variant.runs for variant in variants(found) if variant.name == SINGLE)
     best, why = recommend(found) or (None, "")
     assert best is not None
     assert best.patch["train.activation_checkpointing"] is True
@@ -78,5 +78,5 @@ def test_where_nothing_fits_less_at_once_is_tried() -> None:
     assert recommend(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
-def test_a_model_that_is_not_known_has_no_ways() -> None:
+def test_unknown_model_has_no_variants() -> None:
     assert variants(case("lora-80gb", "1x80gb", model__hub_id="own/thing")) == []

@@ -1,4 +1,4 @@
-"""Further keys: every row of the tables of what an engine or a launcher refuses, and its neighbour that it takes."""
+"""Extra config: each kind of key that an engine or the launcher refuses, and a similar one that it accepts."""
 
 from __future__ import annotations
 
@@ -95,12 +95,13 @@ def zero(**given: Any) -> dict[str, Any]:
         ("STR036", {"zero_optimization": 3}, ZERO2, True),
     ],
 )
-def test_keys_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
+def test_extra_config_of_the_engine(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
     assert (code in codes("parallel.extra_config", given, patch)) == raised
 
 
 NODES = {
-    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1", "launch.nproc_per_node": 2,
+    "parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1",
+    "launch.nproc_per_node": 2,
 }  # fmt: skip
 DDP = {"parallel.strategy": "ddp"}
 
@@ -155,11 +156,11 @@ DDP = {"parallel.strategy": "ddp"}
         ("LCH015", {"dynamo_config": {"backend": "INDUCTOR"}}, FSDP2, True),
     ],
 )
-def test_keys_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
+def test_extra_config_of_the_launcher(code: str, given: dict[str, Any], patch: dict[str, Any], raised: bool) -> None:
     found = codes("launch.extra_accelerate_config", given, {**patch, "launch.launcher": "accelerate"})
     assert (code in found) == raised
 
 
-def test_the_launcher_knows_what_the_rule_knows() -> None:
-    """The installed one: a newer version may have other names."""
+def test_known_keys_are_those_of_accelerate() -> None:
+    """Of the installed version."""
     assert {field.name for field in fields(ClusterConfig)} == ACCELERATE_KEYS

@@ -1,4 +1,4 @@
-"""Configurations of others fill the form, and nothing of them is lost."""
+"""Importing DeepSpeed and accelerate configurations: values become options, the rest becomes extra config."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OFFLOADED = {
 }
 
 
-def test_a_deepspeed_file_comes_back_as_it_was() -> None:
+def test_deepspeed_config_round_trip() -> None:
     spec, kept = importers.import_config(json.dumps(OFFLOADED), RunSpec())
     found = changes(spec)
     assert found["parallel.strategy"] == "zero3"
@@ -79,8 +79,8 @@ OWN = {
 }
 
 
-def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
-    """As further keys they would take the form's place, which a rule refuses."""
+def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
+    """As extra config they would replace the options, which a rule reports as an error."""
     spec, kept = importers.import_config(json.dumps(OWN), RunSpec())
     train = spec.train
     assert (kept, spec.parallel.extra_config) == ([], "")
@@ -103,7 +103,7 @@ def test_an_optimizer_and_a_schedule_fill_the_form() -> None:
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, None),
     ],
 )
-def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: list[str] | None) -> None:
+def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str, Any], kept: list[str] | None) -> None:
     spec, found = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
     assert merge.parse(spec.parallel.extra_config) == block
     assert found == (kept if kept is not None else merge.paths(block))
@@ -119,8 +119,8 @@ def test_what_the_form_cannot_say_of_them_is_kept(block: dict[str, Any], kept: l
         ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 4, 2, ["train_batch_size"]),
     ],
 )
-def test_rows_of_a_step_stay(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
-    """64 on two processes; where that cannot be, the number is kept, and a rule says that there are two."""
+def test_global_batch_size_is_kept(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
+    """64 on two processes. If the options cannot give 64, the key is kept and a rule reports the mismatch."""
     spec, found = importers.import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
     assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, found) == (
         size,
@@ -159,7 +159,7 @@ ACCELERATE: dict[str, Any] = {
 }
 
 
-def test_an_accelerate_file_fills_the_form() -> None:
+def test_accelerate_config_becomes_options() -> None:
     spec, kept = importers.import_config(yaml.safe_dump(ACCELERATE), RunSpec())
     found = changes(spec)
     assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
@@ -177,8 +177,8 @@ def test_an_accelerate_file_fills_the_form() -> None:
     assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
 
 
-def test_a_file_that_lets_every_rank_read_is_heard() -> None:
-    """The Trainer reads fsdp.json, the launcher its own file: both say so."""
+def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
+    """Both fsdp.json, which the Trainer reads, and accelerate.yaml disable it."""
     theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
     spec, kept = importers.import_config(yaml.safe_dump(theirs), RunSpec())
     assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
@@ -200,12 +200,12 @@ def test_a_file_that_lets_every_rank_read_is_heard() -> None:
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "at least 1"),
     ],
 )
-def test_what_cannot_be_taken_is_said(theirs: dict[str, Any], part: str) -> None:
+def test_unsupported_values_are_reported(theirs: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecError, match=part):
         importers.import_config(json.dumps(theirs), RunSpec())
 
 
-def test_our_own_files_are_no_others() -> None:
+def test_a_spec_is_not_detected_as_another_format() -> None:
     assert importers.detect_format("model:\n  builtin: tiny-llama\n") == ""
     assert importers.detect_format(": :") == ""
     assert importers.detect_format(json.dumps(OFFLOADED)) == "deepspeed"

@@ -1,4 +1,4 @@
-"""What would make it fit: each way with the peak that the estimate gives, best first, and no other error."""
+"""Memory remedies: each fits with the estimated peak that it names and adds no error; the best comes first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def labels(found: list[Fix]) -> list[str]:
         ("first-run", "laptop", {"train__per_device_train_batch_size": 512, "data__max_length": 8192}),
     ],
 )
-def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, object]) -> None:
+def test_each_remedy_fits_and_runs(preset: str, machine: str, changes: dict[str, object]) -> None:
     found = case(preset, machine, **changes)
     assert found.estimate.fits is False
     known = {f.code for f in examine(found) if f.level == "error"}
@@ -39,12 +39,12 @@ def test_each_way_fits_and_runs(preset: str, machine: str, changes: dict[str, ob
         other = patched_case(found, fix.patch)
         assert other.estimate.fits and other.estimate.device_bytes == fix.peak, fix
         assert {f.code for f in examine(other) if f.level == "error"} <= known - {"MEM001"}, fix
-    assert all(one.safe or not other.safe for one, other in pairwise(good)), "what is learned stays the same, if it can"
+    assert all(one.safe or not other.safe for one, other in pairwise(good)), "safe remedies come first"
     shown = next(f for f in examine(found) if f.code == "MEM001")
-    assert list(shown.fixes) == good, "one list for the rule and for the card"
+    assert list(shown.fixes) == good, "the rule offers the same remedies"
 
 
-def test_a_change_alone_comes_before_two() -> None:
+def test_single_changes_come_before_combinations() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=4096, train__per_device_train_batch_size=8)
     assert labels(find_remedies(found, 1.0))[0] == "Batch size 1 with more gradient accumulation"
     tight = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
@@ -52,32 +52,32 @@ def test_a_change_alone_comes_before_two() -> None:
     assert first.safe and " + " in first.label
 
 
-def test_rows_of_a_step_stay_the_same_where_a_way_says_so() -> None:
+def test_a_safe_strategy_keeps_the_global_batch_size() -> None:
     found = case("full-8b-fsdp2", "8x80gb", parallel__strategy="ddp")
     first = find_remedies(found, 1.0)[0]
     assert first.safe and first.label == "ZeRO-1"
     assert "train.gradient_accumulation_steps" in first.patch
 
 
-def test_another_model_is_the_last_resort() -> None:
+def test_a_smaller_model_is_the_last_resort() -> None:
     found = case("full-8b-fsdp2", "1x24gb", model__hub_id=BIG, parallel__strategy="single")
     names = labels(find_remedies(found, 1.0))
     assert names[0].startswith("Llama-3.1-8B-Instruct")
     assert names[-1] == "Built-in small model"
 
 
-def test_nothing_is_offered_for_a_model_that_is_not_known() -> None:
+def test_unknown_model_has_no_remedies() -> None:
     found = case("lora-80gb", "1x24gb", model__hub_id="own/thing")
     assert isinstance(found, Case) and found.shape is None
     assert find_remedies(found, 1.0) == []
 
 
-def test_siblings_are_smaller_and_of_the_same_line() -> None:
+def test_siblings_are_smaller_models_of_the_same_family() -> None:
     assert siblings("Qwen/Qwen3-32B")[0] == "Qwen/Qwen3-14B"
     assert all(name.lower() in HUB_CONFIGS and name.endswith("-Instruct") for name in siblings(BIG))
     assert siblings("own/thing") == siblings("Qwen/Qwen3-0.6B") == []
 
 
-def test_a_mixtures_experts_may_stay_without_adapters() -> None:
+def test_experts_can_be_left_without_adapters() -> None:
     found = case("lora-80gb", "1x80gb", model__hub_id="Qwen/Qwen3-30B-A3B", parallel__strategy="single")
     assert "Adapt only the attention layers" in labels(find_remedies(found, 1.0))

@@ -1,4 +1,4 @@
-"""Plans: pure, equal text for equal input, golden for every preset; run.sh and the script run in a clean shell."""
+"""Launch plans: golden files for every preset and launcher; the command and the script run in a clean shell."""
 
 import json
 import os
@@ -45,7 +45,7 @@ LAUNCHED["python"] = {"launch.launcher": "python"}
 
 
 def golden(name, made):
-    """UPDATE_GOLDEN=1 writes them anew; the difference is then reviewed."""
+    """UPDATE_GOLDEN=1 rewrites the golden files; review the difference."""
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(made)
@@ -84,7 +84,7 @@ def test_command(patch, machine, says):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_has_its_file(stage):
+def test_deepspeed_config_file(stage):
     made = plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}", "parallel.bucket_cap_mb": 50}), LAPTOP)
     found = json.loads(made.files["deepspeed.json"])
     zero = found["zero_optimization"]
@@ -95,7 +95,7 @@ def test_deepspeed_has_its_file(stage):
     assert "DS_ACCELERATOR" not in plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}"}), NODE).env
 
 
-def test_other_strategies_have_no_engine_file():
+def test_ddp_has_no_config_file():
     assert set(plan(edit(RunSpec(), {"parallel.strategy": "ddp"}), LAPTOP).files) == {"spec.yaml", "resolved.json"}
 
 
@@ -111,8 +111,8 @@ def test_other_strategies_have_no_engine_file():
         ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, None, "1"),  # torch reads that name too
     ],
 )
-def test_memory_settings_leave_what_is_set(own, given, allocator, streams):
-    """In the shell's command and from the supervisor alike."""
+def test_default_variables_do_not_override_the_environment(own, given, allocator, streams):
+    """In the shell command and in the supervisor."""
     made = plan(edit(RunSpec(), {"launch.env": given}), NODE)
     names = ("PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS")
     shown = replace(made, argv=("printenv", *names) if allocator else ("printenv", names[1]))
@@ -123,15 +123,15 @@ def test_memory_settings_leave_what_is_set(own, given, allocator, streams):
     assert [started.get(name) for name in names] == [allocator, streams]
 
 
-def test_memory_settings_are_cudas_and_can_be_left_out():
+def test_cuda_env_defaults_are_for_cuda_and_can_be_disabled():
     assert plan(RunSpec(), NODE).defaults
     assert not plan(RunSpec(), LAPTOP).defaults
     assert not plan(edit(RunSpec(), {"launch.device": "cpu"}), NODE).defaults
     assert not plan(edit(RunSpec(), {"launch.cuda_env_defaults": False}), NODE).defaults
 
 
-def test_other_nodes_have_their_scripts(tmp_path):
-    """One command a node, each the same but for its rank; the elastic form has no rank."""
+def test_scripts_of_the_other_nodes(tmp_path):
+    """One command per node, which differ in the node rank only; an elastic run has one for all, without a rank."""
     made = plan(edit(RunSpec(), {**LAUNCHED["torchrun-two-nodes"], "launch.nnodes": 3, "launch.node_rank": 1}), NODE)
     assert list(made.other_nodes) == ["node-0", "node-2"]
     assert made.command("node-2").replace("--node-rank=2", "--node-rank=1") == made.command()
@@ -148,7 +148,7 @@ def test_other_nodes_have_their_scripts(tmp_path):
     assert "rank=" not in elastic.command()
 
 
-def test_the_shell_shows_every_nodes_command(capsys):
+def test_plan_command_prints_every_node(capsys):
     more = [f"--set={name}={value}" for name, value in LAUNCHED["torchrun-two-nodes"].items()]
     assert main(["plan", "first-run", *more]) == 0
     said = capsys.readouterr().out
@@ -159,8 +159,8 @@ def test_the_shell_shows_every_nodes_command(capsys):
     assert "--node-rank=1" in json.loads(capsys.readouterr().out)["others"]["node-1"]
 
 
-def test_script_writes_files_and_runs_to_the_letter(tmp_path):
-    """Text that a shell would change arrives as it is."""
+def test_script_quotes_files_and_arguments(tmp_path):
+    """Characters that are special in a shell arrive unchanged."""
     nasty = "a: '$HOME `id` \"x\"'\nb: \\\\n\n"
     made = Plan(
         argv=("python3", "-c", "import os; print(os.environ['X'], os.getcwd())"),
@@ -176,15 +176,15 @@ def test_script_writes_files_and_runs_to_the_letter(tmp_path):
     assert (tmp_path / "a b" / "spec.yaml").read_text() == nasty
 
 
-def test_unlike_devices_keep_the_drivers_numbers() -> None:
-    """What is shown, and judged, as GPU 1 is GPU 1 of the run."""
+def test_different_gpus_are_numbered_in_pci_bus_order() -> None:
+    """GPU 1 of the page and the rules is GPU 1 of the run."""
     other = replace(NODE, gpus=(*NODE.gpus[:1], replace(NODE.gpus[1], name="A10")))
     assert plan(RunSpec(), other).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in plan(RunSpec(), NODE).env
 
 
-def test_gpus_that_do_not_reach_each_other_are_told_so() -> None:
-    """accelerate refuses to start on them otherwise; its own launcher sets the same."""
+def test_nccl_variables_of_gpus_without_peer_access() -> None:
+    """accelerate refuses to start on such GPUs otherwise; its own launcher sets the same variables."""
     gpus = tuple(Gpu(i, "GeForce RTX 4090", GIB, GIB, (8, 9)) for i in range(2))
     spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.cuda_env_defaults": False})
     old = Machine("cuda", gpus, driver_version="550.40.06")

@@ -242,7 +242,7 @@ def test_device_memory() -> None:
 
 
 @pytest.mark.parametrize(("code", "where"), [("MEM001", "device"), ("MEM003", "host")])
-def test_the_largest_part_of_the_place_that_is_full_is_named(code: str, where: str) -> None:
+def test_the_largest_part_of_the_memory_that_is_full_is_named(code: str, where: str) -> None:
     patch = {**FULL, **ZERO3, "launch.nproc_per_node": 8, "parallel.offload_optimizer": "cpu"}
     full = replace(EIGHT, ram_free_bytes=GIB, gpus=tuple(replace(gpu, free_bytes=GIB) for gpu in EIGHT.gpus))
     found, rows = finding(code, patch, full), case(patch, full).estimate.rows
@@ -270,6 +270,15 @@ def test_a_run_that_exceeds_the_free_memory_is_said_to_not_fit() -> None:
     fits, exceeds = (finding("MEM002", {}, with_free(peak - less)) for less in (0, 1))
     assert fits is not None and fits.message.startswith("The peak may reach")
     assert exceeds is not None and exceeds.message.startswith("The run most likely does not fit")
+
+
+def test_memory_of_a_cpu_run_is_that_of_a_process() -> None:
+    device, cpu = (
+        finding("MEM001", {}, with_free(GIB)),
+        finding("MEM001", {}, replace(LAPTOP, ram_free_bytes=GIB), DEMO),
+    )
+    assert device is not None and "on each device" in device.message
+    assert cpu is not None and "for each process" in cpu.message
 
 
 def test_host_memory() -> None:
