@@ -66,7 +66,9 @@ def init_rank_exceeds_layer(case: Case) -> Violation | None:
     shape, rank = case.shape, case.spec.lora.r
     if not _uses_lora(case) or case.spec.lora.init not in INITS_FROM_WEIGHTS or shape is None:
         return None
-    smallest = min((min(leaf.in_features, leaf.out_features) for leaf in lora_modules(case.spec.lora, shape)), default=rank)
+    smallest = min(
+        (min(leaf.in_features, leaf.out_features) for leaf in lora_modules(case.spec.lora, shape)), default=rank
+    )
     if rank <= smallest:
         return None
     message = (

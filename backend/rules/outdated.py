@@ -26,7 +26,7 @@ OUTDATED = (
         "PiSSA decomposes complete weights, and under ZeRO-3 each rank holds only a shard.",
         "PEFT gathers each layer's weight while it initializes PiSSA or OLoRA from it.",
         "peft 0.21",
-        "test_methods.py::test_zero3_saves_the_same",
+        "test_methods.py::test_zero3_saves_the_same_adapter",
     ),
     Outdated(
         "predict_with_generate with ZeRO-3 or FSDP",
@@ -68,7 +68,7 @@ OUTDATED = (
         "Without FlashAttention, examples that are packed into one sequence attend to each other.",
         "SDPA and eager attention separate them by their position ids, but are slower on long packed sequences.",
         "transformers 5.23, trl 1.16",
-        "test_methods.py::test_attentions_learn_the_same",
+        "test_methods.py::test_attention_implementations_give_equal_losses",
     ),
     Outdated(
         "FSDP without a GPU",
