@@ -18,7 +18,7 @@ from backend.inspect.facts import InputFacts
 from backend.launch import accelerate_config, launchers
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
-from backend.runs import ACCELERATE, ENV_SYNONYMS, DEEPSPEED, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
+from backend.runs import ACCELERATE, DEEPSPEED, ENV_SYNONYMS, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
 
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
