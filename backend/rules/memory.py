@@ -95,7 +95,7 @@ def host_out_of_memory(case: Case) -> Violation | None:
     )
     fixes = [fix for fix in candidates if case.takes(fix.patch) and _fits_afterwards(case, fix)]
     message = (
-        f"The run needs {amount(found.host_bytes)} of host RAM on each node, but {amount(free)} is free. "
+        f"The run needs {amount(found.host_bytes)} of host RAM on each node; {amount(free)} is free. "
         f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
     )
     return Violation(message, tuple(fixes[:2]))
@@ -122,7 +122,7 @@ def _message(case: Case) -> str:
     largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
     needs = f"needs {'at least ' if found.lower_bound else ''}{amount(found.device_bytes)}"
     return (
-        f"The run {needs} {where}, but {amount(found.capacity_bytes)} is free. "
+        f"The run {needs} {where}; {amount(found.capacity_bytes)} is free. "
         f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
     )
 

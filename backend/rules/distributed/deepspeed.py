@@ -195,4 +195,6 @@ def missing_libaio(case: Case) -> str | None:
 def slow_nvme_folder(case: Case) -> str | None:
     """Every optimizer step reads and writes 12 bytes per trainable parameter: the fp32 weight and AdamW's two
     moments."""
-    return case.facts.nvme_slow_reason or None if _uses_nvme(case) else None
+    if not case.facts.nvme_slow_reason or not _uses_nvme(case):
+        return None
+    return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for it."

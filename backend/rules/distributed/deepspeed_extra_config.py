@@ -63,7 +63,8 @@ def deepspeed_config_mismatch(case: Case) -> Violation | None:
         return None
     values = [f"{path} is {value_at(extra, path)} (options: {expected[path]})" for path in wrong]
     return Violation(
-        f"In the extra config, {names(values)}.", (Fix("Use the options", without_keys(extra, wrong), safe=False),)
+        f"In the extra config, {names(values)}. The Trainer would raise ValueError.",
+        (Fix("Use the options", without_keys(extra, wrong), safe=False),),
     )
 
 
@@ -297,4 +298,4 @@ def conflicting_deepspeed_keys(case: Case) -> Violation | None:
     if not found:
         return None
     fix = Fix("Remove these keys", without_keys(extra, [path for path, _ in found]), safe=False)
-    return Violation(f"DeepSpeed would refuse these keys of the extra config: {reasons(found)}", (fix,))
+    return Violation(f"DeepSpeed would refuse the extra config. {reasons(found)}", (fix,))

@@ -105,7 +105,7 @@ def extra_config_contradicts_strategy(case: Case) -> Violation | None:
     values = [
         f"{path} to {json.dumps(value_at(extra, path))} (options: {json.dumps(expected[path])})" for path in wrong
     ]
-    message = f"The extra config sets {names(values)}."
+    message = f"The extra config sets {names(values)}, which has not been checked or estimated."
     for table in {path.partition(".")[0] for path in expected if "." in path}:
         if not isinstance(extra.get(table, {}), Mapping):
             wrong, message = [table], f"The extra config sets {table} to {json.dumps(extra[table])}, not to an object."

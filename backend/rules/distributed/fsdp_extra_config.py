@@ -139,7 +139,7 @@ def invalid_fsdp_values(case: Case) -> Violation | None:
     if not found:
         return None
     fix = Fix("Remove these keys", without_keys(extra, _with_prefix(extra, list(found))))
-    return Violation(f"FSDP would refuse these keys of the extra config: {reasons(found.items())}", (fix,))
+    return Violation(f"FSDP would refuse the extra config. {reasons(found.items())}", (fix,))
 
 
 @rule(

@@ -146,7 +146,7 @@ def sequence_parallel_attention(case: Case) -> str | None:
     attention = case.spec.model.attn_implementation
     if case.run.sequence_parallel_size == 1 or attention in registry.SEQUENCE_PARALLEL_ATTENTIONS:
         return None
-    return f"{registry.ATTENTIONS[attention].label} is set, but sequence parallelism needs SDPA or FlashAttention."
+    return f"model.attn_implementation is {attention}, but sequence parallelism needs SDPA or FlashAttention."
 
 
 @rule(

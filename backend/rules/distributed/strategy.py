@@ -208,7 +208,9 @@ def device_mesh_mismatch(case: Case) -> Violation | None:
     else:
         wanted = 2 * divisor if run.world_size < 2 * divisor else run.world_size // divisor * divisor
         mesh = f"{counted(parallel.replicate_size, 'replica')} x context parallel size {parallel.context_parallel_size}"
-        message = f"{mesh} needs a multiple of {divisor} processes, at least {least}; the run starts {processes}."
+        message = (
+            f"A mesh of {mesh} needs a multiple of {divisor} processes, at least {least}; the run starts {processes}."
+        )
     return Violation(message, _start_processes(case, wanted))
 
 
