@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from backend import registry
-from backend.config import RunSpec
 from backend.runs import ERROR_FILE, RANK
 from backend.train.run_log import TrainError
 

@@ -39,8 +39,8 @@ def read_plan(folder: Path) -> tuple[RunSpec, ResolvedRun]:
 
 
 def check_rules(spec: RunSpec, folder: Path) -> None:
-    """Raise TrainError for the first error that the preflight rules find on this node, which may not be the machine that
-    planned the run. One process per node looks; rules about the moment before launch are left out."""
+    """Raise TrainError for the first error that the preflight rules find on this node, which need not be the machine
+    that planned the run. One process per node checks; rules about the moment before launch are left out."""
     if os.environ.get(SKIP_CHECKS) or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     # No worker process to read an unknown architecture: this process is about to load the model itself.
@@ -65,8 +65,8 @@ def check_device(run: ResolvedRun) -> None:
         )
     if run.device != "cpu" and local > count:
         raise TrainError(
-            f"launch.nproc_per_node: {local} processes need {local} devices, but torch sees {count}. Lower it, or check "
-            "launch.devices."
+            f"launch.nproc_per_node: {local} processes need {local} devices, but torch sees {count}. Lower it, or "
+            "check launch.devices."
         )
     if run.device == "cuda" and run.compute_dtype == "bf16":
         index = int(os.environ.get("LOCAL_RANK", "0")) % count
@@ -75,8 +75,8 @@ def check_device(run: ResolvedRun) -> None:
             name = torch.cuda.get_device_name(index)
             raise TrainError(
                 f"precision.compute: the run was planned for bf16, but rank {os.environ.get('RANK', '0')} is on {name} "
-                f"(compute capability {capability[0]}.{capability[1]}), which has no bf16 units. Set it to fp16 or fp32, "
-                "or select other GPUs with launch.devices."
+                f"(compute capability {capability[0]}.{capability[1]}), which has no bf16 units. Set it to fp16 or "
+                "fp32, or select other GPUs with launch.devices."
             )
 
 

@@ -139,7 +139,9 @@ def freezes(shape: Any, model: Any) -> None:
     for layers in (1, -2):
         spec = edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": layers})
         chosen = tuple(f"{name}." for name in adapters._unfrozen_modules(spec, model))
-        assert trainable_parameters(spec, shape) == sum(p.numel() for n, p in model.named_parameters() if n.startswith(chosen))
+        assert trainable_parameters(spec, shape) == sum(
+            p.numel() for n, p in model.named_parameters() if n.startswith(chosen)
+        )
 
 
 def adapts(shape: Any, model: Any, kind: str) -> None:

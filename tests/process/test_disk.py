@@ -40,7 +40,9 @@ def test_state_and_weights_live_on_the_disk(host: Host, tmp_path: Path) -> None:
     assert losses(tmp_path / "spread") == same_losses(losses(alone), REORDERED)
     whole = result(alone)["parameters"]
     assert largest[0] > 0.99 * 12 * whole, "weights in fp32 and two moments; norms stay"
-    assert all(rank["local_optimizer_elements"] < 0.01 * whole for rank in result(tmp_path / "spread")["ranks"]), "not in RAM"
+    assert all(rank["local_optimizer_elements"] < 0.01 * whole for rank in result(tmp_path / "spread")["ranks"]), (
+        "not in RAM"
+    )
     assert size(disk) == 0, "gigabytes would be left behind"
 
 

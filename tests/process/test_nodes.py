@@ -168,7 +168,9 @@ def test_one_node_learns_what_one_process_learns(
     assert run.state == "done"
     assert losses(run.path) == same_losses(losses(alone), REORDERED)
     held, whole = result(run.path)["ranks"], result(alone)["parameters"]
-    assert [rank["local_parameters"] for rank in held] == pytest.approx([whole / (1 + (strategy == "fsdp2"))] * 2, rel=0.01)
+    assert [rank["local_parameters"] for rank in held] == pytest.approx(
+        [whole / (1 + (strategy == "fsdp2"))] * 2, rel=0.01
+    )
     assert not processes.run_processes(run.path)
 
 

@@ -110,7 +110,11 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
     held = [rank["local_parameters"] for rank in result(two)["ranks"]]
     if registry.STRATEGIES[strategy].shards_weights:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
-        packed = sum(leaf.in_features * leaf.out_features for leaf in TINY.all_modules() if leaf.in_features and leaf.path != TINY.head)
+        packed = sum(
+            leaf.in_features * leaf.out_features
+            for leaf in TINY.all_modules()
+            if leaf.in_features and leaf.path != TINY.head
+        )
         rest = TINY.parameters - packed + result(two)["trainable_parameters"]
         assert held == pytest.approx([(packed / 8 + rest) / 2] * 2, rel=0.01)
 

@@ -178,7 +178,9 @@ def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> N
         assert rank["local_parameters"] == pytest.approx(whole / case.weights, rel=0.01)
         assert rank["local_optimizer_elements"] == pytest.approx(2 * whole / case.state, rel=0.01), "two moments"
     if case.engine == "FSDP":
-        assert [rank["loaded_bytes"] for rank in found["ranks"]] == [4 * whole, *[0] * (case.ranks - 1)], "one read the file"
+        assert [rank["loaded_bytes"] for rank in found["ranks"]] == [4 * whole, *[0] * (case.ranks - 1)], (
+            "one read the file"
+        )
 
 
 @pytest.mark.parametrize("name", mostly_soak(ADAPTED, {*ADAPTED} - {"zero3-sequence"}))
@@ -188,7 +190,9 @@ def test_an_adapter_learns_the_same(alone_adapter: Path, trained: Trained, name:
     whole = result(alone_adapter)["parameters"]
     assert result(folder)["trainable_parameters"] == result(alone_adapter)["trainable_parameters"]
     for rank in result(folder)["ranks"]:
-        assert rank["local_parameters"] == pytest.approx(whole / case.weights, rel=0.01), "frozen weights are spread too"
+        assert rank["local_parameters"] == pytest.approx(whole / case.weights, rel=0.01), (
+            "frozen weights are spread too"
+        )
 
 
 def logits(folder: Path) -> torch.Tensor:

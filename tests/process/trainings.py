@@ -82,7 +82,7 @@ def lay(made: Plan, folder: Path) -> Path:
 
 
 def without_checks(made: Plan) -> Plan:
-    """The plan as `run --skip-checks` starts it: the trainer does not run the rules, so it is the library that fails."""
+    """The plan as `run --skip-checks` starts it: the trainer runs no rules, so it is the library that fails."""
     return replace(made, env={**made.env, SKIP_CHECKS: "1"})
 
 
