@@ -133,7 +133,7 @@ def _with_bare_keys(paths: Mapping[str, str]) -> list[str]:
 )
 def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
     """The launcher refuses keys that it does not know and values that are set in two places. Other keys override the
-    options: another number of processes, another device or another precision."""
+    options, for example the number of processes, the device or the precision."""
     extra = _extra_config(case)
     if not extra:
         return None
@@ -151,13 +151,13 @@ def extra_accelerate_config_conflicts(case: Case) -> Violation | None:
     fields=(EXTRA_ACCELERATE_CONFIG,),
     title="Keys of the extra accelerate config have no effect",
     source="transformers 5.23 training_args.py _process_fsdp_args: fsdp.json is read, not the launcher's variables; "
-    "accelerate 1.15 utils/launch.py passes other sections on for their own kind of run alone",
+    "accelerate 1.15 utils/launch.py passes the section of another engine on only to runs of that engine",
     fails_on=_example({"fsdp_config": {"fsdp_backward_prefetch": "BACKWARD_PRE"}}, **FSDP2_SPEC),
     passes_on=_example({"fsdp_config": {"fsdp_ignored_modules": "lm_head"}}, **FSDP2_SPEC),
 )
 def extra_accelerate_config_ignored(case: Case) -> Violation | None:
-    """The Trainer takes FSDP settings from fsdp.json, to which parallel.extra_config adds keys, and ignores most of the
-    launcher's. Sections of other engines are ignored too."""
+    """The Trainer takes FSDP settings from fsdp.json, to which parallel.extra_config adds keys, and ignores most of
+    those in the launcher's config. Sections of other engines are ignored too."""
     extra = _extra_config(case)
     if not extra:
         return None
@@ -192,8 +192,8 @@ def extra_accelerate_config_ignored(case: Case) -> Violation | None:
     passes_on=_example({"dynamo_config": {"dynamo_backend": "NO"}}),
 )
 def dynamo_backend_in_extra_config(case: Case) -> Violation | None:
-    """The launcher compiles the model when dynamo_backend is set. The preflight check and the memory estimate consider
-    train.torch_compile only, and the trainer verifies that option."""
+    """The launcher compiles the model when dynamo_backend is set. The preflight check, the memory estimate and the
+    trainer's own checks consider only train.torch_compile."""
     extra = _extra_config(case)
     backend = str(_section(extra, "dynamo_config", "dynamo_").get("backend", "NO")).upper()
     if backend == "NO":

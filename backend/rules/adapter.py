@@ -102,7 +102,7 @@ def olora_with_conv1d(case: Case) -> str | None:
     "warning",
     fields=("lora.loraplus_lr_ratio", "train.learning_rate"),
     title="LoRA+ learning rate of the B matrices is very high",
-    source="Hayou et al. 2024, LoRA+: a ratio of 16, with a learning rate somewhat below that of LoRA",
+    source="Hayou et al. 2024, LoRA+: recommends a ratio of 16 and a learning rate somewhat below LoRA's",
     fails_on=Example({"lora.loraplus_lr_ratio": 256.0}),
     passes_on=Example({"lora.loraplus_lr_ratio": 16.0}),
 )
@@ -134,7 +134,7 @@ def loraplus_rate_too_high(case: Case) -> Violation | None:
     passes_on=Example({"lora.use_rslora": True, "lora.r": 64, "lora.alpha": 16.0}),
 )
 def rslora_scale_too_large(case: Case) -> Violation | None:
-    """With rsLoRA alpha is divided by the square root of the rank, not by the rank. The usual alpha of twice the rank
+    """With rsLoRA, alpha is divided by the square root of the rank, not by the rank. The usual alpha of twice the rank
     then scales the adapter far more than in LoRA and acts like a learning rate that is too high."""
     alpha, rank = case.spec.lora.alpha, case.spec.lora.r
     scale = alpha / math.sqrt(rank)
@@ -156,8 +156,9 @@ def rslora_scale_too_large(case: Case) -> Violation | None:
     passes_on=Example({"lora.use_dora": True}),
 )
 def dora_with_dropout(case: Case) -> str | None:
-    """DoRA scales the base layer's output for the input after dropout. Without dropout PEFT reuses the output of the
-    base layer's forward pass; with dropout it multiplies by the base weight a second time."""
+    """DoRA needs the base layer's output for the same input that the adapter gets. Without dropout, PEFT reuses the
+    output of the base layer's forward pass; with dropout, it multiplies the input after dropout by the base weight a
+    second time."""
     dropout = case.spec.lora.dropout
     if not _uses_lora(case) or not case.spec.lora.use_dora or not dropout:
         return None
@@ -207,7 +208,7 @@ def lora_variant_on_experts(case: Case) -> str | None:
     "ADP008",
     "error",
     fields=("lora.target_modules",),
-    title="Only one of two fused expert layers is a LoRA target",
+    title="Only one of two fused expert projections is a LoRA target",
     source="peft 0.21 utils/transformers_weight_conversion.py: Cannot convert PEFT target(s) without also targeting",
     fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", EXPERT_LAYERS[0])}, facts=UNKNOWN_MOE),
     passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": EXPERT_LAYERS}, facts=UNKNOWN_MOE),
@@ -241,9 +242,9 @@ def lora_on_half_of_fused_experts(case: Case) -> Violation | None:
     passes_on=Example({"lora.targets": "attention"}, H100, KNOWN_MOE),
 )
 def lora_on_every_expert(case: Case) -> str | None:
-    """An adapter on stacked experts has its rank once for each expert. PEFT adds it to a copy of the expert weights in
-    every forward pass, which slows down each step and, without activation checkpointing, takes the memory of a second
-    model."""
+    """An adapter on stacked experts has an A and a B matrix of the full rank for every expert. PEFT adds it to a copy
+    of the expert weights in every forward pass, which slows down each step and, without activation checkpointing, takes
+    as much memory as a second copy of the experts."""
     shape = case.shape
     if shape is None or not shape.experts or not case.spec.adapts_experts(case.facts.stacked_modules):
         return None

@@ -197,8 +197,8 @@ NO_VALIDATION = {**USER_DATA, "data.validation": "none"}
     passes_on=Example({**NO_VALIDATION, "eval.strategy": "no"}, facts=USER_DATA_FACTS),
 )
 def evaluation_without_validation_set(case: Case) -> str | None:
-    """Without validation examples there is no eval loss, so no evaluation curve and no best checkpoint to load at the
-    end."""
+    """Without validation examples there is no eval loss, and therefore no eval curve and no best checkpoint to load at
+    the end."""
     strategy, data = case.spec.eval.strategy, case.spec.data
     if strategy == "no" or data.source == "builtin" or data.validation != "none":
         return None
@@ -306,8 +306,8 @@ def _fitting_max_length(case: Case) -> int:
     passes_on=Example({"data.max_length": 1024}, facts=replace(DEMO, shape=GPT2)),
 )
 def max_length_exceeds_position_embeddings(case: Case) -> Violation | None:
-    """GPT-2 learns one embedding per position. The first position beyond the table raises an IndexError, on a GPU a
-    device-side assert."""
+    """GPT-2 learns one embedding per position. A position beyond the last embedding raises an IndexError on a CPU and a
+    device-side assert on a GPU."""
     if case.shape is None or case.shape.model_type != "gpt2":
         return None
     return _too_many_positions(case.shape.max_positions, case, "position embeddings")
@@ -348,8 +348,8 @@ def max_length_exceeds_context(case: Case) -> Violation | None:
     passes_on=Example({"data.packing": True}, H100),
 )
 def group_by_length_with_packing(case: Case) -> str | None:
-    """Packing fills every sequence up to max_length, so there is no padding for grouping to save. Grouping only makes
-    the order of the examples less random."""
+    """Packing fills every sequence up to max_length, so there is no padding that grouping could save. Grouping only
+    makes the order of the examples less random."""
     if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
         return None
     return "data.packing is on and train.train_sampling_strategy is group_by_length."
@@ -368,9 +368,9 @@ MAX_PACKED_TOKENS = 8192
     passes_on=Example({"data.packing": True, "train.per_device_train_batch_size": 1, "data.max_length": 2048}, H100),
 )
 def packed_batch_too_long(case: Case) -> Violation | None:
-    """The packed sequences of a batch are concatenated into one, and without FlashAttention every pair of its tokens is
-    computed, masked or not. Twice the batch size then takes four times the time and memory; gradient accumulation does
-    not."""
+    """The packed sequences of a batch are concatenated into one, and without FlashAttention, attention is computed for
+    every pair of its tokens, including masked pairs. Doubling the batch size then quadruples the time and memory of
+    attention; doubling gradient accumulation only doubles the time."""
     train, data = case.spec.train, case.spec.data
     batch, tokens = train.per_device_train_batch_size, train.per_device_train_batch_size * data.max_length
     if not data.packing or batch == 1 or tokens <= MAX_PACKED_TOKENS:

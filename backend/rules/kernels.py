@@ -96,8 +96,8 @@ def torch_compile_without_cpp_compiler(case: Case) -> str | None:
     "advice",
     fields=("train.torch_compile", "launch.device"),
     title="torch.compile rarely pays off on a CPU",
-    source="torch 2.13 _inductor: C++ is written and compiled at the first step; measured two minutes for a model of "
-    "four small layers on two busy cores",
+    source="torch 2.13 _inductor: C++ is written and compiled at the first step; measured: two minutes for a model of "
+    "four small layers on two busy CPU cores",
     fixes=(NO_COMPILE,),
     fails_on=Example(COMPILE_SPEC),
     passes_on=Example(COMPILE_SPEC, H100),

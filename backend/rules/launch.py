@@ -57,7 +57,7 @@ def python_launcher_with_many_processes(case: Case) -> str | None:
     passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 2}, TWO_H100),
 )
 def more_processes_than_devices(case: Case) -> Violation | None:
-    """Each process needs a device of its own. Two processes on one GPU abort in NCCL or run out of memory together."""
+    """Each process needs its own device. Two processes on one GPU abort in NCCL or run out of memory."""
     processes, devices = case.run.nproc_per_node, len(case.machine.gpus)
     if case.run.device == "cpu" or case.run.device != case.machine.device or processes <= max(devices, 1):
         return None
@@ -97,8 +97,8 @@ def _fewer_processes(case: Case, count: int) -> Fix:
     passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 2}),
 )
 def strategy_with_one_process(case: Case) -> str | None:
-    """Distributed strategies average gradients over processes or shard tensors over them. With one process they only
-    cost memory for their communication buckets."""
+    """Distributed strategies average gradients over processes or shard tensors over them. With one process, they only
+    take memory for communication buckets."""
     if case.spec.parallel.strategy not in registry.MULTI_PROCESS or case.run.world_size != 1:
         return None
     return f"{case.strategy.label} is set, and the run has 1 process, so there is nothing to average or shard."
@@ -133,8 +133,8 @@ def more_threads_than_cores(case: Case) -> str | None:
     passes_on=Example({**DDP_SPEC, "launch.nproc_per_node": 4}),
 )
 def more_processes_than_cores(case: Case) -> Violation | None:
-    """On a CPU every process computes on its own cores and holds its own replica of the model. More processes than
-    cores only take turns."""
+    """On a CPU every process computes on its own cores and holds its own replica of the model. If there are more
+    processes than cores, the processes take turns."""
     processes, cores = case.run.nproc_per_node, case.machine.cores
     if case.run.device != "cpu" or processes <= cores:
         return None
@@ -155,8 +155,8 @@ def more_processes_than_cores(case: Case) -> Violation | None:
     passes_on=Example({"launch.devices": (1,)}, TWO_H100),
 )
 def unknown_device_id(case: Case) -> Violation | None:
-    """CUDA ignores every id in CUDA_VISIBLE_DEVICES from the first unknown one on, so the run would silently see fewer
-    GPUs, or none."""
+    """CUDA ignores the first unknown id in CUDA_VISIBLE_DEVICES and all ids after it, so the run would silently see
+    fewer GPUs, or none."""
     known, listed = [gpu.id for gpu in case.machine.gpus], case.spec.launch.devices
     wrong = [i for i in listed if i not in known]
     if not case.run.on_gpu or not known or not wrong:
@@ -261,7 +261,8 @@ def idle_device_ids(case: Case) -> Violation | None:
 )
 def reserved_environment_variables(case: Case) -> Violation | None:
     """The launcher tells each process its rank through these variables, and Footplate finds the processes of a run by
-    FOOTPLATE_RUN. Other values make processes wait for ranks that never start, or survive a stop."""
+    FOOTPLATE_RUN. Other values make processes wait for ranks that never start, or leave processes running after the run
+    is stopped."""
     found = [n for n in case.spec.launch.env if n in RESERVED_VARIABLES or n.startswith("TORCHELASTIC_")]
     if not found:
         return None
@@ -286,7 +287,7 @@ def without_variables(case: Case, drop: list[str]) -> Fix:
     passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}, H100),
 )
 def environment_overrides_option(case: Case) -> Violation | None:
-    """The variable overrides the option, and the preflight check and the memory estimate still use the option."""
+    """The run uses the variable, but the preflight check and the memory estimate use the option."""
     options = {"OMP_NUM_THREADS": "launch.omp_num_threads"}
     if case.spec.launch.launcher != "deepspeed":  # which sets them itself: ignored_visible_devices
         options |= dict.fromkeys(VISIBLE_DEVICES_VARIABLES, "launch.devices")

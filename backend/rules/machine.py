@@ -61,7 +61,8 @@ def other_nodes_unused(case: Case) -> str | None:
     "error",
     fields=("launch.device",),
     title="The installed torch build does not support this device",
-    source="torch 2.13 cuda/__init__.py: is_available is false in a build without it; the run would use the CPU",
+    source="torch 2.13 cuda/__init__.py: is_available() is false in a build without CUDA, and the run would use the "
+    "CPU",
     fixes=(Fix("Run on the CPU", {"launch.device": "cpu"}, safe=False, cost="much slower"),),
     manual_fix="Install a torch build for this device; pytorch.org lists the commands.",
     fails_on=Example(machine=replace(H100, versions=CPU_TORCH)),
@@ -116,14 +117,14 @@ def gpu_in_use(case: Case) -> Violation | None:
 )
 def small_shared_memory(case: Case) -> str | None:
     """DataLoader workers pass batches through /dev/shm, and NCCL exchanges data through it. A container has 64 MiB of
-    it by default; when it is full, a bus error ends the run at any step."""
+    it by default; when it is full, a bus error can end the run at any step."""
     free, workers = case.machine.shm_free_bytes, case.spec.train.dataloader_num_workers
     nccl = case.run.device == "cuda" and case.run.nproc_per_node > 1
     if free is None or free >= MIN_SHARED_MEMORY or not (workers or nccl):
         return None
     users = [f"{workers} DataLoader worker{'s' if workers > 1 else ''}"] if workers else []
     users += [f"NCCL between {case.run.nproc_per_node} processes"] if nccl else []
-    return f"/dev/shm has {amount(free)} free, less than {amount(MIN_SHARED_MEMORY)}, and is used by {names(users)}."
+    return f"/dev/shm has {amount(free)} free, but {names(users)} should have at least {amount(MIN_SHARED_MEMORY)}."
 
 
 @rule(
@@ -146,5 +147,6 @@ def tensor_parallel_without_nvlink(case: Case) -> str | None:
     if not apart:
         return None
     return (
-        f"Every layer is split over GPUs {names(sorted(ids))}; not connected to all others by NVLink: {names(apart)}."
+        f"Every layer is split over GPUs {names(sorted(ids))}. These GPUs lack an NVLink connection to at least one "
+        f"of the others: {names(apart)}."
     )

@@ -71,7 +71,8 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="The run does not fit into host RAM",
     source=SOURCE,
-    manual_fix="Start fewer processes per node, which load fewer copies of the weights, or use more RAM.",
+    manual_fix="Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with "
+    "more RAM.",
     fails_on=Example(OPTIMIZER_OFFLOAD, SMALL_RAM, LLAMA_8B_FACTS),
     passes_on=Example(OPTIMIZER_OFFLOAD, TWO_H100, LLAMA_8B_FACTS),
     at_start=True,

@@ -115,13 +115,13 @@ def _is_lm_head(shape: ModelShape, name: str) -> bool:
     "error",
     fields=("lora.target_modules",),
     title="The output layer cannot be a LoRA target",
-    source="trl 1.16 sft_trainer.py: the loss multiplies with lm_head.weight directly, the adapter is never trained",
+    source="trl 1.16 sft_trainer.py: the loss multiplies by lm_head.weight directly, so the adapter is never trained",
     fails_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj", "lm_head")}),
     passes_on=Example({**CUSTOM_TARGETS, "lora.target_modules": ("q_proj",)}),
     proof="launch",
 )
 def lora_on_output_layer(case: Case) -> Violation | None:
-    """TRL's loss multiplies the hidden states with the weight of the output layer and never calls the module, so an
+    """TRL's loss multiplies the hidden states by the weight of the output layer and never calls the module, so an
     adapter on it would get no gradient."""
     shape, targets = _lora_shape(case), case.spec.lora.target_modules
     if shape is None or case.spec.lora.targets != "custom":
@@ -145,7 +145,7 @@ def lora_on_output_layer(case: Case) -> Violation | None:
     proof="launch",
 )
 def unknown_module_to_save(case: Case) -> Violation | None:
-    """PEFT silently skips a name that matches no module, so the module that was meant would not be trained."""
+    """PEFT silently skips a name that matches no module, so the intended module would not be trained."""
     modules = case.spec.lora.modules_to_save if case.spec.method.kind == "lora" else ()
     unknown = [name for name in modules if not _module_exists(case, name)]
     if not unknown:
@@ -182,8 +182,8 @@ def _missing_modules(case: Case, option: str, unknown: list[str]) -> str:
     passes_on=Example({"lora.modules_to_save": ("embed_tokens",)}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def tied_embeddings_in_modules_to_save(case: Case) -> Violation | None:
-    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy under one of the
-    two names, so they become different, and a merged model is loaded with only one of them."""
+    """The input embeddings and the output layer of this model are one tied weight. PEFT trains a copy of only one of
+    the two, so they become different, and a merged model is loaded with only one of them."""
     tied = _tied_modules(case)
     if not tied:
         return None
@@ -218,8 +218,8 @@ def _without_tied(case: Case, tied: list[str]) -> Fix:
     proof="launch",
 )
 def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
-    """FSDP2 puts modules that share a weight into one group. PEFT replaces one of the two by a trainable copy, the
-    frozen original then belongs to two groups, and fully_shard raises an error."""
+    """FSDP2 puts modules that share a weight into one group. PEFT replaces one of the two modules by a trainable copy.
+    The frozen original then belongs to two groups, and fully_shard raises an error."""
     tied = _tied_modules(case)
     if not tied or not case.run.fsdp_version:
         return None
@@ -241,8 +241,8 @@ def tied_module_copy_with_fsdp2(case: Case) -> Violation | None:
     proof="launch",
 )
 def too_many_trainable_layers(case: Case) -> Violation | None:
-    """A positive number trains the last layers, a negative number the first layers. Its absolute value
-    cannot exceed num_hidden_layers."""
+    """A positive value trains that many of the last layers, a negative value that many of the first layers. Its
+    absolute value cannot exceed num_hidden_layers."""
     shape, count = case.shape, case.spec.method.freeze_trainable_layers
     if shape is None or case.spec.method.kind != "freeze" or abs(count) <= shape.layers:
         return None
@@ -290,7 +290,7 @@ def no_trainable_parameters(case: Case) -> str | None:
     proof="launch",
 )
 def unknown_extra_module(case: Case) -> Violation | None:
-    """A name that matches no module selects no parameters, so the module that was meant would stay frozen."""
+    """A name that matches no module selects no parameters, so the intended module would stay frozen."""
     method, option = case.spec.method, "method.freeze_extra_modules"
     if method.kind != "freeze":
         return None
@@ -315,8 +315,8 @@ def unknown_extra_module(case: Case) -> Violation | None:
     passes_on=Example({"lora.r": 64}),
 )
 def lora_rank_exceeds_layer(case: Case) -> str | None:
-    """With a rank above the smaller dimension of a layer, A and B have more parameters than the layer's own weight and
-    cannot express a larger change of it."""
+    """With a rank above the smaller dimension of a layer, A and B have more parameters than the layer's own weight, but
+    cannot express more changes than training that weight itself."""
     shape = _lora_shape(case)
     if shape is None:
         return None

@@ -67,7 +67,7 @@ def missing_model_hub_id(case: Case) -> str | None:
 )
 def missing_chat_template(case: Case) -> Violation | None:
     """Conversations become text through the tokenizer's chat template, which base models often lack. A template that is
-    set here, such as ChatML, is saved with the trained model."""
+    set in data.chat_template, such as ChatML, is saved with the trained model."""
     data, facts = case.spec.data, case.facts
     if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_chat_template is not False:
         return None
@@ -95,7 +95,7 @@ def missing_chat_template(case: Case) -> Violation | None:
     proof="launch",
 )
 def unusable_chat_template_file(case: Case) -> str | None:
-    """The file must be a readable Jinja template that writes the conversation, which it receives as messages."""
+    """The file must be a readable Jinja template that renders the conversation from its variable messages."""
     return (
         case.facts.template_problem if case.spec.data.chat_template == "file" and case.facts.template_problem else None
     )

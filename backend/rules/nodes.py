@@ -40,7 +40,7 @@ STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost=
     passes_on=Example({**STATIC_SPEC, "launch.node_rank": 1}),
 )
 def node_rank_out_of_range(case: Case) -> Violation | None:
-    """Node ranks count from 0. torch does not check them, and with a rank that is too high all nodes wait for each
+    """Node ranks count from 0. torch does not check them, and if one is too high, all nodes wait for each
     other forever."""
     launch, last = case.spec.launch, case.run.nnodes - 1
     if launch.rendezvous != "static" or launch.node_rank <= last:
@@ -55,14 +55,14 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
     "error",
     fields=("launch.master_addr",),
     title="The master address is missing or invalid",
-    source="torch 2.13 distributed/run.py: the store is looked for at the master's address",
+    source="torch 2.13 distributed/run.py: nodes look for the TCPStore at the master address",
     fixes=(ONE_NODE,),
     manual_fix="Set launch.master_addr to the host name or IP address of node 0, without a port.",
     fails_on=Example({**STATIC_SPEC, "launch.master_addr": ""}),
     passes_on=Example(STATIC_SPEC),
 )
 def master_addr_invalid(case: Case) -> str | None:
-    """All nodes connect to a store on node 0, so each of them needs the address of node 0."""
+    """All nodes connect to a TCPStore on node 0, so each of them needs the address of node 0."""
     address = case.spec.launch.master_addr
     if case.run.nnodes == 1 or _ip_address(address) or re.fullmatch(r"[\w.-]+", address):
         return None
@@ -84,8 +84,8 @@ def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
     "error",
     fields=("launch.master_addr",),
     title="The master address is a loopback address",
-    source="torch 2.13 elastic/rendezvous/utils.py: localhost is every node; each finds a store of its own, or none, "
-    "and waits",
+    source="torch 2.13 elastic/rendezvous/utils.py: localhost matches every node; each node finds its own store, or "
+    "none, and waits",
     fixes=(ONE_NODE,),
     manual_fix="Set launch.master_addr to the host name or IP address by which the other nodes reach node 0.",
     fails_on=Example({**STATIC_SPEC, "launch.master_addr": "127.0.0.1"}),
@@ -98,7 +98,10 @@ def master_addr_is_loopback(case: Case) -> str | None:
     ip = _ip_address(address)
     if case.run.nnodes == 1 or not (address == "localhost" or (ip is not None and ip.is_loopback)):
         return None
-    return f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 by it."
+    return (
+        f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 at this "
+        "address."
+    )
 
 
 @rule(
@@ -171,16 +174,17 @@ def elastic_needs_torchrun(case: Case) -> str | None:
     "error",
     fields=("launch.min_nnodes", "parallel.strategy", "train.optim"),
     title="The checkpoint cannot be resumed on fewer nodes",
-    source="deepspeed 0.19 checkpoint/ds_to_universal.py: exp_avg and exp_avg_sq alone; runtime/engine.py, "
-    "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: no tensor-parallel world size, "
-    "which the load needs; verified with FSDP2: any number from 2 on",
+    source="deepspeed 0.19 checkpoint/ds_to_universal.py: converts only exp_avg and exp_avg_sq; runtime/engine.py, "
+    "load_checkpoint: none from NVMe; runtime/sequence_parallel/parallel_state_sp.py: has no tensor-parallel world "
+    "size, which loading needs; verified with FSDP2: any number from 2 on",
     fails_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full", "train.optim": "sgd"}),
     passes_on=Example({**ELASTIC_SPEC, "parallel.strategy": "zero2", "method.kind": "full"}),
 )
 def elastic_checkpoint_not_resizable(case: Case) -> Violation | None:
-    """An elastic run resumes from a checkpoint of another world size. DeepSpeed can convert only AdamW state for that,
-    not from NVMe and not with sequence parallelism. FSDP2 needs at least two ranks, divisible by its replicas and
-    context parallel size. DDP checkpoints work with any world size."""
+    """An elastic run resumes from a checkpoint of another world size. DeepSpeed can convert a checkpoint for that only
+    if the optimizer is AdamW and neither NVMe offload nor sequence parallelism is used. FSDP2 needs at least two ranks,
+    and their number must be divisible by replicate_size x context_parallel_size. DDP checkpoints work with any world
+    size."""
     launch, engine = case.spec.launch, case.run.engine
     if launch.rendezvous != "elastic" or launch.min_nnodes >= launch.nnodes:
         return None
@@ -230,7 +234,7 @@ def elastic_batch_size_varies(case: Case) -> Violation | None:
 )
 def elastic_without_checkpoints(case: Case) -> Violation | None:
     """When a rank dies, or a node leaves or joins, torchrun restarts all ranks. They resume from the last checkpoint
-    with optimizer state, and without one from step 0."""
+    with optimizer state; without such a checkpoint, they start again at step 0."""
     save = case.spec.save
     if case.spec.launch.rendezvous != "elastic" or (save.strategy != "no" and not save.only_model):
         return None
@@ -279,14 +283,15 @@ def _uses_hostfile(case: Case) -> bool:
     "NOD010",
     "error",
     fields=("launch.include", "launch.devices", "launch.hostfile"),
-    title="The include selects hosts or slots that are not in the hostfile",
+    title="launch.include selects hosts or slots that are not in the hostfile",
     source="deepspeed 0.19 launcher/runner.py: parse_resource_filter",
     fixes=(Fix("Use the whole hostfile", {"launch.include": "", "launch.devices": ()}),),
     fails_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1@worker-3"}),
     passes_on=Example({**HOSTFILE_SPEC, "launch.include": "worker-1:0,1@worker-2"}),
 )
 def include_not_in_hostfile(case: Case) -> str | None:
-    """The include selects hosts and slots of the hostfile. The deepspeed launcher raises an exception for any other."""
+    """launch.include (--include of the deepspeed launcher) selects hosts and slots of the hostfile. The launcher raises
+    an exception for a host or slot that the hostfile does not list."""
     if not _uses_hostfile(case) or _selected_slots(case, "") is None:
         return None
     try:
@@ -346,8 +351,8 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),
 )
 def include_and_devices(case: Case) -> str | None:
-    """Footplate passes device ids to the deepspeed launcher as an include for every host, and the launcher takes only
-    one include."""
+    """Footplate passes device ids to the deepspeed launcher as --include for every host, and the launcher takes only
+    one --include."""
     launch = case.spec.launch
     if not (_uses_hostfile(case) and launch.include and launch.devices and case.run.on_gpu):
         return None
@@ -359,7 +364,7 @@ def include_and_devices(case: Case) -> str | None:
     "warning",
     fields=("launch.env", "launch.devices"),
     title="The deepspeed launcher ignores CUDA_VISIBLE_DEVICES",
-    source="deepspeed 0.19 launcher/runner.py: next to --include the variable is ignored",
+    source="deepspeed 0.19 launcher/runner.py: the variable is ignored if --include is set",
     fails_on=Example({**HOSTFILE_SPEC, "launch.env": {"CUDA_VISIBLE_DEVICES": "1,0"}}, TWO_H100),
     passes_on=Example({**HOSTFILE_SPEC, "launch.devices": (0, 1)}, TWO_H100),
 )

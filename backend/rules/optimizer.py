@@ -68,8 +68,8 @@ def optimizer_needs_matrices(case: Case) -> str | None:
     "error",
     fields=("train.optim", "parallel.strategy"),
     title="This optimizer supports a single process only",
-    source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: LOMO's learning "
-    "rate is no argument of DeepSpeed's backward; badam 1.4 switches requires_grad, which DDP does not follow",
+    source="transformers 5.23 trainer_optimizer.py: layer-wise does not support DDP; accelerate 1.15: DeepSpeed's "
+    "backward() does not take LOMO's learning rate; badam 1.4 switches requires_grad, which DDP does not follow",
     fixes=(SINGLE_PROCESS, ADAMW),
     fails_on=Example(_full("lomo", parallel__strategy="zero2", launch__nproc_per_node=1), EQUIPPED_TWO),
     passes_on=Example(_full("galore_adamw_layerwise"), EQUIPPED_TWO),
@@ -77,7 +77,7 @@ def optimizer_needs_matrices(case: Case) -> str | None:
 )
 def optimizer_needs_single_process(case: Case) -> str | None:
     """Layer-wise optimizers and LOMO update each weight in the backward pass, before gradients are averaged over the
-    processes, so that replicas would diverge. BAdam changes which layers are trainable, which DDP, FSDP and DeepSpeed
+    processes, so the replicas would diverge. BAdam changes which layers are trainable, which DDP, FSDP and DeepSpeed
     determine once at the start."""
     row, engine = _optimizer(case), case.strategy.engine
     if not engine or not (row.steps_in_backward or row.state_layout == "one_block"):
@@ -85,7 +85,10 @@ def optimizer_needs_single_process(case: Case) -> str | None:
     if engine == "ddp" and case.run.nproc_per_node == 1:
         return None
     many = counted(case.run.nproc_per_node, "process")
-    return f"{row.label} works in a single process without an engine; this run uses {case.strategy.label} with {many}."
+    return (
+        f"{row.label} works only in a single process without DDP, FSDP or DeepSpeed; "
+        f"this run uses {case.strategy.label} with {many}."
+    )
 
 
 @rule(
@@ -93,8 +96,8 @@ def optimizer_needs_single_process(case: Case) -> str | None:
     "error",
     fields=("train.optim", "lora.r", "launch.nproc_per_node"),
     title="A weight matrix has fewer rows than there are FSDP2 shards",
-    source="verified with torch 2.13 on two and four processes under FSDP2: Muon's and GaLore's steps on matrices of "
-    "fewer rows",
+    source="verified with torch 2.13 on two and four processes under FSDP2: the steps of Muon and GaLore fail on "
+    "matrices with fewer rows than processes",
     fixes=(DDP, ADAMW),
     fails_on=Example({"train.optim": "muon", "lora.r": 3, **FSDP2_OVER_4}, EQUIPPED),
     passes_on=Example({"train.optim": "muon", "lora.r": 4, **FSDP2_OVER_4}, EQUIPPED),
@@ -102,8 +105,8 @@ def optimizer_needs_single_process(case: Case) -> str | None:
 )
 def matrix_rows_fewer_than_shards(case: Case) -> str | None:
     """FSDP2 shards matrices by rows. A device without a row of a matrix cannot take part in the collective operations
-    of Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, the head of a reward
-    model has one."""
+    of Muon's and the projecting optimizers' steps. A LoRA A matrix has as many rows as its rank, and the head of a
+    reward model has one row."""
     if _optimizer(case).state_layout not in ("matrix_momentum", "low_rank") or case.run.fsdp_version != 2:
         return None
     if case.shape is None:
@@ -149,16 +152,16 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     fields=("train.optim", "parallel.strategy"),
     title="The optimizer does not support sharded parameters (DTensor)",
     source="verified with torch 2.13 on two processes: bitsandbytes 0.50 has no sharding strategy, transformers 5.23 "
-    "Adafactor mixes tensors, apollo-torch 1.0 loses its seeds, torchao 0.18 its shapes with 4 bits, or in pure "
-    "bf16; AdamW, torchao's with 8 bits, GaLore, Muon and others work",
+    "Adafactor mixes DTensors and plain tensors, apollo-torch 1.0 loses its random seeds, torchao 0.18 loses its "
+    "shapes with 4-bit state or in pure bf16; AdamW, torchao's 8-bit AdamW, GaLore, Muon and others work",
     fixes=(DDP, ADAMW),
     fails_on=Example(_full("adamw_bnb_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     passes_on=Example(_full("adamw_torch_8bit", parallel__strategy="fsdp2"), EQUIPPED_TWO),
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:
-    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine it with plain tensors
-    in their step, which torch refuses."""
+    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine DTensors with plain
+    tensors in their step, which torch refuses."""
     row = _optimizer(case)
     if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
         return None
@@ -303,7 +306,8 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     name = UNPAGED[case.spec.train.optim]
     device, unpaged = registry.DEVICES[case.run.device].label, registry.OPTIMIZERS[name].label
     fix = Fix(f"Use {unpaged}", {"train.optim": name})
-    return Violation(f"The state of {row.label} is paged on NVIDIA GPUs only; this run uses {device}.", (fix,))
+    message = f"{row.label} can page its state to CPU memory on NVIDIA GPUs only; this run uses {device}."
+    return Violation(message, (fix,))
 
 
 @rule(
@@ -319,7 +323,7 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
 )
 def optimizer_state_not_resumable(case: Case) -> str | None:
     """The optimizer does not write its moments into the checkpoint. A resumed run starts with empty moments and takes
-    different steps than an uninterrupted one."""
+    steps that differ from those of an uninterrupted run."""
     row = _optimizer(case)
     return f"{row.label} does not save its state in checkpoints." if row.loses_state_on_save else None
 
@@ -398,8 +402,8 @@ def adam_mini_with_lora(case: Case) -> str | None:
     passes_on=Example(_full("galore_adamw"), EQUIPPED),
 )
 def full_training_optimizer_with_lora(case: Case) -> str | None:
-    """Adapters are already low-rank and their optimizer state is small. Projecting them or training them block by block
-    saves almost nothing and trains worse; Muon orthogonalizes the two factors instead of their product."""
+    """Adapters are already low-rank and their optimizer state is small. Projecting adapters or training them block by
+    block saves almost nothing and trains worse; Muon orthogonalizes the two factors instead of their product."""
     row = _optimizer(case)
     if case.spec.method.kind != "lora" or row.state_layout not in ("low_rank", "matrix_momentum", "one_block"):
         return None
@@ -423,7 +427,7 @@ def full_training_optimizer_with_lora(case: Case) -> str | None:
     proof="launch",
 )
 def projection_targets_missing(case: Case) -> str | None:
-    """GaLore and APOLLO project the gradients of the modules that are listed, and fail without any."""
+    """GaLore and APOLLO project the gradients of the listed modules, and raise an error if the list is empty."""
     train, row = case.spec.train, _optimizer(case)
     if row.state_layout != "low_rank" or train.optim_targets != "custom" or train.optim_target_modules:
         return None
@@ -435,7 +439,7 @@ def projection_targets_missing(case: Case) -> str | None:
     "error",
     fields=("train.optim_targets", "train.optim_target_modules"),
     title="No linear layer matches the projection targets",
-    source="transformers 5.23 trainer_optimizer.py: No target modules found; it projects nn.Linear alone",
+    source="transformers 5.23 trainer_optimizer.py: No target modules found; only nn.Linear layers are projected",
     fixes=(ADAMW,),
     fails_on=Example(
         _full("galore_adamw", train__optim_targets="custom", train__optim_target_modules=("foo",)), EQUIPPED
@@ -447,7 +451,7 @@ def projection_targets_missing(case: Case) -> str | None:
 )
 def projection_targets_not_found(case: Case) -> Violation | None:
     """GaLore and APOLLO project nn.Linear layers whose names contain a target or match it as a regular expression.
-    GPT-2 has none, because its layers are Conv1D."""
+    The blocks of GPT-2 have no nn.Linear layers: they use Conv1D."""
     train, shape, row = case.spec.train, case.shape, _optimizer(case)
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
     if row.state_layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unlisted:
@@ -498,7 +502,7 @@ def _matches_regex(pattern: str, path: str) -> bool:
 )
 def reverse_std_rank_too_high(case: Case) -> Violation | None:
     """The projection type reverse_std projects the longer side of a matrix. If the rank reaches the number of rows of a
-    wide matrix, GaLore takes the projected gradient for one of a tall matrix, and the first step fails."""
+    wide matrix, GaLore mistakes its projected gradient for that of a tall matrix, and the first step fails."""
     train, shape = case.spec.train, case.shape
     if "galore_proj_type" not in _optimizer(case).reads or train.galore_proj_type != "reverse_std" or shape is None:
         return None
@@ -549,8 +553,8 @@ def lion_learning_rate_too_high(case: Case) -> Violation | None:
     passes_on=Example({"train.optim": "sgd", "train.learning_rate": 0.05}, EQUIPPED),
 )
 def sgd_learning_rate_too_low(case: Case) -> Violation | None:
-    """Adam divides each gradient by its running size, and SGD does not. At Adam's learning rates, SGD hardly changes
-    the weights."""
+    """Adam divides each gradient by a running average of its size, and SGD does not. At Adam's learning rates, SGD
+    hardly changes the weights."""
     rate, row = case.spec.train.learning_rate, _optimizer(case)
     adaptive = row.factored or "adam_beta1" in row.reads or not row.reads
     if adaptive or not ("sgd" in row.trainer_optim or row.trainer_optim == "lomo") or rate >= SGD_MIN_RATE:
@@ -582,14 +586,14 @@ def adafactor_with_gradient_clipping(case: Case) -> str | None:
     "OPT018",
     "warning",
     fields=("train.badam_switch_block_every",),
-    title="BAdam does not reach every layer",
+    title="The run ends before BAdam has trained every layer",
     source="arithmetic: layers x steps per layer against the steps of the run",
     fails_on=Example(_full("badam", train__duration="steps", train__max_steps=100), EQUIPPED),
     passes_on=Example(_full("badam", train__duration="steps", train__max_steps=3000), EQUIPPED),
 )
 def badam_skips_layers(case: Case) -> Violation | None:
-    """BAdam trains one layer at a time. A run that ends before every layer was trained once leaves the other layers
-    unchanged."""
+    """BAdam trains one layer at a time. A run that ends before BAdam has reached every layer leaves the remaining
+    layers unchanged."""
     steps, shape, each = case.run.total_steps, case.shape, case.spec.train.badam_switch_block_every
     if _optimizer(case).state_layout != "one_block" or steps is None or shape is None or steps >= shape.layers * each:
         return None

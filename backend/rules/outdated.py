@@ -87,7 +87,7 @@ OUTDATED = (
     Outdated(
         "Resuming a DeepSpeed checkpoint with another world size",
         "A run has to resume with as many processes as wrote its checkpoint.",
-        "It is converted to a universal checkpoint when the run resumes, including AdamW's moments.",
+        "The checkpoint is converted to a universal checkpoint, including AdamW's moments, when the run resumes.",
         "deepspeed 0.19",
         "test_strategies.py::test_deepspeed_goes_on_with_another_number_of_processes",
     ),
@@ -106,7 +106,7 @@ OUTDATED = (
     ),
     Outdated(
         "Activation checkpointing with ZeRO-3 and LoRA",
-        "use_reentrant must be set by hand.",
+        "use_reentrant must be set manually.",
         "The Trainer's default works with every strategy.",
         "deepspeed 0.19, transformers 5.23 modeling_utils.py",
     ),

@@ -35,8 +35,8 @@ FP8_BLOCK = 16  # torchao and accelerate convert linear layers whose dimensions 
     passes_on=Example({"precision.compute": "fp16"}, T4),
 )
 def fp16_on_cpu(case: Case) -> str | None:
-    """On a CPU, accelerate applies neither autocast nor loss scaling for fp16. Frozen fp16 weights would be mixed with
-    fp32 trainable parameters, slowly and without the loss scaling that fp16 gradients need."""
+    """On a CPU, accelerate applies neither autocast nor loss scaling for fp16. The run would combine frozen fp16
+    weights with fp32 trainable parameters, which is slow and lacks the loss scaling that fp16 gradients need."""
     if case.run.compute_dtype != "fp16" or case.run.device != "cpu":
         return None
     return "precision.compute is fp16, and this run would use the CPU, which has no fp16 training."
@@ -109,8 +109,8 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
     "error",
     fields=("precision.compute", "parallel.strategy"),
     title="DeepSpeed supports neither pure bf16 nor fp8",
-    source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 masters; accelerate 1.15 accelerator.py hands it "
-    "Transformer Engine's deprecated recipe alone",
+    source="deepspeed 0.19 runtime/base_optimizer.py: ZeRO keeps fp32 master weights; accelerate 1.15 accelerator.py "
+    "passes it only Transformer Engine's deprecated recipe",
     fixes=(BF16,),
     fails_on=Example({**PURE_BF16_SPEC, "parallel.strategy": "zero2", "launch.nproc_per_node": 1}, EQUIPPED_TWO),
     passes_on=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
@@ -118,7 +118,7 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
 )
 def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     """DeepSpeed computes in bf16 or fp16 and keeps sharded fp32 master weights. Pure bf16 would silently get fp32
-    master weights, and accelerate passes fp8 settings to DeepSpeed only in a deprecated Transformer Engine form."""
+    master weights, and accelerate passes DeepSpeed only the deprecated fp8 recipe of Transformer Engine."""
     if case.spec.precision.compute not in ("fp8", "pure_bf16") or case.run.engine.strategy.engine != "deepspeed":
         return None
     label = registry.PRECISIONS[case.spec.precision.compute].label
@@ -130,7 +130,7 @@ def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     "advice",
     fields=("precision.compute", "train.optim"),
     title="Pure bf16 rounds small weight updates to zero",
-    source="arithmetic: bf16 has 8 bits of mantissa, so 1 + 0.001 is 1",
+    source="arithmetic: bf16 has 8 significant bits, so 1 + 0.001 is rounded to 1",
     fixes=(
         BF16,
         Fix("Use StableAdamW", {"train.optim": "stable_adamw"}, safe=False, cost="another optimizer"),
@@ -139,9 +139,9 @@ def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     passes_on=Example({**PURE_BF16_SPEC, "train.optim": "stable_adamw"}, EQUIPPED_H100),
 )
 def pure_bf16_loses_updates(case: Case) -> str | None:
-    """A bf16 number has 8 significant bits, so an update smaller than 1/256 of its weight is rounded away. Optimizers
-    with Kahan summation, stochastic rounding or fp32 copies of their own keep such updates; others train less or need a
-    higher learning rate."""
+    """A bf16 number has 8 significant bits, so an update smaller than about 1/256 of its weight is rounded away.
+    Optimizers with Kahan summation, stochastic rounding or their own fp32 copies keep such updates; others train less
+    or need a higher learning rate."""
     row = registry.OPTIMIZERS[case.spec.train.optim]
     if case.spec.precision.compute != "pure_bf16" or row.rounding:
         return None
@@ -159,8 +159,8 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_on_cpu(case: Case) -> str | None:
-    """No CPU multiplies fp8 in hardware. torchao emulates it, which is useful to try out a configuration for an H100,
-    but slower than fp32."""
+    """No CPU multiplies fp8 in hardware. torchao emulates it, which is useful for trying out a configuration for an
+    H100, but slower than fp32."""
     if case.spec.precision.compute != "fp8" or case.run.device != "cpu":
         return None
     return "precision.compute is fp8, and this run would use the CPU, where torchao emulates fp8 more slowly than fp32."
@@ -171,7 +171,7 @@ def fp8_on_cpu(case: Case) -> str | None:
     "warning",
     fields=("precision.compute",),
     title="The hidden size is not a multiple of 16, so fp8 skips most layers",
-    source="accelerate 1.15 utils/ao.py: layers whose sides are no multiples of 16 stay as they are",
+    source="accelerate 1.15 utils/ao.py: layers whose dimensions are not multiples of 16 stay as they are",
     fixes=(BF16,),
     fails_on=Example(FP8_SPEC, EQUIPPED_H100, replace(DEMO, shape=replace(SMOL, hidden=570))),
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),

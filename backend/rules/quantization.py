@@ -59,7 +59,8 @@ def quantized_base(case: Case) -> str:
     "error",
     fields=("lora.init", "method.quantization"),
     title="This LoRA initialization needs an unquantized base model",
-    source="peft 0.21 lora/layer.py: pissa_init and orthogonal_init read floating-point weights; a base weight with "
+    source="peft 0.21 lora/layer.py: pissa_init reads floating-point weights, and orthogonal_init takes their dtype; "
+    "a base weight with "
     "the initial adapter subtracted quantizes to other values than the original weight",
     fixes=(DEFAULT_INIT, UNQUANTIZED),
     fails_on=Example({**NF4_SPEC, "lora.init": "pissa"}),
@@ -67,8 +68,8 @@ def quantized_base(case: Case) -> str:
     proof="launch",
 )
 def lora_init_on_quantized_base(case: Case) -> str | None:
-    """PiSSA, OLoRA and orthogonal initialization compute the adapter from floating-point base weights, and PiSSA and
-    OLoRA subtract it from them. Quantized weights allow neither."""
+    """PiSSA and OLoRA compute the adapter from floating-point base weights and subtract it from them. Orthogonal
+    initialization gives the adapter the dtype of the base weights. Quantized weights allow neither."""
     if case.spec.method.kind != "lora" or case.spec.lora.init in ("default", "gaussian") or not quantized_base(case):
         return None
     label = registry.LORA_INITS[case.spec.lora.init].label
@@ -188,7 +189,7 @@ def full_training_of_prequantized_model(case: Case) -> str | None:
     "error",
     fields=("model.path", "model.hub_id"),
     title="This quantization format cannot be trained",
-    source="transformers 5.23 quantizers: is_trainable; it is true of AQLM, BitNet, EETQ, FP-Quant, FourOverSix, "
+    source="transformers 5.23 quantizers: is_trainable; it is also true for AQLM, BitNet, EETQ, FP-Quant, FourOverSix, "
     "MXFP8, Quanto, SINQ and torchao, whose training Footplate has not verified",
     manual_fix="Use the unquantized version of the model; method.quantization can quantize it while loading.",
     fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, quant_method="quark")),
@@ -234,7 +235,7 @@ def quantized_twice(case: Case) -> str | None:
     passes_on=Example(LOCAL_MODEL),
 )
 def dequantized_on_load(case: Case) -> str | None:
-    """This format has no backward pass on all devices, so Footplate converts the weights to the compute dtype. They
+    """This format lacks a backward pass on some devices, so Footplate converts the weights to the compute dtype. They
     take as much memory as an unquantized model, and every training method works."""
     row = registry.PREQUANTIZED.get(case.facts.quant_method)
     if row is None or not row.dequantized_on_load:
@@ -255,8 +256,8 @@ def dequantized_on_load(case: Case) -> str | None:
     passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, BNB_MODEL),
 )
 def prequantized_model_sharded(case: Case) -> str | None:
-    """Published quantized weights are integer tensors. FSDP2 and ZeRO-3 leave those whole on every device, and FSDP1
-    fails on them."""
+    """Published quantized weights are integer tensors. FSDP2 and ZeRO-3 keep a full copy of them on every device, and
+    FSDP1 raises an error."""
     row = _trainable_format(case)
     if row is None or not case.strategy.shards_weights or case.strategy.engine == "tensor":
         return None
@@ -315,7 +316,7 @@ def awq_in_bf16(case: Case) -> str | None:
 )
 def experts_not_quantized(case: Case) -> str | None:
     """Only nn.Linear layers are quantized. transformers stores the experts of a layer as one stacked parameter, which
-    stays in the compute dtype, and experts are nearly all weights of an MoE model."""
+    stays in the compute dtype, and the experts hold most of the weights of an MoE model."""
     if case.shape is None or not _quantization(case).bits or not case.shape.experts:
         return None
     stacked = sum(leaf.parameters for leaf in case.shape.all_modules() if leaf.stacked > 1)

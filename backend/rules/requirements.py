@@ -354,7 +354,7 @@ missing_package(
     row=tracker,
     fields=("logging.report_to",),
     title="The experiment tracker is not installed",
-    source="transformers 5.23 integrations: the callback refuses without its package",
+    source="transformers 5.23 integrations: the callback raises an error without its package",
     fixes=(Fix("Turn off the tracker", {"logging.report_to": "none"}),),
     fails_on=Example({"logging.report_to": "wandb"}),
     passes_on=Example({"logging.report_to": "wandb"}, replace(LAPTOP, versions={**LAPTOP.versions, "wandb": "0.23"})),
@@ -392,7 +392,7 @@ missing_package(
     row=liger_package,
     fields=("train.use_liger_kernel",),
     title="Liger is not installed",
-    source="transformers 5.23 integrations/liger.py: apply_liger_kernel asks for the package",
+    source="transformers 5.23 integrations/liger.py: apply_liger_kernel raises an error without the package",
     fixes=(NO_LIGER,),
     fails_on=Example(LIGER_SPEC, H100),
     passes_on=Example(LIGER_SPEC, LIGER_H100),
@@ -449,8 +449,8 @@ missing_package(
 outdated_package(
     "HW007",
     "package-too-old",
-    "A package below its minimum version counts as not installed for transformers, which reports it only after the "
-    "model is loaded.",
+    "transformers treats a package below its minimum version as not installed, and reports this only after the model "
+    "is loaded.",
     rows={
         "train.optim": optimizer,
         "method.quantization": quantization,
@@ -476,7 +476,7 @@ unsupported_device(
     fields=("train.optim", "launch.device"),
     title="The optimizer does not support this device type",
     source="galore-torch 1.0 adamw8bit.py and lomo-optim 0.1.1 adalomo.py call torch.cuda; bitsandbytes 0.50 on a CPU: "
-    "no managed memory for AdEMAMix; torch_npu supports Ascend alone",
+    "no managed memory for AdEMAMix; torch_npu supports Ascend NPUs only",
     fixes=(ADAMW,),
     fails_on=Example({**GALORE_SPEC, "train.optim": "galore_adamw_8bit"}, EQUIPPED),
     passes_on=Example({**GALORE_SPEC, "train.optim": "galore_adamw_8bit"}, EQUIPPED_H100),
@@ -513,7 +513,7 @@ unsupported_device(
 unsupported_device(
     "QNT013",
     "prequantized-model-needs-gpu",
-    "HQQ layers are created on their final device, and transformers refuses a CPU there.",
+    "HQQ creates its layers on their final device, and transformers refuses a CPU as that device.",
     row=prequantized,
     fields=("launch.device", "model.path", "model.hub_id"),
     title="This quantization format needs a GPU",
@@ -571,8 +571,8 @@ unsupported_capability(
 unsupported_capability(
     "PRC006",
     "fp8-needs-ada-or-hopper",
-    "Tensor cores for fp8 came with Ada and Hopper (compute capability 8.9). On older GPUs accelerate silently uses "
-    "fp16. On a CPU only torchao can emulate fp8.",
+    "Tensor cores for fp8 came with Ada and Hopper (compute capability 8.9 and 9.0). On older GPUs, accelerate "
+    "silently uses fp16. On a CPU, only torchao can emulate fp8.",
     row=fp8_backend,
     any_vendor=False,
     fields=("precision.compute", "launch.device"),
@@ -607,7 +607,7 @@ exceeds_model(
     level="warning",
     value=projection_rank,
     limit=lambda shape: shape.hidden - 1,
-    message="train.projection_rank is {value}; the model's hidden size limits a useful rank to {limit}.",
+    message="train.projection_rank is {value}; the model's hidden size makes {limit} the highest useful rank.",
     fix=lambda shape: Fix(
         f"Set projection_rank to {max(1, shape.hidden // 4):,}",
         {"train.projection_rank": max(1, shape.hidden // 4)},
@@ -616,7 +616,7 @@ exceeds_model(
     ),
     fields=("train.projection_rank",),
     title="The projection rank is as large as the weight matrices",
-    source="arithmetic: galore-torch 1.0 galore_projector.py uses no more directions than there are",
+    source="arithmetic: galore-torch 1.0 galore_projector.py cannot use a rank above the dimensions of the matrix",
     fails_on=Example({**GALORE_SPEC, "train.projection_rank": 1024}, EQUIPPED),
     passes_on=Example({**GALORE_SPEC, "train.projection_rank": 128}, EQUIPPED),
 )

@@ -263,8 +263,9 @@ RATES = {"lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9
     passes_on=Example({**DPO, "train.learning_rate": 5e-6}, H100, replace(DEMO, shape=LLAMA_8B)),
 )
 def unusual_preference_learning_rate(case: Case) -> Violation | None:
-    """Preference losses need much lower learning rates than supervised fine-tuning. At the rates of fine-tuning the
-    probabilities of the chosen and the rejected completion both collapse, and the model degenerates."""
+    """Preference losses need much lower learning rates than supervised fine-tuning. At the learning rates of supervised
+    fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model
+    degenerates."""
     train, shape = case.spec.train, case.shape
     low, high, usual = RATES[case.spec.method.kind]
     small = shape is not None and shape.parameters < SMALL_MODEL

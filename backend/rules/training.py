@@ -22,8 +22,8 @@ DEFAULT_WARMUP = 0.03  # the default of train.warmup_steps
     passes_on=Example({"train.gradient_accumulation_steps": 4, "train.per_device_train_batch_size": 4}),
 )
 def global_batch_exceeds_dataset(case: Case) -> Violation | None:
-    """Each epoch is then a single optimizer step on fewer examples than the global batch size, so the run has only as
-    many steps as epochs."""
+    """With fewer training examples than the global batch size, each epoch is a single, smaller optimizer step, so the
+    run has only as many steps as epochs."""
     examples, batch, train = case.run.num_train_examples, case.run.global_batch_size, case.spec.train
     if examples is None or examples < 1 or batch <= examples or case.spec.data.packing:
         return None
@@ -55,7 +55,7 @@ def global_batch_exceeds_dataset(case: Case) -> Violation | None:
     passes_on=Example({**STEPS, "train.max_steps": 500, "train.warmup_steps": 100.0}),
 )
 def warmup_exceeds_run(case: Case) -> str | None:
-    """The learning rate rises until the end of the run and never reaches its set value."""
+    """The learning rate rises during warmup. If warmup is longer than the run, it never reaches train.learning_rate."""
     warmup, steps = case.spec.train.warmup_steps, case.run.total_steps
     if steps is None or warmup < steps or case.spec.train.lr_scheduler_type == "constant":  # a ratio is below 1
         return None
@@ -161,7 +161,7 @@ def best_model_without_matching_eval(case: Case) -> Violation | None:
     passes_on=Example(),
 )
 def model_only_checkpoints(case: Case) -> str | None:
-    """Without optimizer and scheduler state a run that stops or fails has to start again at step 0."""
+    """Without optimizer and scheduler state, a run that stops or fails has to start again at step 0."""
     if not case.spec.save.only_model or case.spec.save.strategy == "no":
         return None
     return "save.only_model is on, so checkpoints would not contain the optimizer, scheduler and random states."
@@ -249,7 +249,7 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     ]
     fixes = [fix for fix in candidates if case.estimated(case.with_patch(fix.patch)).disk_bytes <= free][:2]
     what = "Checkpoints and the final model" if case.spec.save.final_model else "Checkpoints"
-    return Violation(f"{what} need {amount(need)}, and {amount(free)} are free.", tuple(fixes))
+    return Violation(f"{what} need {amount(need)}, and {amount(free)} is free.", tuple(fixes))
 
 
 @rule(

@@ -54,7 +54,7 @@ def unsloth_not_installed(case: Case) -> str | None:
 )
 def unsloth_version_mismatch(case: Case) -> str | None:
     """Unsloth patches transformers and TRL while it is imported and is written for certain releases of them. With other
-    releases a patch may fail or compute something else."""
+    releases a patch may raise an error or compute wrong values."""
     required = case.machine.unsloth_unmet_requirements
     if not _uses_unsloth(case) or not required:
         return None
@@ -85,7 +85,8 @@ def unsloth_with_sharded_weights(case: Case) -> str | None:
     "error",
     fields=("train.use_unsloth", "launch.device"),
     title="Unsloth does not support this device type",
-    source="Unsloth 2026.10.9 device_type.py: NVIDIA, AMD and Intel GPUs and CPUs; Apple GPUs by another library",
+    source="Unsloth 2026.10.9 device_type.py: NVIDIA, AMD and Intel GPUs and CPUs; Apple GPUs are supported by "
+    "another library",
     fixes=(WITHOUT_UNSLOTH,),
     fails_on=Example(UNSLOTH, replace(NPU, versions={**VERSIONS, "torch_npu": "2.13.0"})),
     passes_on=Example(UNSLOTH, WITH_UNSLOTH),
@@ -141,7 +142,7 @@ def unsloth_with_other_quantization(case: Case) -> str | None:
 )
 def unsloth_overrides_on_cpu(case: Case) -> str | None:
     """On a CPU Unsloth replaces training arguments that it considers slow or unsafe there, and the run continues with
-    other settings than its spec has."""
+    settings that differ from its spec."""
     spec = case.spec
     if not _uses_unsloth(case) or case.run.device != "cpu":
         return None

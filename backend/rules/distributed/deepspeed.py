@@ -34,8 +34,8 @@ NO_NVME = Fix(
     passes_on=Example({**ZERO2_STRATEGY, "method.kind": "full", "train.learning_rate": 1e-5}, TWO_H100),
 )
 def zero_1_or_2_with_lora(case: Case) -> str | None:
-    """ZeRO-1 and ZeRO-2 shard gradients and optimizer state, which are small for adapters. The base weights stay
-    replicated, so DDP needs about as much memory and is simpler."""
+    """ZeRO-1 shards the optimizer state, and ZeRO-2 also shards the gradients; both are small for adapters. The base
+    weights stay replicated, so DDP needs about as much memory and is simpler."""
     if case.run.zero_stage not in (1, 2) or case.spec.method.kind != "lora" or case.run.world_size == 1:
         return None
     return (
@@ -156,7 +156,7 @@ def nvme_offload_without_zero3(case: Case) -> str | None:
     proof="launch",
 )
 def unusable_nvme_folder(case: Case) -> str | None:
-    """DeepSpeed swaps optimizer state and parameters to files in this folder in every step."""
+    """DeepSpeed swaps optimizer state and parameters to files in this folder at every step."""
     return case.facts.nvme_problem or None if _uses_nvme(case) else None
 
 
@@ -183,7 +183,7 @@ def missing_libaio(case: Case) -> str | None:
     "warning",
     fields=("parallel.nvme_path",),
     title="The NVMe folder is not on a fast local disk",
-    source="deepspeed.ai ZeRO-Infinity: designed for several GB/s",
+    source="deepspeed.ai ZeRO-Infinity: designed for a disk bandwidth of several GB/s",
     fixes=(NO_NVME,),
     fails_on=Example(
         NVME_OFFLOAD,

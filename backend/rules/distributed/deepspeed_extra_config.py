@@ -55,8 +55,8 @@ def _zero2_example(extra: Mapping[str, Any]) -> Example:
     proof="launch",
 )
 def deepspeed_config_mismatch(case: Case) -> Violation | None:
-    """deepspeed.json has auto where an option sets the value, and the Trainer fills it in. A number in the extra config
-    must be equal to the option, otherwise the Trainer raises ValueError."""
+    """deepspeed.json contains auto for each value that an option sets, and the Trainer fills it in. A number in the
+    extra config must be equal to the option; otherwise, the Trainer raises ValueError."""
     extra, expected = extra_config(case, DEEPSPEED), _trainer_values(case)
     wrong = [path for path, value in expected.items() if value_at(extra, path) not in (merge.AUTO, value)]
     if not wrong:
@@ -121,7 +121,8 @@ def deepspeed_optimizer_or_scheduler(case: Case) -> Violation | None:
     proof="launch",
 )
 def removed_deepspeed_keys(case: Case) -> Violation | None:
-    """DeepSpeed 0.19 raises DeepSpeedConfigError for these keys of older files, even if the feature is disabled."""
+    """DeepSpeed 0.19 raises DeepSpeedConfigError for these keys from older config files, even if the feature is
+    disabled."""
     extra = extra_config(case, DEEPSPEED)
     found = [path for path in REMOVED_KEYS if value_at(extra, path) != merge.AUTO]
     if not found:
@@ -141,7 +142,7 @@ def removed_deepspeed_keys(case: Case) -> Violation | None:
     proof="launch",
 )
 def zero3_save_without_gathering(case: Case) -> Violation | None:
-    """ZeRO-3 shards every weight and must gather them to save the model. With gathering disabled, the run trains to the
+    """ZeRO-3 shards all weights and must gather them to save the model. With gathering disabled, the run trains to the
     end and then fails."""
     extra = extra_config(case, DEEPSPEED)
     if case.run.zero_stage != 3 or not case.spec.save.final_model or value_at(extra, GATHER_ON_SAVE) is not False:
@@ -167,8 +168,9 @@ def zero3_save_without_gathering(case: Case) -> Violation | None:
     passes_on=HARMLESS,
 )
 def deepspeed_autotp(case: Case) -> Violation | None:
-    """With AutoTP, DeepSpeed divides every layer among ranks when it starts, unknown to the Trainer: batch size and
-    memory are computed for whole layers, and saving keeps only the shard of rank 0."""
+    """With AutoTP, DeepSpeed divides every layer among ranks when it starts. The Trainer does not take
+    this into account: batch size and memory are computed for whole layers on each rank, and only the shard of rank 0 is
+    saved."""
     extra = extra_config(case, DEEPSPEED)
     size = value_at(extra, AUTOTP_SIZE)
     if size == merge.AUTO or number(size) <= 1:

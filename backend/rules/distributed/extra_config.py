@@ -72,8 +72,8 @@ def without_keys(extra: Mapping[str, Any], paths: list[str], field: str = EXTRA_
     passes_on=HARMLESS,
 )
 def extra_config_overrides_options(case: Case) -> str | None:
-    """Where extra config and options set the same key, the engine gets the value of the extra config, while the checks
-    and the memory estimate use the options."""
+    """Where extra config and options set the same key, the engine gets the value from the extra config, while the
+    checks and the memory estimate use the options."""
     if not case.run.engine.config_file or not case.spec.parallel.extra_config:
         return None
     generated = case.run.engine.configuration(case.with_patch({EXTRA_CONFIG: ""}))

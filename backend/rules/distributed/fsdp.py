@@ -27,7 +27,7 @@ SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
     proof="launch",
 )
 def fsdp1_on_cpu(case: Case) -> str | None:
-    """accelerate starts FSDP1 on accelerators only. FSDP2 also runs on a CPU."""
+    """The accelerate library supports FSDP1 only on accelerators such as GPUs. FSDP2 also runs on a CPU."""
     if case.run.fsdp_version != 1 or case.run.device != "cpu":
         return None
     return "FSDP1 requires an accelerator, but this run would use the CPU."
@@ -44,8 +44,8 @@ def fsdp1_on_cpu(case: Case) -> str | None:
     passes_on=Example(FSDP2_STRATEGY, TWO_H100),
 )
 def deprecated_fsdp1(case: Case) -> str | None:
-    """FSDP2 shards each parameter on its own: less memory, frozen and trainable parameters in one layer, and
-    checkpoints that resume with a different number of processes."""
+    """FSDP2 shards each parameter separately. It needs less memory, supports frozen and trainable parameters in one
+    layer, and can resume a checkpoint with a different number of processes."""
     if case.run.fsdp_version != 1:
         return None
     return "transformers 5 deprecates FSDP1 and will remove it. FSDP2 replaces it."

@@ -175,7 +175,7 @@ def ignored_fsdp_keys(case: Case) -> Violation | None:
 )
 def fsdp_without_layer_wrapping(case: Case) -> Violation | None:
     """FSDP gathers the parameters of one wrapped module at a time. Without wrapped layers the model is one unit, so
-    each device must hold all parameters during a step, more than the memory estimate assumes."""
+    each device must hold all parameters during a step, which is more than the memory estimate assumes."""
     extra = extra_config(case, FSDP)
     values = _without_prefix(extra)
     policy = values.get("auto_wrap_policy")

@@ -55,8 +55,8 @@ def context_parallel_on_cpu(case: Case) -> str | None:
     passes_on=Example({"parallel.strategy": "fsdp2"}, TWO_H100),
 )
 def untested_context_parallelism(case: Case) -> str | None:
-    """It is configured as accelerate documents it, but no test of Footplate has compared its losses with those of a run
-    without it."""
+    """Context parallelism is configured as accelerate documents it, but no test of Footplate has compared its losses
+    with those of a run without context parallelism."""
     size = case.run.context_parallel_size
     if size == 1 or case.run.device == "cpu":
         return None
@@ -181,7 +181,8 @@ def sequence_parallel_gpt2(case: Case) -> str | None:
     proof="launch",
 )
 def sequence_parallel_head_count(case: Case) -> str | None:
-    """Outside attention each rank has some tokens of all heads, inside attention all tokens of some heads."""
+    """Sequence parallelism gives each rank some tokens of all heads outside attention, and all tokens of some heads
+    inside attention, so the numbers of heads must be divisible by the sequence parallel size."""
     shape, size = case.shape, case.run.sequence_parallel_size
     if shape is None:
         return None
@@ -250,5 +251,6 @@ def unsupported_context_parallelism(case: Case) -> Violation | None:
     found = [(name, fix) for name, applies, fix in candidates if applies]
     if not found:
         return None
-    message = f"parallel.context_parallel_size is {size}, which does not support {names([name for name, _ in found])}."
+    unsupported = names([name for name, _ in found])
+    message = f"parallel.context_parallel_size is {size}, but context parallelism does not support {unsupported}."
     return Violation(message, tuple(fix for _, fix in found if fix))

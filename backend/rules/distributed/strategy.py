@@ -31,7 +31,10 @@ def missing_strategy_package(case: Case) -> str | None:
     package = case.strategy.package
     if not package or not case.machine.versions or package in case.machine.versions:
         return None
-    return f"{case.strategy.label} requires the package {package}, which is not installed: pip install {package}."
+    return (
+        f"{case.strategy.label} requires the package {package}, which is not installed. "
+        f"Install with: pip install {package}."
+    )
 
 
 @rule(
@@ -130,9 +133,9 @@ def adapter_merge_with_sharded_weights(case: Case) -> str | None:
     passes_on=Example({"parallel.strategy": "zero3", "eval.num_generations": 8}, TWO_H100),
 )
 def unsupported_generations(case: Case) -> str | None:
-    """Generation on sharded layers would deadlock when ranks stop at different lengths, so all weights are gathered
-    first, which is not verified with FSDP1. With context or sequence parallelism, attention expects a fixed shard of
-    the tokens, but a generated sequence grows."""
+    """Generation on sharded layers would deadlock when ranks stop at different lengths, so Footplate gathers all
+    weights first. This is not verified with FSDP1. With context or sequence parallelism, attention expects a fixed
+    shard of the tokens, but a generated sequence grows."""
     run, generations = case.run, case.spec.eval.num_generations
     if not generations or not registry.STAGES[case.spec.train.stage].generates:
         return None

@@ -74,7 +74,7 @@ def tensor_parallel_resume(case: Case) -> str | None:
     proof="launch",
 )
 def tensor_parallel_head_count(case: Case) -> str | None:
-    """Tensor parallelism divides the attention projections between heads, so that each rank computes whole heads."""
+    """Tensor parallelism divides the attention projections by head, so that each rank computes whole heads."""
     shape, size = case.shape, case.run.tensor_parallel_size
     if shape is None or shape.kv_heads % size == 0:
         return None
