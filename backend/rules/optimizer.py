@@ -315,17 +315,17 @@ def paged_optimizer_without_cuda(case: Case) -> Violation | None:
     "warning",
     fields=("train.optim", "save.strategy"),
     title="The optimizer state cannot be resumed",
-    source="grokadamw 0.1.2: its moments are attached to the stopped process's parameters; lomo-optim 0.1.1 adalomo.py "
-    "keeps them outside of its state",
+    source="grokadamw 0.1.2: its moments are stored under the parameter objects of the stopped process; lomo-optim "
+    "0.1.1 adalomo.py keeps them outside the optimizer state",
     fixes=(ADAMW,),
     fails_on=Example({"train.optim": "grokadamw"}, EQUIPPED),
     passes_on=Example({"train.optim": "adamw_torch"}, EQUIPPED),
 )
 def optimizer_state_not_resumable(case: Case) -> str | None:
-    """The optimizer does not write its moments into the checkpoint. A resumed run starts with empty moments and takes
-    steps that differ from those of an uninterrupted run."""
+    """The optimizer's moments are missing in the checkpoint or cannot be assigned to the parameters of the resumed run.
+    The resumed run starts with empty moments and takes steps that differ from those of an uninterrupted run."""
     row = _optimizer(case)
-    return f"{row.label} does not save its state in checkpoints." if row.loses_state_on_save else None
+    return f"{row.label} cannot restore its moments from a checkpoint." if row.loses_state_on_save else None
 
 
 @rule(
