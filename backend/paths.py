@@ -1,6 +1,6 @@
 """Paths to Footplate's own files, and to the cache of models that it converts.
 
-Floor 0. Standard library only; imports nothing of ours. In a checkout `presets/` and `assets/` are next to `backend/`.
+Standard library only. In a checkout `presets/` and `assets/` are next to `backend/`.
 A wheel has them in `footplate_data/` (pyproject.toml, tool.setuptools), so that site-packages gets no folder with a
 name as general as `assets`.
 """

@@ -1,12 +1,12 @@
-"""What torchrun runs: `python -m backend.train FOLDER` trains what FOLDER/spec.yaml says. The only home of torch.
+"""The training process: `python -m backend.train FOLDER` trains what FOLDER/spec.yaml says. The only package with torch.
 
-Beside the floors. Imports spec, options, catalog, paths, presets, rows and run's names; imported by nobody.
-__main__ is the whole way on one screen; device (where), model and builtin (what is trained), data and labels (from
-what), trainers (how), callbacks and checkpoints (what happens on the way), answers (before and after), journal
-(what is told); adapters, lora and quantized (which weights, and how they are held).
+Imported by nobody. `__main__` reads the plan and runs the rules (`verify`), `training` goes through the phases: `model`,
+`adapters`, `lora`, `quantized` (the weights), `data`, `preference_data`, `templates` (the examples), `engines` (the
+strategy), `trainers`, `trl_trainers`, `optimizers` (the Trainer), `callbacks`, `checkpoints`, `generation_eval` (during
+training), `run_log` (what is reported). `patches` has work-arounds of library defects.
 """
 
 import logging
 
-# bitsandbytes says on every CPU that an optional package would make it quicker, as soon as peft looks at it.
+# On every CPU bitsandbytes advertises an optional package as soon as peft imports it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -1,7 +1,4 @@
-"""One start of a run: what its phases share, and how they wait for one another.
-
-Beside the floors. Imports spec, device, journal.
-"""
+"""TrainContext: what the phases of a training share, and how its ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from backend.train.run_log import RunLog, Stopped, TrainError
 
 @dataclass
 class TrainContext:
-    """One start of a run."""
+    """One start of a run: spec, resolved run, engine, ranks and log."""
 
     spec: RunSpec
     folder: Path
@@ -41,12 +38,12 @@ class TrainContext:
         return self.run.compute_dtype
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if one was asked to stop."""
+        """Raise Stopped on all ranks if a stop was requested on one. A collective call."""
         if self.group.agree(self.run_log.stop_requested()):
             raise Stopped
 
     def first(self, work: Any) -> Any:
-        """Do `work` on rank 0 while the others wait; a TrainError of it is raised on all ranks."""
+        """Call `work` on rank 0 while the others wait; a TrainError of it is raised on all ranks."""
         result, error = None, ""
         if self.group.rank == 0:
             try:
@@ -62,23 +59,23 @@ class TrainContext:
         return result
 
     def telling(self, phase: str) -> Any:
-        """A function of (text, share) that shows progress; what is new in the text is also a line of the log."""
-        said: set[str] = set()
+        """A function of (text, fraction) that shows progress; each new text is also logged, without its numbers."""
+        logged: set[str] = set()
 
-        def tell(text: str, share: float | None) -> None:
-            head = text.partition(":")[0]  # behind a colon stand numbers that move
-            if head not in said:
+        def tell(text: str, fraction: float | None) -> None:
+            head = text.partition(":")[0]  # numbers that change come after a colon
+            if head not in logged:
                 self.run_log.info(text)
-                said.add(head)
-            self.run_log.progress(phase, text, share)
+                logged.add(head)
+            self.run_log.progress(phase, text, fraction)
 
         return tell
 
     def tick(self, phase: str, text: str) -> Any:
-        """A function of (done, all) that shows progress, and is false once a stop is asked for."""
+        """A function of (done, total) that shows progress and returns False once a stop is requested."""
 
-        def tick(done: int, of: int) -> bool:
-            self.run_log.progress(phase, text, done / of if of else None)
+        def tick(done: int, total: int) -> bool:
+            self.run_log.progress(phase, text, done / total if total else None)
             return not self.run_log.stop_requested()
 
         return tick

@@ -1,7 +1,7 @@
-"""Where it runs: the device family, its collective backend, the precision, and how the ranks talk.
+"""Devices, collective backends, and how the ranks of a run communicate outside of training.
 
-Beside the floors. Imports spec, catalog, journal. A group of its own on gloo carries what is not training (waiting
-for a preparation, agreeing on a stop), because it may take longer than a collective of the training ever should.
+A separate gloo group carries what is not training (waiting for preparation, agreeing on a stop), because that may take
+longer than a collective of the training ever should.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from backend.runs import ERROR_FILE, RANK
 from backend.train.run_log import TrainError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PATIENCE = timedelta(days=2)
+GROUP_TIMEOUT = timedelta(days=2)
 
 
 def device_count(family: str) -> int:
-    """Devices of this family that torch can use."""
+    """Devices of this type that torch can use."""
     if family == "cpu":
         return 1
     if family == "mps":
@@ -63,8 +63,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 
 
 def settle(deepspeed: bool) -> None:
-    """Let the libraries see a plain process where only one was started: no group, no DDP around the model. DeepSpeed
-    wants a group all the same, and the plain python launcher gives it none."""
+    """Make a single process look like one to the libraries: no process group, no DDP around the model. DeepSpeed needs a
+    group even then, and the python launcher sets up none."""
     if "LOCAL_SIZE" in os.environ:
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # as DeepSpeed's launcher calls it
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -79,8 +79,8 @@ def settle(deepspeed: bool) -> None:
 
 
 def start_deepspeed(family: str) -> None:
-    """Start DeepSpeed's own communication before the model is made: transformers enters zero.Init earlier, and would
-    see a world of one."""
+    """Start DeepSpeed's communication before the model is created: transformers enters zero.Init earlier and would see a
+    world size of 1."""
     tools = str(Path(sys.executable).parent)  # ninja, by which it builds, may be in the virtual environment alone
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{tools}"
     deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
@@ -88,25 +88,25 @@ def start_deepspeed(family: str) -> None:
 
 
 class ProcessGroup:
-    """The ranks of a run, and what they agree on. One process alone agrees with itself at no cost."""
+    """The ranks of a run, and how they agree. With one process all methods return at once."""
 
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._group: Any = None
 
     def sign(self) -> None:
-        """Say whose error file it would be: torchrun's folders have a rank's number on its node."""
+        """Write the global rank next to this rank's error file: torchrun's folders are named by the local rank."""
         path = os.environ.get(ERROR_FILE, "")
         if path and "TORCHELASTIC_RUN_ID" in os.environ:
             with contextlib.suppress(OSError):
                 Path(path).with_name(RANK).write_text(str(self.rank), encoding="utf-8")
 
     def meet(self, folder: Path) -> None:
-        """Make the group; torch's process group must be there if there are several ranks. Raises TrainError unless
-        all of them see the run's `folder`."""
+        """Create the gloo group; with several ranks torch's process group must exist. Raises TrainError unless all ranks
+        see the run's `folder`."""
         if self.world == 1:
             return
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         mark = folder / f".met-{self.gather(uuid.uuid4().hex)[0]}"
         if self.rank == 0:
             mark.touch()
@@ -121,7 +121,7 @@ class ProcessGroup:
             )
 
     def agree(self, number: int = 0) -> int:
-        """The largest `number` of any rank. All ranks must call it, and wait for one another in it."""
+        """The largest `number` of all ranks. A collective call."""
         if self._group is None:
             return number
         value = torch.tensor(number, dtype=torch.int64)
@@ -129,7 +129,7 @@ class ProcessGroup:
         return int(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ranks."""
+        """The values of all ranks, in order. A collective call."""
         if self._group is None:
             return [value]
         values = [None] * self.world
@@ -137,31 +137,31 @@ class ProcessGroup:
         return values
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Rank 0's value. A collective call."""
         values = [value]
         if self._group is not None:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def leave(self) -> None:
-        """End the process groups: a rank that leaves without this can abort when its peers are gone first."""
+        """Destroy the process groups: without this a rank can abort when its peers end first."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def peak_bytes(family: str) -> int:
-    """The most memory that this process ever held: on its device, or in RAM for the CPU."""
+    """Peak memory of this process: allocated on its device, or resident in RAM for the CPU."""
     if family in ("cuda", "xpu", "npu"):
         return int(getattr(torch, family).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def reserved_bytes(family: str) -> int | None:
-    """The most memory that torch ever took of the device, whether it was in use or not; None for the CPU."""
+    """Peak memory that torch reserved on the device, used or not; None for the CPU."""
     return int(getattr(torch, family).max_memory_reserved()) if family in ("cuda", "xpu", "npu") else None
 
 
 def synchronize(family: str) -> None:
-    """Wait until the device has done what it was given, so that clocks are honest."""
+    """Wait until the device has finished its work, so that measured times are right."""
     if family != "cpu":
         getattr(torch, family).synchronize()
