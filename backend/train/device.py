@@ -63,8 +63,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
 
 
 def settle(deepspeed: bool) -> None:
-    """Make a single process look like one to the libraries: no process group, no DDP around the model. DeepSpeed needs a
-    group even then, and the python launcher sets up none."""
+    """Make a single process look like one to the libraries: no process group, no DDP around the model. DeepSpeed
+    needs a group even then, and the python launcher sets up none."""
     if "LOCAL_SIZE" in os.environ:
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # as DeepSpeed's launcher calls it
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -79,8 +79,8 @@ def settle(deepspeed: bool) -> None:
 
 
 def start_deepspeed(family: str) -> None:
-    """Start DeepSpeed's communication before the model is created: transformers enters zero.Init earlier and would see a
-    world size of 1."""
+    """Start DeepSpeed's communication before the model is created: transformers enters zero.Init earlier and would
+    see a world size of 1."""
     tools = str(Path(sys.executable).parent)  # ninja, by which it builds, may be in the virtual environment alone
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{tools}"
     deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
@@ -102,8 +102,8 @@ class ProcessGroup:
                 Path(path).with_name(RANK).write_text(str(self.rank), encoding="utf-8")
 
     def meet(self, folder: Path) -> None:
-        """Create the gloo group; with several ranks torch's process group must exist. Raises TrainError unless all ranks
-        see the run's `folder`."""
+        """Create the gloo group; with several ranks torch's process group must exist. Raises TrainError unless all
+        ranks see the run's `folder`."""
         if self.world == 1:
             return
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
