@@ -35,6 +35,7 @@ from backend.train import (
     model,
     trainers,
     unsloth,
+    verify,
 )
 from backend.train.callbacks import CheckpointCallback
 from backend.train.run_log import RunLog, TrainError
@@ -136,9 +137,9 @@ def layers(spec: RunSpec) -> Any:
 
 
 def refusal(spec: RunSpec) -> str:
-    """What a CPU says to kernels for GPUs."""
+    """What the rules say on this machine about kernels for GPUs."""
     try:
-        trainers.training_arguments(an_engine(spec), Path("."))
+        verify.check_rules(spec, Path("."))
     except TrainError as error:
         return str(error)
     return ""
@@ -226,10 +227,10 @@ def turns(spec: RunSpec) -> Any:
 
 
 def eighth(spec: RunSpec) -> Any:
-    """Which package multiplies in fp8; one that is not installed is named."""
+    """Which package multiplies in fp8; accelerate names one that is not installed."""
     try:
         return str(trainer(spec).accelerator.fp8_backend)
-    except TrainError as error:
+    except ImportError as error:
         return str(error)
 
 

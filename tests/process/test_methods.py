@@ -152,7 +152,7 @@ def test_checkpoint_with_another_initialization_is_refused(trained: Any, host: H
     assert host.run(other) == 1
     said = text(other).strip().splitlines()[-1]
     assert "save.resume_path" in said
-    assert "lora.init" in said
+    assert "init_lora_weights=pissa" in said
 
 
 def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:

@@ -58,7 +58,7 @@ OWN = "backend.train.optimizers"
 CLASSES = {
     "": ("torch.optim", "transformers.optimization", OWN),
     "adam-mini": ("adam_mini",),
-    "badam": (OWN,),
+    "badam": ("backend.train.patches.badam_checkpoint",),
     "bitsandbytes": ("bitsandbytes.optim",),
     "torch-optimi": ("optimi",),
     "torchao": ("torchao.optim",),

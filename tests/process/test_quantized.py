@@ -200,7 +200,7 @@ def test_fp8_is_unpacked_and_learns(root: Path, host: Host, cache: Path, eighth:
 
 
 def test_packed_formats_that_are_refused(root: Path, host: Host, cache: Path) -> None:
-    for kind, said in (("quark", "model.path: transformers trains nothing"), ("gptq", "model.path: GPTQ needs")):
+    for kind, said in (("quark", "model.path"), ("gptq", "model.path")):
         folder = root / kind
         shutil.copytree(cache / "models/tiny-llama", folder)
         config = json.loads((folder / "config.json").read_text())
@@ -208,7 +208,8 @@ def test_packed_formats_that_are_refused(root: Path, host: Host, cache: Path) ->
         (folder / "config.json").write_text(json.dumps(config))
         write(root / f"refused-{kind}", a_spec({"model.source": "path", "model.path": str(folder)}))
         assert host.run(root / f"refused-{kind}") == 1
-        assert text(root / f"refused-{kind}").strip().splitlines()[-1].startswith(said)
+        last = text(root / f"refused-{kind}").strip().splitlines()[-1]
+        assert said in last and last.endswith("]"), last
 
 
 @pytest.fixture(scope="module")

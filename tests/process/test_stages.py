@@ -121,7 +121,7 @@ def test_the_saved_model_prefers_it(learned: dict[tuple[str, str], Path], root: 
 def test_answers_are_given_before_and_after(learned: dict[tuple[str, str], Path]) -> None:
     found = result(learned["orpo", "lora"])["samples"]
     assert len(found) == 2
-    assert all(json.loads(sample["wanted"])["train"] and sample["prompt"] for sample in found)
+    assert all(json.loads(sample["reference"])["train"] and sample["prompt"] for sample in found)
 
 
 SAME = {
@@ -170,8 +170,11 @@ def test_a_resumed_run_goes_on_with_its_curve(root: Path, host: Host) -> None:
 
 
 BAD = {
-    "dpo": ({"prompt": "When?", "chosen": "Now.", "rejected": 7}, "column rejected holds a number"),
-    "kto": ({"prompt": "When?", "completion": "Now.", "label": "perhaps"}, "'perhaps' instead of true or false"),
+    "dpo": ({"prompt": "When?", "chosen": "Now.", "rejected": 7}, "column rejected contains a number"),
+    "kto": (
+        {"prompt": "When?", "completion": "Now.", "label": "perhaps"},
+        "column label contains 'perhaps'; expected true or false",
+    ),
 }
 GOOD = {
     "dpo": {"prompt": "When?", "chosen": "Now.", "rejected": "Never."},
