@@ -125,8 +125,8 @@ def rules_markdown() -> str:
         "options say. **Advice** is a better choice. Messages and fixes are those of each rule's failing example. A "
         "*safe* fix does not change the training result.",
         "",
-        "Most rules without a *proof* have a test that checks the installed package named as the source; the others rest on "
-        "arithmetic, a paper, hardware or Footplate itself.",
+        "Most rules without a *proof* have a test that checks the installed package named as the source; the others "
+        "rest on arithmetic, a paper, hardware or Footplate itself.",
     ]
     for prefix, (_, title) in FAMILIES.items():
         parts += ["", f"## {title}"]
