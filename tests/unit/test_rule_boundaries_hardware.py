@@ -568,7 +568,7 @@ def test_texts_count() -> None:
     for processes, label in ((1, "Use GPU 1"), (2, "Use GPUs 1 and 2")):
         found = Setup({**DDP, "launch.nproc_per_node": processes}, on).finding("HW008")
         assert found is not None and found.fixes[0].label == label
-    for workers, words in ((1, "1 DataLoader worker "), (2, "2 DataLoader workers.")):
+    for workers, words in ((1, "1 DataLoader worker "), (2, "2 DataLoader workers ")):
         found = Setup({"train.dataloader_num_workers": workers}, replace(LAPTOP, shm_free_bytes=0)).finding("HW009")
         assert found is not None and words in found.message
 
