@@ -114,7 +114,6 @@ def fp32_on_bf16_gpu(case: Case) -> str | None:
     fixes=(BF16,),
     fails_on=Example({**PURE_BF16_SPEC, "parallel.strategy": "zero2", "launch.nproc_per_node": 1}, EQUIPPED_TWO),
     passes_on=Example({"precision.compute": "bf16", "parallel.strategy": "zero2"}, EQUIPPED_TWO),
-    proof="launch",
 )
 def precision_unsupported_by_deepspeed(case: Case) -> str | None:
     """DeepSpeed computes in bf16 or fp16 and keeps sharded fp32 master weights. Pure bf16 would silently get fp32

@@ -47,6 +47,15 @@ def test_answers_differ_where_devices_share_a_row(tmp_path: Path, host: Host) ->
     assert one != two
 
 
+@cites("PRC008")
+def test_pure_bf16_silently_gets_fp32_state_with_deepspeed(tmp_path: Path, host: Host) -> None:
+    asked = {"parallel.strategy": "zero2", "precision.compute": "pure_bf16", "method.kind": "full"}
+    found = result(ended(tmp_path / "run", {**asked, "launch.nproc_per_node": 1}, host))
+    assert found["optimizer"][0]["bytes"] >= 8 * found["trainable_parameters"], (
+        "two fp32 moments; in bf16 they take half"
+    )
+
+
 @cites("STR013")
 def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None:
     disk = tmp_path / "disk"
