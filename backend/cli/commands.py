@@ -29,6 +29,8 @@ from backend.rules import Finding, Fix
 WIDTH, INDENT = 110, " " * 9
 UNSAFE = "changes the training result"
 
+ARCHITECTURE_SECONDS = 30  # to read the architecture of a model that no check has seen yet
+
 
 def print_json(value: Any) -> None:
     """Print one JSON document."""
@@ -58,7 +60,7 @@ def target_machine(arguments: argparse.Namespace) -> Machine:
 
 def run_preflight(arguments: argparse.Namespace) -> Report:
     """The preflight report of SPEC on the machine."""
-    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=30)
+    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=ARCHITECTURE_SECONDS)
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -50,6 +50,11 @@ class RunSpec(Section):
         return self.precision.compute == "fp8" or lora_changes or self.model.trust_remote_code
 
     @property
+    def fp32_master_weights(self) -> bool:
+        """Whether trainable parameters, gradients and optimizer state are kept in fp32, whatever the compute dtype."""
+        return registry.PRECISIONS[self.precision.compute].fp32_master_weights
+
+    @property
     def needs_reference_model(self) -> bool:
         """Whether a preference stage loads a reference model. With LoRA, the reference is the model without its
         adapter. Precomputed log-probs come from the model before training; but FSDP shards it only when training

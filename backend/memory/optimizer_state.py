@@ -32,7 +32,7 @@ class OptimizerState:
     @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of a trainable parameter, and of its gradient."""
-        return 4 if registry.PRECISIONS[self.spec.precision.compute].fp32_master_weights else 2
+        return 4 if self.spec.fp32_master_weights else 2
 
     @cached_property
     def tensors(self) -> tuple[ModuleSpec, ...]:

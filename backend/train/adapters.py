@@ -30,8 +30,7 @@ def apply_method(spec: RunSpec, model: Any, precision: str) -> Any:
         trainable = {*_unfrozen_modules(spec, model), *_new_head(spec, model)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in trainable))
-    fp32_masters = registry.PRECISIONS[spec.precision.compute].fp32_master_weights
-    _cast(model, torch.float32 if fp32_masters else DTYPES[precision], DTYPES[precision])
+    _cast(model, torch.float32 if spec.fp32_master_weights else DTYPES[precision], DTYPES[precision])
     return model
 
 

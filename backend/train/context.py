@@ -27,16 +27,6 @@ class TrainContext:
     loaded_bytes: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
 
-    @property
-    def family(self) -> str:
-        """The device type."""
-        return self.run.device
-
-    @property
-    def precision(self) -> str:
-        """bf16, fp16 or fp32."""
-        return self.run.compute_dtype
-
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if a stop was requested on one. A collective call."""
         if self.group.agree(self.run_log.stop_requested()):

@@ -62,14 +62,14 @@ def fp8_recipe(backend: str) -> Any:
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def settle(deepspeed: bool) -> None:
+def settle(needs_collectives: bool) -> None:
     """Make a single process look like one to the libraries: no process group, no DDP around the model. DeepSpeed
     needs a group even then, and the python launcher sets up none."""
     if "LOCAL_SIZE" in os.environ:
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])  # as DeepSpeed's launcher calls it
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
-    if not deepspeed:
+    if not needs_collectives:
         for name in (*ALONE, "MASTER_PORT"):
             os.environ.pop(name, None)
     elif "RANK" not in os.environ:

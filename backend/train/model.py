@@ -71,7 +71,7 @@ def load(
 ) -> nn.Module:
     """The model before training; `frozen` if it is only a reference. `engine_arguments` go to `from_pretrained`, and
     `build` is called instead of it. Raises TrainError."""
-    adapted, pure = spec.method.kind == "lora", not registry.PRECISIONS[spec.precision.compute].fp32_master_weights
+    adapted, pure = spec.method.kind == "lora", not spec.fp32_master_weights
     low = frozen or (not registry.LORA_INITS[spec.lora.init].changes_base_weights if adapted else pure)
     dtype = DTYPES[precision] if low else torch.float32  # weights that are decomposed or trained need full precision
     reward = registry.STAGES[spec.train.stage].is_reward_model
@@ -118,7 +118,7 @@ def _add_stop_token(model: Any, token: int) -> None:
 def saved_dtype(spec: RunSpec, source: ModelSource) -> torch.dtype:
     """The dtype that the source's weights are stored in, so that the saved model has the size of the original. In pure
     bf16 there is nothing more precise to save."""
-    if not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
+    if not spec.fp32_master_weights:
         return torch.bfloat16
     config = Path(source.name) / "config.json"
     if not config.is_file():

@@ -47,7 +47,7 @@ def arguments(spec: RunSpec) -> dict[str, Any]:
         }
     if "rank" in optim_args:
         low_rank_optimizers.allow_projectors()
-    if row.compiled and not registry.PRECISIONS[spec.precision.compute].fp32_master_weights:
+    if row.compiled and not spec.fp32_master_weights:
         optim_args["bf16_stochastic_round"] = "True"
     # Options that an optimizer does not read are hidden on the page; they must have no effect here.
     return {

@@ -34,11 +34,13 @@ def load(
     spec, group = context.spec, context.group
 
     def read() -> Any:
-        return model.load(spec, source, context.precision, tokenizer, engine_arguments)
+        return model.load(spec, source, context.run.compute_dtype, tokenizer, engine_arguments)
 
     if not loads_on_rank0(config):
         return read()
-    on_meta = _load_on_meta(spec, source, context.precision, tokenizer) if _can_broadcast(spec, source) else None
+    on_meta = (
+        _load_on_meta(spec, source, context.run.compute_dtype, tokenizer) if _can_broadcast(spec, source) else None
+    )
     loaded = None
     if all(group.gather(on_meta is not None)):
         loaded = context.first(read)

@@ -15,7 +15,7 @@ from transformers import set_seed
 from backend import registry
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
-from backend.runs import DEEPSPEED, MODEL, RESULT
+from backend.runs import MODEL, RESULT
 from backend.train import (
     adapters,
     checkpoints,
@@ -35,6 +35,7 @@ from backend.train import (
 from backend.train.callbacks import CheckpointCallback, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
 from backend.train.engines import train_engine
+from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.patches import accelerate_fsdp2_addresses
 from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import ChatTokenizer
@@ -44,11 +45,10 @@ PREPARED = ".prepared"  # tokenized examples, from rank 0 to the others
 
 def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, group: device.ProcessGroup) -> None:
     """Train what `spec` says, in the run's `folder`; `from_scratch` starts at step 0. Raises TrainError."""
-    deepspeed = run.engine.config_file == DEEPSPEED
-    device.settle(deepspeed)
-    logging_setup.configure_logging(spec.logging.level, group.rank, deepspeed)
-    from_scratch = from_scratch or spec.save.resume_from == "scratch"
     engine = train_engine(spec, run, group.world)
+    device.settle(run.engine.needs_collectives)
+    logging_setup.configure_logging(spec.logging.level, group.rank, isinstance(engine, TrainDeepSpeed))
+    from_scratch = from_scratch or spec.save.resume_from == "scratch"
     context = TrainContext(spec, folder, from_scratch, group, RunLog(folder, group.rank), run, engine)
     with engine.scratch_folder():
         try:
@@ -78,7 +78,7 @@ def train_in_phases(context: TrainContext) -> None:
     exam = generation_eval.GenerationEvalCallback(
         context,
         generation_eval.Generator.create(
-            spec, tokens, group, device.DTYPES[context.precision], context.run.tensor_parallel_size
+            spec, tokens, group, device.DTYPES[context.run.compute_dtype], context.run.tensor_parallel_size
         ),
         asked,
     )
@@ -87,14 +87,11 @@ def train_in_phases(context: TrainContext) -> None:
     start = _start(context)
     lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
-    if context.run.engine.config_file == DEEPSPEED:
-        run_log.start_phase(
-            "preparing engine",
-            "Preparing DeepSpeed. Its first use on a machine compiles operators, which takes minutes.",
-        )
+    if context.engine.preparation:
+        run_log.start_phase("preparing engine", context.engine.preparation)
     start = universal_checkpoint.convert_if_resized(context, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
-    device.synchronize(context.family)
+    device.synchronize(context.run.device)
     if keeper.stopped:
         run_log.info(f"Stopped after step {trainer.state.global_step}.")
         return
@@ -137,8 +134,8 @@ def _trainer(
     callbacks: list[Any],
 ) -> Any:
     """Load the model, and the reference model if the stage needs one, and build the trainer."""
-    spec, precision = context.spec, context.precision
-    context.run_log.start_phase("loading model", f"Loading {spec.model.name} for {context.family}, {precision}.")
+    spec, precision = context.spec, context.run.compute_dtype
+    context.run_log.start_phase("loading model", f"Loading {spec.model.name} for {context.run.device}, {precision}.")
     set_seed(spec.train.seed)
     sliced = context.engine.load_arguments()
     whole = rank0_loading.load(context, config, source, tokens, sliced)
@@ -208,8 +205,8 @@ def _finish(context: TrainContext, trainer: Any, result: dict[str, Any]) -> None
     result["model"] = MODEL if context.spec.save.final_model else None
     result["ranks"] = context.group.gather({**sharding.summary(trainer), "loaded_bytes": context.loaded_bytes})
     result["optimizer"] = context.group.gather(optimizers.state_summary(trainer.optimizer))
-    result["peak_bytes"] = context.group.gather(device.peak_bytes(context.family))
-    result["reserved_bytes"] = context.group.gather(device.reserved_bytes(context.family))
+    result["peak_bytes"] = context.group.gather(device.peak_bytes(context.run.device))
+    result["reserved_bytes"] = context.group.gather(device.reserved_bytes(context.run.device))
     if context.group.rank == 0:
         write_json(context.folder / RESULT, result)
     context.run_log.start_phase("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)

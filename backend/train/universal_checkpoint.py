@@ -69,7 +69,7 @@ class _AfterLoading(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Repair the loaded optimizer, and let DeepSpeed save ordinary checkpoints again."""
-        if registry.STRATEGIES[self.context.spec.parallel.strategy].zero_stage == 3:
+        if self.context.run.zero_stage == 3:
             deepspeed_zero3_universal.apply(optimizers.unwrap(self.trainer.optimizer), self.converted)
         self.trainer.model_wrapped._config.load_universal_checkpoint = False
         _delete(self.context, self.converted)
@@ -83,15 +83,15 @@ def _delete(context: TrainContext, converted: Path) -> None:
 
 def _converted(context: TrainContext, checkpoint: Path) -> Path | None:
     """The universal form of a checkpoint that has a different number of files than there are ranks."""
-    row, files = registry.STRATEGIES[context.spec.parallel.strategy], sorted(checkpoint.glob(STATE))
-    if not row.zero_stage or not files:
+    run, files = context.run, sorted(checkpoint.glob(STATE))
+    if not run.zero_stage or not files:
         return None
     is_zero3 = any("zero_pp_rank" in path.name for path in checkpoint.glob(MODEL))
-    if is_zero3 != (row.zero_stage == 3):
+    if is_zero3 != (run.zero_stage == 3):
         other = "ZeRO-3" if is_zero3 else "ZeRO-1 or ZeRO-2"
         raise TrainError(
-            f"parallel.strategy: {checkpoint} was written by {other}, and {row.label} cannot read it. Use the "
-            "strategy that wrote it."
+            f"parallel.strategy: {checkpoint} was written by {other}, and {run.engine.strategy.label} cannot read it. "
+            "Use the strategy that wrote it."
         )
     if len(files) == context.group.world:
         return None

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from backend.config import RunSpec
-from backend.config.options import parse
+from backend.config.options import edit, effective, parse
 from backend.inspect import InputFacts
 from backend.machine import Machine
 from backend.memory import Estimate, MemoryContext
 from backend.modelspec import ModelShape
-from backend.rules import Case
+from backend.rules import RULES, Case, Finding
 
 
 def spec(**values: Any) -> RunSpec:
     """With `train__seed=7` for train.seed."""
     return parse({name.replace("__", "."): value for name, value in values.items()})
+
+
+BY_CODE = {rule.code: rule for rule in RULES}
+
+
+def rule_finding(code: str, patch: Mapping[str, Any], machine: Machine, facts: InputFacts) -> Finding | None:
+    """What one rule says of a patched default spec."""
+    return BY_CODE[code].finding(Case(effective(edit(RunSpec(), dict(patch))), machine, facts))
 
 
 def estimate(

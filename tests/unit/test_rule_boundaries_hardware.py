@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from specs import rule_finding
 
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
-from backend.rules import RULES, Case, Finding
+from backend.rules import Case, Finding
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -35,7 +36,6 @@ from backend.rules.machine import MIN_SHARED_MEMORY
 from backend.rules.requirements import capability_range, in_range, is_older
 
 Patch = Mapping[str, Any]
-BY_CODE = {rule.code: rule for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Setup:
 
     def finding(self, code: str) -> Finding | None:
         """What the rule says of it."""
-        spec = effective(edit(RunSpec(), self.patch))
-        return BY_CODE[code].finding(Case(spec, self.machine, self.facts))
+        return rule_finding(code, self.patch, self.machine, self.facts)
 
 
 def on_gpu(capability: tuple[int, int], **more: Any) -> Machine:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from specs import rule_finding
 
 from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect import DataIssue, InputFacts
 from backend.machine import Machine
 from backend.modelspec import ModelShape, from_config
-from backend.rules import RULES, Case, Finding
+from backend.rules import Case, Finding
 from backend.rules.adapter import UNKNOWN_MOE
 from backend.rules.examples import (
     DEMO,
@@ -33,7 +34,6 @@ from backend.rules.unsloth import UNSLOTH, WITH_UNSLOTH
 
 Patch = Mapping[str, Any]
 NO_FIX: Patch = {}
-BY_CODE = {rule.code: rule for rule in RULES}
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Setup:
 
     def finding(self, code: str) -> Finding | None:
         """What the rule says of it."""
-        spec = effective(edit(RunSpec(), self.patch))
-        return BY_CODE[code].finding(Case(spec, self.machine, self.facts))
+        return rule_finding(code, self.patch, self.machine, self.facts)
 
 
 @dataclass(frozen=True)

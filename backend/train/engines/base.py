@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed as dist
@@ -27,6 +27,7 @@ class TrainEngine:
     spec: RunSpec
     run: ResolvedRun
     world_size: int
+    preparation: ClassVar[str] = ""  # logged before the engine wraps the model, where that can take long
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
         """The arguments of TrainingArguments that belong to the strategy; `folder` is the run's."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -23,6 +23,10 @@ from backend.train.run_log import TrainError
 
 class TrainDeepSpeed(TrainEngine):
     """DeepSpeed's engine at any ZeRO stage."""
+
+    preparation: ClassVar[str] = (
+        "Preparing DeepSpeed. Its first use on a machine compiles operators, which takes minutes."
+    )
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
         """deepspeed.json; with sequence parallelism the mesh too."""
