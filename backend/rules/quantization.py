@@ -126,7 +126,6 @@ def qlora_on_fsdp1(case: Case) -> str | None:
     ),
     fails_on=Example({**NF4_SPEC, "save.final_model": True, "save.merge_adapter": True}),
     passes_on=Example(NF4_SPEC),
-    proof="launch",
 )
 def merge_into_quantized_base(case: Case) -> str | None:
     """Merging would quantize the sum of base weights and adapter again, and rounding would undo a part of the training.

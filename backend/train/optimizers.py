@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,7 +82,7 @@ class OptimizerMixin:
             trained = trainer.model if model is None else model
             decaying = set(trainer.get_decay_parameter_names(trained))
             if row.trainer_optim:
-                with warnings.catch_warnings(), _no_target_modules(trained):
+                with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "This implementation of AdamW is deprecated")  # GaLore's AdamW
                     super().create_optimizer(model)  # type: ignore[misc]
             else:
@@ -94,7 +93,10 @@ class OptimizerMixin:
                 split = partial(_groups, self.spec, decaying=decaying)
                 options = {} if row.factored else _adam_options(self.spec)
                 if not low_rank_optimizers.rebuild_groups(trainer.optimizer, trained, split, options):
-                    raise _nothing_to_project(trained)
+                    raise TrainError(
+                        "train.optim_targets: all linear layers that the optimizer would project are frozen. Set it to "
+                        "all-linear, or train more layers."
+                    )
                 if row.steps_in_backward:
                     low_rank_optimizers.step_in_backward(trainer.optimizer)
         return trainer.optimizer
@@ -180,24 +182,6 @@ def _groups(spec: RunSpec, named: NamedParameters, decaying: set[str]) -> list[d
 def _adam_options(spec: RunSpec) -> dict[str, Any]:
     train = spec.train
     return {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
-
-
-def _nothing_to_project(model: Any) -> TrainError:
-    return TrainError(
-        f"train.optim_targets: {type(model).__name__} has no linear layers with these names to project. Set it to "
-        "all-linear."
-    )
-
-
-@contextmanager
-def _no_target_modules(model: Any) -> Iterator[None]:
-    """Turn the Trainer's error for a model without the target modules into a TrainError."""
-    try:
-        yield
-    except ValueError as error:
-        if "No target modules" not in str(error):
-            raise
-        raise _nothing_to_project(model) from None
 
 
 class Muon(torch.optim.Optimizer):

@@ -36,6 +36,8 @@ SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
 # Rules that refuse a run which would succeed, but would silently ignore what its options say.
 SILENT = {
     "PRC001": "the libraries ignore fp16 on a CPU",
+    "OPT005": "every micro-batch is an optimizer step",
+    "QNT005": "the merged weights are rounded to 4 bits again",
     "LCH010": "the launcher overrides the variable on each rank",
     "PRC008": "DeepSpeed keeps fp32 state anyway",
     "STR004": "the merged model is saved with the untrained weights",

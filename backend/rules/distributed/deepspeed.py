@@ -103,7 +103,6 @@ def stale_deepspeed_build_lock(case: Case) -> str | None:
     ),
     fails_on=Example({**CPU_OFFLOAD, "train.optim": "sgd"}, TWO_H100),
     passes_on=Example(CPU_OFFLOAD, TWO_H100),
-    proof="launch",
 )
 def offloaded_optimizer_replaced_by_cpu_adam(case: Case) -> str | None:
     """With offload_optimizer, DeepSpeed steps with DeepSpeedCPUAdam, whatever optimizer is set."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class TrainFSDP(TrainEngine):
             config.fsdp_plugin_args["cpu_offload"] = CPUOffloadPolicy(pin_memory=pin)
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Raise TrainError for layers to wrap that the model does not have, and for a trained copy of a tied weight."""
+        """Raise TrainError for layers to wrap that the model does not have."""
         known = {type(module).__name__ for module in model.modules()}
         wanted = self.spec.parallel.transformer_layer_cls_to_wrap
         if missing := [name for name in wanted if name not in known]:
@@ -84,15 +83,6 @@ class TrainFSDP(TrainEngine):
             raise TrainError(
                 f"parallel.transformer_layer_cls_to_wrap: the model has no class {', '.join(missing)}; its layer "
                 f"classes are {', '.join(layers)}."
-            )
-        named = list(model.named_parameters(remove_duplicate=False))
-        uses = Counter(id(weight) for _, weight in named)
-        tied = [path for path, weight in named if uses[id(weight)] > 1]
-        copied = [name for name in self.spec.lora.modules_to_save if any(f".{name}." in f".{path}." for path in tied)]
-        if self.spec.method.kind == "lora" and copied:
-            raise TrainError(
-                f"lora.modules_to_save: {', '.join(copied)} is tied to another module, and FSDP cannot shard a trained "
-                "copy of a tied weight. Leave it out."
             )
 
 

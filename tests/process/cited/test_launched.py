@@ -66,11 +66,36 @@ def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None
     assert not list(disk.iterdir())
 
 
-def test_the_step_of_an_offloaded_optimizer_is_adams(tmp_path: Path, host: Host) -> None:
-    """STR012, which we refuse: DeepSpeed steps otherwise than it was asked."""
+@cites("STR012")
+def test_deepspeed_replaces_an_offloaded_optimizer(tmp_path: Path, host: Host) -> None:
     asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}
     found = result(ended(tmp_path / "run", asked, host))
     assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
+
+
+@cites("OPT005")
+def test_every_micro_batch_is_an_optimizer_step_if_the_backward_pass_steps(
+    tmp_path: Path, tiny: Path, host: Host
+) -> None:
+    """The first step of AdamW changes a weight by about the learning rate at most, however large its gradient is."""
+    changes = {
+        "method.kind": "full",
+        "train.optim": "galore_adamw_layerwise",
+        "train.lr_scheduler_type": "constant",
+        "train.learning_rate": 1e-3,
+        "train.max_steps": 1,
+        "save.final_model": True,
+    }
+    base = load_file(tiny / "model.safetensors")
+
+    def largest_change(accumulation: int) -> float:
+        more = {"train.gradient_accumulation_steps": accumulation}
+        folder = ended(tmp_path / f"run{accumulation}", {**changes, **more}, host)
+        saved = load_file(folder / "model/model.safetensors")
+        return max(float((saved[name] - base[name]).abs().max()) for name in base)
+
+    assert largest_change(1) < 1.5e-3
+    assert largest_change(4) > 2e-3
 
 
 GATHER = """

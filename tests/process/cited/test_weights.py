@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import torch._inductor.cpp_builder as cpp_builder
@@ -97,6 +98,32 @@ def test_inductor_needs_a_cpp_compiler(tmp_path: Path) -> None:
     none = {"cpp.cxx": (None, str(tmp_path / "no-compiler"))}
     with cpp_builder.config.patch(none), pytest.raises(InvalidCxxCompiler):
         cpp_builder.get_cpp_compiler()
+
+
+@cites("QNT005")
+@pytest.mark.parametrize("size", [1e-4, 1e-3])
+def test_merging_into_4_bit_weights_loses_part_of_the_update(size: float) -> None:
+    """Of an update that is small next to the weights (0.02), as in fine-tuning, half or more is lost."""
+    generator = torch.Generator().manual_seed(0)
+    linear = bitsandbytes.nn.Linear4bit(256, 256, bias=False, quant_type="nf4")
+    weight = 0.02 * torch.randn(256, 256, generator=generator)
+    linear.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to("cpu")
+    base = nn.Sequential(linear)
+    base.is_loaded_in_4bit = True  # as from_pretrained marks a quantized model
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=4, target_modules=["0"]))
+    layer = model.base_model.model[0]
+    layer.lora_B["default"].weight.data = size * torch.randn(256, 4, generator=generator)
+    update = layer.get_delta_weight("default").detach()
+
+    def dequantized() -> torch.Tensor:
+        held = layer.base_layer.weight
+        return bitsandbytes.functional.dequantize_4bit(held.data, held.quant_state)
+
+    before = dequantized()
+    with pytest.warns(UserWarning, match="rounding errors"):
+        layer.merge()
+    error = dequantized() - before - update
+    assert error.norm() > 0.5 * update.norm()
 
 
 @pytest.mark.soak
