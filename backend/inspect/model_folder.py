@@ -25,7 +25,7 @@ def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> 
     """The InputFacts about the model, with the scalar head that a reward model has."""
     facts = _model_facts(spec, base, environment)
     if registry.STAGES[spec.train.stage].is_reward_model and facts.get("shape"):
-        facts = {**facts, "shape": facts["shape"].scoring}
+        facts = {**facts, "shape": facts["shape"].with_score_head}
     return facts
 
 

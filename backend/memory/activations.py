@@ -101,7 +101,7 @@ def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bo
     outputs = sum(leaf.in_features for leaf in trained if _name(leaf) in OUTPUT_PROJECTIONS) * each
     if not (ctx.is_lora and ctx.uses_autocast):
         outputs = shape.intermediate * each  # the attention's output is saved already
-    saves = 3 if shape.gated else 4 if shape.activation in COMPOSED_ACTIVATIONS else 1
+    saves = 3 if shape.gated_mlp else 4 if shape.activation in COMPOSED_ACTIVATIONS else 1
     mlp = saves * shape.intermediate * each
     if shape.experts:
         mlp, outputs = _expert_bytes(ctx, adapted_experts), outputs if ctx.is_lora and ctx.uses_autocast else 0
@@ -132,7 +132,7 @@ def _norm_bytes(ctx: MemoryContext) -> int:
     for leaf in shape.layer:
         if leaf.in_features:
             continue
-        if not shape.gated:  # LayerNorm: one fused kernel
+        if not shape.gated_mlp:  # LayerNorm: one fused kernel
             total += shape.hidden * 4
             continue
         per_head = _name(leaf) in ("q_norm", "k_norm")
@@ -148,7 +148,7 @@ def _expert_bytes(ctx: MemoryContext, adapted_experts: int) -> int:
     probabilities in fp32."""
     shape, trained = ctx.shape, not ctx.is_lora or adapted_experts > 0
     elements = (3 + trained) * shape.intermediate + (1 + trained) * shape.hidden
-    return shape.active * (elements * _expert_element_bytes(ctx) + EXPERT_INDEX_BYTES) + shape.experts * 8
+    return shape.experts_per_token * (elements * _expert_element_bytes(ctx) + EXPERT_INDEX_BYTES) + shape.experts * 8
 
 
 def _expert_element_bytes(ctx: MemoryContext) -> int:
@@ -174,7 +174,7 @@ def _has_mask(ctx: MemoryContext) -> bool:
 def _is_eager(ctx: MemoryContext) -> bool:
     """Whether transformers computes attention step by step: as requested, or because the model has no SDPA."""
     requested = ctx.spec.model.attn_implementation
-    no_sdpa = not ctx.shape.sdpa and ctx.shape.model_type != "gemma2"  # `_attention_matrix_bytes` has its scores
+    no_sdpa = not ctx.shape.supports_sdpa and ctx.shape.model_type != "gemma2"  # _attention_matrix_bytes has its scores
     return requested == "eager" or (requested in ("auto", "sdpa") and no_sdpa)
 
 
@@ -235,11 +235,11 @@ def _mlp_backward_row(ctx: MemoryContext) -> Row:
 def _expert_backward_row(ctx: MemoryContext, adapted_experts: int) -> Row:
     """Gradients of intermediate tensors of the active experts; with adapters on the experts, of a merged weight."""
     shape, each = ctx.shape, _expert_element_bytes(ctx)
-    inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.active * each
+    inside = max(2 * shape.intermediate, shape.intermediate + 2 * shape.hidden) * shape.experts_per_token * each
     weight = shape.experts * shape.intermediate * shape.hidden * ctx.compute_bytes * (adapted_experts > 0)
     size = max(ctx.tokens * inside, weight) + ctx.tokens * shape.hidden * ctx.hidden_state_bytes
     hidden = f"{shape.hidden:,} x {ctx.hidden_state_bytes}"
-    formula = f"{ctx.tokens:,} tokens x ({inside:,} in {shape.active} experts + {hidden}) bytes"
+    formula = f"{ctx.tokens:,} tokens x ({inside:,} in {shape.experts_per_token} experts + {hidden}) bytes"
     return Row("Backward pass of one layer", size, formula)
 
 

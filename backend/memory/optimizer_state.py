@@ -44,7 +44,7 @@ class OptimizerState:
         """Trainable parameters of the largest layer; BAdam trains one layer at a time."""
         sums: dict[str, int] = {}
         for leaf in self.tensors:
-            inside, _, rest = leaf.path.partition(f"{self.shape.stack}.")
+            inside, _, rest = leaf.path.partition(f"{self.shape.layers_path}.")
             if rest and not inside.strip("."):
                 number = rest.partition(".")[0]
                 sums[number] = sums.get(number, 0) + leaf.parameters

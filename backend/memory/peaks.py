@@ -173,7 +173,7 @@ def embeddings_backward(ctx: MemoryContext) -> list[Row]:
 
 def optimizer_step(ctx: MemoryContext) -> list[Row]:
     """The optimizer's update: all gradients and its temporary tensors; activations are freed."""
-    modules = (*ctx.shape.layer, *ctx.shape.outside)
+    modules = (*ctx.shape.layer, *ctx.shape.non_layer_modules)
     largest = max((leaf.parameters for leaf in modules), default=0)
     foreach = ctx.spec.train.optim == "adamw_torch"  # on GPUs it updates all parameters at once
     count = min(ctx.trainable_count, largest) * 2 if ctx.on_cpu else ctx.trainable_count if foreach else 0

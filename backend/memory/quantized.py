@@ -19,7 +19,7 @@ SECOND_CODEBOOK_BYTES = 256 * 4 + 4  # of double quantization: 256 levels and an
 def bits(spec: RunSpec, shape: ModelShape) -> int:
     """Bits of a quantized weight: of a prequantized checkpoint, or of the quantization at load time; 0 without any."""
     requested = registry.QUANTIZATIONS[spec.method.quantization].bits if spec.method.kind == "lora" else 0
-    return shape.bits or requested
+    return shape.weight_bits or requested
 
 
 def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
@@ -36,9 +36,11 @@ def weight_count(modules: Iterable[ModuleSpec]) -> int:
 
 def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[ModuleSpec]) -> int:
     """Bytes of scales and codebooks."""
-    if shape.bits:  # a 16-bit scale and a zero point for each group
-        groups = sum(leaf.out_features * -(-leaf.in_features // (shape.group or leaf.in_features)) for leaf in modules)
-        return groups * (16 + shape.bits) // 8
+    if shape.weight_bits:  # a 16-bit scale and a zero point for each group
+        groups = sum(
+            leaf.out_features * -(-leaf.in_features // (shape.group_size or leaf.in_features)) for leaf in modules
+        )
+        return groups * (16 + shape.weight_bits) // 8
     if spec.method.quantization == "int8":
         return sum(leaf.out_features * 4 for leaf in modules)
     blocks = [-(-leaf.in_features * leaf.out_features // BLOCK) for leaf in modules]
@@ -49,9 +51,9 @@ def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[ModuleSpec])
 
 def scale_formula(spec: RunSpec, shape: ModelShape) -> str:
     """The formula of `scale_bytes`."""
-    if shape.bits:
-        group = f"group of {shape.group} weights" if shape.group else "output feature"
-        return f"{16 + shape.bits} bits per {group}: scale and zero point of the checkpoint"
+    if shape.weight_bits:
+        group = f"group of {shape.group_size} weights" if shape.group_size else "output feature"
+        return f"{16 + shape.weight_bits} bits per {group}: scale and zero point of the checkpoint"
     if spec.method.quantization == "int8":
         return "4 bytes per output feature"
     if not spec.method.bnb_4bit_use_double_quant:

@@ -76,8 +76,8 @@ def persistent_gathered_rows(ctx: MemoryContext) -> list[Row]:
 def end_counts(ctx: MemoryContext) -> tuple[int, int]:
     """Parameters outside the layers: (embeddings and others, unless tied to the output layer; the output layer)."""
     shape = ctx.shape
-    outside = sum(leaf.parameters for leaf in shape.outside)
-    head = shape.vocabulary * shape.hidden if shape.tied else shape.outside[-1].parameters
+    outside = sum(leaf.parameters for leaf in shape.non_layer_modules)
+    head = shape.vocabulary * shape.hidden if shape.tied else shape.non_layer_modules[-1].parameters
     return outside - head, head
 
 

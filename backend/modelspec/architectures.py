@@ -22,8 +22,8 @@ def from_config(config: Config) -> ModelShape:
     kind = str(config.get("model_type") or "")
     if not kind:
         raise UnknownArchitecture("config.json names no model_type")
-    mixed = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if mixed and not isinstance(ARCHITECTURES.get(kind), Mixture):
+    has_experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if has_experts and not isinstance(ARCHITECTURES.get(kind), Mixture):
         raise UnknownArchitecture(f"{kind} is a mixture-of-experts architecture without a closed formula")
     if kind not in ARCHITECTURES:
         raise UnknownArchitecture(f"{kind} is an architecture without a closed formula")
@@ -68,36 +68,39 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         "model_type": str(config["model_type"]),
         **prequantized(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
-        "sliding": _slides(config),
+        "has_sliding_window": _has_sliding_window(config),
     }
 
 
 WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096}  # defaults of the config classes
 
 
-def _slides(config: Config) -> bool:
+def _has_sliding_window(config: Config) -> bool:
     """Whether some layers have sliding-window attention; source: transformers 5.23 models/*/configuration_*.py."""
     kind = str(config.get("model_type"))
     if config.get("layer_types"):
         return any(name != "full_attention" for name in config["layer_types"])
     if kind in ("qwen2", "qwen3", "smollm3") and not config.get("use_sliding_window"):
         return False
-    late = kind in ("qwen2", "qwen3") and _number(config, "num_hidden_layers") <= int(
+    window_unused = kind in ("qwen2", "qwen3") and _number(config, "num_hidden_layers") <= int(
         config.get("max_window_layers", 28)
     )
-    return bool(config.get("sliding_window", WINDOWS.get(kind))) and not late
+    return bool(config.get("sliding_window", WINDOWS.get(kind))) and not window_unused
 
 
-def prequantized(found: Config) -> dict[str, int]:
+def prequantized(quantization_config: Config) -> dict[str, int]:
     """Bits and group size of a prequantized checkpoint; empty if it is dequantized while it is loaded."""
-    row = registry.PREQUANTIZED.get(str(found.get("quant_method") or ""))
+    stored = quantization_config
+    row = registry.PREQUANTIZED.get(str(stored.get("quant_method") or ""))
     if row is None or not row.is_trainable:
         return {}
     if row.label == "bitsandbytes":
-        return {"bits": 8, "group": 0} if found.get("load_in_8bit") else {"bits": 4, "group": 64}
-    inner = (found.get("quant_config") or {}).get("weight_quant_params") or {}  # as HQQ nests it
-    group = int(found.get("group_size") or inner.get("group_size") or 128)
-    return {"bits": int(found.get("bits") or found.get("w_bit") or inner.get("nbits") or 4), "group": max(0, group)}
+        eight_bit = stored.get("load_in_8bit")
+        return {"weight_bits": 8, "group_size": 0} if eight_bit else {"weight_bits": 4, "group_size": 64}
+    inner = (stored.get("quant_config") or {}).get("weight_quant_params") or {}  # as HQQ nests it
+    group_size = int(stored.get("group_size") or inner.get("group_size") or 128)
+    bits = int(stored.get("bits") or stored.get("w_bit") or inner.get("nbits") or 4)
+    return {"weight_bits": bits, "group_size": max(0, group_size)}
 
 
 @dataclass(frozen=True)
@@ -114,36 +117,36 @@ class Llama:
 
     def __call__(self, config: Config) -> ModelShape:
         """The shape of the model with this config."""
-        found = _common(config, self.head_dim)
-        hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
+        sizes = _common(config, self.head_dim)
+        hidden, query_size = sizes["hidden"], sizes["heads"] * sizes["head_dim"]
         tied = bool(config.get("tie_word_embeddings", self.tied))
-        vocabulary = found["vocabulary"] * hidden
-        layer = (*self._attention(config, found), *self._mlp(config, found))
+        vocabulary = sizes["vocabulary"] * hidden
+        layer = (*self._attention(config, sizes), *self._mlp(config, sizes))
         layer += tuple(ModuleSpec(name, hidden) for name in self.norms)
         if self.qk_norm:
-            narrow = found["kv_heads"] * found["head_dim"]
-            widths = (wide, narrow) if self.qk_norm == "all" else (found["head_dim"],) * 2
+            kv_size = sizes["kv_heads"] * sizes["head_dim"]
+            widths = (query_size, kv_size) if self.qk_norm == "all" else (sizes["head_dim"],) * 2
             layer += (ModuleSpec("self_attn.q_norm", widths[0]), ModuleSpec("self_attn.k_norm", widths[1]))
-        outside = (
+        others = (
             ModuleSpec("model.embed_tokens", vocabulary),
             ModuleSpec("model.norm", hidden),
-            ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+            ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, sizes["vocabulary"]),
         )
-        return ModelShape(**found, tied=tied, gated=True, layer=layer, outside=outside)
+        return ModelShape(**sizes, tied=tied, gated_mlp=True, layer=layer, non_layer_modules=others)
 
-    def _attention(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
-        hidden, wide = found["hidden"], found["heads"] * found["head_dim"]
-        narrow = found["kv_heads"] * found["head_dim"]
-        said = bool(config.get("attention_bias", False))
-        bias = said if self.qkv_bias is None else self.qkv_bias
-        output = _linear("self_attn.o_proj", wide, hidden, said if self.o_bias is None else self.o_bias)
+    def _attention(self, config: Config, sizes: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
+        hidden, query_size = sizes["hidden"], sizes["heads"] * sizes["head_dim"]
+        kv_size = sizes["kv_heads"] * sizes["head_dim"]
+        attention_bias = bool(config.get("attention_bias", False))
+        bias = attention_bias if self.qkv_bias is None else self.qkv_bias
+        output = _linear("self_attn.o_proj", query_size, hidden, attention_bias if self.o_bias is None else self.o_bias)
         if self.fused:
-            return _linear("self_attn.qkv_proj", hidden, wide + 2 * narrow, bias), output
-        parts = (("q", wide), ("k", narrow), ("v", narrow))
+            return _linear("self_attn.qkv_proj", hidden, query_size + 2 * kv_size, bias), output
+        parts = (("q", query_size), ("k", kv_size), ("v", kv_size))
         return *(_linear(f"self_attn.{name}_proj", hidden, size, bias) for name, size in parts), output
 
-    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
-        hidden, inner = found["hidden"], found["intermediate"]
+    def _mlp(self, config: Config, sizes: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
+        hidden, inner = sizes["hidden"], sizes["intermediate"]
         bias = bool(config.get("mlp_bias", False))
         down = _linear("mlp.down_proj", inner, hidden, bias)
         if self.fused:
@@ -162,14 +165,19 @@ class Mixture(Llama):
         if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
             raise UnknownArchitecture("only some of its layers have experts")
         experts = _number(config, "num_experts", "num_local_experts")
-        active = _number(config, "num_experts_per_tok")
-        found = super().__call__(config)
-        return replace(found, experts=experts, active=active, intermediate=_number(config, self.inner))
+        experts_per_token = _number(config, "num_experts_per_tok")
+        shape = super().__call__(config)
+        return replace(
+            shape,
+            experts=experts,
+            experts_per_token=experts_per_token,
+            intermediate=_number(config, self.inner),
+        )
 
-    def _mlp(self, config: Config, found: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
-        hidden, inner = found["hidden"], _number(config, self.inner)
+    def _mlp(self, config: Config, sizes: Mapping[str, Any]) -> tuple[ModuleSpec, ...]:
+        hidden, inner = sizes["hidden"], _number(config, self.inner)
         experts = _number(config, "num_experts", "num_local_experts")
-        *up, down, router = registry.STACKED_EXPERTS[found["model_type"]]
+        *up, down, router = registry.STACKED_EXPERTS[sizes["model_type"]]
         size = experts * inner * hidden
         return (
             ModuleSpec("mlp.experts", 2 * size, hidden, 2 * inner, experts, tuple(up)),
@@ -179,8 +187,8 @@ class Mixture(Llama):
 
 
 def _gpt2(config: Config) -> ModelShape:
-    found = _common(config, inner="n_inner")
-    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", True))
+    sizes = _common(config, inner="n_inner")
+    hidden, inner, tied = sizes["hidden"], sizes["intermediate"], bool(config.get("tie_word_embeddings", True))
     layer = (
         _linear("attn.c_attn", hidden, 3 * hidden, True),
         _linear("attn.c_proj", hidden, hidden, True),
@@ -189,19 +197,21 @@ def _gpt2(config: Config) -> ModelShape:
         ModuleSpec("ln_1", 2 * hidden),
         ModuleSpec("ln_2", 2 * hidden),
     )
-    vocabulary = found["vocabulary"] * hidden
-    outside = (
+    vocabulary = sizes["vocabulary"] * hidden
+    others = (
         ModuleSpec("transformer.wte", vocabulary),
-        ModuleSpec("transformer.wpe", found["max_positions"] * hidden),
+        ModuleSpec("transformer.wpe", sizes["max_positions"] * hidden),
         ModuleSpec("transformer.ln_f", 2 * hidden),
-        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, sizes["vocabulary"]),
     )
-    return ModelShape(**found, tied=tied, gated=False, stack="transformer.h", layer=layer, outside=outside)
+    return ModelShape(
+        **sizes, tied=tied, gated_mlp=False, layers_path="transformer.h", layer=layer, non_layer_modules=others
+    )
 
 
 def _gpt_neox(config: Config) -> ModelShape:
-    found = _common(config)
-    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", False))
+    sizes = _common(config)
+    hidden, inner, tied = sizes["hidden"], sizes["intermediate"], bool(config.get("tie_word_embeddings", False))
     bias = bool(config.get("attention_bias", True))
     layer = (
         _linear("attention.query_key_value", hidden, 3 * hidden, bias),
@@ -211,39 +221,41 @@ def _gpt_neox(config: Config) -> ModelShape:
         ModuleSpec("input_layernorm", 2 * hidden),
         ModuleSpec("post_attention_layernorm", 2 * hidden),
     )
-    vocabulary = found["vocabulary"] * hidden
-    outside = (
+    vocabulary = sizes["vocabulary"] * hidden
+    others = (
         ModuleSpec("gpt_neox.embed_in", vocabulary),
         ModuleSpec("gpt_neox.final_layer_norm", 2 * hidden),
-        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, found["vocabulary"]),
+        ModuleSpec("lm_head", 0 if tied else vocabulary, hidden, sizes["vocabulary"]),
     )
-    return ModelShape(**found, tied=tied, gated=False, stack="gpt_neox.layers", layer=layer, outside=outside)
+    return ModelShape(
+        **sizes, tied=tied, gated_mlp=False, layers_path="gpt_neox.layers", layer=layer, non_layer_modules=others
+    )
 
 
 def _phi(config: Config) -> ModelShape:
-    found = _common(config)
-    hidden, inner, tied = found["hidden"], found["intermediate"], bool(config.get("tie_word_embeddings", False))
-    wide, narrow = found["heads"] * found["head_dim"], found["kv_heads"] * found["head_dim"]
+    sizes = _common(config)
+    hidden, inner, tied = sizes["hidden"], sizes["intermediate"], bool(config.get("tie_word_embeddings", False))
+    query_size, kv_size = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     layer = (
-        _linear("self_attn.q_proj", hidden, wide, True),
-        _linear("self_attn.k_proj", hidden, narrow, True),
-        _linear("self_attn.v_proj", hidden, narrow, True),
-        _linear("self_attn.dense", wide, hidden, True),
+        _linear("self_attn.q_proj", hidden, query_size, True),
+        _linear("self_attn.k_proj", hidden, kv_size, True),
+        _linear("self_attn.v_proj", hidden, kv_size, True),
+        _linear("self_attn.dense", query_size, hidden, True),
         _linear("mlp.fc1", hidden, inner, True),
         _linear("mlp.fc2", inner, hidden, True),
         ModuleSpec("input_layernorm", 2 * hidden),
     )
-    vocabulary = found["vocabulary"] * hidden
-    outside = (
+    vocabulary = sizes["vocabulary"] * hidden
+    others = (
         ModuleSpec("model.embed_tokens", vocabulary),
         ModuleSpec("model.final_layernorm", 2 * hidden),
-        ModuleSpec("lm_head", found["vocabulary"] + (0 if tied else vocabulary), hidden, found["vocabulary"]),
+        ModuleSpec("lm_head", sizes["vocabulary"] + (0 if tied else vocabulary), hidden, sizes["vocabulary"]),
     )
-    return ModelShape(**found, tied=tied, gated=False, layer=layer, outside=outside)
+    return ModelShape(**sizes, tied=tied, gated_mlp=False, layer=layer, non_layer_modules=others)
 
 
-_FOUR = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+_FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 ARCHITECTURES: Mapping[str, Callable[[Config], ModelShape]] = {
     "llama": Llama(),
@@ -252,10 +264,10 @@ ARCHITECTURES: Mapping[str, Callable[[Config], ModelShape]] = {
     "qwen3": Llama(qk_norm="head", head_dim=128),
     "smollm3": Llama(tied=True),
     "granite": Llama(),
-    "olmo2": Llama(norms=_AFTER, qk_norm="all"),
+    "olmo2": Llama(norms=_POST_NORMS, qk_norm="all"),
     "gemma": Llama(tied=True, head_dim=256),
-    "gemma2": Llama(norms=_FOUR, tied=True, head_dim=256),
-    "gemma3_text": Llama(norms=_FOUR, qk_norm="head", tied=True, head_dim=256),
+    "gemma2": Llama(norms=_FOUR_NORMS, tied=True, head_dim=256),
+    "gemma3_text": Llama(norms=_FOUR_NORMS, qk_norm="head", tied=True, head_dim=256),
     "phi3": Llama(qkv_bias=False, o_bias=False, fused=True),
     "phi": _phi,
     "mixtral": Mixture(qkv_bias=False, o_bias=False),

@@ -21,14 +21,18 @@ Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
 KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "not a text model"}
-ACTIVE = (
+EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
-SHARE = 0.75  # of the layers must be of one kind, which then represents all layers in the memory of activations
+MAIN_KIND_SHARE = (
+    0.75  # of the layers must be of one kind, which then represents all layers in the memory of activations
+)
 # Layer types whose attention is modeled; others are state-space layers, linear attention or convolutions.
 ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 
-SECOND = re.compile(r"\.\d+\.|cross_att|encoder_att")  # in paths of layers with more than one attention block
+SEVERAL_ATTENTIONS = re.compile(
+    r"\.\d+\.|cross_att|encoder_att"
+)  # in paths of layers with more than one attention block
 
 
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
@@ -76,21 +80,21 @@ class TableReader:
             vocabulary=self._number("vocab_size") or self._embedding[0],
             max_positions=max(0, self._number("max_position_embeddings")),
             tied=self.tied,
-            gated=self.gated,
+            gated_mlp=self.gated_mlp,
             dtype=dtype.removeprefix("torch."),
             architecture=str(architectures[0]),
             model_type=str(text.get("model_type") or self.table["model_type"]),
             activation=str(next((self.facts[n] for n in ACTIVATIONS if self.facts.get(n)), "")),
             **prequantized(text.get("quantization_config") or self.config.get("quantization_config") or {}),
-            sdpa=bool(self.table["sdpa"]),
-            sliding=self._slides(),
+            supports_sdpa=bool(self.table["sdpa"]),
+            has_sliding_window=self._has_sliding_window(),
             experts=self.experts,
-            active=self.active,
-            stack=str(layers["path"]),
+            experts_per_token=self.experts_per_token,
+            layers_path=str(layers["path"]),
             layer=self.layer,
-            outside=self._outside(),
+            non_layer_modules=self._non_layer_modules(),
             layer_kinds=self.layer_kinds if several else (),
-            layer_order=tuple(layers["order"]) if several else (),
+            layer_kind_indices=tuple(layers["order"]) if several else (),
             activations_unknown=self._why_unknown(),
         )
 
@@ -103,18 +107,19 @@ class TableReader:
         return tuple(tuple(leaf for entry in kind["modules"] for leaf in self._module_specs(entry)) for kind in listed)
 
     @cached_property
-    def _most(self) -> Mapping[str, Any]:
+    def _main_layer_kind(self) -> Mapping[str, Any]:
         return max(self.table["layers"]["kinds"], key=lambda kind: int(kind["count"]))
 
     @cached_property
     def layer(self) -> tuple[ModuleSpec, ...]:
         """The modules of the most frequent kind of layer."""
-        return self.layer_kinds[self.table["layers"]["kinds"].index(self._most)]
+        return self.layer_kinds[self.table["layers"]["kinds"].index(self._main_layer_kind)]
 
-    def _outside(self) -> tuple[ModuleSpec, ...]:
+    def _non_layer_modules(self) -> tuple[ModuleSpec, ...]:
         """The embeddings first, the output layer last."""
         head, first = self.table["head"], self.table["embeddings"]
-        entries = sorted(self.table["outside"], key=lambda entry: (entry["path"] == head) - (entry["path"] == first))
+        listed = self.table["non_layer_modules"]
+        entries = sorted(listed, key=lambda entry: (entry["path"] == head) - (entry["path"] == first))
         if entries[-1]["path"] != head:
             raise UnknownArchitecture(f"the output layer {head} of {self.table['class']} has no parameters of its own")
         return tuple(leaf for entry in entries for leaf in self._module_specs(entry))
@@ -172,7 +177,7 @@ class TableReader:
     @cached_property
     def _embedding(self) -> tuple[int, int]:
         """Rows and columns of the embeddings."""
-        for entry in self.table["outside"]:
+        for entry in self.table["non_layer_modules"]:
             if entry["path"] == self.table["embeddings"] and "weight" in entry["parameters"]:
                 rows, columns = entry["parameters"]["weight"]
                 return int(rows), int(columns)
@@ -240,18 +245,20 @@ class TableReader:
             inner = self._number(name)
             if self._expert and self._expert in (2 * inner * self.hidden, 3 * inner * self.hidden):
                 return inner
-        wide = [size for leaf in self._stacked for size in (leaf.in_features, leaf.out_features) if size != self.hidden]
-        return min(wide, default=self.hidden)
+        widths = [
+            size for leaf in self._stacked for size in (leaf.in_features, leaf.out_features) if size != self.hidden
+        ]
+        return min(widths, default=self.hidden)
 
     @cached_property
-    def active(self) -> int:
+    def experts_per_token(self) -> int:
         """Experts per token; a dense MLP next to them (shared experts) counts as so many more."""
-        chosen = self._number(*ACTIVE)
+        routed = self._number(*EXPERTS_PER_TOKEN)
         shared = max((leaf.in_features for leaf in self._mlp if leaf.out_features == self.hidden), default=0)
-        return chosen + round(shared / self.experts_inner) if self.experts and chosen else 0
+        return routed + round(shared / self.experts_inner) if self.experts and routed else 0
 
     @cached_property
-    def gated(self) -> bool:
+    def gated_mlp(self) -> bool:
         """Whether the MLP multiplies two projections of its input (SwiGLU and the like)."""
         if self.experts:
             return self._expert >= 3 * self.experts_inner * self.hidden
@@ -261,7 +268,7 @@ class TableReader:
 
     # The kind of attention, and what is not modeled.
 
-    def _slides(self) -> bool:
+    def _has_sliding_window(self) -> bool:
         """Whether some layers have sliding-window or chunked attention."""
         if kinds := self.facts.get("layer_types"):
             return any("sliding" in name or "chunked" in name for name in kinds)
@@ -270,24 +277,25 @@ class TableReader:
     def _why_unknown(self) -> str:
         """Why the memory of activations is not known, as the end of a sentence; '' if it is."""
         what = f"the activations of {self.table['class']} are not modeled"
-        odd = [name for name in self.facts.get("layer_types") or () if name not in ATTENTIONS]
-        share = self._most["count"] / self.table["layers"]["count"]
-        if odd:
-            return f"{what}: it has layers of type {odd[0]}"
-        if share < SHARE:
-            return f"{what}: its layers differ ({len(self.layer_kinds)} kinds, none of them {SHARE:.0%} of the layers)"
-        for entry in self._most["modules"]:
+        unmodeled = [name for name in self.facts.get("layer_types") or () if name not in ATTENTIONS]
+        share = self._main_layer_kind["count"] / self.table["layers"]["count"]
+        if unmodeled:
+            return f"{what}: it has layers of type {unmodeled[0]}"
+        if share < MAIN_KIND_SHARE:
+            kinds = f"{len(self.layer_kinds)} kinds, none of them {MAIN_KIND_SHARE:.0%} of the layers"
+            return f"{what}: its layers differ ({kinds})"
+        for entry in self._main_layer_kind["modules"]:
             if not _simple(entry):
                 return f"{what}: its layers have a {entry['class']}"
         if any(leaf.stacked > 1 for leaf in self._attention):
             return f"{what}: its attention has experts"
-        if any(SECOND.search(leaf.path) for leaf in self._attention):
+        if any(SEVERAL_ATTENTIONS.search(leaf.path) for leaf in self._attention):
             return f"{what}: its layers have several attention blocks"
-        if self.experts and not self.active:
+        if self.experts and not self.experts_per_token:
             return f"{what}: config.json does not say how many experts are active per token"
-        wide = {leaf.in_features for leaf in self._attention if leaf.out_features == self.hidden}
+        widths = {leaf.in_features for leaf in self._attention if leaf.out_features == self.hidden}
         known = {self.heads * self.head_dim, self.heads * self._number("v_head_dim")} - {0}
-        if not wide & known:
+        if not widths & known:
             return f"{what}: the width of its attention heads is not known"
         return "" if self.experts or self.dense_inner else f"{what}: its layers have no MLP"
 

@@ -45,8 +45,8 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model. `layer` lists the modules of one decoder layer, `outside` all others: the embeddings first,
-    the output layer last."""
+    """The sizes of a model. `layer` lists the modules of one decoder layer, `non_layer_modules` all others: the
+    embeddings first, the output layer last."""
 
     layers: int
     hidden: int
@@ -57,23 +57,23 @@ class ModelShape:
     vocabulary: int
     max_positions: int
     tied: bool
-    gated: bool
+    gated_mlp: bool
     dtype: str
     architecture: str
     model_type: str
     activation: str = "silu"
-    bits: int = 0  # of the weights of a prequantized checkpoint; 0: not quantized
-    group: int = 0  # quantized weights that share a scale and a zero point
-    sdpa: bool = True  # False: transformers computes its attention eagerly unless another kernel is requested
-    sliding: bool = False  # some layers have sliding-window or chunked attention
+    weight_bits: int = 0  # of a prequantized checkpoint; 0: not quantized
+    group_size: int = 0  # quantized weights that share a scale and a zero point
+    supports_sdpa: bool = True  # False: transformers uses eager attention unless another kernel is requested
+    has_sliding_window: bool = False  # some layers have sliding-window or chunked attention
     experts: int = 0  # per layer; `intermediate` is then the intermediate size of one expert
-    active: int = 0  # experts per token
-    stack: str = "model.layers"  # path of the list of decoder layers
+    experts_per_token: int = 0
+    layers_path: str = "model.layers"  # path of the list of decoder layers
     layer: tuple[ModuleSpec, ...] = field(default=(), repr=False)
-    outside: tuple[ModuleSpec, ...] = field(default=(), repr=False)
+    non_layer_modules: tuple[ModuleSpec, ...] = field(default=(), repr=False)
     # Where layers differ: the modules of each kind of layer, and the kind of each layer. `layer` is the most frequent.
     layer_kinds: tuple[tuple[ModuleSpec, ...], ...] = field(default=(), repr=False)
-    layer_order: tuple[int, ...] = field(default=(), repr=False)
+    layer_kind_indices: tuple[int, ...] = field(default=(), repr=False)
     activations_unknown: str = ""  # why the memory of activations cannot be estimated, as the end of a sentence
 
     @cached_property
@@ -85,14 +85,14 @@ class ModelShape:
     def parameters(self) -> int:
         """Parameters of the whole model; tied embeddings count once."""
         layers = sum(leaf.parameters for layer in self.modules_by_layer for leaf in layer)
-        return layers + sum(leaf.parameters for leaf in self.outside)
+        return layers + sum(leaf.parameters for leaf in self.non_layer_modules)
 
     @property
     def modules_by_layer(self) -> tuple[tuple[ModuleSpec, ...], ...]:
         """The modules of every layer."""
         if not self.layer_kinds:
             return (self.layer,) * self.layers
-        return tuple(self.layer_kinds[kind] for kind in self.layer_order)
+        return tuple(self.layer_kinds[kind] for kind in self.layer_kind_indices)
 
     @property
     def layer_modules(self) -> tuple[ModuleSpec, ...]:
@@ -108,17 +108,18 @@ class ModelShape:
     @property
     def module_names(self) -> tuple[str, ...]:
         """The last name part of every module with parameters."""
-        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer_modules, *self.outside)))
+        return tuple(dict.fromkeys(_end(leaf.path) for leaf in (*self.layer_modules, *self.non_layer_modules)))
 
     @property
     def head(self) -> str:
         """Path of the output layer, which does not get an adapter."""
-        return self.outside[-1].path
+        return self.non_layer_modules[-1].path
 
     @property
-    def scoring(self) -> ModelShape:
+    def with_score_head(self) -> ModelShape:
         """The same model with a scalar head instead of the output layer."""
-        return replace(self, tied=False, outside=(*self.outside[:-1], ModuleSpec(SCORE, self.hidden, self.hidden, 1)))
+        score = ModuleSpec(SCORE, self.hidden, self.hidden, 1)
+        return replace(self, tied=False, non_layer_modules=(*self.non_layer_modules[:-1], score))
 
     def all_modules(self) -> tuple[ModuleSpec, ...]:
         """All modules of all layers, with their full names."""
@@ -127,11 +128,11 @@ class ModelShape:
     @cached_property
     def _all_modules(self) -> tuple[ModuleSpec, ...]:
         layers = [
-            replace(leaf, path=f"{self.stack}.{number}.{leaf.path}".rstrip("."))
+            replace(leaf, path=f"{self.layers_path}.{number}.{leaf.path}".rstrip("."))
             for number, layer in enumerate(self.modules_by_layer)
             for leaf in layer
         ]
-        return (*layers, *self.outside)
+        return (*layers, *self.non_layer_modules)
 
 
 def _end(path: str) -> str:

@@ -44,7 +44,7 @@ def unfrozen_modules(method: Method, shape: ModelShape) -> list[str]:
     """Names of the modules that are trained with method.kind freeze."""
     count = method.freeze_trainable_layers  # negative: the first layers instead of the last
     layers = range(shape.layers)[-count:] if count > 0 else range(min(-count, shape.layers))
-    return [SCORE, *method.freeze_extra_modules, *(f"{shape.stack}.{number}" for number in layers if count)]
+    return [SCORE, *method.freeze_extra_modules, *(f"{shape.layers_path}.{number}" for number in layers if count)]
 
 
 def stacked_rank(lora: Lora, leaf: ModuleSpec) -> int:

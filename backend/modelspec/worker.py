@@ -30,7 +30,7 @@ from typing import IO, Any
 Table = Mapping[str, Any]
 Config = Mapping[str, Any]
 
-FORMAT = 1  # as in backend.train.describe_model
+FORMAT = 2  # as in backend.train.describe_model
 COMMAND = (sys.executable, "-m", "backend.train.describe_model", "--serve")
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -63,7 +63,8 @@ def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
         config = registry.HUB_CONFIGS.get(spec.model.hub_id.lower()) if spec.model.source == "hub" else None
         shape = from_config(config or registry.BUILTIN_MODELS[spec.model.builtin].config)
         is_reward_model = registry.STAGES[spec.train.stage].is_reward_model
-        facts = replace(facts, shape=shape.scoring if is_reward_model else shape, quant_method="", model_problem="")
+        shape = shape.with_score_head if is_reward_model else shape
+        facts = replace(facts, shape=shape, quant_method="", model_problem="")
     return Case(spec, case.machine, facts)
 
 

@@ -196,7 +196,7 @@ def _tied_modules(case: Case) -> list[str]:
     shape = _lora_shape(case)
     if not shape or not shape.tied:
         return []
-    embeddings = shape.outside[0].path
+    embeddings = shape.non_layer_modules[0].path
     return [name for name in case.spec.lora.modules_to_save if _is_lm_head(shape, name) or matches(embeddings, name)]
 
 

@@ -37,7 +37,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-FORMAT = 1  # raise it when the table changes: it is part of the cache key
+FORMAT = 2  # raise it when the table changes: it is part of the cache key
 MAX_LAYERS = 2000
 MAX_BYTES = 6 * 2**30  # of this process; a config.json with absurd sizes must not exhaust the host's memory
 TOO_LARGE = 3  # exit status when MAX_BYTES is exceeded
@@ -159,7 +159,7 @@ def _described(model: Any) -> dict[str, Any]:
     """The parts of the table that need the built model."""
     modules = list(_modules(model))
     stack, depth = _stack(model)
-    layers, outside = _layers(model, stack, depth, modules)
+    layers, non_layer_modules = _layers(model, stack, depth, modules)
     text = model.config.get_text_config(decoder=True)
     head, inputs = model.get_output_embeddings(), _input_embeddings(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -170,7 +170,7 @@ def _described(model: Any) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "layers": layers,
         "matches_depth": depth == _fact(text, "num_hidden_layers"),
-        "outside": outside,
+        "non_layer_modules": non_layer_modules,
         "head": names.get(id(head), ""),
         "embeddings": names.get(id(inputs), ""),
         "tied": _tied(model),
@@ -239,13 +239,13 @@ def _stack(model: Any) -> tuple[str, int]:
 def _layers(
     model: Any, stack: str, depth: int, modules: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The decoder layers, identical ones listed once, and the modules outside of them."""
+    """The decoder layers, identical ones listed once, and the modules non_layer_modules of them."""
     each: list[list[dict[str, Any]]] = [[] for _ in range(depth)]
-    outside = []
+    non_layer_modules = []
     for entry in modules:
         inside = stack and entry["path"].startswith(f"{stack}.")
         if not inside:
-            outside.append(entry)
+            non_layer_modules.append(entry)
             continue
         number, _, path = entry["path"][len(stack) + 1 :].partition(".")
         each[int(number)].append({**entry, "path": path})
@@ -260,7 +260,7 @@ def _layers(
             listed.append({"class": cls, "modules": entries})
         order.append(kinds[key])
     counted = [{**kind, "count": order.count(number)} for number, kind in enumerate(listed)]
-    return {"path": stack, "count": depth, "kinds": counted, "order": order}, outside
+    return {"path": stack, "count": depth, "kinds": counted, "order": order}, non_layer_modules
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

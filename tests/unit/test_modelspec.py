@@ -99,8 +99,8 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
 def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -> None:
     config, model = built(kind, more)
     shape = from_config(config)
-    embedding = shape.outside[0].path.rpartition(".")[2]
-    for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.outside[-2].path.rpartition(".")[2],))):
+    embedding = shape.non_layer_modules[0].path.rpartition(".")[2]
+    for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.non_layer_modules[-2].path.rpartition(".")[2],))):
         method = Method(kind="freeze", freeze_trainable_layers=layers, freeze_extra_modules=also)
         chosen = set(adapters._unfrozen_modules(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
@@ -184,7 +184,7 @@ def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> N
 )
 def test_windows_of_attention_are_those_of_the_library(config: dict[str, Any], slides: bool) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
-    assert from_config({**small, "intermediate_size": 8, **config}).sliding == slides
+    assert from_config({**small, "intermediate_size": 8, **config}).has_sliding_window == slides
     made = AutoConfig.for_model(**small, **config)
     types = getattr(made, "layer_types", None)
     window = getattr(made, "sliding_window", None)

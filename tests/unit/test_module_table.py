@@ -66,7 +66,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"tie_word_embeddings": True}),
 ]
 # The closed formulas do not know the class, leave out a default activation, and count Gemma 2's scores by its name.
-APART = {"architecture", "activation", "sdpa", "layer", "outside"}
+APART = {"architecture", "activation", "supports_sdpa", "layer", "non_layer_modules"}
 
 
 def both(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
@@ -78,19 +78,22 @@ def both(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
 def test_every_leaf_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
     closed, read = both(kind, more)
     assert Counter(read.all_modules()) == Counter(closed.all_modules())
-    assert (read.outside[0], read.outside[-1]) == (closed.outside[0], closed.outside[-1])
+    assert (read.non_layer_modules[0], read.non_layer_modules[-1]) == (
+        closed.non_layer_modules[0],
+        closed.non_layer_modules[-1],
+    )
     for part in fields(ModelShape):
         if part.name not in APART:
             assert getattr(read, part.name) == getattr(closed, part.name), part.name
     assert (read.parameters, read.head) == (closed.parameters, closed.head)
     assert set(read.lora_target_names) == set(closed.lora_target_names)
-    assert read.scoring.parameters == closed.scoring.parameters
+    assert read.with_score_head.parameters == closed.with_score_head.parameters
 
 
 @pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
 def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
     closed, read = both(kind, more)
-    embedding = closed.outside[0].path.rpartition(".")[2]
+    embedding = closed.non_layer_modules[0].path.rpartition(".")[2]
     methods = [
         {"method.kind": "full"},
         *({"method.kind": "freeze", "method.freeze_trainable_layers": layers} for layers in (-3, -1, 0, 2)),
@@ -157,15 +160,15 @@ def test_parameters_are_those_of_the_model(kind: str) -> None:
 
 def test_layers_of_two_kinds() -> None:
     shape = recorded("deepseek_v3")
-    assert shape.layers == 5 and shape.layer_order == (0, 1, 1, 1, 1) and len(shape.layer_kinds) == 2
+    assert shape.layers == 5 and shape.layer_kind_indices == (0, 1, 1, 1, 1) and len(shape.layer_kinds) == 2
     assert shape.layer == shape.layer_kinds[1] and not shape.activations_unknown
     assert shape.layer_parameters == max(sum(leaf.parameters for leaf in kind) for kind in shape.layer_kinds)
     paths = {leaf.path for leaf in shape.all_modules()}
     assert "model.layers.0.mlp.down_proj" in paths and "model.layers.1.mlp.experts" in paths
     assert "model.layers.1.mlp.shared_experts.down_proj" in paths
     # Multi-head latent attention; two chosen experts and the shared one, which is as wide as they are.
-    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.experts, shape.active) == (8, 8, 16, 4, 3)
-    assert (shape.intermediate, shape.gated) == (48, True)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.experts, shape.experts_per_token) == (8, 8, 16, 4, 3)
+    assert (shape.intermediate, shape.gated_mlp) == (48, True)
 
 
 def test_names_that_peft_takes_for_experts_reach_no_linear_layer() -> None:
@@ -180,13 +183,13 @@ def test_experts_that_peft_does_not_know_carry_no_adapter() -> None:
     experts = [leaf for leaf in shape.layer if leaf.stacked]
     assert len(experts) == 2 and not any(leaf.accepts_lora or leaf.target_names for leaf in experts)
     assert set(shape.lora_target_names) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert (shape.experts, shape.active, shape.intermediate, shape.gated) == (4, 2, 160, True)
-    assert not shape.sdpa and shape.sliding
+    assert (shape.experts, shape.experts_per_token, shape.intermediate, shape.gated_mlp) == (4, 2, 160, True)
+    assert not shape.supports_sdpa and shape.has_sliding_window
 
 
 def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -> None:
     shape = recorded("mamba")
-    assert shape.parameters > 0 and (shape.heads, shape.stack) == (0, "backbone.layers")
+    assert shape.parameters > 0 and (shape.heads, shape.layers_path) == (0, "backbone.layers")
     assert "not modeled" in shape.activations_unknown
     found = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
     assert found.lower_bound and found.fits is None and found.unknown == shape.activations_unknown
@@ -203,7 +206,7 @@ def test_attention_without_sdpa_keeps_its_scores() -> None:
     machine, spec = gpus(1, "H100", 80, (9, 0)), edit(RunSpec(), {"data.max_length": 2048})
     shape = recorded("gptj")
     asked = edit(spec, {"model.attn_implementation": "eager"})
-    assert not shape.sdpa
+    assert not shape.supports_sdpa
     assert estimate(spec, machine, shape).device_bytes == estimate(asked, machine, shape).device_bytes
 
 
@@ -215,7 +218,7 @@ def test_what_is_no_causal_language_model_says_so(kind: str, word: str) -> None:
 
 def test_a_table_that_lacks_something_is_unknown() -> None:
     row = RECORDED["starcoder2"]
-    for name in ("facts", "layers", "outside", "expert_targets"):
+    for name in ("facts", "layers", "non_layer_modules", "expert_targets"):
         with pytest.raises(UnknownArchitecture, match="incomplete"):
             shape_from_table({k: v for k, v in row["table"].items() if k != name}, row["config"])
 
@@ -224,7 +227,7 @@ def test_dtype_and_quantization_come_from_the_config() -> None:
     row = RECORDED["starcoder2"]
     packed = {"quant_method": "gptq", "bits": 4, "group_size": 64}
     shape = shape_from_table(row["table"], {**row["config"], "dtype": "bfloat16", "quantization_config": packed})
-    assert (shape.dtype, shape.bits, shape.group) == ("bfloat16", 4, 64)
+    assert (shape.dtype, shape.weight_bits, shape.group_size) == ("bfloat16", 4, 64)
     assert cache_key({**row["config"], "dtype": "bfloat16"}) == cache_key(row["config"])
     assert cache_key({**row["config"], "vocab_size": 301}) != cache_key(row["config"])
 
@@ -461,7 +464,7 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
     table |= describe(json.loads((tmp_path / "model/config.json").read_text()))
     whole = inspect_inputs(spec, tmp_path).shape
     assert alone and whole and alone.parameters == from_config(text).parameters < whole.parameters
-    assert whole.parameters == table["parameters"] and whole.stack == "model.language_model.layers"
+    assert whole.parameters == table["parameters"] and whole.layers_path == "model.language_model.layers"
 
 
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:

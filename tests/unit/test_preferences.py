@@ -147,4 +147,4 @@ def test_memory_of_preference_stages() -> None:
     assert "Logits and loss" not in dpo, "the backward pass takes more"
     assert device(train__stage="orpo")["Logits and loss"] > 2**30, "whole logits"
     assert "Logits and loss" not in device(train__stage="reward")
-    assert LLAMA_8B.scoring.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096
+    assert LLAMA_8B.with_score_head.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096

@@ -317,7 +317,7 @@ def test_optimizer_offload_on_gpus_needs_a_compiler() -> None:
 def test_context_parallel_rejects_sliding_window_attention() -> None:
     spec = edit(RunSpec(), {"parallel.strategy": "fsdp2", "parallel.context_parallel_size": 2})
     for slides in (False, True):
-        facts = replace(DEMO, shape=replace(LLAMA_8B, sliding=slides))
+        facts = replace(DEMO, shape=replace(LLAMA_8B, has_sliding_window=slides))
         assert ("STR037" in codes(check(spec, TWO_H100, facts))) == slides
 
 
@@ -354,7 +354,7 @@ def test_apple_gpus_cannot_train_on_several_nodes() -> None:
 )
 def test_fsdp1_units_need_one_dtype(patch: dict[str, Any], raised: bool) -> None:
     base = {"parallel.strategy": "fsdp1", "method.kind": "freeze", "train.learning_rate": 1e-6}
-    shape = LLAMA_8B.scoring if patch.get("train.stage") == "reward" else LLAMA_8B
+    shape = LLAMA_8B.with_score_head if patch.get("train.stage") == "reward" else LLAMA_8B
     found = check(edit(RunSpec(), {**base, **patch}), TWO_H100, replace(DEMO, shape=shape))
     assert ("STR046" in codes(found)) == raised
 
@@ -379,7 +379,7 @@ def test_hidden_options_raise_no_finding() -> None:
     assert check(spec, LAPTOP, DEMO) == check(RunSpec(), LAPTOP, DEMO)
 
 
-SCORED = replace(DEMO, shape=LLAMA_8B.scoring)
+SCORED = replace(DEMO, shape=LLAMA_8B.with_score_head)
 
 
 @pytest.mark.parametrize("kind", ["full", "freeze"])

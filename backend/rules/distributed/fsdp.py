@@ -113,8 +113,8 @@ def _has_mixed_unit(shape: ModelShape, trainable: list[str]) -> bool:
     """Whether an FSDP unit (a layer, or all modules outside the layers) has both trainable and frozen parameters."""
     units: dict[str, set[bool]] = {}
     for leaf in shape.all_modules():
-        in_layer = leaf.path.startswith(f"{shape.stack}.")
-        unit = leaf.path[len(shape.stack) + 1 :].partition(".")[0] if in_layer else ""
+        in_layer = leaf.path.startswith(f"{shape.layers_path}.")
+        unit = leaf.path[len(shape.layers_path) + 1 :].partition(".")[0] if in_layer else ""
         if leaf.parameters:
             units.setdefault(unit, set()).add(any(matches(leaf.path, name) for name in trainable))
     return any(len(kinds) > 1 for kinds in units.values())

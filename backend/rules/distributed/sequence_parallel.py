@@ -246,7 +246,7 @@ def unsupported_context_parallelism(case: Case) -> Violation | None:
             SDPA,
         ),
         (registry.STAGES[spec.train.stage].label, spec.train.stage not in registry.NEXT_TOKEN_STAGES, None),
-        ("the model's sliding-window attention", case.shape is not None and case.shape.sliding, None),
+        ("the model's sliding-window attention", case.shape is not None and case.shape.has_sliding_window, None),
     ]
     found = [(name, fix) for name, applies, fix in candidates if applies]
     if not found:
