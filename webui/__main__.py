@@ -26,6 +26,7 @@ from webui import gradio_internals
 from webui.auth import LOOPBACK, WILDCARD, Login, load_or_create_key
 
 MIN_PASSWORD_LENGTH = 8
+OTHER_FOLDER = "Set another folder with --runs or RUNS."
 
 
 class StartupError(Exception):
@@ -62,17 +63,19 @@ def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]
     parser = argparse.ArgumentParser(prog="python -m webui", description="Serve Footplate's web page.")
     parser.add_argument("--host", default=environment.get("HOST") or LOOPBACK[1], help="default: 127.0.0.1")
     parser.add_argument("--port", default=environment.get("PORT") or "7860", help="default: 7860; 0 picks a free port")
-    parser.add_argument("--runs", default=environment.get("RUNS") or "runs", help="folder of the runs; default: runs")
+    parser.add_argument(
+        "--runs", default=environment.get("RUNS") or "runs", help="folder that stores the runs; default: runs"
+    )
     arguments = parser.parse_args(argv)
     if not arguments.port.isdecimal() or int(arguments.port) > 65535:
-        raise StartupError(f"PORT is {arguments.port!r}: it must be an integer from 0 to 65535.")
+        raise StartupError(f"The port is {arguments.port!r}; it must be an integer from 0 to 65535.")
     password = environment.pop("FOOTPLATE_PASSWORD", "")  # runs must not inherit it
     if password and len(password) < MIN_PASSWORD_LENGTH:
         raise StartupError(f"FOOTPLATE_PASSWORD is too short: use at least {MIN_PASSWORD_LENGTH} characters.")
     if not password and not _is_loopback(arguments.host):
         raise StartupError(
             f"{arguments.host} is reachable from other machines, and everyone who can open the page can start "
-            f"processes here. Set FOOTPLATE_PASSWORD, or keep HOST at {LOOPBACK[1]} and connect through "
+            f"processes on this machine. Set FOOTPLATE_PASSWORD, or serve on {LOOPBACK[1]} and connect through "
             f"`ssh -L {arguments.port}:{LOOPBACK[1]}:{arguments.port}`."
         )
     hosts = tuple(environment.get("FOOTPLATE_HOSTS", "").replace(",", " ").split())
@@ -102,9 +105,9 @@ def _runs_folder(runs: Path) -> Path:
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. Change RUNS.") from None
+        raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. {OTHER_FOLDER}") from None
     if not os.access(runs, os.W_OK | os.X_OK):
-        raise StartupError(f"The runs folder {runs} is not writable. Change RUNS.")
+        raise StartupError(f"The runs folder {runs} is not writable. {OTHER_FOLDER}")
     return runs.resolve()
 
 
@@ -113,7 +116,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:
-        raise StartupError(f"HOST is {host!r}: this machine has no such address. Use 127.0.0.1.") from None
+        raise StartupError(f"The host {host!r} is not an address of this machine. Use 127.0.0.1.") from None
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,8 +125,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise StartupError(f"Port {port} of {host} cannot be used: {_reason(error)}. Use another one: "
-                      f"`PORT={7861 if port == 7860 else 7860} make run`.") from None  # fmt: skip
+        raise StartupError(f"Port {port} on {host} cannot be used: {_reason(error)}. Set another port, "
+                      f"such as {7861 if port == 7860 else 7860}, with --port or PORT.") from None  # fmt: skip
     return listener
 
 
@@ -175,7 +178,7 @@ def _serve(app: Any, listener: socket.socket, address: str, runs: Path) -> int:
             timeout_graceful_shutdown=2,
         )
     )
-    server.greeting = f"Footplate is at {address}\nRuns are stored in {runs}. Ctrl+C stops the page, not the runs.\n"
+    server.greeting = f"Footplate is at {address}\nRuns are stored in {runs}. Ctrl+C stops the server; runs continue.\n"
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

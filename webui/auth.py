@@ -156,8 +156,8 @@ class AccessControl:
         if not self._known(name):
             return error_response(
                 421,
-                f"Unknown host name {name[:80]!r}. Open the page at http://127.0.0.1 with its port, or start it with "
-                "FOOTPLATE_HOSTS set to that name.",
+                f"Unknown host name {name[:80]!r}. Open the page at http://127.0.0.1 with its port, or start the "
+                "server with FOOTPLATE_HOSTS set to that name.",
             )
         origins = headers.getlist("origin")
         if any(not _is_same_origin(origin, named[0]) for origin in origins):

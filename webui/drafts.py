@@ -38,7 +38,9 @@ class Drafts:
         path = self._path(name)
         text = orjson.dumps(values).decode()
         if len(text) > MAX_BYTES:
-            raise DraftError(f"The form holds more than {MAX_BYTES // 1024} kB of text: move long texts into files.")
+            raise DraftError(
+                f"The form contains more than {MAX_BYTES // 1024} KiB of text: move long texts into files."
+            )
         with self._lock:
             new = not path.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,7 @@ class Drafts:
 
     def _path(self, name: str) -> Path:
         if not ID.fullmatch(name):
-            raise DraftError("A draft's id is 1 to 64 letters, digits, - and _.")
+            raise DraftError("A draft's ID is 1 to 64 letters, digits, - and _.")
         return self.folder / f"{name}.json"
 
     def _delete_oldest(self) -> None:

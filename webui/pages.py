@@ -44,9 +44,9 @@ TOP = """
     <a href="?tab=runs" data-tab="runs">Runs</a>
     <a href="rules" target="_blank" rel="noopener">Rules</a>
   </nav>
-  <label class="fp-machine">Machine <select id="fp-machine" aria-label="Machine to check for"></select></label>
-  <button type="button" class="fp-icon" id="fp-theme" aria-label="Switch between light and dark"
-    title="Switch between light and dark"></button>
+  <label class="fp-machine">Machine <select id="fp-machine" aria-label="Target machine"></select></label>
+  <button type="button" class="fp-icon" id="fp-theme" aria-label="Switch between light and dark theme"
+    title="Switch between light and dark theme"></button>
 </header>
 """
 

@@ -242,7 +242,7 @@ def test_drafts_are_limited_in_number_and_size(tmp_path):
         drafts.save(f"n{i}", {"i": i})
         time.sleep(0.01)
     assert sorted(p.name for p in drafts.folder.iterdir()) == ["n2.json", "n3.json", "n4.json"]
-    with pytest.raises(ValueError, match="kB"):
+    with pytest.raises(ValueError, match="KiB"):
         drafts.save("big", {"x": "y" * 300_000})
     (drafts.folder / "n2.json").write_text("[torn")
     assert drafts.load("n2") is None

@@ -55,7 +55,7 @@ def startup_error(capsys, *argv, **environment):
 def test_a_used_port_is_reported_with_an_alternative(capsys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as used:
         error = startup_error(capsys, PORT=str(used.getsockname()[1]), RUNS=str(tmp_path))
-    assert "PORT=7860 make run" in error and "another program" in error
+    assert "such as 7860, with --port or PORT" in error and "another program" in error
 
 
 def test_startup_errors(capsys, tmp_path):
@@ -64,8 +64,8 @@ def test_startup_errors(capsys, tmp_path):
     assert "FOOTPLATE_PASSWORD" in startup_error(capsys, HOST="0.0.0.0", RUNS=runs)
     assert "FOOTPLATE_PASSWORD" in startup_error(capsys, "--host", "192.0.2.1", RUNS=runs)
     assert "too short" in startup_error(capsys, HOST="0.0.0.0", FOOTPLATE_PASSWORD="short", RUNS=runs)
-    assert "PORT" in startup_error(capsys, PORT="http", RUNS=runs)
-    assert "PORT" in startup_error(capsys, "--port", "70000", RUNS=runs)
+    assert "The port is 'http'" in startup_error(capsys, PORT="http", RUNS=runs)
+    assert "The port is '70000'" in startup_error(capsys, "--port", "70000", RUNS=runs)
     assert not Path(runs).exists()
     assert "cannot be used" in startup_error(
         capsys, "--host", "192.0.2.1", FOOTPLATE_PASSWORD="correct horse", RUNS=runs

@@ -107,7 +107,7 @@ def load_draft(state: State, id: str) -> dict[str, Any]:
     """A draft's values as they were typed. Options added to Footplate since then keep their default."""
     values = state.drafts.load(id)
     if values is None:
-        raise ApiError(404, f"Draft {id} does not exist any more.")
+        raise ApiError(404, f"The draft {id} does not exist, or was deleted.")
     return {"values": {name: value for name, value in values.items() if name in by_name()}}
 
 

@@ -123,7 +123,7 @@ def error_response(error: Exception) -> Response:
         case HTTPException():
             return json({"error": f"{error.detail}."}, error.status_code)
         case SpecError():
-            named = (f"{p.field}: {p.message}" if p.field else f"The text {p.message}" for p in error.problems)
+            named = (f"{p.field}: {p.message}" if p.field else p.message for p in error.problems)
             return json({"error": "; ".join(named) + ".", "field": error.problems[0].field}, 422)
         case DraftError():
             return json({"error": str(error)}, 400)

@@ -15,7 +15,7 @@ from backend.rules import FAMILIES, OUTDATED, RULES, Fix, Outdated, Rule, exampl
 
 LEVELS = {"error": "Error", "warning": "Warning", "advice": "Advice"}
 PROOFS = {
-    "launch": "a test launches the failing example and sees it fail",
+    "launch": "a test launches the failing example, which fails",
     "gpu": "a test on a GPU launches the failing example",
     "": "",
 }
@@ -83,7 +83,9 @@ def _fixes(fixes: tuple[Fix, ...]) -> str:
 
 def _outdated_card(outdated: Outdated) -> str:
     proof = (
-        f"a test launches it: tests/process/{outdated.test}" if outdated.test else "read in the source, not launched"
+        f"a test launches it: tests/process/{outdated.test}"
+        if outdated.test
+        else "read in the library's source code, not launched"
     )
     details = _row("Verified with", outdated.verified_with) + _row("Proof", proof)
     title, before, now = (escape(text) for text in (outdated.topic, outdated.before, outdated.now))
@@ -109,14 +111,14 @@ PAGE = """<!doctype html>
 <main>
 <header><a href="./">Footplate</a><h1>Rules</h1>
 <p>What Footplate checks before a run starts. An error prevents the start; a warning means that the run works
-differently from what its options say; advice is a better choice. A safe fix does not change what the model learns.
-See also <a href="#outdated">outdated advice</a>: combinations that failed once and work now.</p></header>
+differently from what its options say; advice suggests a better choice. A safe fix does not change the training result.
+See also <a href="#outdated">outdated advice</a>: combinations that used to fail and work now.</p></header>
 <div class="search"><input type="search" placeholder="Search rules" aria-label="Search rules">
 {levels}<select aria-label="Topic"><option value="">All topics</option>{families}</select>
 <span class="dim" role="status">{count} rules</span></div>
 {rules}
 <section><h2 class="part" id="outdated">Outdated advice</h2>
-<p class="dim">Limits of earlier versions that no rule enforces any more.</p>
+<p class="dim">Limits of earlier library versions that the rules no longer enforce.</p>
 {outdated}</section>
 <p class="dim" id="none" hidden>No rule matches the search.</p>
 </main>

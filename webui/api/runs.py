@@ -59,7 +59,7 @@ class ResumeRequest(RequestBody):
 def _find_run(state: State, id: str) -> Run:
     """The run in the path. Raises ApiError."""
     if len(id) > MAX_ID_LENGTH:
-        raise ApiError(404, f"A run's id has at most {MAX_ID_LENGTH} characters.")
+        raise ApiError(404, f"A run's ID has at most {MAX_ID_LENGTH} characters.")
     try:
         return find(state.runs, id)
     except RunError as error:
@@ -89,7 +89,7 @@ def _run_of_key(state: AppState, key: str) -> Run | None:
     try:
         return find(state.runs, created)
     except RunError:
-        raise ApiError(409, "This run was started already and has been deleted since.") from None
+        raise ApiError(409, "This run was already started and has since been deleted.") from None
 
 
 def _create(state: AppState, body: StartRequest) -> Run:
@@ -261,7 +261,7 @@ def _spec_text(run: Run) -> str:
     try:
         return (run.path / SPEC).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ApiError(404, f"{SPEC} is missing from the run's folder.") from None
+        raise ApiError(404, f"{SPEC} is missing from the run folder.") from None
 
 
 def _script(run: Run) -> str:

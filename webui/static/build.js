@@ -49,7 +49,9 @@ async function check() {
   } catch (error) {
     if (mine !== seq) return;
     if (error.offline) timer = setTimeout(check, RETRY);
-    const next = error.offline ? " Your edits are kept in this tab; the check is repeated until it responds." : "";
+    const next = error.offline
+      ? " Your edits are kept in this tab; the check is retried until the server responds."
+      : "";
     drawCheckFailed(error.offline ? "No connection" : "Check failed", `${error.message}${next}`);
   }
 }
@@ -175,7 +177,7 @@ export async function cloneRun(id, showView) {
   showView("build");
   $("#fp-presets").value = "";
   describePreset();
-  form.setValues(values, { undo: "The run's options are copied into the form." });
+  form.setValues(values, { undo: "The run's options were copied into the form." });
 }
 
 async function importFile(event) {
@@ -186,7 +188,7 @@ async function importFile(event) {
     const { values, kept } = await post("api/import", { yaml: await file.text(), values: form.currentValues() });
     $("#fp-presets").value = "";
     describePreset();
-    const extra = kept.length ? ` Keys without an option went into the extra config: ${kept.join(", ")}.` : "";
+    const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     form.setValues(values, { undo: `${file.name} loaded.${extra}` });
   } catch (error) {
     notify(`${file.name}: ${error.message}`, { level: "error" });

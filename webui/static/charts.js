@@ -283,7 +283,7 @@ function createCard(chart, state) {
     plot = null;
     curves = [];
     legend.replaceChildren();
-    const text = state.hasEnded() ? "This run logged no values." : "The first value comes with the first logged step.";
+    const text = state.hasEnded() ? "This run logged no values." : "Values appear after the first logging step.";
     place.replaceChildren(el("p.fp-plot-empty", {}, text));
   }
 

@@ -7,7 +7,7 @@ import { applyFix, fixNote } from "./fixes.js";
 import { bytes } from "./format.js";
 
 const COLORS = 6;
-const PLACES = { device: "Each device", host: "Host memory", disk: "Disk" };
+const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
 /** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one */
 export function drawMemory(memory, finding) {
@@ -28,8 +28,8 @@ export function drawMemory(memory, finding) {
       el("span.fp-gap"),
       el("span.fp-figure", { "data-level": level }, text),
     ),
-    unknown ? el("p.fp-dim", {}, `The memory cannot be estimated: ${unknown}`) : null,
-    lowerBound ? el("p.fp-dim", {}, `A lower bound: ${memory.unknown}`) : null,
+    unknown ? el("p.fp-dim", {}, `Memory use cannot be estimated: ${unknown}`) : null,
+    lowerBound ? el("p.fp-dim", {}, `This is a lower bound: ${memory.unknown}`) : null,
     memory.download ? downloadButton(memory.download) : null,
   ];
   if (!unknown) {
@@ -80,7 +80,8 @@ function reductions({ level, fixes }) {
     const button = el("button.fp-link", { type: "button", onclick: () => applyFix(fix) }, fix.label);
     return el("tr", {}, el("td", {}, button, el("div", {}, fixNote(fix))), el("td.fp-n", {}, bytes(fix.peak)));
   };
-  const title = level === "error" ? "Changes that make it fit, with the new estimate" : "Changes that leave more room";
+  const title =
+    level === "error" ? "Changes that make the run fit, with the new estimate" : "Changes that leave more free memory";
   return el("table.fp-rows.fp-reductions", {}, el("caption", {}, title), el("tbody", {}, ...fixes.map(row)));
 }
 
@@ -95,7 +96,11 @@ function breakdown(rows) {
 }
 
 function downloadButton(model) {
-  const button = el("button.fp-link", { type: "button", onclick: start }, "Download its config.json from the Hub");
+  const button = el(
+    "button.fp-link",
+    { type: "button", onclick: start },
+    "Download the model's config.json from the Hub",
+  );
   async function start() {
     button.disabled = true;
     button.textContent = "Downloading config.json";

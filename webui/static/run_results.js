@@ -124,7 +124,7 @@ function sizeCards(
   }
   const peaks = (measured || []).filter(Number.isFinite);
   if (peaks.length) {
-    const note = estimated ? `estimated ${bytes(estimated)}` : peaks.length > 1 ? "on the fullest rank" : "";
+    const note = estimated ? `estimated ${bytes(estimated)}` : peaks.length > 1 ? "highest of all ranks" : "";
     cards.push({ title: "Peak memory", value: bytes(Math.max(...peaks)), note });
   }
   return cards;
@@ -276,7 +276,7 @@ function memoryTables({ peak_bytes: peaks = [], reserved_bytes: reserved = [] },
     peaks.length ? table(["Measured", "Peak", ...(hasReserved ? ["Reserved"] : [])], peaks.map(rank)) : null,
     parts.length
       ? table(
-          ["Estimate for each device", bytes(total)],
+          ["Estimate per device", bytes(total)],
           parts.map((row) => line([row.name, bytes(row.bytes)])),
         )
       : null,
