@@ -147,7 +147,7 @@ def estimate(arguments: argparse.Namespace) -> int:
         print_json(estimate_json(found))
         return 0
     if found.unknown:
-        print(f"{'A lower bound' if found.lower_bound else 'The memory per device is not known'}: {found.unknown}")
+        print(f"{'This is a lower bound' if found.lower_bound else 'Memory use cannot be estimated'}: {found.unknown}")
     totals = (("device", found.device_bytes), ("host", found.host_bytes), ("disk", found.disk_bytes))
     width = max((len(row.name) for row in found.rows), default=0)
     for row in found.rows:
@@ -157,7 +157,7 @@ def estimate(arguments: argparse.Namespace) -> int:
     print(f"{_gib(found.capacity_bytes)}  device  free memory")
     if not found.unknown:
         low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
-        print(f"The peak per device is expected between {low} and {high}.")
+        print(f"Estimated peak per device: {low} to {high}.")
     return 0
 
 

@@ -17,11 +17,11 @@ hf_hub_download(sys.argv[1], "config.json", revision=sys.argv[2])
 """
 # Exceptions of huggingface_hub.errors -> reason. The first one that the traceback names counts.
 REASONS = {
-    "GatedRepoError": "it is gated: request access on its page, then run hf auth login",
-    "RepositoryNotFoundError": "the Hub has no model of this id, or it is private: run hf auth login to use your token",
+    "GatedRepoError": "the model is gated: request access on its page, then run hf auth login",
+    "RepositoryNotFoundError": "the Hub has no model with this ID, or it is private: run hf auth login",
     "RevisionNotFoundError": "the model has no such revision (branch, tag or commit)",
     "EntryNotFoundError": "the repository has no config.json, so it is not a transformers model",
-    "HFValidationError": "the id is not valid: it must be organization/name",
+    "HFValidationError": "the ID is not valid: it must be organization/name or name",
 }
 
 

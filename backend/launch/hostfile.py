@@ -45,13 +45,15 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
     for part in include.split("@"):
         match = re.fullmatch(r"([^\s:]+)(?::(\d+(?:,\d+)*))?", part.strip())
         if not match:
-            raise HostfileError(f"{part!r} is not a valid --include part: write worker-1@worker-2:0,1.")
+            raise HostfileError(
+                f"{part!r} is not a valid part of --include: write, for example, worker-1@worker-2:0,1."
+            )
         name, slots = match[1], tuple(int(slot) for slot in (match[2] or "").split(",") if slot)
         if name not in available:
             raise HostfileError(f"{name} is not in the hostfile, which lists {', '.join(available)}.")
         if missing := [slot for slot in slots if slot not in available[name]]:
             raise HostfileError(
-                f"{name} has {len(available[name])} slots, counted from 0; slot {missing[0]} is not one."
+                f"{name} has {len(available[name])} slots, numbered from 0; slot {missing[0]} does not exist."
             )
         selected[name] = tuple(sorted({*selected.get(name, ()), *(slots or available[name])}))
     return {name: selected[name] for name in available if name in selected}

@@ -32,13 +32,13 @@ SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Shown above each file in the preview.
 ABOUT: Mapping[str, str] = {
     SPEC: "The options that differ from the defaults. `footplate run spec.yaml` starts the same run.",
-    RESOLVED: "What follows from the options and the machine. The trainer compares it with what it finds on each rank.",
+    RESOLVED: "Values derived from the options and the machine. The trainer compares them with what each rank finds.",
     DEEPSPEED: 'The Trainer fills in "auto" from its own arguments, so that each value is set in one place. '
-    "Bucket sizes are in elements of two bytes.",
+    "Bucket sizes are in elements; parallel.bucket_cap_mb is converted at two bytes per element.",
     FSDP: "Precision and mesh are arguments of the Trainer. Layers to wrap are found in the model unless they are set. "
     "cpu_ram_efficient_loading: rank 0 reads the weights and sends the others their shards.",
     ACCELERATE: "Read by accelerate launch. The Trainer gets the same values, so neither overrides the other.",
-    HOSTFILE: "One node per line: its name and how many processes it may start.",
+    HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
 
 

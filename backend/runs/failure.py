@@ -73,7 +73,7 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
         "The machine ran out of CPU memory (RAM).",
-        "Reduce launch.nproc_per_node or train.per_device_train_batch_size, or end other programs.",
+        "Reduce launch.nproc_per_node or train.per_device_train_batch_size, or stop other programs.",
         ("launch.nproc_per_node", "train.per_device_train_batch_size", "train.dataloader_num_workers"),
         anywhere=True,
     ),
@@ -102,9 +102,9 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
         r"|Timed out (after \d+ seconds )?waiting|DistStoreError[^\n]*time",
-        "A rank waited longer for the other ranks than parallel.ddp_timeout.",
-        "Check the logs of the other ranks for what delayed them. If a step or the data preparation takes that long, "
-        "raise parallel.ddp_timeout.",
+        "A rank waited longer than parallel.ddp_timeout for the other ranks.",
+        "Check the logs of the other ranks for the cause of the delay. If a step or the data preparation takes that "
+        "long, raise parallel.ddp_timeout.",
         ("parallel.ddp_timeout",),
         anywhere=True,
     ),
@@ -116,14 +116,15 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"as PyTorch extensions root\.\.\.\s*\Z",
         "The run ended while it waited for the build of a DeepSpeed operator.",
-        "A build that was killed leaves a file named lock in that folder, on which later runs wait forever: delete it "
-        "if no build is running.",
+        "A killed build leaves a file named lock in the operator's folder below the PyTorch extensions root that the "
+        "log names, and later runs wait forever for it: delete the file if no build is running.",
         anywhere=True,
     ),
     KnownFailure(
         r"(?i)GatedRepoError|401 Client Error|403 Client Error",
         "The Hugging Face Hub denied access to this model or dataset.",
-        "Accept its terms on the Hub and set HF_TOKEN in launch.env, or choose another model or dataset.",
+        "Accept its terms on the Hub and run hf auth login, or set HF_TOKEN in launch.env; or choose another model or "
+        "dataset.",
         ("model.hub_id", "data.hub_id", "launch.env"),
     ),
     KnownFailure(
@@ -142,13 +143,13 @@ KNOWN_FAILURES = (
     ),
     KnownFailure(
         r"(?m)^KeyError: (?P<quote>['\"])(?P<name>.+)(?P=quote)$",
-        "The key '{name}' was not found; most often it is a missing column of the data.",
+        "The key '{name}' was not found. The most frequent cause is a missing column in the data.",
         "Compare the columns of the data files with data.format and the column options.",
         ("data.format", "data.messages_column", "data.prompt_column", "data.completion_column", "data.text_column"),
     ),
     KnownFailure(
         r"(?m)^PermissionError: .*?(?P<quote>['\"])(?P<name>.+)(?P=quote)$",
-        "The run has no permission for {name}.",
+        "The run has no permission to access {name}.",
         "Change the owner or mode of that path, or use another path.",
     ),
     KnownFailure(

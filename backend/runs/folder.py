@@ -105,7 +105,7 @@ class Run:
                 start_new_session=True, check=False,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise RunError(f"The supervisor of the run did not start: {error}.") from error
+            raise RunError(f"The run's supervisor process did not start: {error}.") from error
         if done.returncode:
             raise RunError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "The run did not start.")
 
@@ -115,7 +115,7 @@ class Run:
         if state in ALIVE:
             raise RunError("This run is still running. Stop it before you resume it.")
         if state == "done" and not from_scratch:
-            raise RunError("This run has finished. Clone it to train further, or restart it from scratch.")
+            raise RunError("This run has finished. Start a new run with its options, or restart it from scratch.")
         self.start(from_scratch, timeouts)
 
     def stop(self, save: bool = True) -> None:
@@ -130,11 +130,12 @@ class Run:
     def clean_up(self) -> int:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
         if processes.is_locked(self.path):
-            raise RunError("This run is still running. Stop it instead.")
+            raise RunError("This run is still running. Stop it before you clean up its processes.")
         count = len(processes.run_processes(self.path))
         if left := processes.terminate(self.path):
             raise RunError(
-                f"These processes could not be killed: {', '.join(map(str, left))}. They are blocked in the kernel."
+                f"The processes with PID {', '.join(map(str, left))} could not be killed, because they are blocked in "
+                "the kernel. Reboot the machine if they do not end."
             )
         return count
 
@@ -304,7 +305,7 @@ class Run:
             return f"Stopped{at}. {failure['sentence'] if failure else resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
-        return f"Lost{at}: the supervisor was killed, or the machine shut down. {resume}"
+        return f"Lost{at}: the run's supervisor process was killed, or the machine shut down. {resume}"
 
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):
@@ -367,7 +368,7 @@ def _move_to_free_name(staging: Path, target: Path) -> Path:
         except OSError:
             if not place.exists():
                 raise
-    raise OSError(17, "there are a thousand runs of this name in one second")
+    raise OSError(17, "too many runs with this name were created in the same second")
 
 
 def _umask() -> int:

@@ -230,7 +230,7 @@ def test_three_starts_at_once_one_wins(make_run: MakeRun) -> None:
         run.resume()
     with pytest.raises(RunError, match="Stop it before"):
         run.delete()
-    with pytest.raises(RunError, match="Stop it instead"):
+    with pytest.raises(RunError, match="Stop it before you clean up"):
         run.clean_up()
     wait_for(lambda: run.state == "running")
     run.stop()

@@ -102,8 +102,8 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert download_config("own/tiny", "main") == ""
-        assert download_config("own/other", "main").startswith("the Hub has no model of this id")
-        assert download_config("a/b/c", "main") == "the id is not valid: it must be organization/name"
+        assert download_config("own/other", "main").startswith("the Hub has no model with this ID")
+        assert download_config("a/b/c", "main") == "the ID is not valid: it must be organization/name or name"
         server.shutdown()
     found = inspect_inputs(asked, tmp_path)
     assert found.shape is not None
