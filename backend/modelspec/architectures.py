@@ -21,18 +21,20 @@ def from_config(config: Config) -> ModelShape:
     config = config.get("text_config") or config
     kind = str(config.get("model_type") or "")
     if not kind:
-        raise UnknownArchitecture("config.json names no model_type")
+        raise UnknownArchitecture("config.json has no model_type")
     has_experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if has_experts and not isinstance(ARCHITECTURES.get(kind), Mixture):
-        raise UnknownArchitecture(f"{kind} is a mixture-of-experts architecture without a closed formula")
+        raise UnknownArchitecture(f"Footplate has no formula for the mixture-of-experts architecture {kind}")
     if kind not in ARCHITECTURES:
-        raise UnknownArchitecture(f"{kind} is an architecture without a closed formula")
+        raise UnknownArchitecture(f"Footplate has no formula for the architecture {kind}")
     try:
         return ARCHITECTURES[kind](config)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, UnknownArchitecture):
             raise
-        raise UnknownArchitecture(f"config.json of this {kind} has a value that is not a number: {error}") from None
+        raise UnknownArchitecture(
+            f"config.json of the {kind} model has a value that is not a number: {error}"
+        ) from None
 
 
 def _number(config: Config, *names: str, default: int | None = None) -> int:
@@ -163,7 +165,7 @@ class Mixture(Llama):
     def __call__(self, config: Config) -> ModelShape:
         """The shape of the model with this config."""
         if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) != 1:
-            raise UnknownArchitecture("only some of its layers have experts")
+            raise UnknownArchitecture("Footplate has no formula for a model with experts in only some layers")
         experts = _number(config, "num_experts", "num_local_experts")
         experts_per_token = _number(config, "num_experts_per_tok")
         shape = super().__call__(config)

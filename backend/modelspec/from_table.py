@@ -20,7 +20,7 @@ from backend.modelspec.modules import ModelShape, ModuleSpec
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
 
-KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "not a text model"}
+KINDS = {"encoder": "an encoder", "encoder-decoder": "an encoder-decoder model", "other": "a non-text model"}
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
     try:
         return TableReader(table, config).shape()
     except (KeyError, IndexError, TypeError) as error:
-        reason = f"the module table of this {kind} is incomplete: {type(error).__name__} {error}"
+        reason = f"the architecture {kind} could not be read completely: {type(error).__name__} {error}"
         raise UnknownArchitecture(reason) from None
 
 
@@ -276,17 +276,17 @@ class TableReader:
 
     def _why_unknown(self) -> str:
         """Why the memory of activations is not known, as the end of a sentence; '' if it is."""
-        what = f"the activations of {self.table['class']} are not modeled"
+        what = f"the activation memory of {self.table['class']} is not modeled"
         unmodeled = [name for name in self.facts.get("layer_types") or () if name not in ATTENTIONS]
         share = self._main_layer_kind["count"] / self.table["layers"]["count"]
         if unmodeled:
             return f"{what}: it has layers of type {unmodeled[0]}"
         if share < MAIN_KIND_SHARE:
-            kinds = f"{len(self.layer_kinds)} kinds, none of them {MAIN_KIND_SHARE:.0%} of the layers"
+            kinds = f"{len(self.layer_kinds)} kinds, none of which is {MAIN_KIND_SHARE:.0%} of the layers"
             return f"{what}: its layers differ ({kinds})"
         for entry in self._main_layer_kind["modules"]:
             if not _simple(entry):
-                return f"{what}: its layers have a {entry['class']}"
+                return f"{what}: its layers contain a {entry['class']}"
         if any(leaf.stacked > 1 for leaf in self._attention):
             return f"{what}: its attention has experts"
         if any(SEVERAL_ATTENTIONS.search(leaf.path) for leaf in self._attention):
@@ -296,7 +296,7 @@ class TableReader:
         widths = {leaf.in_features for leaf in self._attention if leaf.out_features == self.hidden}
         known = {self.heads * self.head_dim, self.heads * self._number("v_head_dim")} - {0}
         if not widths & known:
-            return f"{what}: the width of its attention heads is not known"
+            return f"{what}: the size of its attention heads is unknown"
         return "" if self.experts or self.dense_inner else f"{what}: its layers have no MLP"
 
 

@@ -126,7 +126,7 @@ class Worker:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.unread:
                 if not selector.select(max(0.0, until - time.monotonic())):
-                    raise WorkerError(f"building it {late}")
+                    raise WorkerError(f"building the model {late}")
                 read = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise WorkerError(self._ending())
@@ -135,7 +135,7 @@ class Worker:
         try:
             found = json.loads(line)
         except ValueError as error:
-            raise WorkerError(f"the worker process wrote {line[:60]!r}") from error
+            raise WorkerError(f"the worker process wrote unexpected output: {line[:60]!r}") from error
         return found if isinstance(found, dict) else {}
 
     def _ending(self) -> str:
@@ -145,7 +145,7 @@ class Worker:
             self.process.wait(5)
         status, said = self.process.returncode, ""
         if status == TOO_LARGE:
-            return "building it took too much memory"
+            return "building the model took too much CPU memory"
         if self.errors:
             self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 4096))
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -218,7 +218,7 @@ class ModuleTables:
         self._request(key, config)
         with self._changed:
             self._changed.wait_for(lambda: key in self._known, timeout)
-            return self._known.get(key, f"building it takes longer than {timeout:g} seconds")
+            return self._known.get(key, f"building the model takes longer than {timeout:g} seconds")
 
     def close(self) -> None:
         """End the worker. Pending requests are dropped; a later request starts it again."""
@@ -297,7 +297,7 @@ class ModuleTables:
         except WorkerError as error:
             return str(error)
         table = answer.get("table")
-        return table if isinstance(table, dict) else str(answer.get("error") or "the worker gave no table")
+        return table if isinstance(table, dict) else str(answer.get("error") or "the worker returned no table")
 
     def _store(self, key: str, table: Table) -> None:
         """Write the table atomically. Without a writable cache it is kept in memory only."""

@@ -265,7 +265,7 @@ def _notes(counts: Counter[str], spec: RunSpec) -> str:
         "truncated": f"truncated to {longest} tokens",
         "split": f"split into sequences of at most {longest} tokens",
         "long": f"dropped because they are longer than {longest} tokens",
-        "dropped": "dropped because no trained token is left",
+        "dropped": "dropped because they have no trained tokens",
     }
     return "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
 

@@ -83,7 +83,9 @@ def describe(config: Mapping[str, Any], folder: str = "") -> dict[str, Any]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made, trust_remote_code=bool(folder))
     except Exception as error:  # a config can break the constructor in any way
-        raise Refused(f"transformers {transformers.__version__} cannot build it: {_first_line(error)}") from error
+        raise Refused(
+            f"transformers {transformers.__version__} cannot build the model: {_first_line(error)}"
+        ) from error
     return {**table, **_described(model)}
 
 
@@ -97,16 +99,16 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
             raise Refused("config.json has no model_type")
         if kind not in CONFIG_MAPPING:
             own = "auto_map" in config
-            more = "; its own code (auto_map) is not run" if own else ""
+            more = "; the model's own code (auto_map) is not run" if own else ""
             raise Refused(f"transformers {transformers.__version__} has no architecture {kind}{more}")
         made = CONFIG_MAPPING[kind].from_dict({k: v for k, v in config.items() if k not in IGNORED})
         layers = _fact(made.get_text_config(decoder=True), "num_hidden_layers")
     except Refused:
         raise
     except Exception as error:  # config classes validate their arguments with errors of many kinds
-        raise Refused(f"config.json of this {kind} is invalid: {_first_line(error)}") from error
+        raise Refused(f"config.json of the {kind} model is invalid: {_first_line(error)}") from error
     if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise Refused(f"num_hidden_layers is {layers:,}; at most {MAX_LAYERS:,} are read")
+        raise Refused(f"num_hidden_layers is {layers:,}; at most {MAX_LAYERS:,} are supported")
     return made
 
 
@@ -349,7 +351,7 @@ def _answer(line: str) -> dict[str, Any]:
     except Refused as error:
         return {"id": number, "error": str(error)}
     except Exception as error:  # whatever a config causes, the next request must be served
-        return {"id": number, "error": f"it could not be read: {_first_line(error)}"}
+        return {"id": number, "error": f"the architecture could not be read: {_first_line(error)}"}
 
 
 def _say(answers: TextIO, value: Mapping[str, Any]) -> None:
@@ -371,11 +373,18 @@ def _one(place: str, trust: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Print one table, or serve."""
-    parser = argparse.ArgumentParser(prog="python -m backend.train.describe_model", description="Print a module table.")
+    parser = argparse.ArgumentParser(
+        prog="python -m backend.train.describe_model", description="Print a model's modules as JSON."
+    )
     parser.add_argument("config", nargs="?", default="-", help="a model folder, a config.json, or - for stdin")
     parser.add_argument("--serve", action="store_true", help="answer requests on stdin, one JSON object per line")
-    parser.add_argument("--idle", type=float, default=600, help="with --serve: end after so many seconds (600)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code of the model's folder")
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=600,
+        help="with --serve: seconds without a request until the process exits (default: 600)",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code in the model's folder")
     given = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA starts, which takes memory of a device
     warnings.simplefilter("ignore")

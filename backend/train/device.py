@@ -46,7 +46,9 @@ def collective_backend(family: str) -> str:
     """The collective backend of a device type. Raises TrainError where torch has none for several processes."""
     if family == "xpu" and not getattr(dist, "is_xccl_available", lambda: False)():
         # accelerate 1.15 state.py: each process would silently train alone.
-        raise TrainError("launch.device: several Intel GPUs need a torch with XCCL. Install that, or use one process.")
+        raise TrainError(
+            "launch.device: several Intel GPUs need a build of torch with XCCL. Install one, or use one process."
+        )
     return registry.DEVICES[family].backends[0]
 
 
@@ -116,8 +118,8 @@ class ProcessGroup:
             mark.unlink()
         if blind:
             raise TrainError(
-                f"launch.nnodes: {blind[0]} does not see {folder} as rank 0 does: keep the runs on a file system that "
-                "all nodes share, under the same path."
+                f"launch.nnodes: {blind[0]} does not see the run folder {folder} of rank 0: keep the runs on a file "
+                "system that all nodes share, under the same path."
             )
 
     def agree(self, number: int = 0) -> int:

@@ -66,7 +66,7 @@ def _check_model(spec: RunSpec, model: Any) -> None:
     fused = [name for name in stacked[:2] if name in spec.lora.target_modules]
     if spec.lora.targets == "custom" and len(fused) == 1:
         raise TrainError(
-            f"lora.target_modules: {' and '.join(stacked[:2])} are one fused weight in {model.config.model_type}. Name "
+            f"lora.target_modules: {' and '.join(stacked[:2])} are one fused weight in {model.config.model_type}. Set "
             "both of them."
         )
     if spec.lora.init == "olora" and any(isinstance(module, Conv1D) for module in model.modules()):
@@ -79,7 +79,10 @@ def _check_rank(rank: int, adapter: Mapping[str, torch.Tensor]) -> None:
     """An initialization from a weight matrix has at most the rank of the matrix."""
     smallest = min((len(tensor) for name, tensor in adapter.items() if "lora_A" in name), default=rank)
     if smallest < rank:
-        raise TrainError(f"lora.r: {rank} exceeds the rank of the smallest target layer, {smallest}.")
+        raise TrainError(
+            f"lora.r: {rank} exceeds {smallest}, the rank of the smallest target layer, whose weights lora.init "
+            f"factorizes. Set lora.r to at most {smallest}."
+        )
 
 
 def check_checkpoint(model: Any, checkpoint: Path | None) -> None:

@@ -158,8 +158,8 @@ class ChatTokenizer:
             encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
             raise UnsupportedConversation(
-                "this slow tokenizer has no character offsets, so completions cannot be told from prompts; set "
-                "data.loss_on to all_tokens"
+                "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
+                "from prompts; set data.loss_on to all_tokens"
             ) from error
         ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
         trained = [any(start < b and end > a for a, b in spans) for start, end in offsets]

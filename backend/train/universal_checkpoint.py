@@ -112,9 +112,9 @@ def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
     count = len(files)
     written = f"launch.nproc_per_node: {checkpoint} was written by {count} processes"
     if "nvme" in _offloaded(context.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
-        raise TrainError(f"{written}. With optimizer state or parameters on NVMe, it can be resumed with {count} only.")
+        raise TrainError(f"{written}. With state offloaded to NVMe, it can be resumed with {count} processes only.")
     if context.run.token_shards > 1:
-        raise TrainError(f"{written}. With sequence parallelism, it can be resumed with {count} only.")
+        raise TrainError(f"{written}. With sequence parallelism, it can be resumed with {count} processes only.")
     saved = _read(files[0])["optimizer_state_dict"]
     states = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))["state"].values()
     kinds = {key for state in states for key in state}
@@ -125,8 +125,8 @@ def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
     free = shutil.disk_usage(context.folder).free
     if need > free:
         raise TrainError(
-            f"{written}. Converting it for {context.group.world} needs {need / 2**30:,.2f} GiB of disk space, "
-            f"but {context.folder} has {free / 2**30:,.2f} GiB. Free some, or use {count} processes."
+            f"{written}. Converting it for {context.group.world} processes needs {need / 2**30:,.2f} GiB of disk "
+            f"space, but {context.folder} has {free / 2**30:,.2f} GiB free. Free some, or use {count} processes."
         )
     context.run_log.start_phase(
         PHASE,

@@ -35,7 +35,9 @@ def import_unsloth(spec: RunSpec) -> None:
     try:
         importlib.import_module("unsloth")
     except ModuleNotFoundError as error:
-        raise TrainError(f"train.use_unsloth: pip install {error.name}, which is not installed.") from error
+        raise TrainError(
+            f"train.use_unsloth: the Python module {error.name} is not installed: pip install {error.name}."
+        ) from error
     except Exception as error:  # of any kind: it inspects devices, drivers and versions
         raise TrainError(f"train.use_unsloth: importing unsloth failed: {_first_line(error)}") from error
 
@@ -85,8 +87,8 @@ def check_arguments(spec: RunSpec, requested: Mapping[str, Any], config: Any) ->
         want, used = requested.get(name), getattr(config, name, None)
         if _word(want) != _word(used).removesuffix("_fused"):  # the same optimizer, faster
             raise TrainError(
-                f"{option}: Unsloth uses {_word(used)} instead of {_word(want)}. Set the option to that, or "
-                "train.use_unsloth to false."
+                f"{option}: Unsloth uses {_word(used)} instead of {_word(want)}. Set the option to "
+                f"{_word(used)}, or train.use_unsloth to false."
             )
 
 

@@ -87,7 +87,7 @@ def check_ranks(spec: RunSpec, run: ResolvedRun, world_size: int) -> None:
         planned = f"{least} to {run.world_size}" if least < run.world_size else f"{run.world_size}"
         raise TrainError(
             f"parallel.strategy: the run was planned for {planned} processes, but {world_size} were started. Start it "
-            "with its run.sh, with launch.launcher torchrun, and without your own launch.env."
+            "with its run.sh, set launch.launcher to torchrun, and set no distributed variables in launch.env."
         )
 
 

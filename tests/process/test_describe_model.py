@@ -227,7 +227,7 @@ def test_broken_configs_are_answered_and_the_worker_goes_on(tables: ModuleTables
         ({"model_type": "evil", "auto_map": own, "_name_or_path": str(tmp_path)}, "auto_map"),
         ({"model_type": "llama", "hidden_size": None}, "invalid"),
         ({"model_type": "llama", "num_hidden_layers": 10**7}, "num_hidden_layers"),
-        ({"model_type": "llama", "vocab_size": 2**62}, "cannot build it"),
+        ({"model_type": "llama", "vocab_size": 2**62}, "cannot build the model"),
         ({"model_type": "llama", "rope_scaling": "x"}, ""),
         ({"model_type": "llama", "layer_types": 3}, ""),
         ({"model_type": "../../etc/passwd"}, "no architecture"),

@@ -159,7 +159,7 @@ def test_known_models_have_their_known_size() -> None:
         ({"model_type": "llama", "hidden_size": "wide"}, "not a number"),
         ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0, "num_hidden_layers": 1}, "not a number"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8}, "experts"),
-        ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "only some of its layers"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "experts in only some layers"),
     ],
 )
 def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:

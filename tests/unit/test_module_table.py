@@ -219,7 +219,7 @@ def test_what_is_no_causal_language_model_says_so(kind: str, word: str) -> None:
 def test_a_table_that_lacks_something_is_unknown() -> None:
     row = RECORDED["starcoder2"]
     for name in ("facts", "layers", "non_layer_modules", "expert_targets"):
-        with pytest.raises(UnknownArchitecture, match="incomplete"):
+        with pytest.raises(UnknownArchitecture, match="could not be read completely"):
             shape_from_table({k: v for k, v in row["table"].items() if k != name}, row["config"])
 
 
@@ -240,7 +240,7 @@ def test_configs_that_cannot_be_read_say_why() -> None:
         ({"model_type": "llama", "hidden_size": "wide"}, "invalid"),
         ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_type": "llama", "hidden_size": -5}, "invalid"),
-        ({"model_type": "nemotron"}, "cannot build it: TypeError"),  # head_dim has no default
+        ({"model_type": "nemotron"}, "cannot build the model: TypeError"),  # head_dim has no default
     ):
         with pytest.raises(describe_model.Refused, match=word):
             describe(config)
@@ -321,7 +321,7 @@ def test_a_table_comes_later_and_stays(make: Make, tmp_path: Path) -> None:
     [
         ("crash", "exit status 7: deep trouble"),
         ("signal", "signal 9"),
-        ("large", "too much memory"),
+        ("large", "too much CPU memory"),
         ("sleep", "longer than 1 seconds"),
         ("babble", "no json"),
         ("error", "it is broken"),
@@ -440,7 +440,7 @@ def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path
 def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
     config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
-    assert "without a closed formula" in inspect_inputs(trusted, tmp_path).shape_unknown_reason
+    assert "no formula for the architecture" in inspect_inputs(trusted, tmp_path).shape_unknown_reason
     assert answering.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
     assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
@@ -471,7 +471,7 @@ def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
     assert os.environ[reading.WORKER_SETTING] == "off"  # tests/conftest.py
     found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
     assert found.shape is None
-    assert found.shape_unknown_reason == "starcoder2 is an architecture without a closed formula"
+    assert found.shape_unknown_reason == "Footplate has no formula for the architecture starcoder2"
     assert "Starcoder2DecoderLayer" in found.module_classes
 
 
