@@ -94,8 +94,8 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"in _assign_worker_ranks|Rendezvous(Timeout|Connection)Error",
         "The rendezvous failed: not all nodes joined in time.",
-        "Start the node with launch.master_addr first and the others within ten minutes (one minute for an elastic "
-        "run), and open launch.master_port on it.",
+        "Start the node with launch.master_addr first and the others within ten minutes, and open launch.master_port "
+        "on it.",
         ("launch.master_addr", "launch.master_port", "launch.nnodes"),
         anywhere=True,
     ),
