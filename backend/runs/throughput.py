@@ -29,7 +29,7 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
     where = f"step {step} of {most}" if most else f"step {step}"
     idle = now - progress.get("time", now)
     if idle > max(STALL_SECONDS, 10 * (step_seconds or 0)):
-        return f"Running: {where}, but no step for {duration(idle)}. The end of the log shows what it is waiting for."
+        return f"Running: {where}, but no step for {duration(idle)}. See the end of the log for the cause."
     if left is None:
         return f"Running: {where}."
     about = f"{max(1, round(left))} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
