@@ -1,8 +1,8 @@
 """The moments of a step at which device memory may peak. Imports the other modules of memory.
 
 Between these moments memory changes monotonically, layer by layer, so one of them is the peak of forward and backward
-pass. Tested with torch's memory tracker (tests/process/test_tracked.py). On a CPU, the resident memory of the process
-was measured instead, which includes what the allocator keeps.
+pass. Tested with torch's memory tracker (tests/process/test_memory_estimate.py). On a CPU, the resident memory of the
+process was measured instead, which includes what the allocator keeps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def end_of_forward_on_cpu(ctx: MemoryContext, layer: LayerActivations) -> list[R
         *merged_expert_rows(ctx, layer, _merged_layers(ctx)),
         *_unsharded_gradient_rows(ctx, layer, 0),
         *first_gradients(ctx, head_gradient_count(ctx)),
-        Row("Allocator fragmentation", kept, f"{share:.0%} of the activations without checkpointing, as measured"),
+        Row("Allocator fragmentation", kept, f"{share:.0%} of the activations without checkpointing (measured share)"),
     ]
 
 
@@ -209,7 +209,7 @@ def generation(ctx: MemoryContext) -> list[Row]:
     if ctx.run.parameter_shards > shards:
         whole = ((ctx.unquantized_count + ctx.trainable_count) * each + ctx.quantized_bytes) // shards
         more = max(0, whole - sum(row.bytes for row in persistent_gathered_rows(ctx)))
-        formula = f"{whole:,} bytes of all parameters, less those that are gathered anyway"
+        formula = f"{whole:,} bytes of all parameters, less those that are gathered already"
         rows.append(Row("Parameters gathered for generation", more, formula))
     return rows
 
