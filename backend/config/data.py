@@ -34,48 +34,51 @@ class Data(Section):
     files: Annotated[Lines, Ui("Data files", when={"data.source": ("files",)}, widget="lines")] = ()
     """One path per line: .jsonl, .json, .csv or .parquet; glob patterns such as data/*.jsonl work."""
     hub_id: Annotated[str, Ui("Hub dataset ID", when={"data.source": ("hub",)})] = ""
-    """Dataset on the Hugging Face Hub, as organization/name: HuggingFaceH4/ultrachat_200k."""
+    """Dataset on the Hugging Face Hub, such as HuggingFaceH4/ultrachat_200k."""
     hub_config: Annotated[str, Ui("Dataset config", when={"data.source": ("hub",)})] = ""
-    """Configuration (subset) of the Hub dataset; leave it empty for the default one."""
+    """Configuration (subset) of the Hub dataset; leave it empty for the default configuration."""
     hub_split: Annotated[str, Ui("Dataset split", when={"data.source": ("hub",)})] = "train"
     """Split of the Hub dataset to train on; slices such as train[:10%] work."""
     format: Annotated[str, *one_of(registry.FORMATS), Ui("Data format", when=USER_DATA)] = "auto"
-    """Layout of an example; Automatic detects it from the columns of the first example."""
+    """Layout of an example; Automatic detects it from the columns of the first example. Set it if the detection is
+    wrong."""
     messages_column: Annotated[
         str, Ui("Messages column", when={**USER_DATA, "data.format": ("messages", "sharegpt")})
     ] = ""
-    """Column with the conversation; empty uses messages, or conversations for ShareGPT."""
+    """Column with the conversation; defaults to messages, or to conversations for ShareGPT."""
     prompt_column: Annotated[str, Ui("Prompt column", when={**USER_DATA, "data.format": WITH_PROMPT})] = ""
-    """Column with the prompt; empty uses prompt, or instruction for Alpaca. Preference data may have a conversation
-    here."""
+    """Column with the prompt; defaults to prompt, or to instruction for Alpaca. In preference data, it may hold a
+    conversation."""
     completion_column: Annotated[
         str, Ui("Completion column", when={**USER_DATA, "data.format": ("prompt_completion", "alpaca", "labels")})
     ] = ""
-    """Column with the completion; empty uses completion, or output for Alpaca."""
+    """Column with the completion; defaults to completion, or to output for Alpaca."""
     chosen_column: Annotated[str, Ui("Chosen column", when={**USER_DATA, "data.format": ("pairs",)})] = ""
-    """Column with the preferred completion or conversation; empty uses chosen."""
+    """Column with the preferred completion or conversation; defaults to chosen."""
     rejected_column: Annotated[str, Ui("Rejected column", when={**USER_DATA, "data.format": ("pairs",)})] = ""
-    """Column with the rejected completion or conversation; empty uses rejected."""
+    """Column with the rejected completion or conversation; defaults to rejected."""
     label_column: Annotated[str, Ui("Label column", when={**USER_DATA, "data.format": ("labels",)})] = ""
-    """Column that is true for desirable completions; empty uses label or kto_tag."""
+    """Column that is true for desirable and false for undesirable completions; defaults to label or kto_tag."""
     text_column: Annotated[str, Ui("Text column", when={**USER_DATA, "data.format": ("text",)})] = ""
-    """Column with plain text; empty uses text."""
+    """Column with plain text; defaults to text."""
     system_prompt: Annotated[str, Ui("System prompt", when=CHAT, widget="text")] = ""
     """Added to every conversation that has no system prompt; usually empty."""
     chat_template: Annotated[str, *one_of(registry.TEMPLATES), Ui("Chat template", when=CHAT)] = "model"
-    """How conversations are rendered to text; it is saved with the trained model. Use ChatML for base models without
-    one."""
+    """Renders conversations to text and is saved with the trained model. Use ChatML for base models without a chat
+    template."""
     chat_template_file: Annotated[str, Ui("Chat template file", when={**CHAT, "data.chat_template": ("file",)})] = ""
     """Path of a Jinja chat template, such as the chat_template.jinja of a tokenizer."""
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
-    """Tokens that the SFT loss counts: every assistant turn or completion (usual), or all tokens of the example."""
+    """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all of the
+    example."""
     max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Max sequence length", unit="tokens")] = 512
-    """Longer examples are truncated; activation memory grows with it. 1024 to 8192 is usual."""
+    """Longer examples are truncated, split (pretraining) or dropped (reward model); longer needs more memory. 1024 to
+    8192 is usual."""
     packing: Annotated[bool, Ui("Packing", when=NEXT_TOKEN)] = False
-    """Concatenates examples into sequences of the max length: less padding and faster epochs when examples are
+    """Packs several examples into one sequence, without attention between them: less padding, so faster if examples are
     short."""
     max_samples: Annotated[int, Field(ge=0), Ui("Max training examples")] = 0
-    """Trains on this many examples, chosen after shuffling; 0 uses all."""
+    """Trains on this many examples, drawn at random with train.seed, for example for a quick test; 0 uses all."""
     validation: Annotated[Literal["none", "split", "files"], Ui("Validation set", when=USER_DATA)] = "split"
     """Examples for the eval loss and generation evaluation, never trained on: none, a split of the data, or files."""
     validation_split: Annotated[
@@ -83,7 +86,8 @@ class Data(Section):
         Field(gt=0, lt=1),
         Ui("Validation split", when={**USER_DATA, "data.validation": ("split",)}),
     ] = 0.05
-    """Fraction of the examples that is split off with the seed as validation set; 0.01 to 0.1 is usual."""
+    """Fraction of the examples that becomes the validation set, drawn at random with train.seed; 0.01 to 0.1 is
+    usual."""
     validation_files: Annotated[
         Lines, Ui("Validation files", when={**USER_DATA, "data.validation": ("files",)}, widget="lines")
     ] = ()

@@ -66,7 +66,7 @@ def _pairs(value: Any) -> Any:
     for line in filter(None, (line.strip() for line in value.splitlines())):
         name, equals, text = line.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name.strip()):
-            raise ValueError(f"must have one NAME=value per line; {line!r} is not")
+            raise ValueError(f"must have one NAME=value per line, but has the line {line!r}")
         pairs[name.strip()] = text.strip()
     return pairs
 
@@ -74,7 +74,7 @@ def _pairs(value: Any) -> Any:
 def _variable_names(value: dict[str, str]) -> dict[str, str]:
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"has an invalid name of an environment variable: {name!r}")
+            raise ValueError(f"contains an invalid environment variable name: {name!r}")
     return value
 
 

@@ -238,7 +238,8 @@ def _accelerate(imported: Mapping[str, Any]) -> Patch:
     elif kind in DISTRIBUTED_TYPES:
         patch["parallel.strategy"] = DISTRIBUTED_TYPES[kind]
     else:
-        raise SpecError([Problem("", f"distributed_type {kind} is not supported")])
+        names = ", ".join([*DISTRIBUTED_TYPES, "FSDP", "DEEPSPEED"])
+        raise SpecError([Problem("", f"distributed_type {kind} is not supported; supported are {names}")])
     machines = int(imported.get("num_machines") or 1)
     patch |= _number("launch.nproc_per_node", int(imported.get("num_processes") or machines) // machines)
     if machines > 1:

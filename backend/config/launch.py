@@ -31,19 +31,19 @@ class Launch(Section):
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher")] = "torchrun"
     """Program that starts the processes; torchrun is usual. python starts a single process without a launcher."""
     device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device type")] = "auto"
-    """Automatic uses the accelerator that is found, else the CPU."""
+    """Type of device to train on; Automatic uses the accelerator that is found, else the CPU."""
     devices: Annotated[
         Ids, Ui("Device IDs", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
     ] = ()
-    """IDs of the devices to use, such as 0, 1; empty uses the first ones."""
+    """IDs of the devices to use, such as 0, 1; empty uses the first ones, one per process."""
     nproc_per_node: Annotated[int, Field(ge=1, le=1024), Ui("Processes per node", when=MULTI_PROCESS)] = 2
-    """Processes that the launcher starts on each node, one per device."""
+    """Processes that the launcher starts on each node, one per device; usually the number of GPUs of a node."""
     rendezvous: Annotated[
         Literal["standalone", "static", "elastic"],
         Ui("Rendezvous", when=WITH_LAUNCHER, choices=RENDEZVOUS),
     ] = "standalone"
-    """How the nodes of a run find each other; with elastic, nodes may join and leave, and failed ranks are
-    restarted."""
+    """How the nodes of a run find each other; with elastic, nodes may join and leave, and the run restarts after a
+    failure."""
     nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=MULTI_NODE)] = 2
     """Number of nodes that train together; for an elastic run, the maximum."""
     min_nnodes: Annotated[int, Field(ge=1, le=128), Ui("Minimum nodes", when=ELASTIC, unit="nodes")] = 1
@@ -53,23 +53,26 @@ class Launch(Section):
     master_addr: Annotated[str, Ui("Master address", when=MULTI_NODE)] = ""
     """Host name or IP address of node 0, as the other nodes reach it."""
     master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=WITH_LAUNCHER)] = 0
-    """Port on node 0 for the rendezvous; 0 picks a free port on one node, and 29500 with several nodes or deepspeed."""
+    """Port on node 0 for the rendezvous; 0 uses a free port on a single node, and 29500 on several nodes or with
+    deepspeed."""
     max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=ELASTIC)] = 3
-    """How often torchrun restarts the processes from the latest checkpoint after a failure; 3 is usual."""
+    """How often the processes restart from the latest checkpoint after a failure; 3 is usual."""
     rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous ID", when=ELASTIC)] = "footplate"
-    """The same on all nodes of a run; different for runs that share an address and port."""
+    """Name of the run in the rendezvous: the same on all its nodes, different for runs that share an address and
+    port."""
     hostfile: Annotated[Lines, Ui("Hostfile", when=WITH_HOSTFILE, widget="lines")] = ()
     """One node per line, node 0 first, as the deepspeed launcher expects: worker-1 slots=4."""
     include: Annotated[str, Ui("Include", when=WITH_HOSTFILE)] = ""
-    """Hosts and slots of the hostfile to use: worker-1@worker-2:0,1. Empty uses all."""
+    """Hosts and slots of the hostfile to use, such as worker-1@worker-2:0,1; empty uses all."""
     omp_num_threads: Annotated[int, Field(ge=0, le=1024), Ui("CPU threads per process")] = 0
-    """Value of OMP_NUM_THREADS; 0 divides the CPU cores by the number of processes."""
+    """OMP_NUM_THREADS of each process; 0 divides the CPU cores by the processes per node."""
     cuda_env_defaults: Annotated[bool, Ui("CUDA memory defaults", when={"launch.device": ("auto", "cuda")})] = True
-    """Sets expandable_segments for the CUDA allocator and disables record_stream for NCCL, unless you set these
-    variables."""
+    """Sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and TORCH_NCCL_AVOID_RECORD_STREAMS=1, unless you set
+    them."""
     extra_accelerate_config: Annotated[
         JsonText, Ui("Extra accelerate config (JSON)", when={"launch.launcher": ("accelerate",)}, widget="text")
     ] = ""
-    """Keys merged over the generated accelerate.yaml, for settings that have no option."""
+    """Keys merged into the generated accelerate.yaml, which they override, for settings without an option; usually
+    empty."""
     env: Annotated[Pairs, Ui("Environment variables", widget="lines")] = Field(default_factory=dict)
     """Variables added to the environment of the run, one NAME=value per line."""

@@ -21,17 +21,19 @@ class Model(Section):
     builtin: Annotated[
         str, *one_of(registry.BUILTIN_MODELS), Ui("Built-in model", when={"model.source": ("builtin",)})
     ] = "smollm2-135m-instruct"
-    """Models that need no account and no Hugging Face Hub; SmolLM2 135M is a good first run."""
+    """Models that need no account and no access to the Hugging Face Hub; SmolLM2 135M suits a first run."""
     path: Annotated[str, Ui("Model folder", when={"model.source": ("path",)})] = ""
-    """Folder with config.json, weights and tokenizer, as save_pretrained writes it."""
+    """Folder with config.json, weights and tokenizer, as written by save_pretrained."""
     hub_id: Annotated[str, Ui("Hub model ID", when={"model.source": ("hub",)})] = ""
-    """Model on the Hugging Face Hub, as organization/name: Qwen/Qwen3-8B. Gated models need HF_TOKEN in launch.env."""
+    """Model on the Hugging Face Hub, such as Qwen/Qwen3-8B. Gated models need hf auth login, or HF_TOKEN in
+    launch.env."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
     """Branch, tag or commit of the Hub repository; set a commit to make the run reproducible."""
     trust_remote_code: Annotated[bool, Ui("Trust remote code", when={"model.source": ("path", "hub")})] = False
     """Runs the Python files of a model repository with your permissions; enable it only for sources that you trust."""
     attn_implementation: Annotated[str, *one_of(registry.ATTENTIONS), Ui("Attention implementation")] = "auto"
-    """Attention kernels of transformers; the run fails rather than fall back to another one. Automatic is usual."""
+    """Attention kernel; the run fails if it is not available. Automatic is usual; FlashAttention is faster on long
+    sequences."""
 
     @property
     def name(self) -> str:

@@ -22,13 +22,14 @@ class Eval(Section):
     """Evaluation during the run."""
 
     strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Evaluation strategy")] = "epoch"
-    """When the eval loss on the validation set is computed."""
+    """When the eval loss on the validation set is computed; every N steps suits long epochs."""
     steps: Annotated[int, Field(ge=1), Ui("Evaluation interval", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
-    """Optimizer steps between evaluations."""
+    """Optimizer steps between evaluations; 50 to 500 is usual."""
     per_device_eval_batch_size: Annotated[
         int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=EVALUATING)
     ] = 8
-    """Examples per forward pass on each device in evaluation."""
+    """Examples per forward pass on each device during evaluation; lower it if evaluation runs out of memory. 8 is
+    usual."""
     num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Generations to evaluate", when=GENERATING)] = 0
     """Validation prompts that the model completes before and after training, scored against the expected text; 0
     disables it."""
@@ -42,22 +43,24 @@ class Save(Section):
     strategy: Annotated[Literal["no", "steps", "epoch"], Ui("Save strategy")] = "epoch"
     """When checkpoints are saved; a stopped or failed run resumes from the last complete one."""
     steps: Annotated[int, Field(ge=1), Ui("Save interval", when={"save.strategy": ("steps",)}, unit="steps")] = 100
-    """Optimizer steps between checkpoints."""
+    """Optimizer steps between checkpoints; 100 to 1000 is usual."""
     total_limit: Annotated[int, Field(ge=0), Ui("Checkpoint limit", when=SAVING)] = 2
-    """Older checkpoints are deleted; 0 keeps all. Each one of full fine-tuning takes up to 12 bytes per parameter."""
+    """Number of checkpoints to keep; 0 keeps all. One takes about 12 bytes per parameter in full fine-tuning with
+    AdamW."""
     only_model: Annotated[bool, Ui("Save only the model", when=SAVING)] = False
-    """Checkpoints without optimizer state: smaller, but a run cannot resume from them."""
+    """Saves checkpoints without optimizer state: smaller, but a run cannot resume from them. Usually off."""
     load_best_model_at_end: Annotated[bool, Ui("Load best model at end", when={**SAVING, **EVALUATING})] = False
     """Loads the checkpoint with the lowest eval loss before the final model is saved."""
     resume_from: Annotated[Literal["latest", "scratch", "path"], Ui("Resume from")] = "latest"
     """What a restarted run does: continue from the latest checkpoint, start from scratch, or resume from a checkpoint
     folder."""
     resume_path: Annotated[str, Ui("Checkpoint folder", when={"save.resume_from": ("path",)})] = ""
-    """A checkpoint-N folder of a run with the same model and method; the number of processes may differ."""
+    """A checkpoint-N folder of a run with the same model and method; with most strategies, the number of processes may
+    differ."""
     final_model: Annotated[bool, Ui("Save final model")] = True
-    """Saves the trained model or adapter in the run's folder model/, for from_pretrained."""
+    """Saves the trained model or adapter in the folder model/ of the run, ready for from_pretrained."""
     merge_adapter: Annotated[bool, Ui("Merge adapter", when={**LORA, "save.final_model": ("true",)})] = False
-    """Saves full weights with the adapter merged into them, instead of only the adapter."""
+    """Saves the full model with the adapter merged into it, instead of only the adapter."""
 
 
 class Logging(Section):
@@ -70,4 +73,4 @@ class Logging(Section):
     level: Annotated[Literal["info", "warning", "error"], Ui("Log level")] = "warning"
     """Log level of transformers, accelerate, peft and the other libraries; warning is usual."""
     report_to: Annotated[str, *one_of(registry.REPORTERS), Ui("Report to")] = "none"
-    """Experiment tracker that gets the metrics, in addition to the run's page."""
+    """Experiment tracker that receives the metrics, in addition to the run's page."""

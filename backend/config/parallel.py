@@ -34,12 +34,14 @@ class Parallel(Section):
     """Distributed strategy and its settings."""
 
     strategy: Annotated[str, *one_of(registry.STRATEGIES), Ui("Distributed strategy")] = "single"
-    """How weights, gradients and optimizer state are placed on the devices: one process, DDP, ZeRO, FSDP or tensor
-    parallelism."""
+    """How weights, gradients and optimizer state are distributed: DDP if they fit on one device, else usually FSDP2 or
+    ZeRO-3."""
     ddp_find_unused_parameters: Annotated[bool, Ui("Find unused parameters", when=DDP)] = False
-    """For models that skip parameters in some steps; it slows down every step, so it is usually off."""
+    """Lets DDP continue if some parameters get no gradient in a step; it slows down every step, so it is usually
+    off."""
     bucket_cap_mb: Annotated[int, Field(ge=1, le=4096), Ui("Bucket size", when=BUCKETS, unit="MB")] = 25
-    """Gradients are communicated in buckets of this size; 25 is usual, and larger buckets need more memory."""
+    """Gradients are communicated in buckets of this size; 25 is usual for DDP, 200 for ZeRO. Larger buckets need more
+    memory."""
     ddp_timeout: Annotated[int, Field(ge=1), Ui("Distributed timeout", when=MULTI_PROCESS, unit="s")] = 1800
     """Ends the run if a rank waits longer than this in a collective; raise it for slow data preparation. 1800 is
     usual."""
@@ -57,7 +59,8 @@ class Parallel(Section):
     nvme_buffer_size_mb: Annotated[int, Field(ge=1, le=65536), Ui("NVMe buffer size", when=NVME_WEIGHTS, unit="MB")] = (
         200
     )
-    """Size of a parameter buffer; it must hold the largest parameter of the model."""
+    """Size of a parameter buffer (buffer_size); it must hold the largest parameter of the model, often the
+    embeddings."""
     aio_block_size_kb: Annotated[int, Field(ge=4, le=1048576), Ui("AIO block size", when=NVME, unit="KB")] = 1024
     """Size of one I/O request to the NVMe disk (aio.block_size); 1024 is usual."""
     aio_queue_depth: Annotated[int, Field(ge=1, le=4096), Ui("AIO queue depth", when=NVME)] = 8
@@ -67,14 +70,16 @@ class Parallel(Section):
     sharding_strategy: Annotated[str, *one_of(registry.SHARDINGS), Ui("Sharding strategy", when=FSDP1)] = "full_shard"
     """What FSDP1 shards over the devices; FULL_SHARD is usual and needs the least memory."""
     reshard_after_forward: Annotated[bool, Ui("Reshard after forward", when=FSDP2)] = True
-    """Frees the gathered weights of a layer until its backward pass; off uses more memory and less communication."""
+    """Frees the gathered weights of a layer until its backward pass; usually on. Off needs more memory, less
+    communication."""
     cpu_offload: Annotated[bool, Ui("CPU offload", when=FSDP)] = False
     """Keeps weights, gradients and optimizer state in CPU memory and steps on the CPU: least GPU memory, much
     slower."""
     transformer_layer_cls_to_wrap: Annotated[
         Names, Ui("Transformer layer classes to wrap", when=FSDP, widget="list")
     ] = ()
-    """Class names of the layers that FSDP shards as units; empty uses the model's, such as LlamaDecoderLayer."""
+    """Class names of the layers that FSDP shards as units, such as LlamaDecoderLayer; leave it empty for the model's
+    own."""
     reduce_dtype: Annotated[
         Literal["fp32", "compute"],
         Ui("Gradient reduction dtype", when=FSDP, choices={"fp32": "fp32", "compute": "Compute dtype"}),
@@ -82,15 +87,17 @@ class Parallel(Section):
     """Dtype in which gradients are summed over the devices; fp32 is usual, the compute dtype halves the
     communication."""
     state_dict_type: Annotated[str, *one_of(registry.STATE_DICTS), Ui("Checkpoint format", when=FSDP)] = "full"
-    """State dict type of FSDP checkpoints; the final model is always saved in full."""
+    """State dict type of FSDP checkpoints; sharded is faster for large models. The final model is always saved
+    unsharded."""
     replicate_size: Annotated[int, Field(ge=1, le=65536), Ui("Replicate size (HSDP)", when=FSDP2)] = 1
     """Number of replicas of the sharded model, usually the number of nodes; 1 shards over all devices."""
     tensor_parallel_size: Annotated[int, Field(ge=2, le=1024), Ui("Tensor parallel size", when=TENSOR)] = 2
-    """Devices that share every layer and train on the same examples; further processes are FSDP2 shards. 2 to 8, within
+    """Devices that split each layer and get the same examples; FSDP2 shards over these groups. 2 to 8 is usual, within
     a node."""
     context_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Context parallel size", when=FSDP2)] = 1
     """Devices that share the tokens of one sequence, for long sequences; 1 is usual. Not verified on GPUs."""
     sequence_parallel_size: Annotated[int, Field(ge=1, le=1024), Ui("Sequence parallel size", when=ZERO)] = 1
     """Devices that share the tokens of one sequence (DeepSpeed Ulysses), for long sequences; 1 is usual."""
     extra_config: Annotated[JsonText, Ui("Extra config (JSON)", when=WITH_ENGINE_CONFIG, widget="text")] = ""
-    """Keys merged over the generated DeepSpeed or FSDP config, for settings that have no option."""
+    """Keys merged into the generated DeepSpeed or FSDP config, which they override, for settings without an option;
+    usually empty."""

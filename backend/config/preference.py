@@ -23,8 +23,8 @@ class Preference(Section):
     """Losses of DPO, KTO, ORPO and reward modeling."""
 
     beta: Annotated[float, Field(gt=0, le=100), Ui("Beta", when=WITH_BETA)] = 0.1
-    """DPO and KTO: strength of the penalty for leaving the reference model; ORPO: weight of the odds-ratio loss. 0.1 is
-    usual."""
+    """DPO, KTO: strength of the penalty for diverging from the reference model; ORPO: weight of the odds-ratio loss.
+    0.1 is usual."""
     dpo_loss_type: Annotated[str, *one_of(registry.DPO_LOSSES), Ui("DPO loss", when=DPO)] = "sigmoid"
     """Loss function for a chosen and a rejected completion (loss_type of DPOConfig); sigmoid is usual."""
     label_smoothing: Annotated[
@@ -34,7 +34,8 @@ class Preference(Section):
     ] = 0.0
     """Assumed probability that a preference label is wrong; 0 to 0.2 is usual, 0.001 for EXO."""
     sft_loss_weight: Annotated[float, Field(ge=0, le=100), Ui("SFT loss weight", when=DPO)] = 0.0
-    """Adds the SFT loss on chosen completions, so that their probability does not fall; 1 is usual, 0 disables it."""
+    """Weight of an added SFT loss on chosen completions, which keeps their probability from falling; 1 is usual, 0
+    disables it."""
     kto_loss_type: Annotated[str, *one_of(registry.KTO_LOSSES), Ui("KTO loss", when=KTO)] = "kto"
     """Loss function for a labeled completion (loss_type of KTOConfig); kto is usual."""
     desirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Desirable weight", when=KTO)] = 1.0
@@ -42,8 +43,9 @@ class Preference(Section):
     undesirable_weight: Annotated[float, Field(ge=0, le=1000), Ui("Undesirable weight", when=KTO)] = 1.0
     """Loss weight of undesirable completions; raise it if they are fewer than the desirable ones. 1 is usual."""
     precompute_ref_log_probs: Annotated[bool, Ui("Precompute reference log-probs", when=WITH_REFERENCE)] = False
-    """Computes the reference log-probabilities before training, so that no reference model stays in memory."""
+    """Computes reference log-probabilities before training, so that no reference model stays in memory; for full
+    fine-tuning."""
     center_rewards_coefficient: Annotated[
         float, Field(ge=0, le=10), Ui("Reward centering coefficient", when=REWARD)
     ] = 0.0
-    """Pulls the mean reward towards zero, which makes rewards comparable; 0.01 is usual, 0 disables it."""
+    """Pulls the mean reward toward zero, which makes rewards comparable; 0.01 is usual, 0 disables it."""

@@ -53,7 +53,7 @@ def read(source: str | Path) -> RunSpec:
         return load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         names = ", ".join(p.name for p in presets())
-        raise SpecError([Problem("", f"{source}: no such file and no such preset (presets: {names})")]) from None
+        raise SpecError([Problem("", f"{source}: no such file or preset (presets: {names})")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([Problem("", f"cannot read {path}: {error}")]) from None
     except SpecError as error:
@@ -81,7 +81,7 @@ def _mapping(text: str) -> Mapping[str, Any]:
         raise SpecError([Problem("", f"invalid YAML: {where}{reason}")]) from None
     value = {} if value is None else value
     if not isinstance(value, dict):
-        raise SpecError([Problem("", "expected sections (model, data, ...) with options below them")])
+        raise SpecError([Problem("", "the file must have sections (model, data, ...) with options below them")])
     for key, part in value.items():
         if key not in HEADER and key in RunSpec.model_fields and not isinstance(part, dict):
             raise SpecError([Problem(str(key), "is a section: put its options below it, one per line")])

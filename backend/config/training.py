@@ -25,12 +25,15 @@ class Train(Section):
     stage: Annotated[str, *one_of(registry.STAGES), Ui("Training stage")] = "sft"
     """Training objective: SFT on conversations, pretraining on text, preference tuning (DPO, KTO, ORPO), or a reward
     model."""
-    duration: Annotated[Literal["epochs", "steps"], Ui("Duration in", choices={"steps": "Optimizer steps"})] = "epochs"
+    duration: Annotated[Literal["epochs", "steps"], Ui("Duration unit", choices={"steps": "Optimizer steps"})] = (
+        "epochs"
+    )
     """Whether the length of the training is set in epochs or in optimizer steps."""
     num_train_epochs: Annotated[float, Field(gt=0, le=10_000), Ui("Epochs", when={"train.duration": ("epochs",)})] = 3.0
-    """Passes over the training set; 1 to 3 is usual, and fractions work."""
+    """Passes over the training set; 1 to 3 is usual, and fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1), Ui("Max steps", when={"train.duration": ("steps",)})] = 100
-    """Number of optimizer steps."""
+    """Number of optimizer steps; the training set is repeated if it is too small for them. About 20 suffice for a
+    test."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=65536), Ui("Batch size per device")] = 4
     """Examples per forward pass on each device; activation memory grows with it. Use the largest that fits."""
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=65536), Ui("Gradient accumulation steps")] = 1
@@ -46,28 +49,30 @@ class Train(Section):
     warmup_steps: Annotated[float, Field(ge=0), Ui("Warmup steps", when=read_by("warmup_steps"))] = 0.03
     """Steps in which the learning rate rises to its peak; a value below 1 is a fraction of all steps. 0.03 is usual."""
     optim: Annotated[str, *one_of(registry.OPTIMIZERS), Ui("Optimizer")] = "adamw_torch"
-    """Optimizer under its transformers name; its state is a large part of the memory of full fine-tuning. AdamW is
-    usual."""
+    """Optimizer; its state takes much of the memory in full fine-tuning, and 8-bit or low-rank state is smaller. AdamW
+    is usual."""
     weight_decay: Annotated[float, Field(ge=0, le=10), Ui("Weight decay", when=read_by("weight_decay"))] = 0.0
-    """Decoupled weight decay, not applied to biases and norms; 0.01 to 0.1 is usual for full fine-tuning, 0 for
-    LoRA."""
+    """Weight decay (decoupled in AdamW), not applied to biases and norms; 0.01 to 0.1 is usual for full fine-tuning, 0
+    for LoRA."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1), Ui("Adam beta1", when=read_by("adam_beta1"))] = 0.9
-    """Decay rate of the gradient mean (first moment); 0.9 is usual."""
+    """Decay rate of the running mean of gradients (first moment); 0.9 is usual."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1), Ui("Adam beta2", when=read_by("adam_beta2"))] = 0.999
-    """Decay rate of the squared gradients (second moment); 0.999 is usual, 0.95 for pretraining, 0.99 for Lion."""
+    """Decay rate of the running mean of squared gradients (second moment); 0.999 is usual, 0.95 for pretraining, 0.99
+    for Lion."""
     adam_epsilon: Annotated[float, Field(gt=0, le=1), Ui("Adam epsilon", when=read_by("adam_epsilon"))] = 1e-8
     """Added to the denominator of the update for numerical stability; 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0), Ui("Max gradient norm", when=read_by("max_grad_norm"))] = 1.0
-    """Gradients with a larger norm are clipped to it; 1.0 is usual, and 0 disables clipping."""
+    """Gradients are clipped to this global norm; 1.0 is usual, and 0 disables clipping."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95
     """Decay rate of the momentum buffer; 0.95 is usual for Muon, 0.9 for SGD."""
     projection_rank: Annotated[int, Field(ge=1, le=65536), Ui("Projection rank", when=read_by("projection_rank"))] = 128
-    """Rank of the projected gradients of GaLore and APOLLO; optimizer state grows with it. A quarter of the hidden size
-    is usual."""
+    """Rank to which GaLore and APOLLO project gradients; optimizer state grows with it. A quarter of the hidden size is
+    usual."""
     update_proj_gap: Annotated[int, Field(ge=1), Ui("Projection update interval", when=read_by("update_proj_gap"))] = (
         200
     )
-    """Steps between new projections; GaLore computes an SVD of every matrix, which is slow. 200 is usual."""
+    """Optimizer steps between updates of the projection, which in GaLore need a slow SVD of every matrix. 200 is
+    usual."""
     optim_targets: Annotated[
         str, *one_of(registry.PROJECTION_TARGETS), Ui("Projected modules", when=read_by("optim_targets"))
     ] = "all-linear"
@@ -80,7 +85,7 @@ class Train(Section):
             widget="list",
         ),
     ] = ()
-    """Parts of module names whose gradients are projected, such as attn, mlp."""
+    """Projects the gradients of modules whose names contain one of these strings, such as attn, mlp."""
     galore_scale: Annotated[float, Field(gt=0, le=1000), Ui("GaLore scale", when=read_by("galore_scale"))] = 0.25
     """Multiplies the updates of projected matrices; 0.25 is usual."""
     galore_proj_type: Annotated[
@@ -91,17 +96,19 @@ class Train(Section):
             choices={"std": "Shorter side", "reverse_std": "Longer side", "full": "Both sides"},
         ),
     ] = "std"
-    """Side of each gradient matrix that is projected; the shorter side is usual and needs the least state."""
+    """Side of each gradient matrix that is projected; the shorter side is usual, the longer or both need less optimizer
+    state."""
     apollo_scale: Annotated[float, Field(gt=0, le=1000), Ui("APOLLO scale", when=read_by("apollo_scale"))] = 1.0
-    """Updates of projected matrices are multiplied by its square root; 1 is usual, 128 for APOLLO-Mini (rank 1)."""
+    """Updates of projected matrices are multiplied by the square root of this value; 1 is usual, 128 for APOLLO-Mini
+    (rank 1)."""
     apollo_proj: Annotated[
         Literal["random", "svd"], Ui("APOLLO projection", when=read_by("apollo_proj"), choices={"svd": "SVD"})
     ] = "random"
-    """Random projections need no SVD and work as well, so random is usual."""
+    """How the projection of the gradients is chosen: at random (usual, works as well and needs no SVD) or by SVD."""
     apollo_scale_type: Annotated[
         Literal["channel", "tensor"], Ui("APOLLO scaling", when=read_by("apollo_scale_type"))
     ] = "channel"
-    """One scaling factor per channel (usual), or per tensor as APOLLO-Mini uses."""
+    """Granularity of the scaling factors: one per channel (usual), or one per tensor as in APOLLO-Mini."""
     badam_switch_mode: Annotated[
         Literal["random", "ascending", "descending"], Ui("BAdam block order", when=read_by("badam_switch_mode"))
     ] = "random"
@@ -109,10 +116,10 @@ class Train(Section):
     badam_switch_block_every: Annotated[
         int, Field(ge=1), Ui("BAdam steps per block", when=read_by("badam_switch_block_every"))
     ] = 50
-    """Optimizer steps on one transformer layer before the next; 50 to 100 is usual."""
+    """Optimizer steps on one transformer layer before switching to the next; 50 to 100 is usual."""
     neftune_noise_alpha: Annotated[float, Field(ge=0, le=100), Ui("NEFTune noise alpha", when=NEXT_TOKEN)] = 0.0
-    """Adds noise to the embeddings in training, which can help on small instruction datasets; 5 is usual, 0 disables
-    it."""
+    """Adds noise to the embeddings during training, which can help on small instruction datasets; 5 is usual, 0
+    disables it."""
     train_sampling_strategy: Annotated[
         Literal["random", "group_by_length"],
         Ui("Sampling strategy", when=SHUFFLING, choices={"group_by_length": "Group by length"}),
@@ -127,7 +134,8 @@ class Train(Section):
     torch_compile: Annotated[bool, Ui("torch.compile", when={"parallel.strategy": ("single", "ddp")})] = False
     """Compiles the model: faster steps on GPUs after a first step that takes minutes."""
     dataloader_num_workers: Annotated[int, Field(ge=0, le=256), Ui("DataLoader workers")] = 0
-    """Worker processes per device that collate batches; 0 uses the training process, and 2 to 8 helps on fast GPUs."""
+    """Worker processes per device that collate batches; 0 collates in the training process, and 2 to 8 helps on fast
+    GPUs."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1), Ui("Seed")] = 42
     """Random seed of data order, validation split, adapter initialization and dropout."""
 
@@ -136,7 +144,7 @@ class Precision(Section):
     """Compute dtype and FP8."""
 
     compute: Annotated[str, *one_of(registry.PRECISIONS), Ui("Precision")] = "auto"
-    """Compute dtype; trained weights stay in fp32 except for pure bf16, frozen weights use the compute dtype. bf16 is
+    """Compute dtype; trained weights stay in fp32 except with pure bf16, frozen weights use the compute dtype. bf16 is
     usual."""
     fp8_backend: Annotated[str, *one_of(registry.FP8_BACKENDS), Ui("FP8 backend", when=FP8)] = "torchao"
-    """Library that runs the linear layers in FP8, with accelerate's recipe."""
+    """Library that runs the linear layers in FP8, configured by accelerate; torchao is usual."""

@@ -87,7 +87,7 @@ METHODS: Mapping[str, Choice] = {
 }
 
 PRECISIONS: Mapping[str, Precision] = {
-    "auto": Precision("Automatic", "bf16 where the device supports it, else fp32."),
+    "auto": Precision("Automatic", "bf16 on NVIDIA GPUs since Ampere, AMD and Intel GPUs and Ascend NPUs, else fp32."),
     "bf16": Precision(
         "bf16", "Mixed precision: half the activation memory; fast on Ampere and newer GPUs.", compute_dtype="bf16"
     ),
@@ -114,7 +114,7 @@ PRECISIONS: Mapping[str, Precision] = {
 FP8_BACKENDS: Mapping[str, Choice] = {
     "torchao": Choice(
         "torchao",
-        "Float8 training of PyTorch's torchao.",
+        "The float8 training of torchao, PyTorch's quantization library.",
         package="torchao",
         devices=("cuda", "cpu"),
         min_capability=(8, 9),
@@ -139,11 +139,11 @@ PROJECTION_TARGETS: Mapping[str, Choice] = {
 SCHEDULERS: Mapping[str, Choice] = {
     "cosine": Choice("Cosine", "Decays to zero along a half cosine."),
     "linear": Choice("Linear", "Decays to zero linearly."),
-    "constant": Choice("Constant", "Stays at the peak, without warmup."),
-    "constant_with_warmup": Choice("Constant with warmup", "Stays at the peak after warmup."),
+    "constant": Choice("Constant", "The peak learning rate in every step, without warmup."),
+    "constant_with_warmup": Choice("Constant with warmup", "The peak learning rate in every step after warmup."),
     "cosine_with_min_lr": Choice("Cosine with minimum", "Decays along a half cosine to a tenth of the peak."),
     "inverse_sqrt": Choice(
-        "Inverse square root", "Decays with the inverse square root of the step; for runs without a planned end."
+        "Inverse square root", "Decays with the inverse square root of the step; for runs without a fixed length."
     ),
 }
 
@@ -153,7 +153,7 @@ FORMATS: Mapping[str, Choice] = {
     "sharegpt": Choice("ShareGPT", "One column with a list of {from, value} turns."),
     "alpaca": Choice("Alpaca", "Columns instruction, input (optional) and output."),
     "prompt_completion": Choice("Prompt and completion", "Two text columns."),
-    "text": Choice("Plain text", "One text column; the loss counts every token."),
+    "text": Choice("Plain text", "One text column; every token contributes to the loss."),
     "pairs": Choice("Chosen and rejected", "Two completions of one prompt, as text or as turns."),
     "labels": Choice(
         "Labeled completions", "A prompt, a completion, and a label that is true for desirable completions."
@@ -179,6 +179,8 @@ DEVICES: Mapping[str, Device] = {
 REPORTERS: Mapping[str, Choice] = {
     "none": Choice("None", "The page of the run has its log and plots."),
     "tensorboard": Choice("TensorBoard", "Writes event files to the run folder.", package="tensorboard"),
-    "wandb": Choice("Weights & Biases", "Needs WANDB_API_KEY, or WANDB_MODE=offline.", package="wandb"),
-    "mlflow": Choice("MLflow", "Needs MLFLOW_TRACKING_URI.", package="mlflow"),
+    "wandb": Choice(
+        "Weights & Biases", "Needs wandb login or WANDB_API_KEY; WANDB_MODE=offline needs neither.", package="wandb"
+    ),
+    "mlflow": Choice("MLflow", "Logs to the server in MLFLOW_TRACKING_URI, or to local files.", package="mlflow"),
 }

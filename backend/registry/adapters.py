@@ -22,12 +22,12 @@ LORA_INITS: Mapping[str, LoraInit] = {
     ),
     "orthogonal": LoraInit(
         "Orthogonal",
-        "Random orthogonal A and B whose product is zero; the rank must be even.",
+        "Random orthogonal A and B with a product of zero; the rank must be even.",
         init_lora_weights="orthogonal",
     ),
     "pissa": LoraInit(
         "PiSSA",
-        "Principal singular vectors of each weight, subtracted from it: converges faster.",
+        "The principal singular components of each weight, which are subtracted from it: converges faster.",
         init_lora_weights="pissa",
         changes_base_weights=True,
     ),
@@ -39,7 +39,7 @@ LORA_INITS: Mapping[str, LoraInit] = {
     ),
     "olora": LoraInit(
         "OLoRA",
-        "QR decomposition of each weight, subtracted from it: converges faster.",
+        "From a QR decomposition of each weight; B times A is subtracted from the weight: converges faster.",
         init_lora_weights="olora",
         changes_base_weights=True,
     ),

@@ -44,7 +44,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_bnb_8bit": Optimizer(
         "AdamW, 8-bit (bitsandbytes)",
-        "8-bit optimizer state, a quarter of AdamW's; embeddings keep 32-bit state.",
+        "8-bit optimizer state, a quarter of AdamW's in fp32; embeddings keep 32-bit state.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="adamw_bnb_8bit",
@@ -54,7 +54,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_torch_8bit": Optimizer(
         "AdamW, 8-bit (torchao)",
-        "8-bit optimizer state, a quarter of AdamW's; compiled at the first step, up to a minute.",
+        "8-bit optimizer state, a quarter of AdamW's in fp32; compiled at the first step, which takes up to a minute.",
         package="torchao",
         package_min_version="0.15.0",
         trainer_optim="adamw_torch_8bit",
@@ -66,7 +66,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adamw_torch_4bit": Optimizer(
         "AdamW, 4-bit (torchao)",
-        "4-bit optimizer state, an eighth of AdamW's; compiled at the first step, about a minute.",
+        "4-bit optimizer state, an eighth of AdamW's in fp32; compiled at the first step, which takes about a minute.",
         package="torchao",
         package_min_version="0.15.0",
         trainer_optim="adamw_torch_4bit",
@@ -118,7 +118,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "ademamix": Optimizer(
         "AdEMAMix",
-        "AdamW with a second, slower gradient mean: three state elements per parameter.",
+        "AdamW with a second, slower moving average of gradients: three state elements per parameter.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="ademamix",
@@ -171,7 +171,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "lion_32bit": Optimizer(
         "Lion",
-        "Sign of the momentum: half of AdamW's state; needs a 3 to 10 times smaller learning rate.",
+        "Updates by the sign of the momentum: half of AdamW's state; needs a 3 to 10 times smaller learning rate.",
         package=BNB,
         package_min_version=BNB_MIN_VERSION,
         trainer_optim="lion_32bit",
@@ -229,7 +229,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adamw_layerwise": Optimizer(
         "GaLore, layer-wise",
-        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "GaLore that steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adamw",
         states=2,
@@ -250,7 +250,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adamw_8bit_layerwise": Optimizer(
         "GaLore, 8-bit, layer-wise",
-        "8-bit state, and steps in the backward pass that free each gradient at once; no gradient clipping.",
+        "Layer-wise GaLore with 8-bit optimizer state; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adamw_8bit",
         states=2,
@@ -272,7 +272,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "galore_adafactor_layerwise": Optimizer(
         "GaLore, Adafactor, layer-wise",
-        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "GaLore with Adafactor that steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="galore-torch",
         trainer_optim="galore_adafactor",
         states=1,
@@ -283,7 +283,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "apollo_adamw": Optimizer(
         "APOLLO",
-        "AdamW's scaling, estimated in a random low-rank space: full fine-tuning with SGD-like memory.",
+        "Scales gradients as AdamW would, estimated in a random low-rank space: full fine-tuning with SGD-like memory.",
         package="apollo-torch",
         trainer_optim="apollo_adamw",
         states=2,
@@ -292,7 +292,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "apollo_adamw_layerwise": Optimizer(
         "APOLLO, layer-wise",
-        "Steps in the backward pass and frees each gradient at once; no gradient clipping.",
+        "APOLLO that steps in the backward pass and frees each gradient at once; no gradient clipping.",
         package="apollo-torch",
         trainer_optim="apollo_adamw",
         states=2,
@@ -302,7 +302,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "badam": Optimizer(
         "BAdam",
-        "AdamW on one transformer layer at a time: the state of one layer; embeddings are not trained.",
+        "AdamW on one transformer layer at a time, with the state of that layer only; embeddings are not trained.",
         package="badam",
         states=2,
         bits=32,
@@ -312,7 +312,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "lomo": Optimizer(
         "LOMO",
-        "SGD in the backward pass: no state, and each gradient is freed at once; no gradient clipping.",
+        "SGD that steps in the backward pass and frees each gradient at once: no state, no gradient clipping.",
         package="lomo-optim",
         trainer_optim="lomo",
         reads=COMMON - CLIP - {"weight_decay"},
@@ -333,7 +333,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "schedule_free_adamw": Optimizer(
         "Schedule-free AdamW",
-        "Averages the iterates instead of decaying the learning rate: no schedule, so it can stop at any step.",
+        "Averages the weights of all steps instead of decaying the learning rate: a run can stop at any step.",
         package="schedulefree",
         package_min_version=SCHEDULEFREE_MIN_VERSION,
         trainer_optim="schedule_free_adamw",
@@ -363,7 +363,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "sgd_momentum": Optimizer(
         "SGD with momentum",
-        "One state element per parameter; needs a larger learning rate than AdamW.",
+        "SGD with one state element per parameter; needs a larger learning rate than AdamW.",
         trainer_optim="sgd",
         states=1,
         reads=COMMON | {"momentum"},
@@ -383,7 +383,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "adagrad": Optimizer(
         "Adagrad",
-        "Sums all squared gradients, so the steps only shrink.",
+        "Divides by the root of the sum of all squared gradients, so the effective learning rate only decreases.",
         trainer_optim="adagrad",
         states=1,
         reads=COMMON,
@@ -391,7 +391,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
     ),
     "grokadamw": Optimizer(
         "GrokAdamW",
-        "AdamW that amplifies slow gradients; its state is in CPU memory and copied at every step.",
+        "AdamW that amplifies slowly varying gradients; its state is in CPU memory and copied at every step.",
         package="grokadamw",
         trainer_optim="grokadamw",
         states=3,

@@ -51,16 +51,18 @@ PREFERENCE_STAGES = tuple(name for name in STAGES if name not in NEXT_TOKEN_STAG
 
 DPO_LOSSES: Mapping[str, Choice] = {
     "sigmoid": Choice("Sigmoid (DPO)", "The loss of the DPO paper; the usual choice."),
-    "ipo": Choice("IPO", "Squared loss with a target margin: does not overfit pairs with a deterministic preference."),
+    "ipo": Choice(
+        "IPO", "Squared loss with a target margin: overfits less if every rater prefers the same completion."
+    ),
     "hinge": Choice("Hinge (SLiC)", "Hinge loss: pairs beyond the margin give no gradient."),
     "robust": Choice("Robust", "For noisy labels: label_smoothing is the assumed fraction of swapped pairs."),
     "exo_pair": Choice("EXO", "Reverse KL divergence; needs label_smoothing > 0, 0.001 is usual."),
     "nca_pair": Choice(
         "NCA", "Noise contrastive alignment: raises the absolute likelihood of chosen completions, not only the margin."
     ),
-    "bco_pair": Choice("BCO", "Binary classifier: scores chosen and rejected completions separately."),
+    "bco_pair": Choice("BCO", "Trains a binary classifier that scores chosen and rejected completions separately."),
     "sppo_hard": Choice(
-        "SPPO", "Self-play preference optimization: regresses each completion to a fixed win probability."
+        "SPPO", "Self-play preference optimization: regresses the reward of each completion to a fixed win probability."
     ),
     "aot": Choice(
         "AOT", "Alignment by optimal transport: compares the sorted rewards of a batch instead of single pairs."
@@ -74,7 +76,9 @@ DPO_LOSSES: Mapping[str, Choice] = {
     ),
 }
 KTO_LOSSES: Mapping[str, Choice] = {
-    "kto": Choice("KTO", "Compares each completion with an estimate of the KL divergence from the reference model."),
+    "kto": Choice(
+        "KTO", "Compares each completion's reward with an estimate of the KL divergence from the reference model."
+    ),
     "apo_zero_unpaired": Choice(
         "APO zero", "Without the KL estimate: faster, and the batch size and order do not matter."
     ),

@@ -58,7 +58,7 @@ SHARDINGS: Mapping[str, Choice] = {
         "SHARD_GRAD_OP", "Shards gradients and optimizer state; weights stay gathered during a step."
     ),
     "no_shard": Choice("NO_SHARD", "Shards nothing, like DDP."),
-    "hybrid_shard": Choice("HYBRID_SHARD", "Shards everything within a node and replicates between nodes."),
+    "hybrid_shard": Choice("HYBRID_SHARD", "Shards everything within a node and replicates across nodes."),
 }
 OFFLOADS: Mapping[str, Choice] = {
     "none": Choice("No offload"),
@@ -66,6 +66,6 @@ OFFLOADS: Mapping[str, Choice] = {
     "nvme": Choice("NVMe"),
 }
 STATE_DICTS: Mapping[str, Choice] = {
-    "full": Choice("Full", "One file, gathered on rank 0."),
+    "full": Choice("Full", "Unsharded, gathered on rank 0."),
     "sharded": Choice("Sharded", "Each rank writes its shard: fast for large models."),
 }

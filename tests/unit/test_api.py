@@ -198,7 +198,7 @@ def test_a_run_can_be_checked_for_another_machine(one):
     eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8, "launch.launcher": "torchrun"}
     body = {"values": eight, "draft": "", "seq": 1}
     here, there = (one.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
-    assert (here["place"], there["place"]) == ("", "eight GPUs with 80 GB")
+    assert (here["place"], there["place"]) == ("", "eight 80 GB GPUs")
     assert there["memory"]["capacity_bytes"] == 80 * 2**30 and here["memory"]["capacity_bytes"] != 80 * 2**30
     assert ["CUDA_VISIBLE_DEVICES" in report["preview"]["command"] for report in (here, there)] == [False, True]
     response = one.post("/api/check", json={**body, "machine": "9x9gb"})

@@ -57,7 +57,7 @@ def test_plan_shows_another_launcher(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["check", "no-such-preset"], "no such file and no such preset"),
+        (["check", "no-such-preset"], "no such file or preset"),
         (["check", "first-run", "--set", "train.seed"], "expected section.key=value"),
         (["check", "first-run", "--set", "train.seed=x"], "train.seed"),
         (["show", "2026", "--runs", "no-such-folder"], "2026"),

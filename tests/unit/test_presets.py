@@ -29,7 +29,7 @@ def test_invalid_yaml_is_reported_with_its_file(tmp_path, text, message):
 
 
 def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(SpecError, match="no such file and no such preset"):
+    with pytest.raises(SpecError, match="no such file or preset"):
         presets.read("nothing-here")
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xff\xfe\x00")
