@@ -38,7 +38,14 @@ if THREADS and THREADS != "1":
     os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
 os.environ.setdefault("FOOTPLATE_MODEL_TABLES", "off")  # no worker process unless a test is about it
-SLOWEST = ["test_journeys", "test_strategies", "test_training", "test_stages", "test_methods", "test_effects"]
+SLOWEST = [
+    "test_journeys",
+    "test_strategies",
+    "test_training",
+    "test_preference_stages",
+    "test_methods",
+    "test_option_effects",
+]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,8 +3,8 @@
 The estimate is compared with torch's memory tracker (docs/memory.md): it is at most 5 % too low and 10 % too high.
 torch tests that tracker to 10 % of a GPU's peak (test_fsdp2_mem_tracker.py), and both errors may add up. Architectures
 without a closed formula were compared with the tracker on one device only: at most 8 % too low and 12 % too high
-(tests/process/test_table_memory.py). CPU runs are within 8 % of measured peaks (tests/unit/test_memory.py). For
-everything else the range is what the tests on GPUs accept: 20 % too low to 50 % too high (tests/process/devices.py).
+(tests/process/test_module_table_memory.py). CPU runs are within 8 % of measured peaks (tests/unit/test_memory.py). For
+everything else the range is what the tests on GPUs accept: 20 % too low to 50 % too high (tests/process/gpu_cases.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests that train share. Every file has its own folder and cache of models; the host is one for all of them."""
+"""Fixtures of tests that train. Each test file has its own folder and model cache; all files share one fork server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from host import Host, a_host
-from trainings import nothing
+from fork_server import ForkServer, start_fork_server
+from training_runs import ignore_progress
 
 from backend.train import builtin_models
 
@@ -20,28 +20,29 @@ def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def cache(root: Path) -> Iterator[Path]:
-    """A cache with the tiny model, which this process uses too."""
+    """A model cache with the tiny model, for the trainings and for this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(root / "cache"))
-        builtin_models.prepare("tiny-llama", nothing)
+        builtin_models.prepare("tiny-llama", ignore_progress)
         yield root / "cache"
 
 
 @pytest.fixture(scope="module")
 def tiny(cache: Path) -> Path:
-    """The tiny model's folder."""
+    """The folder of the tiny model."""
     return cache / "models/tiny-llama"
 
 
 @pytest.fixture(scope="session")
-def one_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    """Started before any file sets up its own things, so that it inherits nothing of them."""
-    with a_host(tmp_path_factory.mktemp("host")) as found:
-        yield found
+def session_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """The fork server of the session. It starts before the fixtures of any file, so it inherits none of their
+    environment."""
+    with start_fork_server(tmp_path_factory.mktemp("fork-server")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def host(one_host: Host, cache: Path) -> Iterator[Host]:
-    """With the file's own cache; at the file's end nothing of its trainings is left."""
-    yield replace(one_host, cache=cache)
-    assert not one_host.left()
+def fork_server(session_fork_server: ForkServer, cache: Path) -> Iterator[ForkServer]:
+    """The fork server with the model cache of this file; asserts at the end of the file that no process is left."""
+    yield replace(session_fork_server, cache=cache)
+    assert not session_fork_server.leftover_processes()

@@ -12,12 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host, write
-from models import fresh, tokenizer
+from fork_server import ForkServer, write_run
 from peft import PeftModel
 from safetensors.torch import load_file
-from trainings import REORDERED, SMALL, a_spec, an_engine, losses, mostly_soak, same_losses, text
+from training_runs import (
+    REORDERING_TOLERANCE,
+    TINY_RUN,
+    log_text,
+    losses,
+    make_engine,
+    make_spec,
+    same_losses,
+    soak_except,
+)
 from transformers import AutoModelForCausalLM
+from untrained_models import tokenizer, untrained_model
 
 from backend.train import data, device, kernels, lora, trainers
 
@@ -37,14 +46,14 @@ EVERYTHING = {
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, host: Host) -> Any:
+def trained(root: Path, fork_server: ForkServer) -> Any:
     """A folder for each table of changes; the same table is trained once."""
     made: dict[str, Path] = {}
 
     def train(changes: Mapping[str, Any], ranks: int = 0) -> Path:
         key = json.dumps({**changes, "ranks": ranks}, sort_keys=True)
         if key not in made:
-            made[key] = host.train(root / f"run-{len(made)}", a_spec({**QUICK, **changes}), ranks)
+            made[key] = fork_server.train(root / f"run-{len(made)}", make_spec({**QUICK, **changes}), ranks)
         return made[key]
 
     return train
@@ -75,14 +84,14 @@ def test_dora_trains_magnitude_vectors(trained: Any, cache: Path) -> None:
 
 def test_rslora_scales_by_the_square_root_of_the_rank(cache: Path) -> None:
     changes = {"lora.r": 9, "lora.alpha": 6.0}
-    assert a_layer(fresh(changes)).scaling["default"] == pytest.approx(6 / 9)
-    assert a_layer(fresh({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
+    assert a_layer(untrained_model(changes)).scaling["default"] == pytest.approx(6 / 9)
+    assert a_layer(untrained_model({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
 
 
-@pytest.mark.parametrize("init", mostly_soak(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
-@pytest.mark.parametrize("precision", mostly_soak(["fp32", "bf16"], ("fp32",)))
+@pytest.mark.parametrize("init", soak_except(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
+@pytest.mark.parametrize("precision", soak_except(["fp32", "bf16"], ("fp32",)))
 def test_initializations_that_change_the_base_weights(cache: Path, init: str, precision: str) -> None:
-    found = fresh({"lora.init": init}, precision)
+    found = untrained_model({"lora.init": init}, precision)
     layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
     left = layer.base_layer.weight
     assert (left - whole).abs().max() > 1e-2
@@ -90,14 +99,14 @@ def test_initializations_that_change_the_base_weights(cache: Path, init: str, pr
     assert layer.lora_A["default"].weight.dtype == torch.float32
     again = left.float() + layer.get_delta_weight("default")
     assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
-    same = a_layer(fresh({"lora.init": init, "train.seed": 7}, precision))
+    same = a_layer(untrained_model({"lora.init": init, "train.seed": 7}, precision))
     # Exact: the same decomposition of the same weights in this process. A tolerance would hide what the seed draws.
     assert torch.equal(same.base_layer.weight, left), "a resumed run must have the same initialization"
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
 def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> None:
-    found = fresh({"lora.init": init})
+    found = untrained_model({"lora.init": init})
     assert a_layer(found).lora_A["default"].weight.abs().sum() > 0
     assert torch.allclose(logits(found), logits(base(cache)), atol=1e-5)
 
@@ -124,41 +133,43 @@ def test_zero3_saves_the_same_adapter(trained: Any, cache: Path) -> None:
     """Each rank has a shard of the weights that the initialization is taken out of."""
     one = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
     spread = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
-    assert losses(spread) == same_losses(losses(one), REORDERED)
+    assert losses(spread) == same_losses(losses(one), REORDERING_TOLERANCE)
     adapter = PeftModel.from_pretrained(base(cache), spread / "model")
     again = PeftModel.from_pretrained(base(cache), one / "model")
     assert torch.allclose(logits(adapter), logits(again), atol=2e-2)
     assert not torch.allclose(logits(adapter), logits(base(cache)), atol=0.1)
 
 
-def test_all_variants_together_resume(trained: Any, host: Host) -> None:
+def test_all_variants_together_resume(trained: Any, fork_server: ForkServer) -> None:
     more = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "parallel.strategy": "ddp"}
     folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.per_device_train_batch_size": 1}, 2)
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
     shutil.rmtree(folder / "model")
-    host.go_on(folder, 2, ranks=2)
+    fork_server.resume(folder, 2, ranks=2)
     assert losses(folder) == same_losses(before)
     again = load_file(folder / "model/adapter_model.safetensors")
     assert all(torch.allclose(again[name], tensor, atol=1e-5) for name, tensor in state.items())
 
 
-def test_checkpoint_with_another_initialization_is_refused(trained: Any, host: Host, root: Path) -> None:
+def test_checkpoint_with_another_initialization_is_refused(trained: Any, fork_server: ForkServer, root: Path) -> None:
     """Its adapter belongs to base weights that were changed in another way."""
     more = {"save.strategy": "steps", "save.steps": 2}
     folder = trained({**more, "lora.init": "pissa"})
     asked = {"save.resume_from": "path", "save.resume_path": str(folder / "checkpoints/checkpoint-2")}
     other = root / "other-start"
-    write(other, a_spec({**QUICK, **asked, "train.max_steps": 4}))
-    assert host.run(other) == 1
-    said = text(other).strip().splitlines()[-1]
+    write_run(other, make_spec({**QUICK, **asked, "train.max_steps": 4}))
+    assert fork_server.run(other) == 1
+    said = log_text(other).strip().splitlines()[-1]
     assert "save.resume_path" in said
     assert "init_lora_weights=pissa" in said
 
 
 def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:
-    spec = a_spec({"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1})
-    found = fresh({"lora.modules_to_save": ("model.norm",)})
-    config = trainers.training_arguments(an_engine(spec), Path("."))
+    spec = make_spec(
+        {"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1}
+    )
+    found = untrained_model({"lora.modules_to_save": ("model.norm",)})
+    config = trainers.training_arguments(make_engine(spec), Path("."))
     tokens = tokenizer(spec)
     rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
     made = trainers.build_trainer(spec, config, found, tokens, rows, [])
@@ -168,12 +179,12 @@ def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:
     named = {name: p for name, p in found.named_parameters() if p.requires_grad}
     assert len(rates) == len(named) == 2 * 28 + 1
     for name, parameter in named.items():
-        assert rates[id(parameter)] == SMALL["train.learning_rate"] * (16 if "lora_B" in name else 1)
+        assert rates[id(parameter)] == TINY_RUN["train.learning_rate"] * (16 if "lora_B" in name else 1)
         assert decays[id(parameter)] == (0 if "norm" in name else 0.1)
 
 
 def test_loraplus_is_refused_if_the_optimizer_lacks_b(cache: Path) -> None:
-    found = fresh({})
+    found = untrained_model({})
     with pytest.raises(lora.TrainError, match=r"lora\.loraplus_lr_ratio"):
         lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
 
@@ -183,20 +194,20 @@ def test_attention_implementations_give_equal_losses(trained: Any, packing: bool
     """Packed examples attend to each other in none of them; otherwise the losses would differ."""
     more = {"data.packing": packing, "save.final_model": False}
     one, two = (losses(trained({**more, "model.attn_implementation": name})) for name in ("sdpa", "eager"))
-    assert two == same_losses(one, REORDERED)
+    assert two == same_losses(one, REORDERING_TOLERANCE)
 
 
 def test_attention_implementation_is_the_requested_one(cache: Path) -> None:
-    found = fresh({"model.attn_implementation": "eager"})
+    found = untrained_model({"model.attn_implementation": "eager"})
     assert found.config._attn_implementation == "eager"
-    kernels.check_attention(a_spec({"model.attn_implementation": "eager"}), found)
+    kernels.check_attention(make_spec({"model.attn_implementation": "eager"}), found)
     with pytest.raises(kernels.TrainError, match="sdpa was requested, but transformers uses eager"):
-        kernels.check_attention(a_spec({"model.attn_implementation": "sdpa"}), found)
+        kernels.check_attention(make_spec({"model.attn_implementation": "sdpa"}), found)
 
 
 def test_liger_kernels_must_be_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels need a GPU; that they were really put in is seen by where the layers' methods come from."""
-    asked, found, seen = a_spec({"train.use_liger_kernel": True}), base(cache), {}
+    asked, found, seen = make_spec({"train.use_liger_kernel": True}), base(cache), {}
     liger = types.ModuleType("liger_kernel.transformers")
     liger._apply_liger_kernel_to_instance = lambda **given: seen.update(given)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host
+from fork_server import ForkServer
 from safetensors.torch import load_file
-from trainings import THREADS, a_spec, losses, mostly_soak, result, same_losses, text
+from training_runs import THREADS, log_text, losses, make_spec, result, same_losses, soak_except
 
 from backend.train import device
 
@@ -32,11 +32,11 @@ print("kernels", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(
 """
 
 
-def test_training_processes_get_the_kernels_and_threads_of_make(host: Host, tmp_path: Path) -> None:
+def test_training_processes_get_the_kernels_and_threads_of_make(fork_server: ForkServer, tmp_path: Path) -> None:
     """`make test CPU=avx2 THREADS=2`."""
     (tmp_path / "script.py").write_text(KERNELS)
-    assert host.run(tmp_path, script=str(tmp_path / "script.py")) == 0, text(tmp_path)
-    (kernels, threads) = text(tmp_path).split("kernels ")[1].split()[:2]
+    assert fork_server.run(tmp_path, script=str(tmp_path / "script.py")) == 0, log_text(tmp_path)
+    (kernels, threads) = log_text(tmp_path).split("kernels ")[1].split()[:2]
     assert threads == THREADS
     assert kernels.lower() == (os.environ.get("FOOTPLATE_TEST_CPU") or kernels.lower())
 
@@ -49,10 +49,10 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-@pytest.mark.parametrize("method", mostly_soak(["full", "lora"], ("full",)))
-def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) -> None:
-    spec = a_spec({**KEPT, "method.kind": method, "precision.compute": "pure_bf16"})
-    folder = host.train(tmp_path / "run", spec)
+@pytest.mark.parametrize("method", soak_except(["full", "lora"], ("full",)))
+def test_pure_bf16_has_nothing_finer(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    spec = make_spec({**KEPT, "method.kind": method, "precision.compute": "pure_bf16"})
+    folder = fork_server.train(tmp_path / "run", spec)
     before = losses(folder)
     name = "model" if method == "full" else "adapter_model"
     step = folder / "checkpoints/checkpoint-2"
@@ -63,16 +63,18 @@ def test_pure_bf16_has_nothing_finer(method: str, host: Host, tmp_path: Path) ->
     trained = result(folder)["trainable_parameters"]
     assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trained, rel=0.01)
 
-    host.go_on(folder, 2)
+    fork_server.resume(folder, 2)
     assert losses(folder) == before, "the same kernels on the same machine, from a state that was saved bit by bit"
 
 
-@pytest.mark.parametrize("method", mostly_soak(["full", "lora"], ("lora",)))
-def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", soak_except(["full", "lora"], ("lora",)))
+def test_fp8_trains_and_saves_ordinary_weights(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
     """A CPU multiplies fp8 by itself, slowly: what is computed there is what a GPU computes."""
     pytest.importorskip("torchao")
-    eight = host.train(tmp_path / "fp8", a_spec({**KEPT, "method.kind": method, "precision.compute": "fp8"}))
-    sixteen = host.train(tmp_path / "bf16", a_spec({**KEPT, "method.kind": method, "precision.compute": "bf16"}))
+    eight = fork_server.train(tmp_path / "fp8", make_spec({**KEPT, "method.kind": method, "precision.compute": "fp8"}))
+    sixteen = fork_server.train(
+        tmp_path / "bf16", make_spec({**KEPT, "method.kind": method, "precision.compute": "bf16"})
+    )
     first, second = losses(eight), losses(sixteen)
     assert first != same_losses(second), "layers were replaced"
     assert first == pytest.approx(second, rel=0.01)
@@ -81,7 +83,7 @@ def test_fp8_trains_and_saves_ordinary_weights(method: str, host: Host, tmp_path
     assert one.keys() == two.keys()
     assert {t.dtype for t in one.values()} == {t.dtype for t in two.values()}
 
-    host.go_on(eight, 2)
+    fork_server.resume(eight, 2)
     assert losses(eight) == first, "the same kernels on the same machine, from a state that was saved bit by bit"
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host, write
-from models import fresh, memory_context
+from fork_server import ForkServer, write_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from trainings import REORDERED, a_spec, losses, result, same_losses, text
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from untrained_models import memory_context, untrained_model
 
 from backend import registry
 from backend.machine import Machine
@@ -32,14 +32,14 @@ DORA = {"lora.use_dora": True}
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path, host: Host) -> dict[int, float]:
+def plain(root: Path, fork_server: ForkServer) -> dict[int, float]:
     """The losses on weights that are not packed."""
-    return losses(host.train(root / "plain", a_spec(QUICK)))
+    return losses(fork_server.train(root / "plain", make_spec(QUICK)))
 
 
 @pytest.fixture(scope="module")
-def four(root: Path, host: Host) -> Path:
-    return host.train(root / "four", a_spec({**QUICK, **NF4, **KEPT, "train.max_steps": 4}))
+def four(root: Path, fork_server: ForkServer) -> Path:
+    return fork_server.train(root / "four", make_spec({**QUICK, **NF4, **KEPT, "train.max_steps": 4}))
 
 
 def beside(module: Any) -> int:
@@ -61,12 +61,12 @@ def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double
         "method.bnb_4bit_use_double_quant": double,
         "precision.compute": precision,
     }
-    found = fresh(changes, precision)
+    found = untrained_model(changes, precision)
     bases = [m.base_layer for _, m in found.named_modules() if hasattr(m, "base_layer")]
     assert len(bases) == 4 * 7
     assert {type(base).__name__ for base in bases} == {name}
     assert {base.weight.dtype for base in bases} == {torch.uint8 if name == "Linear4bit" else torch.int8}
-    rows = {row.name: row.bytes for row in device_rows(memory_context(a_spec(changes), TINY))}
+    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), TINY))}
     assert rows["Quantized parameters"] == sum(base.weight.nbytes for base in bases)
     assert rows["Quantization scales"] == sum(map(beside, bases))
     weights = sum(base.in_features * base.out_features for base in bases)
@@ -80,10 +80,12 @@ def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_learns_as_on_plain_weights(
-    root: Path, host: Host, plain: dict[int, float], changes: dict[str, Any], precision: str
+    root: Path, fork_server: ForkServer, plain: dict[int, float], changes: dict[str, Any], precision: str
 ) -> None:
     more = {**changes, "precision.compute": precision}
-    found = losses(host.train(root / f"one-{changes['method.quantization']}-{precision}", a_spec({**QUICK, **more})))
+    found = losses(
+        fork_server.train(root / f"one-{changes['method.quantization']}-{precision}", make_spec({**QUICK, **more}))
+    )
     assert found == pytest.approx(plain, abs=0.05)
     assert found != same_losses(plain), "nothing was packed"
 
@@ -101,12 +103,12 @@ def test_it_learns_as_on_plain_weights(
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, Any], strategy: str) -> None:
+def test_strategies_learn_the_same(root: Path, fork_server: ForkServer, changes: dict[str, Any], strategy: str) -> None:
     kind = "-".join(map(str, changes.values()))
-    one = host.train(root / f"alone-{kind}-{strategy}", a_spec({**QUICK, **changes}))
+    one = fork_server.train(root / f"alone-{kind}-{strategy}", make_spec({**QUICK, **changes}))
     more = {**HALF, **changes, "parallel.strategy": strategy}
-    two = host.train(root / f"two-{kind}-{strategy}", a_spec(more), 2)
-    assert losses(two) == same_losses(losses(one), REORDERED)
+    two = fork_server.train(root / f"two-{kind}-{strategy}", make_spec(more), 2)
+    assert losses(two) == same_losses(losses(one), REORDERING_TOLERANCE)
     held = [rank["local_parameters"] for rank in result(two)["ranks"]]
     if registry.STRATEGIES[strategy].shards_weights:
         # As fp32 numbers: an eighth of the packed weights; and half of everything.
@@ -120,10 +122,10 @@ def test_strategies_learn_the_same(root: Path, host: Host, changes: dict[str, An
 
 
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
-def test_dora_learns_as_on_plain_weights(root: Path, host: Host, changes: dict[str, Any]) -> None:
+def test_dora_learns_as_on_plain_weights(root: Path, fork_server: ForkServer, changes: dict[str, Any]) -> None:
     more = {**QUICK, **DORA}
-    plain = losses(host.train(root / f"plain-{changes['method.quantization']}", a_spec(more)))
-    found = losses(host.train(root / f"dora-{changes['method.quantization']}", a_spec({**more, **changes})))
+    plain = losses(fork_server.train(root / f"plain-{changes['method.quantization']}", make_spec(more)))
+    found = losses(fork_server.train(root / f"dora-{changes['method.quantization']}", make_spec({**more, **changes})))
     assert found == pytest.approx(plain, abs=0.05)
 
 
@@ -152,16 +154,16 @@ def test_what_is_saved_can_be_loaded(four: Path, cache: Path) -> None:
     assert difference < learned
 
 
-def test_it_goes_on_from_its_checkpoint(four: Path, host: Host) -> None:
+def test_it_goes_on_from_its_checkpoint(four: Path, fork_server: ForkServer) -> None:
     before = losses(four)
-    host.go_on(four, 2)
+    fork_server.resume(four, 2)
     assert losses(four) == same_losses(before)
 
 
-def test_looking_on_changes_nothing(root: Path, host: Host, four: Path) -> None:
+def test_looking_on_changes_nothing(root: Path, fork_server: ForkServer, four: Path) -> None:
     """An evaluation, and answers before training, leave the packed weights as they are."""
     more = {"eval.strategy": "steps", "eval.steps": 1, "eval.num_generations": 2, "eval.max_new_tokens": 4}
-    found = host.train(root / "watched", a_spec({**QUICK, **NF4, **more, "train.max_steps": 4}))
+    found = fork_server.train(root / "watched", make_spec({**QUICK, **NF4, **more, "train.max_steps": 4}))
     assert losses(found) == same_losses(losses(four))
     assert len(result(found)["samples"]) == 2
 
@@ -191,24 +193,26 @@ def eighth(cache: Path, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_fp8_is_unpacked_and_learns(root: Path, host: Host, cache: Path, eighth: Path, kind: str) -> None:
+def test_fp8_is_unpacked_and_learns(root: Path, fork_server: ForkServer, cache: Path, eighth: Path, kind: str) -> None:
     more = {**QUICK, "method.kind": kind, "train.learning_rate": 1e-3}
-    found = host.train(root / f"fp8-{kind}", a_spec({**more, "model.source": "path", "model.path": str(eighth)}))
-    wanted = host.train(root / f"fp8-{kind}-plain", a_spec(more))
+    found = fork_server.train(
+        root / f"fp8-{kind}", make_spec({**more, "model.source": "path", "model.path": str(eighth)})
+    )
+    wanted = fork_server.train(root / f"fp8-{kind}-plain", make_spec(more))
     assert losses(found) == pytest.approx(losses(wanted), abs=0.02)
     assert losses(found) != same_losses(losses(wanted)), "nothing was packed"
 
 
-def test_packed_formats_that_are_refused(root: Path, host: Host, cache: Path) -> None:
+def test_packed_formats_that_are_refused(root: Path, fork_server: ForkServer, cache: Path) -> None:
     for kind, said in (("quark", "model.path"), ("gptq", "model.path")):
         folder = root / kind
         shutil.copytree(cache / "models/tiny-llama", folder)
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {"quant_method": kind, "bits": 4, "group_size": 128}
         (folder / "config.json").write_text(json.dumps(config))
-        write(root / f"refused-{kind}", a_spec({"model.source": "path", "model.path": str(folder)}))
-        assert host.run(root / f"refused-{kind}") == 1
-        last = text(root / f"refused-{kind}").strip().splitlines()[-1]
+        write_run(root / f"refused-{kind}", make_spec({"model.source": "path", "model.path": str(folder)}))
+        assert fork_server.run(root / f"refused-{kind}") == 1
+        last = log_text(root / f"refused-{kind}").strip().splitlines()[-1]
         assert said in last and last.endswith("]"), last
 
 
@@ -223,9 +227,9 @@ def came(cache: Path, root: Path) -> Path:
     return folder
 
 
-def test_a_model_that_came_packed_takes_dora(root: Path, host: Host, came: Path) -> None:
+def test_a_model_that_came_packed_takes_dora(root: Path, fork_server: ForkServer, came: Path) -> None:
     more = {**QUICK, "model.source": "path", "model.path": str(came), "lora.use_dora": True}
-    found = list(losses(host.train(root / "came-dora", a_spec(more))).values())
+    found = list(losses(fork_server.train(root / "came-dora", make_spec(more))).values())
     assert found[-1] < found[0]
 
 
@@ -238,11 +242,13 @@ def test_a_model_that_came_packed_takes_dora(root: Path, host: Host, came: Path)
         ("save.merge_adapter", True),
     ],
 )
-def test_what_a_model_that_came_packed_cannot_have(root: Path, host: Host, came: Path, field: str, value: Any) -> None:
+def test_what_a_model_that_came_packed_cannot_have(
+    root: Path, fork_server: ForkServer, came: Path, field: str, value: Any
+) -> None:
     """The rules say so before, and the run by a sentence of its own."""
     more = {"model.source": "path", "model.path": str(came), "save.final_model": True, field: value}
     folder = root / f"came-{field}"
-    write(folder, a_spec(more))
-    assert any(f.level == "error" and field in f.fields for f in preflight(a_spec(more), Machine(), root).findings)
-    assert host.run(folder) == 1
-    assert text(folder).strip().splitlines()[-1].startswith(field)
+    write_run(folder, make_spec(more))
+    assert any(f.level == "error" and field in f.fields for f in preflight(make_spec(more), Machine(), root).findings)
+    assert fork_server.run(folder) == 1
+    assert log_text(folder).strip().splitlines()[-1].startswith(field)

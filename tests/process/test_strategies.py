@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host, write
+from fork_server import ForkServer, write_run
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
-from trainings import (
-    REORDERED,
-    Launch,
-    a_folder,
-    a_spec,
-    an_engine,
+from training_runs import (
+    REORDERING_TOLERANCE,
+    TorchrunLaunch,
+    log_text,
     losses,
-    mostly_soak,
+    make_engine,
+    make_run_folder,
+    make_spec,
     result,
     same_losses,
-    text,
-    together,
+    soak_except,
+    train_in_one_process,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -109,7 +109,7 @@ RESUMED = ["zero2", "zero3", "zero2-sequence", "fsdp2", "fsdp2-sharded"]
 # An adapter's losses on the strategies that spread frozen weights too.
 ADAPTED = ["ddp", "zero2", "zero3", "zero3-sequence", "fsdp2"]
 # What another case shows too is for the long proofs.
-EVERY = mostly_soak(CASES, CASES.keys() - {"zero2-offload"})
+EVERY = soak_except(CASES, CASES.keys() - {"zero2-offload"})
 
 
 @dataclass
@@ -117,13 +117,13 @@ class Trained:
     """Runs by name, each trained once, when it is first asked for."""
 
     root: Path
-    host: Host
+    fork_server: ForkServer
     made: dict[str, Path] = field(default_factory=dict)
 
     def run(self, name: str, changes: Mapping[str, Any], ranks: int) -> Path:
         if name not in self.made:
-            spec = a_spec({**changes, "launch.nproc_per_node": max(ranks, 1)})
-            self.made[name] = self.host.train(self.root / name, spec, ranks)
+            spec = make_spec({**changes, "launch.nproc_per_node": max(ranks, 1)})
+            self.made[name] = self.fork_server.train(self.root / name, spec, ranks)
         return self.made[name]
 
     def full(self, name: str) -> Path:
@@ -139,11 +139,11 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, host: Host) -> Trained:
+def trained(root: Path, fork_server: ForkServer) -> Trained:
     for lock in (HOME / ".cache/torch_extensions").rglob("lock"):
         if time.time() - lock.stat().st_mtime > 900:
             lock.unlink()  # of a build that was killed
-    return Trained(root, host)
+    return Trained(root, fork_server)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def alone_adapter(trained: Trained) -> Path:
 def test_the_losses_are_those_of_one_process(alone: Path, trained: Trained, name: str) -> None:
     one = losses(alone)
     assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
-    assert losses(trained.full(name)) == same_losses(one, REORDERED)
+    assert losses(trained.full(name)) == same_losses(one, REORDERING_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -183,10 +183,10 @@ def test_each_rank_holds_its_part(alone: Path, trained: Trained, name: str) -> N
         )
 
 
-@pytest.mark.parametrize("name", mostly_soak(ADAPTED, {*ADAPTED} - {"zero3-sequence"}))
+@pytest.mark.parametrize("name", soak_except(ADAPTED, {*ADAPTED} - {"zero3-sequence"}))
 def test_an_adapter_learns_the_same(alone_adapter: Path, trained: Trained, name: str) -> None:
     folder, case = trained.adapter(name), CASES[name]
-    assert losses(folder) == same_losses(losses(alone_adapter), REORDERED)
+    assert losses(folder) == same_losses(losses(alone_adapter), REORDERING_TOLERANCE)
     whole = result(alone_adapter)["parameters"]
     assert result(folder)["trainable_parameters"] == result(alone_adapter)["trainable_parameters"]
     for rank in result(folder)["ranks"]:
@@ -209,7 +209,7 @@ def test_modules_are_trained_in_full_beside_an_adapter(trained: Trained) -> None
         trained.run(f"{name}-ends", {**asked, **CASES[name].changes, "train.per_device_train_batch_size": 2}, 2)
         for name in ("zero2", "zero3")
     )
-    assert losses(three) == same_losses(losses(two), REORDERED)
+    assert losses(three) == same_losses(losses(two), REORDERING_TOLERANCE)
 
 
 def test_an_adapter_adds_up_batches(trained: Trained) -> None:
@@ -235,7 +235,7 @@ def test_the_trained_adapter_loads(alone_adapter: Path, trained: Trained, name: 
 
 def go_on(trained: Trained, folder: Path, ranks: int) -> list[int]:
     """Train step 3 once more from the checkpoint of step 2; the steps of all points."""
-    trained.host.go_on(folder, 2, ranks)
+    trained.fork_server.resume(folder, 2, ranks)
     points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [point["step"] for point in points if "loss" in point]
 
@@ -265,11 +265,11 @@ def test_fsdp_goes_on_with_another_number_of_processes(trained: Trained, tmp_pat
         "train.per_device_train_batch_size": 1,
         "launch.nproc_per_node": 4,
     }
-    write(tmp_path / "four", a_spec(spec))
+    write_run(tmp_path / "four", make_spec(spec))
     shutil.copytree(source / "checkpoints/checkpoint-2", tmp_path / "four/checkpoints/checkpoint-2")
-    assert trained.host.run(tmp_path / "four", 4) == 0, text(tmp_path / "four")
-    assert "Resuming from checkpoint-2." in text(tmp_path / "four")
-    assert losses(tmp_path / "four")[3] == same_losses(losses(source)[3], REORDERED)
+    assert trained.fork_server.run(tmp_path / "four", 4) == 0, log_text(tmp_path / "four")
+    assert "Resuming from checkpoint-2." in log_text(tmp_path / "four")
+    assert losses(tmp_path / "four")[3] == same_losses(losses(source)[3], REORDERING_TOLERANCE)
 
 
 def state(checkpoint: Path) -> tuple[set[float], list[float], dict[str, float]]:
@@ -293,9 +293,9 @@ def elsewhere(trained: Trained, source: Path, changes: Mapping[str, Any], ranks:
     """A run of `ranks` processes that begins with checkpoint 2 of `source`, and its exit code."""
     begins = {"save.resume_from": "path", "save.resume_path": str(source / "checkpoints/checkpoint-2")}
     folder = trained.root / f"{source.name}+{ranks}-{len(list(trained.root.iterdir()))}"  # a plus is part of a name
-    write(
+    write_run(
         folder,
-        a_spec(
+        make_spec(
             {
                 **KEPT,
                 "train.per_device_train_batch_size": 4 // ranks,
@@ -305,7 +305,7 @@ def elsewhere(trained: Trained, source: Path, changes: Mapping[str, Any], ranks:
             }
         ),
     )
-    return folder, trained.host.run(folder, ranks)
+    return folder, trained.fork_server.run(folder, ranks)
 
 
 MOVED = {
@@ -331,9 +331,9 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
     source = moved(trained, name)
     before = files(source)
     folder, code = elsewhere(trained, source, {**MOVED[name], "train.per_device_train_batch_size": 4 // ranks}, ranks)
-    assert code == 0, text(folder)
-    assert f"Converting checkpoint-2 from 2 to {ranks} processes" in text(folder)
-    assert losses(folder)[3] == same_losses(losses(source)[3], REORDERED)
+    assert code == 0, log_text(folder)
+    assert f"Converting checkpoint-2 from 2 to {ranks} processes" in log_text(folder)
+    assert losses(folder)[3] == same_losses(losses(source)[3], REORDERING_TOLERANCE)
     (steps, decays, moments), wanted = (state(f / "checkpoints/checkpoint-3") for f in (folder, source))
     assert steps == wanted[0] == {3.0}
     assert decays == wanted[1] and decays == ([0.0] if "lora" in name else [0.1, 0.0]), "norms do not decay"
@@ -345,14 +345,14 @@ def test_deepspeed_goes_on_with_another_number_of_processes(trained: Trained, na
 def test_what_cannot_be_converted_is_refused(trained: Trained) -> None:
     source = moved(trained, "zero2")
     folder, code = elsewhere(trained, source, MOVED["zero3"], 1)
-    assert code != 0 and "save.resume_path: " in text(folder).splitlines()[-1]
-    assert "ZeRO-1 or ZeRO-2, and ZeRO-3 cannot resume from that format" in text(folder)
+    assert code != 0 and "save.resume_path: " in log_text(folder).splitlines()[-1]
+    assert "ZeRO-1 or ZeRO-2, and ZeRO-3 cannot resume from that format" in log_text(folder)
     changes = {**MOVED["zero2"], "train.optim": "sgd"}
     source = trained.run(
         "zero2-sgd", {**KEPT, **changes, "train.per_device_train_batch_size": 2, "train.max_steps": 2}, 2
     )
     folder, code = elsewhere(trained, source, changes, 1)
-    assert code != 0 and "an optimizer other than AdamW" in text(folder).splitlines()[-1]
+    assert code != 0 and "an optimizer other than AdamW" in log_text(folder).splitlines()[-1]
 
 
 def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained: Trained) -> None:
@@ -363,14 +363,14 @@ def test_a_step_of_other_rows_is_told_and_an_older_best_checkpoint_loads(trained
     kept = source / "checkpoints/checkpoint-2/trainer_state.json"
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "best_metric": 0.0}))  # none will be better
     folder, code = elsewhere(trained, source, {**changes, "train.max_steps": 4}, 1)
-    assert code == 0, text(folder)
-    assert "The global batch size is 2 instead of 4." in text(folder)
-    assert text(folder).count("Converting checkpoint-2 from 2 to 1 processes") == 2, "at the start, and at the end"
+    assert code == 0, log_text(folder)
+    assert "The global batch size is 2 instead of 4." in log_text(folder)
+    assert log_text(folder).count("Converting checkpoint-2 from 2 to 1 processes") == 2, "at the start, and at the end"
     assert torch.allclose(logits(folder / "model"), logits(source / "model"), atol=1e-4)
     assert not (folder / ".universal").exists()
 
 
-@pytest.mark.parametrize("name", mostly_soak(["fsdp2", "tensor", "zero3"], ("fsdp2",)))
+@pytest.mark.parametrize("name", soak_except(["fsdp2", "tensor", "zero3"], ("fsdp2",)))
 def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     """Input and output layer that share their weights still do, and the saved model says what the trained one said."""
     tied = trained.root / "tied"
@@ -383,7 +383,7 @@ def test_tied_weights_are_saved_once(trained: Trained, name: str) -> None:
     one = trained.run("alone-tied", {**of, "train.per_device_train_batch_size": 4}, 0)
     size = {"train.per_device_train_batch_size": 4 if name == "tensor" else 2}
     folder = trained.run(f"{name}-tied", {**of, "parallel.strategy": name, **size}, 2)
-    assert losses(folder) == same_losses(losses(one), REORDERED)
+    assert losses(folder) == same_losses(losses(one), REORDERING_TOLERANCE)
     assert torch.allclose(logits(folder / "model"), logits(one / "model"), atol=5e-3)
 
 
@@ -399,7 +399,7 @@ def test_older_architectures_share_rows(trained: Trained) -> None:
     of = {**FULL, **PLAIN, "model.source": "path", "model.path": str(folder)}
     one = trained.run("alone-neox", {**of, "train.per_device_train_batch_size": 4}, 0)
     two = trained.run("neox-sequence", {**of, **CASES["zero2-sequence"].changes}, 2)
-    assert losses(two) == same_losses(losses(one), REORDERED)
+    assert losses(two) == same_losses(losses(one), REORDERING_TOLERANCE)
 
 
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.soak), "python"])
@@ -410,19 +410,19 @@ def test_an_engine_with_one_process(trained: Trained, alone: Path, launcher: str
         "launch.launcher": launcher,
         "train.per_device_train_batch_size": 4,
     }
-    folder, cache = a_folder(trained.root, f"lone-{launcher}", {**FULL, **more}), trained.root / "cache"
+    folder, cache = make_run_folder(trained.root, f"lone-{launcher}", {**FULL, **more}), trained.root / "cache"
     if launcher == "torchrun":
-        Launch(folder, cache, 1).done()
+        TorchrunLaunch(folder, cache, 1).wait_for_exit()
     else:
-        together(cache, folder)
-    assert losses(folder) == same_losses(losses(alone), REORDERED)
+        train_in_one_process(cache, folder)
+    assert losses(folder) == same_losses(losses(alone), REORDERING_TOLERANCE)
 
 
 ANSWERED = ["zero2", "zero3", "fsdp2", "hsdp", "tensor", "tensor-fsdp2"]
 ASKED = {"eval.num_generations": 5, "eval.per_device_eval_batch_size": 2, "eval.max_new_tokens": 12}
 
 
-@pytest.mark.parametrize("name", mostly_soak(ANSWERED, ("zero3", "fsdp2")))
+@pytest.mark.parametrize("name", soak_except(ANSWERED, ("zero3", "fsdp2")))
 def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     """Ranks have different numbers of rows to answer, and answers differ in length: none waits for another without
     end. Training afterwards learns what it learns without answers."""
@@ -435,12 +435,12 @@ def test_answers_are_those_of_one_process(trained: Trained, name: str) -> None:
     # Texts are exact: in these samples the logits of the two likeliest tokens are 2e-4 apart or more before training,
     # 0.2 after it, and other kernels, batches or ranks move a logit by less than 3e-5.
     assert result(folder)["samples"] == wanted
-    assert losses(folder) == same_losses(losses(one), REORDERED)
+    assert losses(folder) == same_losses(losses(one), REORDERING_TOLERANCE)
     held = [rank["local_parameters"] for rank in result(folder)["ranks"]]
     assert held == [pytest.approx(result(one)["parameters"] / case.weights, rel=0.01)] * case.ranks, "spread again"
 
 
-@pytest.mark.parametrize("name", mostly_soak(("fsdp2", "tensor-fsdp2", "zero3"), ("fsdp2", "zero3")))
+@pytest.mark.parametrize("name", soak_except(("fsdp2", "tensor-fsdp2", "zero3"), ("fsdp2", "zero3")))
 def test_a_rank_with_nothing_to_answer_trains_on(trained: Trained, name: str) -> None:
     """One row is answered by one rank alone; FSDP must not fetch by that afterwards, nor DeepSpeed wait meanwhile."""
     case = CASES[name]
@@ -473,9 +473,9 @@ def test_the_first_fsdp_wraps_the_layers_that_are_named(monkeypatch: pytest.Monk
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     adapted = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
-    spec = a_spec({"parallel.strategy": "fsdp1", "parallel.transformer_layer_cls_to_wrap": ("LlamaMLP",)})
+    spec = make_spec({"parallel.strategy": "fsdp1", "parallel.transformer_layer_cls_to_wrap": ("LlamaMLP",)})
     config = SimpleNamespace(fsdp=True, fsdp_plugin_args={"reshard_after_forward": "full_shard"})
-    an_engine(spec, 2, "cuda").start(config)
+    make_engine(spec, 2, "cuda").start(config)
     wraps = fsdp_auto_wrap_policy(adapted)
     found = {type(m).__name__ for m in adapted.modules() if wraps(module=m, recurse=False, nonwrapped_numel=0)}
     assert "LlamaMLP" in found and "LlamaDecoderLayer" not in found
@@ -498,17 +498,19 @@ def seeing(root: Path, tiny: Path) -> Path:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ddp_does_not_reach_a_tower_by_text(root: Path, host: Host, seeing: Path, kind: str) -> None:
+def test_ddp_does_not_reach_a_tower_by_text(root: Path, fork_server: ForkServer, seeing: Path, kind: str) -> None:
     """As the rule says; its first fix helps."""
-    spec = a_spec({"parallel.strategy": "ddp", "model.source": "path", "model.path": str(seeing), "method.kind": kind})
+    spec = make_spec(
+        {"parallel.strategy": "ddp", "model.source": "path", "model.path": str(seeing), "method.kind": kind}
+    )
     found = next(f for f in preflight(spec, Machine(), root).findings if f.code == "STR045")
     for name, asked, code in (("as-it-is", spec, 1), ("mended", edit(spec, found.fixes[0].patch), 0)):
-        write(root / f"{name}-{kind}", asked)
-        assert host.run(root / f"{name}-{kind}", 2) == code, text(root / f"{name}-{kind}")
+        write_run(root / f"{name}-{kind}", asked)
+        assert fork_server.run(root / f"{name}-{kind}", 2) == code, log_text(root / f"{name}-{kind}")
 
 
 def test_intel_gpus_without_their_collectives_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would train alone."""
     monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False, raising=False)
     with pytest.raises(TrainError, match=r"launch\.device: .* XCCL"):
-        an_engine(a_spec({"parallel.strategy": "ddp"}), 2, "xpu").trainer_arguments(tmp_path)
+        make_engine(make_spec({"parallel.strategy": "ddp"}), 2, "xpu").trainer_arguments(tmp_path)

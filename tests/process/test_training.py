@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import (
-    REORDERED,
-    Launch,
-    a_folder,
-    ask_to_stop,
+from training_runs import (
+    REORDERING_TOLERANCE,
+    TorchrunLaunch,
     last_step,
+    log_text,
     losses,
-    points,
+    make_run_folder,
+    read_metrics,
+    request_stop,
     result,
     same_losses,
-    text,
-    together,
+    train_in_one_process,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,8 +82,8 @@ def cache(root: Path) -> Path:
 def uninterrupted(root: Path, cache: Path) -> Path:
     """Ten steps on two ranks, with a saved model and answers."""
     more = {"save.final_model": True, "eval.num_generations": 3, "eval.max_new_tokens": 4}
-    folder = a_folder(root, "uninterrupted", {**RESUMED, **more})
-    Launch(folder, cache, 2).done()
+    folder = make_run_folder(root, "uninterrupted", {**RESUMED, **more})
+    TorchrunLaunch(folder, cache, 2).wait_for_exit()
     return folder
 
 
@@ -99,8 +99,8 @@ def alone(root: Path, cache: Path) -> dict[str, Path]:
     specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
     specs["from_scratch"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
-    folders = {name: a_folder(root, name, spec) for name, spec in specs.items()}
-    log = together(cache, *folders.values(), f"{folders['from_scratch']}|--from-scratch")
+    folders = {name: make_run_folder(root, name, spec) for name, spec in specs.items()}
+    log = train_in_one_process(cache, *folders.values(), f"{folders['from_scratch']}|--from-scratch")
     (root / "log.txt").write_text(log)
     return folders
 
@@ -116,7 +116,7 @@ def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
     assert found["reserved_bytes"] == [None, None], "of a device's memory, and this is a CPU"
     assert found["tokens"] > 0
     assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
-    assert all(p["tokens_per_second"] > 0 for p in points(uninterrupted))
+    assert all(p["tokens_per_second"] > 0 for p in read_metrics(uninterrupted))
     progress = json.loads((uninterrupted / "progress.json").read_text())
     assert (progress["phase"], progress["step"], progress["max_steps"]) == ("done", STEPS, STEPS)
     assert progress["first_step_time"] < progress["time"]
@@ -126,7 +126,7 @@ def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
 
 
 def test_the_log_is_calm(uninterrupted: Path) -> None:
-    lines = text(uninterrupted).splitlines()
+    lines = log_text(uninterrupted).splitlines()
     assert len(lines) < 40, "\n".join(lines)
     assert not [line for line in lines if "Warning" in line or "it/s]" in line]
     assert not [line for line in lines if line.startswith("[default1]")], "only rank 0 speaks"
@@ -135,22 +135,22 @@ def test_the_log_is_calm(uninterrupted: Path) -> None:
 @pytest.fixture(scope="module")
 def stopped(root: Path, cache: Path) -> Path:
     """Stopped with saving after some steps, then started again."""
-    folder = a_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
-    launch = Launch(folder, cache, 2)
+    folder = make_run_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
+    launch = TorchrunLaunch(folder, cache, 2)
     launch.wait_for(lambda: last_step(folder) >= 3)
-    ask_to_stop(folder, "save")
-    launch.done()
+    request_stop(folder, "save")
+    launch.wait_for_exit()
     assert 3 <= last_step(folder) < STEPS, "too quick for this test, or never stopped"
     assert not (folder / "result.json").exists()
     shutil.copy(folder / "metrics.jsonl", folder / "metrics.first")
     (folder / "stop").unlink()
-    Launch(folder, cache, 2).done()
+    TorchrunLaunch(folder, cache, 2).wait_for_exit()
     return folder
 
 
 def test_a_stopped_run_continues_with_the_same_losses(uninterrupted: Path, stopped: Path) -> None:
     assert losses(stopped) == same_losses(losses(uninterrupted))
-    begun = [p["step"] for p in points(stopped) if p.get("event") == "resumed"]
+    begun = [p["step"] for p in read_metrics(stopped) if p.get("event") == "resumed"]
     assert begun == [max(json.loads(x)["step"] for x in (stopped / "metrics.first").read_text().splitlines())]
     assert result(stopped)["steps"] == STEPS
 
@@ -158,8 +158,8 @@ def test_a_stopped_run_continues_with_the_same_losses(uninterrupted: Path, stopp
 @pytest.fixture(scope="module")
 def killed(root: Path, cache: Path) -> Path:
     """Killed after its first checkpoint, with a half-written one and a torn line left, then started again."""
-    folder = a_folder(root, "killed", RESUMED)
-    launch = Launch(folder, cache, 2)
+    folder = make_run_folder(root, "killed", RESUMED)
+    launch = TorchrunLaunch(folder, cache, 2)
     launch.wait_for(lambda: (folder / "checkpoints/checkpoint-4/complete").exists())
     launch.kill()
     shutil.rmtree(folder / "checkpoints/checkpoint-8", ignore_errors=True)
@@ -167,7 +167,7 @@ def killed(root: Path, cache: Path) -> Path:
     (folder / "checkpoints/checkpoint-9/complete").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    Launch(folder, cache, 2).done()
+    TorchrunLaunch(folder, cache, 2).wait_for_exit()
     return folder
 
 
@@ -182,7 +182,7 @@ def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted:
 
 
 def test_from_scratch_begins_at_step_0(alone: dict[str, Path]) -> None:
-    found = points(alone["from_scratch"])
+    found = read_metrics(alone["from_scratch"])
     again = [n for n, p in enumerate(found) if p.get("event") == "resumed"]
     assert [found[n]["step"] for n in again] == [0]
     first, second = found[: again[0]], found[again[0] + 1 :]
@@ -193,9 +193,9 @@ def test_from_scratch_begins_at_step_0(alone: dict[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def shared(root: Path, cache: Path) -> dict[str, Path]:
     """Each method on two ranks, with the same effective batch as alone."""
-    folders = {name: a_folder(root, f"{name}-ddp", {**EQUAL, **METHODS[name]}) for name in METHODS}
+    folders = {name: make_run_folder(root, f"{name}-ddp", {**EQUAL, **METHODS[name]}) for name in METHODS}
     for folder in folders.values():
-        Launch(folder, cache, 2).done()
+        TorchrunLaunch(folder, cache, 2).wait_for_exit()
     return folders
 
 
@@ -204,7 +204,7 @@ def test_two_ranks_learn_what_one_learns(alone: dict[str, Path], shared: dict[st
     one, two = losses(alone[name]), losses(shared[name])
     assert len(one) == 3
     assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
-    assert two == same_losses(one, REORDERED)
+    assert two == same_losses(one, REORDERING_TOLERANCE)
     assert result(alone[name])["trainable_parameters"] == result(shared[name])["trainable_parameters"]
 
 
@@ -218,12 +218,12 @@ def test_methods_train_what_they_say(alone: dict[str, Path]) -> None:
 
 
 def test_frugal_ways_learn_the_same(alone: dict[str, Path]) -> None:
-    assert losses(alone["frugal"]) == same_losses(losses(alone["full"]), REORDERED)
+    assert losses(alone["frugal"]) == same_losses(losses(alone["full"]), REORDERING_TOLERANCE)
 
 
 def test_many_options_at_once(alone: dict[str, Path]) -> None:
     """bf16, best checkpoint and a wholly trained head among them; the best and the newest checkpoint are kept."""
-    found = [p for p in points(alone["many"]) if "eval_loss" in p]
+    found = [p for p in read_metrics(alone["many"]) if "eval_loss" in p]
     assert len(found) == 6
     saved = {p["step"]: p["eval_loss"] for p in found if p["step"] % 2 == 0}
     kept = {int(p.name.rpartition("-")[2]) for p in (alone["many"] / "checkpoints").iterdir() if p.is_dir()}

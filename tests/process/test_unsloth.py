@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cited import cites
-from trainings import Launch, a_folder, losses, result, text
+from training_runs import TorchrunLaunch, log_text, losses, make_run_folder, result
 
 pytestmark = pytest.mark.soak
 VERSION = "2026.10.9"
@@ -36,9 +36,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def trained(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code: int = 0) -> Path:
-    folder = a_folder(root, name, changes)
+    folder = make_run_folder(root, name, changes)
     ranks = 2 if "parallel.strategy" in changes else 1
-    Launch(folder, cache, ranks).done(code)
+    TorchrunLaunch(folder, cache, ranks).wait_for_exit(code)
     return folder
 
 
@@ -50,8 +50,8 @@ def trained(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code
 def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: Path, cache: Path) -> None:
     """The same losses; the log of the one names its loading, and the model is what `from_pretrained` loads."""
     own, plain = (trained(tmp_path, name, {**more, **changes}, cache) for name, more in (("own", ASKED), ("plain", {})))
-    assert "Unsloth (CPU): LlamaForCausalLM" in text(own)
-    assert "Unsloth" not in text(plain)
+    assert "Unsloth (CPU): LlamaForCausalLM" in log_text(own)
+    assert "Unsloth" not in log_text(plain)
     assert losses(own) == pytest.approx(losses(plain), rel=1e-4)
     if "save.merge_adapter" in changes:
         assert result(own)["model"] == result(plain)["model"]
@@ -72,4 +72,4 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
     ],
 )
 def test_what_it_would_change_ends_the_run(changes: Mapping[str, Any], part: str, tmp_path: Path, cache: Path) -> None:
-    assert part in text(trained(tmp_path, "run", {**ASKED, **changes}, cache, 1))
+    assert part in log_text(trained(tmp_path, "run", {**ASKED, **changes}, cache, 1))

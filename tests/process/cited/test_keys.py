@@ -20,7 +20,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.fsdp import fully_shard
-from trainings import an_engine
+from training_runs import make_engine
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from backend import registry
@@ -134,7 +134,7 @@ def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
         activation_checkpointing=False,
     )
     given.fsdp_plugin_args = TrainingArguments._process_fsdp_args(given)
-    an_engine(spec, 2, "cuda")._complete_plugin(given)
+    make_engine(spec, 2, "cuda")._complete_plugin(given)
     return FullyShardedDataParallelPlugin(**given.fsdp_plugin_args)
 
 

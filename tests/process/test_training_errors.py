@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import Launch, a_folder, a_spec, nothing, text
+from training_runs import TorchrunLaunch, ignore_progress, log_text, make_run_folder, make_spec
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config
 
 from backend import registry
@@ -27,13 +27,13 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "nu
 
 def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> None:
     """Two ranks, one sentence, no traceback; torchrun's error file has it."""
-    folder = a_folder(
+    folder = make_run_folder(
         tmp_path, "run", {"model.source": "path", "model.path": str(tmp_path), "parallel.strategy": "ddp"}
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
-        Launch(folder, tmp_path / "cache", 2).done(1)
-    log = text(folder)
+        TorchrunLaunch(folder, tmp_path / "cache", 2).wait_for_exit(1)
+    log = log_text(folder)
     sentence = f"model.path: The model folder cannot be loaded. {tmp_path} has no config.json"
     ours, _, torchruns = log.partition("Traceback")
     assert sentence in ours, "the ranks' own words are the sentence, with no traceback before it"
@@ -54,7 +54,7 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_unknown_module_error_lists_the_modules_of_the_model(tiny: Path, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(TrainError, match=part):
-        adapters.apply_method(a_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
+        adapters.apply_method(make_spec(changes), AutoModelForCausalLM.from_pretrained(tiny), "fp32")
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config
     """A rule lists these architectures; the library's error becomes a TrainError."""
     assert (config.model_type, asked) in UNSUPPORTED_ATTENTION
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    spec = a_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
+    spec = make_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
     tokens = model.load_tokenizer(
-        a_spec({"model.source": "path", "model.path": str(tiny)}), model.ModelSource(str(tiny), {})
+        make_spec({"model.source": "path", "model.path": str(tiny)}), model.ModelSource(str(tiny), {})
     )
     with pytest.raises(TrainError, match=f"model.attn_implementation: {asked} cannot be used here"):
-        model.load(spec, model.locate(spec, nothing), "fp32", tokens)
+        model.load(spec, model.locate(spec, ignore_progress), "fp32", tokens)
 
 
 def test_best_model_needs_an_evaluation_for_each_checkpoint(tmp_path: Path) -> None:
     odd = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
     with pytest.raises(TrainError, match=r"save\.load_best_model_at_end"):
-        verify.check_rules(a_spec({**odd, "save.steps": 10, "eval.steps": 4}), tmp_path)
+        verify.check_rules(make_spec({**odd, "save.steps": 10, "eval.steps": 4}), tmp_path)
 
 
 SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
@@ -99,7 +99,7 @@ def test_options_that_do_not_go_with_sharded_weights_or_sequences(
 ) -> None:
     with pytest.raises(TrainError, match=part):
         verify.check_rules(
-            effective(a_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path
+            effective(make_spec({"eval.num_generations": 0, "launch.nproc_per_node": 2, **changes})), tmp_path
         )
 
 
@@ -162,7 +162,7 @@ def test_failed_download_error_says_how_to_fix_it(tmp_path: Path, way: str) -> N
 def test_tiny_llama_is_deterministic(tiny: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOOTPLATE_CACHE", str(tmp_path))
-        again = builtin_models.prepare("tiny-llama", nothing)
+        again = builtin_models.prepare("tiny-llama", ignore_progress)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import unguarded
-from host import Host
+import skip_checks
+from fork_server import ForkServer
 from safetensors.torch import load_file
-from trainings import a_spec, result
+from training_runs import make_spec, result
 
 from cited import cites
 
@@ -19,16 +19,16 @@ pytestmark = pytest.mark.soak
 KEYS = "parallel.extra_config"
 
 
-def ended(folder: Path, changes: Mapping[str, Any], host: Host) -> Path:
-    code, log = unguarded.run(folder, a_spec(changes), host)
+def ended(folder: Path, changes: Mapping[str, Any], fork_server: ForkServer) -> Path:
+    code, log = skip_checks.run(folder, make_spec(changes), fork_server)
     assert code == 0, log
     return folder
 
 
 @cites("STR004")
-def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: Path, host: Host) -> None:
+def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     changes = {"parallel.strategy": "zero3", "save.final_model": True, "save.merge_adapter": True}
-    saved = load_file(ended(tmp_path / "run", changes, host) / "model/model.safetensors")
+    saved = load_file(ended(tmp_path / "run", changes, fork_server) / "model/model.safetensors")
     base = load_file(tiny / "model.safetensors")
     assert not set(saved) & set(base), "under names that no model knows"
     found = {name.rpartition("base_model.model.")[2]: weight for name, weight in saved.items()}
@@ -36,11 +36,11 @@ def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: 
 
 
 @cites("STR005")
-def test_answers_differ_where_devices_share_a_row(tmp_path: Path, host: Host) -> None:
+def test_answers_differ_where_devices_share_a_row(tmp_path: Path, fork_server: ForkServer) -> None:
     asked = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}
     shared = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
     one, two = (
-        [sample["before"] for sample in result(ended(tmp_path / name, {**asked, **more}, host))["samples"]]
+        [sample["before"] for sample in result(ended(tmp_path / name, {**asked, **more}, fork_server))["samples"]]
         for name, more in (("one", {}), ("two", shared))
     )
     assert len(one) == len(two) == 4
@@ -48,34 +48,34 @@ def test_answers_differ_where_devices_share_a_row(tmp_path: Path, host: Host) ->
 
 
 @cites("PRC008")
-def test_pure_bf16_silently_gets_fp32_state_with_deepspeed(tmp_path: Path, host: Host) -> None:
+def test_pure_bf16_silently_gets_fp32_state_with_deepspeed(tmp_path: Path, fork_server: ForkServer) -> None:
     asked = {"parallel.strategy": "zero2", "precision.compute": "pure_bf16", "method.kind": "full"}
-    found = result(ended(tmp_path / "run", {**asked, "launch.nproc_per_node": 1}, host))
+    found = result(ended(tmp_path / "run", {**asked, "launch.nproc_per_node": 1}, fork_server))
     assert found["optimizer"][0]["bytes"] >= 8 * found["trainable_parameters"], (
         "two fp32 moments; in bf16 they take half"
     )
 
 
 @cites("STR013")
-def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, host: Host) -> None:
+def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, fork_server: ForkServer) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": str(disk)}
-    found = result(ended(tmp_path / "run", asked, host))
+    found = result(ended(tmp_path / "run", asked, fork_server))
     assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
     assert not list(disk.iterdir())
 
 
 @cites("STR012")
-def test_deepspeed_replaces_an_offloaded_optimizer(tmp_path: Path, host: Host) -> None:
+def test_deepspeed_replaces_an_offloaded_optimizer(tmp_path: Path, fork_server: ForkServer) -> None:
     asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}
-    found = result(ended(tmp_path / "run", asked, host))
+    found = result(ended(tmp_path / "run", asked, fork_server))
     assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
 
 
 @cites("OPT005")
 def test_every_micro_batch_is_an_optimizer_step_if_the_backward_pass_steps(
-    tmp_path: Path, tiny: Path, host: Host
+    tmp_path: Path, tiny: Path, fork_server: ForkServer
 ) -> None:
     """The first step of AdamW changes a weight by about the learning rate at most, however large its gradient is."""
     changes = {
@@ -90,7 +90,7 @@ def test_every_micro_batch_is_an_optimizer_step_if_the_backward_pass_steps(
 
     def largest_change(accumulation: int) -> float:
         more = {"train.gradient_accumulation_steps": accumulation}
-        folder = ended(tmp_path / f"run{accumulation}", {**changes, **more}, host)
+        folder = ended(tmp_path / f"run{accumulation}", {**changes, **more}, fork_server)
         saved = load_file(folder / "model/model.safetensors")
         return max(float((saved[name] - base[name]).abs().max()) for name in base)
 
@@ -111,9 +111,9 @@ for group in (None, half):
 
 
 @cites("STR026")
-def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, host: Host) -> None:
+def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, fork_server: ForkServer) -> None:
     (tmp_path / "script.py").write_text(GATHER)
-    code = host.run(tmp_path, 4, script=str(tmp_path / "script.py"), seconds=60)
+    code = fork_server.run(tmp_path, 4, script=str(tmp_path / "script.py"), seconds=60)
     log = (tmp_path / "log.txt").read_text()
     assert code == 1, log
     assert log.count("done") >= 4
@@ -121,10 +121,10 @@ def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, host:
 
 
 @cites("STR041")
-def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, host: Host) -> None:
+def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     given = json.dumps({"tensor_parallel": {"autotp_size": 2}})
     changes = {"parallel.strategy": "zero2", "method.kind": "full", "save.final_model": True}
-    saved = load_file(ended(tmp_path / "run", {**changes, KEYS: given}, host) / "model/model.safetensors")
+    saved = load_file(ended(tmp_path / "run", {**changes, KEYS: given}, fork_server) / "model/model.safetensors")
     base = load_file(tiny / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert 2 * saved[name].numel() == base[name].numel()
@@ -157,10 +157,10 @@ HOSTED = {"parallel.offload_optimizer": "cpu"}
     ],
 )
 def test_what_deepspeed_refuses_together(
-    strategy: str, more: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path, host: Host
+    strategy: str, more: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """STR040, of each key; one of them is launched as its example, too."""
     changes = {**more, "parallel.strategy": strategy, KEYS: json.dumps(given)}
-    code, log = unguarded.run(tmp_path / "run", a_spec(changes), host)
+    code, log = skip_checks.run(tmp_path / "run", make_spec(changes), fork_server)
     assert code == 1, log
     assert words in log, log

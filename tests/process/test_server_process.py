@@ -100,5 +100,5 @@ def test_a_taken_port_is_refused_with_a_sentence(tmp_path):
             check=False,
         )
     assert second.returncode == 2 and second.stdout == ""
-    assert f"Port {port}" in second.stderr and "PORT=7860 make run" in second.stderr
+    assert f"Port {port}" in second.stderr and "such as 7860, with --port or PORT" in second.stderr
     assert "Traceback" not in second.stderr

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import Sections, table, write_section
-from host import Host, ranks, write
-from trainings import a_spec, losses, text
+from fork_server import ForkServer, rank_count, write_run
+from report_files import Sections, table, write_section
+from training_runs import log_text, losses, make_spec
 
 from backend import registry
 from backend.machine import Machine, probe
@@ -48,43 +48,45 @@ RUNS, GPU = "runs", "GPU"
 DOCUMENT = HOME / "docs/strategies.md"
 HEAD = """# Strategies
 
-Written by `make soak` on a machine without a GPU. Every cell is a combination of method, strategy, precision and
-optimizer:
+Which combinations of method, strategy, precision and optimizer work. Written by `make soak` on a machine without a GPU.
+In the tables below the summary, each cell is one of these:
 
-- **runs**: the rules allow it on a CPU; it was launched for three steps and succeeded, with two processes unless the
-  strategy is one process.
-- **GPU**: refused on a CPU, allowed on two H100 with every optional package installed. Not launched here.
+- **runs**: the rules allow the combination on a CPU. It was launched for three steps and succeeded, with two processes
+  except for *Single process*.
+- **GPU**: the rules refuse it on a CPU and allow it on two H100 GPUs with every optional package installed. It was not
+  launched.
 - Otherwise: the codes of the rules that refuse it on both machines ([rules.md](rules.md)).
 
-Sections are written when their test has passed. A blank cell in the summary was not launched yet.
+The summary counts these three outcomes for each method and strategy. A section is written when its test has passed; a
+combination without a section has an empty cell in the summary.
 
 """
 
 
-def cell(changes: Changes, machine: Machine, folder: Path, host: Host) -> str:
+def cell(changes: Changes, machine: Machine, folder: Path, fork_server: ForkServer) -> str:
     """`RUNS`, `GPU`, the codes of the rules that refuse the combination everywhere, or how the run failed."""
-    spec = a_spec({**SHORT, **changes})
+    spec = make_spec({**SHORT, **changes})
     found = preflight(spec, machine, folder.parent)
     if any(f.level == "error" for f in found.findings):
-        elsewhere = preflight(a_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
+        elsewhere = preflight(make_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
         return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
-    write(folder, found.spec)
-    code = host.run(folder, ranks(spec), env=found.plan.env)
-    outcome = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {text(folder)[-1500:]}"
+    write_run(folder, found.spec)
+    code = fork_server.run(folder, rank_count(spec), env=found.plan.env)
+    outcome = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {log_text(folder)[-1500:]}"
     shutil.rmtree(folder)
     return outcome
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_what_passes_the_checks_runs(method: str, strategy: str, host: Host, tmp_path: Path) -> None:
+def test_what_passes_the_checks_runs(method: str, strategy: str, fork_server: ForkServer, tmp_path: Path) -> None:
     machine = probe(tmp_path)
     found = {}
     for precision in PRECISIONS:
         for optimizer in registry.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
             changes |= {"precision.compute": precision, "train.optim": optimizer}
-            found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", host)
+            found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", fork_server)
     failed = {key: outcome for key, outcome in found.items() if outcome.startswith("FAILS")}
     assert not failed, "\n\n".join(f"{key}: {outcome}" for key, outcome in failed.items())
     order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]

@@ -1,4 +1,4 @@
-"""Documents written by long tests: an introduction, and one section per test, written when that test has passed."""
+"""Markdown documents written by `make soak` and `make gpu`: an introduction, and one section per passed test."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def write_section(
     document: Path, introduction: Callable[[Sections], str], order: Sequence[str], title: str, body: str
 ) -> None:
     """Write or replace one section, in the given order, below an introduction that is computed from all sections."""
-    found = {**read_sections(document), title: body}
-    sections = {name: found[name] for name in order if name in found}
+    written = {**read_sections(document), title: body}
+    sections = {name: written[name] for name in order if name in written}
     bodies = "".join(f"\n## {name}\n\n{text}\n" for name, text in sections.items())
     document.write_text(introduction(sections).strip() + "\n" + bodies, encoding="utf-8")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import a_spec
+from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -117,7 +117,7 @@ def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[
     path.write_text("\n".join(json.dumps(row) for row in rows))
     own = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
     logged: list[str] = []
-    spec = a_spec({**own, **more})
+    spec = make_spec({**own, **more})
     return data.prepare(spec, AutoTokenizer.from_pretrained(tiny), lambda done, of: True, logged.append), logged
 
 
@@ -127,7 +127,7 @@ def test_long_examples_are_truncated_and_empty_ones_dropped_and_counted(tiny: Pa
     made, logged = prepared(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
     assert [len(row) <= 256 for row in made.train["input_ids"]] == [True, True]
     assert "2 truncated to 256 tokens" in logged[0]
-    assert "1 dropped because no trained token is left" in logged[0]
+    assert "1 dropped because they have no trained tokens" in logged[0]
     with pytest.raises(TrainError, match=r"data\.max_length"):
         prepared(tiny, tmp_path, [long])
 
@@ -145,7 +145,7 @@ def test_markers_that_leave_out_the_stop_token_are_reported(
     template = tmp_path / "template.jinja"
     template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
     asked = {"data.chat_template": "file", "data.chat_template_file": str(template)}
-    spec = a_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
+    spec = make_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
     (tmp_path / "rows.jsonl").write_text(
         json.dumps({"messages": CONVERSATION}) + "\n" + json.dumps({"messages": CONVERSATION})
     )

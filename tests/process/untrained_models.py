@@ -1,11 +1,11 @@
-"""Models and tokenizers of specs, in the test's own process."""
+"""The tokenizer, untrained model and memory context of a spec, created in the test's process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from trainings import a_spec, nothing
+from training_runs import ignore_progress, make_spec
 
 from backend.config import RunSpec
 from backend.inspect import InputFacts
@@ -17,19 +17,19 @@ from backend.train import adapters, model
 
 
 def tokenizer(spec: RunSpec) -> Any:
-    return model.load_tokenizer(spec, model.locate(spec, nothing))
+    return model.load_tokenizer(spec, model.locate(spec, ignore_progress))
 
 
-def fresh(changes: Mapping[str, Any], precision: str = "fp32") -> Any:
-    """The model as it is before the first step."""
-    spec = a_spec(changes)
-    source = model.locate(spec, nothing)
+def untrained_model(changes: Mapping[str, Any], precision: str = "fp32") -> Any:
+    """The model as it is before the first training step."""
+    spec = make_spec(changes)
+    source = model.locate(spec, ignore_progress)
     return adapters.apply_method(
         spec, model.load(spec, source, precision, model.load_tokenizer(spec, source)), precision
     )
 
 
 def memory_context(spec: RunSpec, shape: ModelShape) -> MemoryContext:
-    """What the memory estimate of `spec` on a CPU is computed from."""
+    """The inputs of the memory estimate of `spec` on a CPU."""
     machine = Machine()
     return MemoryContext(spec, resolve(spec, machine, InputFacts(shape=shape)), machine, shape)

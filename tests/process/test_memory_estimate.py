@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from documents import Sections, table, write_section
-from faked import Grouped, peaks
+from fake_tensor_step import Grouped, peaks
+from report_files import Sections, table, write_section
 
 from backend import registry
 from backend.config import RunSpec
@@ -233,45 +233,49 @@ def test_the_estimate_is_near(model: str, workers: ProcessPoolExecutor) -> None:
 
 HEAD = """# Memory estimate
 
-The estimate compared with PyTorch's own memory tracker. Written by `make soak`, which needs no GPU: one training step
-on fake tensors (`FakeTensorMode` and a fake process group), tracked by
-`torch.distributed._tools.mem_tracker.MemTracker` as rank 0. The Transformers model, PEFT, FSDP2 as accelerate sets it
-up, DDP, autocast, activation checkpointing, TRL's loss, gradient clipping and AdamW are the real ones. A cell has
-batch size x sequence length, `c` with activation checkpointing, the tracked peak, and the error of the estimate;
-below zero means that the estimate is too low.
+The memory estimate compared with PyTorch's memory tracker. Written by `make soak` without a GPU: one training step on
+fake tensors (`FakeTensorMode` and a fake process group) as rank 0, tracked by
+`torch.distributed._tools.mem_tracker.MemTracker`. The Transformers model, PEFT, DDP, FSDP2 as accelerate sets it up,
+autocast, activation checkpointing, TRL's loss, gradient clipping and AdamW are the real ones.
 
-- The tensors are not on a GPU. The attention kernel that torch 2.13 chooses on an H100, and TRL's Triton kernels, are
-  therefore replaced. Memory that a kernel allocates internally, and memory that the allocator caches, is not tracked.
-- "{overhead}" (CUDA context, NCCL, cuBLAS) is not a tensor and is left out of the estimate here.
+A row names the strategy, the number of devices and the method. A cell has batch size x sequence length, `c` with
+activation checkpointing, the tracked peak, and the error of the estimate, which is negative if the estimate is too low.
+
+- *kept*: FSDP2 with `parallel.reshard_after_forward` off, which keeps the gathered parameters until the backward pass.
+- For mixture-of-experts models, *lora* includes adapters on the experts, and *attention* is LoRA without them. The fake
+  kernel of the experts saves the same tensors for the backward pass as torch's kernel.
+- The tensors are not on a GPU, so the attention kernel that torch 2.13 selects on an H100 and TRL's Triton kernels are
+  replaced. Memory that a kernel allocates internally and memory that the allocator caches are not tracked.
+- "{overhead}" (CUDA context, NCCL, cuBLAS) has no tensors and is left out of the estimate here.
 - Sequences of a batch are assumed to differ in length, so attention has a mask from batch size 2 on.
-- In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer) memory grows
-  by the same number of bytes per layer. So each cell was measured with two small numbers of layers and extrapolated
-  to the model's number. On {whole} complete models this differed from the measured peak by less than 0.5 %.
-- For mixture-of-experts models "lora" includes adapters on the experts, "attention" does not. The fake kernel of the
-  experts saves the tensors that torch's own kernel saves for backward.
-- Not covered: DeepSpeed, whose buffers the tracker does not see (`make gpu` measures its peaks), tensor parallel,
+- In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer), memory grows
+  by the same number of bytes per layer. Each cell was therefore measured with two small numbers of layers and
+  extrapolated to the model's number of layers. For {whole} complete models, the extrapolated peak differed from the
+  tracked peak by less than 0.5%.
+- Not covered: DeepSpeed, whose buffers the tracker does not see (`make gpu` measures its peaks), tensor parallelism,
   packing, quantized base models, preference stages, and optimizers other than AdamW.
 
-Goal: {share:.0%} of the cells within {near:.0%}, none too low by more than {under:.0%}.
+Goal: the estimate is within {near:.0%} of the tracked peak in {share:.0%} of the cells, and nowhere more than
+{under:.0%} too low.
 
 """
-COUNTED = re.compile(r"(\d+) cells, (\d+) within 10 %, (\d+) within 5 %; from (\S+ %) to (\S+ %)")
+COUNTED = re.compile(r"(\d+) cells, (\d+) within 10%, (\d+) within 5%; from (\S+%) to (\S+%)")
 
 
 def section(found: Mapping[Cell, tuple[int, float]]) -> str:
     errors = [error for _, error in found.values()]
     within = [sum(abs(error) <= limit for error in errors) for limit in (0.10, 0.05)]
-    ends = " to ".join(f"{error * 100:+.1f} %" for error in (min(errors), max(errors)))
+    ends = " to ".join(f"{error * 100:+.1f}%" for error in (min(errors), max(errors)))
     rows = []
     methods = [name for name in MIXED if any(cell.method == name for cell in found)]
     for strategy, method in product(STRATEGIES, methods):
         row = [(c, *told) for c, told in found.items() if (c.strategy, c.method) == (strategy, method)]
         said = [
-            f"{c.batch} x {c.length}{' c' if c.checkpoints else ''}: {size / GIB:.2f} GiB, {error * 100:+.1f} %"
+            f"{c.batch} x {c.length}{' c' if c.checkpoints else ''}: {size / GIB:.2f} GiB, {error * 100:+.1f}%"
             for c, size, error in row
         ]
         rows.append([f"{strategy}: {method}", *said])
-    counts = f"{len(errors)} cells, {within[0]} within 10 %, {within[1]} within 5 %; from {ends}."
+    counts = f"{len(errors)} cells, {within[0]} within 10%, {within[1]} within 5%; from {ends}."
     return f"{counts}\n\n{table(['', *PRECISIONS], rows)}"
 
 
@@ -280,4 +284,4 @@ def introduction(sections: Sections) -> str:
     counted = {name: COUNTED.match(body) for name, body in sections.items()}
     rows = [[name, *counts.groups()] for name, counts in counted.items() if counts]
     top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER, overhead=OVERHEAD)
-    return top + table(["", "cells", "within 10 %", "within 5 %", "lowest", "highest"], rows)
+    return top + table(["", "cells", "within 10%", "within 5%", "lowest", "highest"], rows)

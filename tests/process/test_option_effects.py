@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import a_folder, a_spec, an_engine, nothing, together
+from training_runs import ignore_progress, make_engine, make_run_folder, make_spec, train_in_one_process
 
 from backend.config import RunSpec
 from backend.config.options import by_name, edit, effective, options, word
@@ -90,11 +90,11 @@ def _files(root: Path) -> None:
 
 def argument(name: str) -> Observer:
     """A field of the Trainer's arguments."""
-    return lambda spec: getattr(trainers.training_arguments(an_engine(spec), Path(".")), name)
+    return lambda spec: getattr(trainers.training_arguments(make_engine(spec), Path(".")), name)
 
 
 def found(spec: RunSpec) -> Any:
-    return model.locate(spec, nothing)
+    return model.locate(spec, ignore_progress)
 
 
 @cache
@@ -201,7 +201,7 @@ def helpers(spec: RunSpec) -> int:
 
 
 def trainer(spec: RunSpec) -> Any:
-    config = trainers.training_arguments(an_engine(spec), Path("."))
+    config = trainers.training_arguments(make_engine(spec), Path("."))
     return trainers.build_trainer(spec, config, adapted(spec), tokens(spec), prepared(spec), [])
 
 
@@ -255,7 +255,7 @@ def order(spec: RunSpec) -> Any:
 
 
 def ranks(spec: RunSpec) -> Any:
-    return an_engine(spec, 2).trainer_arguments(Path("."))
+    return make_engine(spec, 2).trainer_arguments(Path("."))
 
 
 def told(file: str) -> Observer:
@@ -271,21 +271,21 @@ def file(name: str) -> Observer:
 def plugged(spec: RunSpec) -> Any:
     """The mixed precision that FSDP is started with."""
     config = SimpleNamespace(fsdp_plugin_args={})
-    an_engine(spec)._complete_plugin(config)
+    make_engine(spec)._complete_plugin(config)
     return config.fsdp_plugin_args["mixed_precision_policy"]
 
 
 def meshed(spec: RunSpec) -> Any:
-    return an_engine(spec, 4).mesh()._sizes
+    return make_engine(spec, 4).mesh()._sizes
 
 
 def shared_rows(spec: RunSpec) -> Any:
-    told = an_engine(spec, 4, "cuda").trainer_arguments(Path("."))
+    told = make_engine(spec, 4, "cuda").trainer_arguments(Path("."))
     return told.get("pad_to_multiple_of"), told["parallelism_config"]._sizes if "parallelism_config" in told else None
 
 
 def sliced(spec: RunSpec) -> Any:
-    return an_engine(spec, 4).load_arguments()["distributed_config"]
+    return make_engine(spec, 4).load_arguments()["distributed_config"]
 
 
 def planned(spec: RunSpec) -> Any:
@@ -294,7 +294,7 @@ def planned(spec: RunSpec) -> Any:
 
 
 def computed(spec: RunSpec) -> Any:
-    config = trainers.training_arguments(an_engine(spec), Path("."))
+    config = trainers.training_arguments(make_engine(spec), Path("."))
     return resolve(spec, Machine()).compute_dtype, config.bf16
 
 
@@ -315,7 +315,7 @@ def begun(spec: RunSpec) -> Any:
         group,
         RunLog(folder),
         resolve(spec, Machine()),
-        an_engine(spec),
+        make_engine(spec),
     )
     start = _start(work)
     return start.name if start else None
@@ -324,7 +324,7 @@ def begun(spec: RunSpec) -> Any:
 def begun_elsewhere(spec: RunSpec) -> Any:
     folder = Path(found(spec).name).parents[2] / "empty"
     work = TrainContext(
-        spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), an_engine(spec)
+        spec, folder, False, device.ProcessGroup(), RunLog(folder), resolve(spec, Machine()), make_engine(spec)
     )
     return _start(work)
 
@@ -339,7 +339,7 @@ def a_checkpoint(folder: Path, step: int) -> Path:
 
 def reported(spec: RunSpec) -> Any:
     try:
-        return trainers.training_arguments(an_engine(spec), Path(".")).report_to
+        return trainers.training_arguments(make_engine(spec), Path(".")).report_to
     except TrainError as error:
         return str(error)  # a tracker that is not installed is named
 
@@ -356,8 +356,8 @@ def heard(spec: RunSpec) -> Any:
 def left(root: str, save: bool, merge: bool) -> Any:
     """The model's files that a run leaves."""
     more = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
-    folder = a_folder(Path(root), f"left-{save}-{merge}", more)
-    together(Path(root) / "cache", folder)
+    folder = make_run_folder(Path(root), f"left-{save}-{merge}", more)
+    train_in_one_process(Path(root) / "cache", folder)
     return sorted(p.name for p in folder.glob("model/*.safetensors"))
 
 
@@ -579,7 +579,7 @@ def test_an_option_has_its_effect(name: str, place: Path) -> None:
         if not (place / f"other/checkpoints/checkpoint-{step}").exists():
             a_checkpoint(place / "other", step)
     case = CASES[name]
-    before = a_spec({key: here(value, place) for key, value in case.base.items()})
+    before = make_spec({key: here(value, place) for key, value in case.base.items()})
     after = edit(before, {name: here(case.changed, place)})
     assert effective(before) != effective(after), "the option is hidden in this case"
     first = case.see(effective(before))
@@ -598,6 +598,6 @@ def test_hidden_options_have_no_effect(name: str, place: Path) -> None:
             wrong = {value for key, allowed in failing if key == other for value in allowed}
             hiding[other] = next((value for value in values if word(value) not in wrong), None)
             assert hiding[other] is not None, f"{other} always shows {name}"
-        base = a_spec({**{k: here(v, place) for k, v in case.base.items()}, **hiding})
+        base = make_spec({**{k: here(v, place) for k, v in case.base.items()}, **hiding})
         changed = edit(base, {name: here(case.changed, place)})
         assert plan(changed, MACHINE) == plan(base, MACHINE)

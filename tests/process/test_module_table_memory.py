@@ -1,11 +1,12 @@
-"""The memory estimate of architectures without a closed formula, against torch's memory tracker (test_tracked.py)."""
+"""The memory estimate of architectures without a closed formula, against torch's memory tracker
+(test_memory_estimate.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from faked import peaks
+from fake_tensor_step import peaks
 
 from backend.config.options import parse
 from backend.inspect import InputFacts

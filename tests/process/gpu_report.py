@@ -1,15 +1,15 @@
-"""docs/gpu.md, written by test_gpu.py: losses, measured memory and its estimate, throughput."""
+"""Writes docs/gpu.md for test_gpu.py: losses, measured and estimated memory, throughput."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
 
-import documents
 import pynvml
+import report_files
 import torch
-from devices import CASES, GIB, Trained
-from trainings import losses, result
+from gpu_cases import CASES, GIB, TrainedCases
+from training_runs import losses, result
 
 from backend.machine import describe
 
@@ -33,38 +33,43 @@ COLUMNS = (
 )
 
 
-def introduction(trained: Trained) -> str:
-    place, driver = trained.place, ""
+def introduction(trained: TrainedCases) -> str:
+    platform, driver = trained.platform, ""
     with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         driver = f", driver {pynvml.nvmlSystemGetDriverVersion()}"
         pynvml.nvmlShutdown()
-    built = f" with CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    build = f" with CUDA {torch.version.cuda}" if torch.version.cuda else ""
     parameters = result(trained.run("plain")[0])["parameters"]
     return HEAD.format(
         machine=describe(trained.machine),
-        versions=f"torch {torch.__version__}{built}{driver}",
+        versions=f"torch {torch.__version__}{build}{driver}",
         parameters=f"{parameters:,}",
-        length=place.length,
+        length=platform.length,
     )
 
 
-def table(trained: Trained, names: list[str]) -> str:
+def table(trained: TrainedCases, names: list[str]) -> str:
     """One row per case, or the reason why the case could not be run."""
     rows: list[list[object]] = []
     for name in names:
-        if why := trained.missing(name):
-            rows.append([name, why, *[""] * (len(COLUMNS) - 2)])
+        if reason := trained.skip_reason(name):
+            rows.append([name, reason, *[""] * (len(COLUMNS) - 2)])
             continue
-        told = losses(trained.run(name)[0])
-        cells = [name, CASES[name].ranks, f"{told[1]:.3f} to {told[10]:.3f}", f"{trained.off(name):.2%}"]
+        losses_by_step = losses(trained.run(name)[0])
+        cells = [
+            name,
+            CASES[name].ranks,
+            f"{losses_by_step[1]:.3f} to {losses_by_step[10]:.3f}",
+            f"{trained.loss_error(name):.2%}",
+        ]
         cells += [f"{size / GIB:.2f}" for size in (trained.peak(name), trained.estimated(name))]
         rows.append([*cells, f"{trained.error(name):+.0%}"])
-    return documents.table(COLUMNS, rows)
+    return report_files.table(COLUMNS, rows)
 
 
 def write_section(document: Path, introduction: str, title: str, body: str) -> None:
     """Write one section of the document. Sections measured on another machine are removed."""
     if document.exists() and document.read_text(encoding="utf-8").partition("\n## ")[0].strip() != introduction.strip():
         document.unlink()
-    documents.write_section(document, lambda _: introduction, TITLES, title, body)
+    report_files.write_section(document, lambda _: introduction, TITLES, title, body)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from host import Host
-from models import fresh, memory_context
-from trainings import a_spec, losses, mostly_soak, result
+from fork_server import ForkServer
+from training_runs import losses, make_spec, result, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM
+from untrained_models import memory_context, untrained_model
 
 from backend.memory import device_rows
 from backend.modelspec import from_config
@@ -36,17 +36,17 @@ def a_mixture(root: Path, kind: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def mixtures(root: Path, host: Host) -> Mapping[str, dict[str, str]]:
+def mixtures(root: Path, fork_server: ForkServer) -> Mapping[str, dict[str, str]]:
     return {kind: a_mixture(root, kind) for kind in ("qwen3_moe", "mixtral")}
 
 
-@pytest.mark.parametrize("kind", mostly_soak(("qwen3_moe", "mixtral"), ("qwen3_moe",)))
+@pytest.mark.parametrize("kind", soak_except(("qwen3_moe", "mixtral"), ("qwen3_moe",)))
 def test_answers_before_after_and_of_what_is_saved(
-    root: Path, host: Host, mixtures: Mapping[str, dict[str, str]], kind: str
+    root: Path, fork_server: ForkServer, mixtures: Mapping[str, dict[str, str]], kind: str
 ) -> None:
     """The loss that balances routers is taken of whole rows, and answers come a token at a time."""
     kept = {"save.final_model": True, "eval.num_generations": 2, "eval.max_new_tokens": 4}
-    folder = host.train(root / f"run-{kind}", a_spec({**mixtures[kind], **kept, "method.kind": "full"}))
+    folder = fork_server.train(root / f"run-{kind}", make_spec({**mixtures[kind], **kept, "method.kind": "full"}))
     assert len(result(folder)["samples"]) == 2
     assert losses(folder)
     assert not json.loads((folder / "model/config.json").read_text()).get("output_router_logits")
@@ -59,9 +59,9 @@ def test_answers_before_after_and_of_what_is_saved(
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_what_is_packed_is_counted(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}
-    found = fresh(changes)
+    found = untrained_model(changes)
     shape = from_config(found.config.to_dict())
-    rows = {row.name: row.bytes for row in device_rows(memory_context(a_spec(changes), shape))}
+    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), shape))}
     packed = [module for module in found.modules() if is_quantized(module) and not hasattr(module, "base_layer")]
     assert len(packed) == 2 * 4, "the attention of two layers"
     assert rows["Quantized parameters"] == sum(module.weight.nbytes for module in packed)

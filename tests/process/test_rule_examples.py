@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host import Host, ranks
+from fork_server import ForkServer, rank_count
 from safetensors.torch import load_file, save_file
-from trainings import SMALL, environment, lay, without_checks
+from training_runs import TINY_RUN, environment, without_checks, write_plan
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from backend.config import RunSpec
@@ -153,10 +153,10 @@ def valid_inputs(root: Path, cache: Path) -> None:
     shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
 
 
-def launch(found: Report, folder: Path, cache: Path, host: Host, checks: bool = True) -> tuple[int, str]:
+def launch(found: Report, folder: Path, cache: Path, fork_server: ForkServer, checks: bool = True) -> tuple[int, str]:
     """(exit code, log) of the plan, whatever the findings say; without `checks` the trainer runs no rules either."""
     plan = found.plan if checks else without_checks(found.plan)
-    lay(plan, folder)
+    write_plan(plan, folder)
     if found.spec.parallel.strategy == "ddp" and found.spec.launch.launcher == "torchrun":
         with (folder / "log.txt").open("w") as log:
             env = {**environment(folder, cache), **plan.env}
@@ -165,7 +165,7 @@ def launch(found: Report, folder: Path, cache: Path, host: Host, checks: bool = 
             ).returncode
         assert not processes.run_processes(folder)
     else:
-        code = host.run(folder, ranks(found.spec), env=plan.env)
+        code = fork_server.run(folder, rank_count(found.spec), env=plan.env)
     return code, (folder / "log.txt").read_text()
 
 
@@ -175,16 +175,18 @@ def test_launched_rules_are_errors() -> None:
 
 
 @pytest.mark.parametrize("rule", SOME, ids=lambda rule: rule.code)
-def test_rejected_spec_fails(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> None:
-    rejected(rule, tmp_path, cache, host)
+def test_rejected_spec_fails(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> None:
+    rejected(rule, tmp_path, cache, fork_server)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
-def test_rejected_spec_fails_without_the_rules(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> None:
+def test_rejected_spec_fails_without_the_rules(
+    rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer
+) -> None:
     """The library fails, or the trainer does once the model and the data are loaded."""
     found, _ = failing_report(rule, tmp_path, cache)
-    code, log = launch(found, tmp_path / "rejected", cache, host, checks=False)
+    code, log = launch(found, tmp_path / "rejected", cache, fork_server, checks=False)
     assert code == 1, log
     if rule.code in LIBRARY_ERRORS:
         assert LIBRARY_ERRORS[rule.code].words in log, log
@@ -192,8 +194,8 @@ def test_rejected_spec_fails_without_the_rules(rule: Rule, tmp_path: Path, cache
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
-def test_fixed_spec_runs(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> None:
-    found, finding = rejected(rule, tmp_path, cache, host)
+def test_fixed_spec_runs(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> None:
+    found, finding = rejected(rule, tmp_path, cache, fork_server)
     spec = found.spec
     if finding.fixes:
         spec = edit(spec, finding.fixes[0].patch)
@@ -201,7 +203,7 @@ def test_fixed_spec_runs(rule: Rule, tmp_path: Path, cache: Path, host: Host) ->
         valid_inputs(tmp_path, cache)
     fixed = preflight(spec, found.machine, tmp_path)
     assert fixed.can_run, fixed.findings
-    code, log = launch(fixed, tmp_path / "fixed", cache, host)
+    code, log = launch(fixed, tmp_path / "fixed", cache, fork_server)
     assert code == 0, log
 
 
@@ -211,17 +213,17 @@ def failing_report(rule: Rule, tmp_path: Path, cache: Path) -> tuple[Report, Fin
     valid_inputs(tmp_path, cache)
     INPUTS.get(rule.code, lambda root: None)(tmp_path)
     more = LIBRARY_ERRORS[rule.code].more if rule.code in LIBRARY_ERRORS else {}
-    spec = edit(RunSpec(), {**SMALL, "data.max_length": 2048, **rule.fails_on.patch, **more})
+    spec = edit(RunSpec(), {**TINY_RUN, "data.max_length": 2048, **rule.fails_on.patch, **more})
     found = preflight(spec, machine, tmp_path)
     if rule.code == "HW001" and machine.device == "cuda":
         pytest.skip("this machine has the device that the example needs to be missing")
     return found, next(f for f in found.findings if f.code == rule.code)
 
 
-def rejected(rule: Rule, tmp_path: Path, cache: Path, host: Host) -> tuple[Report, Finding]:
+def rejected(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> tuple[Report, Finding]:
     """The failing example, launched in spite of its errors: the trainer runs the same rule and ends with its text."""
     found, finding = failing_report(rule, tmp_path, cache)
-    code, log = launch(found, tmp_path / "rejected", cache, host)
+    code, log = launch(found, tmp_path / "rejected", cache, fork_server)
     assert code == 1, log
     last_line = log.strip().splitlines()[-1]
     assert any(name in last_line for name in finding.fields) or last_line in finding.message, log

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from host import Host, write
-from trainings import REORDERED, a_spec, losses, mostly_soak, result, same_losses, text
+from fork_server import ForkServer, write_run
+from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses, soak_except
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 FULL = {"method.kind": "full"}
@@ -54,7 +54,7 @@ class Trained:
     """Runs by name, each trained once, when it is first asked for."""
 
     root: Path
-    host: Host
+    fork_server: ForkServer
     made: dict[str, Path] = field(default_factory=dict)
 
     def run(self, name: str, changes: Mapping[str, Any], ranks: int, model: Callable[[Path], None] | None) -> Path:
@@ -62,8 +62,8 @@ class Trained:
         if name not in self.made:
             many = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": ranks} if ranks else {}
             place = {"model.source": "path", "model.path": str(self.model(model))} if model else {}
-            spec = a_spec({"train.per_device_train_batch_size": 4 // max(ranks, 1), **many, **place, **changes})
-            self.made[name] = self.host.train(self.root / name, spec, ranks)
+            spec = make_spec({"train.per_device_train_batch_size": 4 // max(ranks, 1), **many, **place, **changes})
+            self.made[name] = self.fork_server.train(self.root / name, spec, ranks)
         return self.made[name]
 
     def model(self, make: Callable[[Path], None]) -> Path:
@@ -75,8 +75,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path, host: Host) -> Trained:
-    return Trained(root, host)
+def trained(root: Path, fork_server: ForkServer) -> Trained:
+    return Trained(root, fork_server)
 
 
 def loaded(folder: Path) -> list[int]:
@@ -96,12 +96,12 @@ SENT: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_soak(SENT, ("tied-lora",)))
+@pytest.mark.parametrize("name", soak_except(SENT, ("tied-lora",)))
 def test_one_rank_reads(trained: Trained, name: str) -> None:
     """A reward model's head and an adapter's A begin at random, each rank's as rank 0's."""
     changes, model = SENT[name]
     one, two = (trained.run(name, changes, ranks, model) for ranks in (0, 2))
-    assert losses(two) == same_losses(losses(one), REORDERED)
+    assert losses(two) == same_losses(losses(one), REORDERING_TOLERANCE)
     assert loaded(two) == [*loaded(one), 0]
 
 
@@ -113,14 +113,14 @@ WHOLE: dict[str, tuple[Mapping[str, Any], Callable[[Path], None] | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_soak(WHOLE, ()))
+@pytest.mark.parametrize("name", soak_except(WHOLE, ()))
 def test_where_weights_cannot_be_sent_each_rank_reads(trained: Trained, name: str) -> None:
     changes, model = WHOLE[name]
     alone = {key: value for key, value in changes.items() if key not in EACH}
     one, two = trained.run(name, alone, 0, model), trained.run(name, changes, 2, model)
-    assert losses(two) == same_losses(losses(one), REORDERED)
+    assert losses(two) == same_losses(losses(one), REORDERING_TOLERANCE)
     assert loaded(two) == 2 * loaded(one)
-    assert ("Every rank reads the weights" in text(two)) == (model is not None), "what only the file tells is said"
+    assert ("Every rank reads the weights" in log_text(two)) == (model is not None), "what only the file tells is said"
 
 
 def test_a_trained_copy_of_a_tied_weight_is_not_sent(trained: Trained) -> None:
@@ -128,6 +128,6 @@ def test_a_trained_copy_of_a_tied_weight_is_not_sent(trained: Trained) -> None:
     copied = {**LORA, "lora.modules_to_save": ("embed_tokens",), "parallel.strategy": "fsdp2"}
     place = {"model.source": "path", "model.path": str(trained.model(tied)), "launch.nproc_per_node": 2}
     folder = trained.root / "copied"
-    write(folder, a_spec({**copied, **place}))
-    assert trained.host.run(folder, 2) != 0
-    assert "cannot shard a trainable copy of a tied weight" in text(folder)
+    write_run(folder, make_spec({**copied, **place}))
+    assert trained.fork_server.run(folder, 2) != 0
+    assert "cannot shard a trainable copy of a tied weight" in log_text(folder)

@@ -1,5 +1,5 @@
-"""Trains the run's folder that it is started in as `python -m backend.train .` does, and writes down what really
-computed: the names of all operators and kernels that torch's profiler saw, to seen.json."""
+"""Trains the run in the current folder under torch's profiler and writes the names of all recorded operators and
+kernels to operators.json. The run is trained as `python -m backend.train .` does."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from backend.train import exit
 
 sys.argv[1:] = ["."]
 kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-with profile(activities=kinds) as seen:
+with profile(activities=kinds) as profiler:
     training.main()
-Path("seen.json").write_text(json.dumps(sorted({event.name for event in seen.events()})))
+Path("operators.json").write_text(json.dumps(sorted({event.name for event in profiler.events()})))
 exit.exit_now()

@@ -1,6 +1,6 @@
-"""Random specs (fuzzed.py). Those that pass the checks, as generated or after applying fixes, are launched and must
-succeed. A sample of the refused ones is launched without the checks and must fail. docs/checks.md has the counts of
-each seed."""
+"""Random specs (random_specs.py). Those that pass the checks, as generated or after applying fixes, are launched and
+must succeed. A sample of the refused ones is launched without the checks and must fail. docs/checks.md has the counts
+of each seed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from documents import Sections, read_sections, table, write_section
-from fuzzed import FIXED, VALUES, draw, scene
-from host import Host, ranks
-from trainings import environment, lay, losses, result, text, without_checks
+from fork_server import ForkServer, rank_count
+from random_specs import FIXED, VALUES, draw, scene
+from report_files import Sections, read_sections, table, write_section
+from training_runs import environment, log_text, losses, result, without_checks, write_plan
 
 from backend.config.options import by_name, changes, edit
 from backend.inspect import inspect_inputs
@@ -82,11 +82,11 @@ def place(root: Path, tiny: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, host: Host) -> None:
+def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, fork_server: ForkServer) -> None:
     machine, tally = probe(place), Tally()
     for number, report, fixed in generated(seed, place, machine, tally):
         folder = place / f"{seed}-{number}"
-        failure = launch(report, folder, host)
+        failure = launch(report, folder, fork_server)
         label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec))}\n"
         if report.can_run:
             tally.launched += 1
@@ -145,26 +145,26 @@ def with_fixes(report: Report, place: Path) -> Report:
     return report
 
 
-def launch(found: Report, folder: Path, host: Host) -> str:
+def launch(found: Report, folder: Path, fork_server: ForkServer) -> str:
     """How the run failed; '' if it succeeded with a finite loss at every step."""
     if not found.can_run:
         found = replace(found, plan=without_checks(found.plan))
-    lay(found.plan, folder)
+    write_plan(found.plan, folder)
     if found.spec.launch.launcher in ("torchrun", "python"):
         seconds = SECONDS_TO_SUCCEED if found.can_run else SECONDS_TO_FAIL
-        code = host.run(folder, ranks(found.spec), env=found.plan.env, seconds=seconds)
+        code = fork_server.run(folder, rank_count(found.spec), env=found.plan.env, seconds=seconds)
     else:
-        code = command(found, folder, host)
+        code = command(found, folder, fork_server)
     if code or not (folder / RESULT).exists():
-        return f"exit {code}: {text(folder)[-1500:]}"
+        return f"exit {code}: {log_text(folder)[-1500:]}"
     if None in losses(folder).values():  # how the log writes NaN and infinity
-        return f"a loss is not finite: {text(folder)[-500:]}"
+        return f"a loss is not finite: {log_text(folder)[-500:]}"
     return "" if result(folder)["steps"] else "no optimizer step was made"
 
 
-def command(found: Report, folder: Path, host: Host) -> int:
+def command(found: Report, folder: Path, fork_server: ForkServer) -> int:
     """The exit code of the plan's command."""
-    env = {**environment(folder, host.cache), **found.plan.env}
+    env = {**environment(folder, fork_server.cache), **found.plan.env}
     with (folder / "log.txt").open("w") as log:
         ended = subprocess.Popen(found.plan.argv, cwd=folder, env=env, stdout=log, stderr=log)
         try:
@@ -179,17 +179,17 @@ def command(found: Report, folder: Path, host: Host) -> int:
 
 HEAD = """# Checks
 
-How often the checks are right. Written by `make soak` with random specs over all options, ten architectures, seven
-dataset formats and every strategy that runs on a CPU, a few steps each.
+How often the result of the checks agrees with a launch. Written by `make soak`: random specs over all options, ten
+architectures, seven dataset formats and every strategy that runs on a CPU are checked, and launched for a few steps.
 
-- Specs that pass the checks are launched and must succeed: as they were generated, or after applying all safe fixes
-  and then the first fix of each remaining error.
-- A sample of the refused specs is launched without the checks and must fail, unless the rule is about a run that
-  succeeds but silently ignores an option.
-- Values of max_length close to the lengths of the examples are not generated: the checks estimate tokens from
-  characters, so there they warn (DAT009) without being certain.
+- Specs that pass the checks are launched and should succeed. A spec with errors is launched after fixes: all safe
+  fixes, then the first fix of each remaining error.
+- A sample of the refused specs is launched without fixes and without the checks, and should fail. Some rules refuse
+  runs that succeed but silently ignore an option; the column *succeeded* of a seed's table names the reason.
+- Values of max_length close to the lengths of the examples are not generated: the checks estimate the number of tokens
+  from the number of characters, so they can only warn there (DAT009).
 
-The row of a seed describes the code at the time it was launched. Every failure was fixed afterwards or became a rule.
+The row of a seed describes the code at the time of its launch. Each failure was fixed afterwards or became a rule.
 
 """
 COLUMNS = (
