@@ -1,8 +1,8 @@
-"""One step of a training on fake tensors, which have shapes and no bytes, followed by torch's own memory tracker.
+"""One training step on fake tensors (shapes without memory), tracked by torch's own memory tracker.
 
-The model, peft, FSDP2 as accelerate sets it up, DDP, autocast, checkpointing, TRL's loss and AdamW are the real ones,
-as rank 0 of however many. Fake tensors are a CPU's here, since a torch for CPUs makes no others that can be trained;
-what a GPU does otherwise is put in place by `of_a_gpu`. What a kernel allocates for itself is not seen.
+The model, PEFT, FSDP2 as accelerate sets it up, DDP, autocast, activation checkpointing, TRL's loss and AdamW are the
+real ones, as rank 0 of any world size. The fake tensors are on a CPU, because a CPU build of torch cannot train fake
+CUDA tensors; `gpu_behavior` patches what differs on a GPU. Memory that a kernel allocates internally is not tracked.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ aten = torch.ops.aten
 Config = Mapping[str, Any]
 
 
-class Unwatched:
-    """In the place of what follows modules: it cannot hook frozen weights, and parts of a step are followed instead."""
+class NoModuleTracker:
+    """Replaces the module tracker, which cannot hook frozen weights. The parts of a step are tracked instead."""
 
     is_bw = False
 
@@ -54,20 +54,21 @@ class Unwatched:
 
 
 class Tracker(MemTracker):
-    """torch's tracker. It keeps the peak of each part: forward, loss, upper and lower layers backward, step."""
+    """torch's MemTracker with a peak per part of a step: forward, loss, backward of upper and lower layers,
+    optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._mod_tracker = Unwatched()
+        self._mod_tracker = NoModuleTracker()
         self.part = ""
         self.peaks: dict[str, int] = {}
         self.kinds: dict[str, dict[str, int]] = {}
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        for found in self._curr_mem_snap.values():
-            if found["Total"] > self.peaks.get(self.part, 0):
-                self.peaks[self.part] = found["Total"]
-                self.kinds[self.part] = {str(kind).rpartition(".")[2]: size for kind, size in found.items()}
+        for snapshot in self._curr_mem_snap.values():
+            if snapshot["Total"] > self.peaks.get(self.part, 0):
+                self.peaks[self.part] = snapshot["Total"]
+                self.kinds[self.part] = {str(kind).rpartition(".")[2]: size for kind, size in snapshot.items()}
 
     def gradient(self, weight: torch.Tensor) -> None:
         self._update_and_maybe_create_winfos(weight.grad, _MemRefType.GRAD)
@@ -76,7 +77,7 @@ class Tracker(MemTracker):
         self.part = part
 
 
-def attend(
+def h100_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -86,50 +87,51 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention by the kernel that torch 2.13 chooses on an H100 (sdp_utils.cpp): FlashAttention in
-    16 bits without a mask, else the memory-efficient one, which takes no keys that heads share: those are written out.
+    """scaled_dot_product_attention with the kernel that torch 2.13 selects on an H100 (sdp_utils.cpp): FlashAttention
+    in 16 bits without a mask, otherwise the memory-efficient kernel; with grouped-query attention, the math kernel.
     """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
-    alike = query.shape[-1] == value.shape[-1]  # FlashAttention takes no values of another width (multi-head latent)
-    if query.dtype != torch.float32 and attn_mask is None and alike:
+    same_head_dim = query.shape[-1] == value.shape[-1]  # FlashAttention needs equal key and value widths
+    if query.dtype != torch.float32 and attn_mask is None and same_head_dim:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if key.shape[1] == query.shape[1]:
         bias = None
-        if attn_mask is not None:  # torch turns it into numbers, for every layer anew
+        if attn_mask is not None:  # torch converts a boolean mask to a float mask in each layer
             bias = torch.zeros_like(attn_mask, dtype=query.dtype).expand(-1, query.shape[1], -1, -1)
         kernel = aten._scaled_dot_product_efficient_attention
         return kernel(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
-    written = aten._scaled_dot_product_attention_math
-    return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    math_kernel = aten._scaled_dot_product_attention_math
+    return math_kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
-class Grouped(torch.autograd.Function):
-    """torch's product of rows and their experts (torch 2.13 derivatives.yaml, _grouped_mm), which has fake ones in bf16
-    alone. rows: (tokens x chosen, inputs), weight: (experts, inputs, outputs)."""
+class FakeGroupedMM(torch.autograd.Function):
+    """torch's grouped matrix product of tokens and experts (torch 2.13 derivatives.yaml, _grouped_mm), which supports
+    fake tensors in bf16 only. rows: (tokens x experts per token, inputs), weight: (experts, inputs, outputs)."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight if rows.requires_grad else None)
-        ctx.like = weight.shape, weight.stride()  # a gradient lies as its weight does
+        ctx.weight_layout = weight.shape, weight.stride()  # a gradient has the strides of its weight
         return rows.new_empty(len(rows), weight.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weight = ctx.saved_tensors
-        back = grad.new_empty(len(grad), ctx.like[0][1]) if weight is not None else None
-        return back, grad.new_empty_strided(*ctx.like) if rows is not None else None
+        back = grad.new_empty(len(grad), ctx.weight_layout[0][1]) if weight is not None else None
+        return back, grad.new_empty_strided(*ctx.weight_layout) if rows is not None else None
 
 
-class Kernel:
-    """A Triton kernel: it works in the tensors that it is given."""
+class FakeTritonKernel:
+    """A Triton kernel that allocates nothing: it writes to its arguments."""
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *_, **__: None
 
 
-class Chosen:
-    """TRL's loss of the learned tokens, which are copied out. How many is not known of fake ones: here, all."""
+class AllTokensLogProb:
+    """TRL's loss, which copies the hidden states of tokens with a label. Fake labels have no values, so it copies
+    all."""
 
     @staticmethod
     def apply(hidden: torch.Tensor, *more: Any) -> Any:
@@ -137,21 +139,22 @@ class Chosen:
 
 
 @contextlib.contextmanager
-def of_a_gpu() -> Iterator[None]:
-    """What a GPU does otherwise: attention, TRL's Triton kernels and its product of 16 bits into 32. Values that decide
-    are given: rows of a batch are of different lengths. DDP compares no shapes and sends no weights."""
+def gpu_behavior() -> Iterator[None]:
+    """Patch what differs on a GPU: attention, TRL's Triton kernels and its fp32 accumulation of 16-bit products.
+    Branches that depend on tensor values assume sequences of different lengths. DDP neither verifies shapes nor
+    broadcasts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", h100_attention)
         patch.setattr(masks, "is_tracing", lambda tensor: False)
         patch.setattr(masks, "fast_all", lambda mask: mask.shape[0] == 1)
         patch.setattr(chunked, "_use_triton", lambda device: True)
         patch.setattr(chunked, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), raising=False)
-        patch.setattr(chunked, "_forward_kernel", Kernel())
-        patch.setattr(chunked, "_backward_kernel", Kernel())
+        patch.setattr(chunked, "_forward_kernel", FakeTritonKernel())
+        patch.setattr(chunked, "_backward_kernel", FakeTritonKernel())
         patch.setattr(chunked, "_addmm_fp32", lambda total, a, b: None)
-        patch.setattr(fused, "_use_triton", lambda device: False)  # `Chosen` chooses; a training before may have set it
-        patch.setattr(fused, "_ChunkedLogProbFunction", Chosen)
-        patch.setattr(moe, "_grouped_mm", lambda rows, weight, offs: Grouped.apply(rows.to(weight.dtype), weight))
+        patch.setattr(fused, "_use_triton", lambda device: False)  # AllTokensLogProb is used instead
+        patch.setattr(fused, "_ChunkedLogProbFunction", AllTokensLogProb)
+        patch.setattr(moe, "_grouped_mm", lambda rows, weight, offs: FakeGroupedMM.apply(rows.to(weight.dtype), weight))
         patch.setattr(ddp, "_verify_param_shape_across_processes", lambda *_, **__: None)
         patch.setattr(ddp, "_sync_module_states", lambda *_, **__: None)
         yield
@@ -159,7 +162,7 @@ def of_a_gpu() -> Iterator[None]:
 
 @dataclass
 class Step:
-    """A training of `spec`, of a model with this config, that makes one step."""
+    """One training step of `spec` on a model with this config."""
 
     spec: RunSpec
     config: Config
@@ -177,7 +180,7 @@ class Step:
             if count > 1:
                 dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
                 mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("shard",))
-            with of_a_gpu(), FakeTensorMode(), self.tracker:
+            with gpu_behavior(), FakeTensorMode(), self.tracker:
                 self.make(mesh)
         finally:
             if count > 1:
@@ -188,47 +191,49 @@ class Step:
     def make(self, mesh: Any) -> None:
         model = self.model()
         layers = next(module for name, module in model.named_modules() if name.endswith("layers"))
-        whole = self.spread(model, mesh)
-        taught = [weight for weight in model.parameters() if weight.requires_grad]
-        optimizer = torch.optim.AdamW(taught, foreach=True)  # as by itself on a GPU
-        self.warm(optimizer, taught)
-        self.tracker.track_external(whole, optimizer)
-        for weight in taught:
+        wrapped = self.wrap(model, mesh)
+        trainable = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, foreach=True)  # the default on a GPU
+        self.warm_up(optimizer, trainable)
+        self.tracker.track_external(wrapped, optimizer)
+        for weight in trainable:
             weight.register_post_accumulate_grad_hook(self.tracker.gradient)
-        layers[-1].register_forward_hook(lambda _, __, out: self.then(out, "upper"))
-        layers[len(layers) // 2].register_forward_pre_hook(lambda _, given: self.then(given[0], "lower"))
+        layers[-1].register_forward_hook(lambda _, __, out: self.begin_at_backward_of(out, "upper"))
+        layers[len(layers) // 2].register_forward_pre_hook(
+            lambda _, given: self.begin_at_backward_of(given[0], "lower")
+        )
         for left in reversed(range(self.spec.train.gradient_accumulation_steps)):
             self.tracker.begin("forward")
-            with self.unsent(whole) if left else contextlib.nullcontext():
-                self.loss(whole).backward()
+            with self.no_sync(wrapped) if left else contextlib.nullcontext():
+                self.loss(wrapped).backward()
         self.tracker.begin("step")
-        nn.utils.clip_grad_norm_(taught, 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(trainable, 1.0, foreach=True)
         optimizer.step()
 
-    def unsent(self, whole: Any) -> Any:
-        """As accelerate's no_sync, which only DDP is given: FSDP sends the gradients of each batch (engine.py)."""
-        return whole.no_sync() if self.strategy.engine == "ddp" else contextlib.nullcontext()
+    def no_sync(self, wrapped: Any) -> Any:
+        """accelerate's no_sync, used with DDP only: FSDP reduces the gradients of each micro-batch."""
+        return wrapped.no_sync() if self.strategy.engine == "ddp" else contextlib.nullcontext()
 
-    def then(self, stream: torch.Tensor, part: str) -> None:
-        """When the backward pass reaches `stream`, this part begins."""
-        if self.tracker.part == "forward" and stream.requires_grad:
-            stream.register_hook(lambda _: self.tracker.begin(part))
+    def begin_at_backward_of(self, hidden: torch.Tensor, part: str) -> None:
+        """Begin `part` when the backward pass reaches `hidden`."""
+        if self.tracker.part == "forward" and hidden.requires_grad:
+            hidden.register_hook(lambda _: self.tracker.begin(part))
 
     def model(self) -> nn.Module:
-        """As backend.train makes it; on the meta device first, where weights can be given another type."""
+        """The model as backend.train creates it, first on the meta device, where the dtype can be set."""
         lora = self.spec.method.kind == "lora"
         dtype = DTYPES[self.precision] if lora or not self.fp32_master_weights else torch.float32
         with torch.device("meta"):
             config = AutoConfig.for_model(**self.config)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
             model = adapters.apply_method(self.spec, model, self.precision)
-        known: dict[int, nn.Parameter] = {}
+        created: dict[int, nn.Parameter] = {}
         for module in model.modules():
-            for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                new = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-                setattr(module, name, known.setdefault(id(old), new))  # tied ones stay one
-            for name, old in list(module.named_buffers(recurse=False)):
-                module._buffers[name] = torch.empty_like(old, device="cpu")
+            for name, meta in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                new = nn.Parameter(torch.empty_like(meta, device="cpu"), meta.requires_grad)
+                setattr(module, name, created.setdefault(id(meta), new))  # keep tied parameters tied
+            for name, meta in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = torch.empty_like(meta, device="cpu")
         if self.spec.train.activation_checkpointing:
             model.activation_checkpointing_enable()
             if lora:
@@ -237,20 +242,20 @@ class Step:
         fused.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         return model.train()
 
-    def spread(self, model: nn.Module, mesh: Any) -> nn.Module:
+    def wrap(self, model: nn.Module, mesh: Any) -> nn.Module:
         parallel = self.spec.parallel
         if self.strategy.engine == "ddp":
-            whole = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_cap_mb)
-            whole.register_comm_hook(None, arrived)
-            return whole
+            wrapped = ddp.DistributedDataParallel(model, bucket_cap_mb=parallel.bucket_cap_mb)
+            wrapped.register_comm_hook(None, fake_all_reduce)
+            return wrapped
         if self.strategy.engine != "fsdp":
             return model
-        computes = DTYPES[self.precision]
-        reduce = torch.float32 if parallel.reduce_dtype == "fp32" else computes
+        compute_dtype = DTYPES[self.precision]
+        reduce = torch.float32 if parallel.reduce_dtype == "fp32" else compute_dtype
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=parallel.reshard_after_forward,
-            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=reduce),
+            mixed_precision_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce),
             auto_wrap_policy="transformer_based_wrap",
             cpu_ram_efficient_loading=False,
         )
@@ -264,35 +269,36 @@ class Step:
         )
         return fsdp2_prepare_model(accelerator, model)
 
-    def warm(self, optimizer: torch.optim.Optimizer, taught: list[nn.Parameter]) -> None:
-        """A step before, so that there is state, and DTensor knows the operators: it asks for their shapes once."""
-        for weight in taught:
+    def warm_up(self, optimizer: torch.optim.Optimizer, trainable: list[nn.Parameter]) -> None:
+        """Run one step, so that optimizer state exists and DTensor has cached the operators' sharding."""
+        for weight in trainable:
             weight.grad = torch.empty_like(weight)
-        nn.utils.clip_grad_norm_(taught, 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(trainable, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
 
     def loss(self, model: nn.Module) -> torch.Tensor:
-        """As TRL's trainer computes it. accelerate casts by autocast, but under FSDP2, whose policy casts."""
+        """The loss as TRL's trainer computes it. accelerate uses autocast except with FSDP2, whose mixed-precision
+        policy casts."""
         train = self.spec.train
         ids = torch.zeros(train.per_device_train_batch_size, self.spec.data.max_length, dtype=torch.int64)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
-        balanced = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
-        casts = self.precision != "fp32" and self.fp32_master_weights and self.strategy.engine != "fsdp"
-        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-            out = model(**given, **balanced, fused_lm_head=True)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+        router = {"output_router_logits": True} if "num_experts_per_tok" in self.config else {}
+        autocast = self.precision != "fp32" and self.fp32_master_weights and self.strategy.engine != "fsdp"
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(**batch, **router, fused_lm_head=True)
         self.tracker.begin("loss")
-        loss = -out.log_probs.sum() / ids.numel()
-        return loss + out.aux_loss if balanced else loss
+        loss = -output.log_probs.sum() / ids.numel()
+        return loss + output.aux_loss if router else loss
 
 
-def arrived(_, bucket):  # DDP refuses types that are written as strings
-    """All ranks' gradients, at once: DDP's own way asks a work that the fake group does not make."""
+def fake_all_reduce(_, bucket):  # DDP rejects annotations that are strings
+    """A communication hook that returns the bucket at once: the fake process group has no asynchronous all-reduce."""
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 def peaks(spec: RunSpec, config: Config, layers: int) -> dict[str, int]:
-    """The peak of each part of a step of the model, cut to so many layers."""
+    """The peak bytes of each part of a training step, for the model with `layers` layers."""
     return Step(spec, {**config, "num_hidden_layers": layers}).peaks()

@@ -1,8 +1,8 @@
-"""Random specs over all options, on models and rows that a test makes: what the soak of the checks launches.
+"""Random specs over all options, for test_random_specs.py.
 
-A draw begins with what every run must decide (model, rows, stage, method, strategy, precision, optimizer), then a few
-other options take other values. Values are such that a run ends within seconds; what is wrong about a spec is how its
-values go together, as in a person's hands.
+A spec starts with the main options (model, data, stage, method, strategy, precision, optimizer); then a few other
+options get random values. The values let a run finish within seconds, so most invalid specs are invalid combinations of
+valid values, as with users.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-NARROW = {**SIZES, "head_dim": 16}
-UNEVEN = {**SIZES, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}  # for two devices
+HEAD_DIM_16 = {**SIZES, "head_dim": 16}
+ODD_SIZES = {**SIZES, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}  # for two devices
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**UNEVEN, "tie_word_embeddings": True},
+    "llama": {**ODD_SIZES, "tie_word_embeddings": True},
     "qwen2": SIZES,
-    "qwen3": NARROW,
+    "qwen3": HEAD_DIM_16,
     "mistral": {**SIZES, "sliding_window": 64},
-    "gemma2": {**NARROW, "sliding_window": 64},
-    "gemma3_text": {**NARROW, "sliding_window": 64},
+    "gemma2": {**HEAD_DIM_16, "sliding_window": 64},
+    "gemma3_text": {**HEAD_DIM_16, "sliding_window": 64},
     "phi3": SIZES,
     "gpt_neox": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},  # it has none
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
-    "qwen3_moe": {**NARROW, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "qwen3_moe": {**HEAD_DIM_16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
-WORDS = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+TOKENIZER_CONFIG = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 
 
-def _talk(number: int) -> list[dict[str, str]]:
+def _conversation(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Train {number}?"}, {"role": "assistant", "content": f"At {number} o'clock."}]
 
 
-# Rows of each format: number -> row.
-ROWS: Mapping[str, Any] = {
-    "messages": lambda n: {"messages": _talk(n)},
+# Examples of each format: number -> example.
+EXAMPLES: Mapping[str, Any] = {
+    "messages": lambda n: {"messages": _conversation(n)},
     "sharegpt": lambda n: {
         "conversations": [{"from": "human", "value": f"Train {n}?"}, {"from": "gpt", "value": f"At {n} o'clock."}]
     },
@@ -64,29 +64,29 @@ ROWS: Mapping[str, Any] = {
     "pairs": lambda n: {"prompt": f"Train {n}?", "chosen": f"At {n} o'clock.", "rejected": "Never."},
     "labels": lambda n: {"prompt": f"Train {n}?", "completion": f"At {n} o'clock.", "label": n % 2 == 0},
 }
-COUNT = 24
+EXAMPLE_COUNT = 24
 
-# Options that a draw leaves alone, or sets itself, and why.
-FIXED: Mapping[str, str] = {
+# Options that are not randomized, and why.
+EXCLUDED: Mapping[str, str] = {
     "model.source": "set with the model",
     "model.builtin": "set with the model",
     "model.path": "set with the model",
-    "model.hub_id": "no hub can be reached",
-    "model.revision": "no hub can be reached",
-    "data.source": "set with the rows",
-    "data.builtin": "set with the rows",
-    "data.files": "set with the rows",
-    "data.hub_id": "no hub can be reached",
-    "data.hub_config": "no hub can be reached",
-    "data.hub_split": "no hub can be reached",
-    "data.validation_files": "set with the rows",
-    "data.chat_template_file": "set with the rows",
-    "train.use_unsloth": "installed by a proof of its own (test_unsloth.py)",
+    "model.hub_id": "the tests have no access to the Hub",
+    "model.revision": "the tests have no access to the Hub",
+    "data.source": "set with the data",
+    "data.builtin": "set with the data",
+    "data.files": "set with the data",
+    "data.hub_id": "the tests have no access to the Hub",
+    "data.hub_config": "the tests have no access to the Hub",
+    "data.hub_split": "the tests have no access to the Hub",
+    "data.validation_files": "set with the data",
+    "data.chat_template_file": "set with the data",
+    "train.use_unsloth": "tested by test_unsloth.py",
     "parallel.nvme_path": "set with the folder",
-    "save.resume_from": "set with the folder: every run begins in a new one",
+    "save.resume_from": "every run starts in a new folder",
     "save.resume_path": "set with the folder",
-    "logging.report_to": "its services cannot be reached",
-    "launch.rendezvous": "several nodes have proofs of their own (test_nodes.py)",
+    "logging.report_to": "the tests have no access to tracking services",
+    "launch.rendezvous": "multi-node runs are tested by test_nodes.py",
     "launch.nnodes": "as above",
     "launch.min_nnodes": "as above",
     "launch.node_rank": "as above",
@@ -95,10 +95,10 @@ FIXED: Mapping[str, str] = {
     "launch.hostfile": "as above",
     "launch.include": "as above",
     "launch.max_restarts": "as above",
-    "launch.master_port": "the machine's own business",
-    "launch.device": "there is the CPU",
+    "launch.master_port": "a free port is chosen for each run",
+    "launch.device": "the tests run on a CPU",
 }
-# Values of options whose kind does not say what is plausible, and quick.
+# Plausible values with a short run time, for options whose kind does not determine them.
 VALUES: Mapping[str, Sequence[Any]] = {
     "data.messages_column": ("", "messages", "talk"),
     "data.prompt_column": ("", "prompt", "instruction"),
@@ -108,7 +108,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.label_column": ("", "label"),
     "data.text_column": ("", "text"),
     "data.system_prompt": ("", "Be brief."),
-    # Rows here have 20 to 150 tokens, and the checks estimate that: near it they warn, and cannot be certain.
+    # The examples have 20 to 150 tokens. The checks only estimate that, so lengths in between have no certain outcome.
     "data.max_length": (8, 256, 512, 1024),
     "data.max_samples": (0, 1, 2, 5, 8, 16),
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),
@@ -187,90 +187,90 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "launch.extra_accelerate_config": ("", '{"mixed_precision": "bf16"}', '{"main_training_function": "main"}'),
     "launch.env": ({}, {"OMP_NUM_THREADS": "2"}, {"TOKENIZERS_PARALLELISM": "false"}, {"RANK": "1"}),
 }
-RARE = {
+RARE_OPTIONS = {
     "train.torch_compile": 0.1,
     "train.use_liger_kernel": 0.5,
     "model.attn_implementation": 0.6,
-}  # slow, or mostly for GPUs
+}  # slow, or mostly for GPUs: option -> factor on its probability
 
 
-def scene(root: Path, tiny: Path) -> None:
-    """Models of every architecture, rows of every format, and a template, in `root`."""
+def write_inputs(root: Path, tiny: Path) -> None:
+    """Write models of every architecture, examples of every format and a chat template to `root`."""
     for name, sizes in MODELS.items():
         shutil.copytree(tiny, root / "models" / name)
-        config = AutoConfig.for_model(name, **sizes, **WORDS)
+        config = AutoConfig.for_model(name, **sizes, **TOKENIZER_CONFIG)
         AutoModelForCausalLM.from_config(config).save_pretrained(root / "models" / name)
-    for name, row in ROWS.items():
-        for part, count in (("train", COUNT), ("held", 5)):
+    for name, row in EXAMPLES.items():
+        for split, count in (("train", EXAMPLE_COUNT), ("validation", 5)):
             lines = [json.dumps(row(n)) for n in range(count)]
-            (root / f"{name}-{part}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    own = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    (root / "own.jinja").write_text(own, encoding="utf-8")
+            (root / f"{name}-{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    (root / "custom.jinja").write_text(template, encoding="utf-8")
     (root / "disk").mkdir()
 
 
-def draw(dice: random.Random) -> RunSpec:
-    """One spec. Paths start at the scene's folder."""
-    patch = {**_model(dice), **_main(dice)}
-    patch |= _rows(dice, patch["train.stage"])
-    patch |= {"launch.device": "cpu", "parallel.nvme_path": "disk", "data.chat_template_file": "own.jinja"}
+def random_spec(rng: random.Random) -> RunSpec:
+    """One random spec. Paths are relative to the folder of `write_inputs`."""
+    patch = {**_model_options(rng), **_main_options(rng)}
+    patch |= _data_options(rng, patch["train.stage"])
+    patch |= {"launch.device": "cpu", "parallel.nvme_path": "disk", "data.chat_template_file": "custom.jinja"}
     patch |= {
-        "train.duration": dice.choice(("steps", "steps", "epochs")),
+        "train.duration": rng.choice(("steps", "steps", "epochs")),
         "train.max_steps": 2,
         "train.num_train_epochs": 1.0,
     }
     patch |= {"train.per_device_train_batch_size": 2, "eval.strategy": "no", "save.strategy": "no"}
-    free = [o for o in options() if o.name not in FIXED and o.name not in patch] + [
+    free = [o for o in options() if o.name not in EXCLUDED and o.name not in patch] + [
         by_name()[name]
         for name in ("eval.strategy", "save.strategy", "train.per_device_train_batch_size", "train.max_steps")
     ]
-    share = dice.choice((0.05, 0.1, 0.2, 0.3))
+    share = rng.choice((0.05, 0.1, 0.2, 0.3))
     for option in free:
-        if dice.random() < share * RARE.get(option.name, 1):
-            patch[option.name] = _value(option.name, dice)
+        if rng.random() < share * RARE_OPTIONS.get(option.name, 1):
+            patch[option.name] = _random_value(option.name, rng)
     while True:
         try:
             return edit(RunSpec(), patch)
-        except SpecError as error:  # what no form can hold, as a rank below the rows of its kind
+        except SpecError as error:  # values that the schema rejects in combination
             for problem in error.problems:
                 del patch[problem.field]
 
 
-def _value(name: str, dice: random.Random) -> Any:
+def _random_value(name: str, rng: random.Random) -> Any:
     option = by_name()[name]
     if name in VALUES:
-        return dice.choice(VALUES[name])
+        return rng.choice(VALUES[name])
     if option.kind == "bool":
         return not option.default
-    return dice.choice([value for value, _ in option.choices])
+    return rng.choice([value for value, _ in option.choices])
 
 
-def _model(dice: random.Random) -> Patch:
-    if dice.random() < 0.4:
+def _model_options(rng: random.Random) -> Patch:
+    if rng.random() < 0.4:
         return {"model.source": "builtin", "model.builtin": "tiny-llama"}
-    return {"model.source": "path", "model.path": f"models/{dice.choice(list(MODELS))}"}
+    return {"model.source": "path", "model.path": f"models/{rng.choice(list(MODELS))}"}
 
 
-def _main(dice: random.Random) -> Patch:
-    """What decides most: often the usual, or there would be no end of refusals."""
-    stage = dice.choice(("sft", "sft", "sft", *registry.STAGES))
-    optimizer = dice.choice(("adamw_torch", *registry.OPTIMIZERS)) if dice.random() < 0.5 else "adamw_torch"
+def _main_options(rng: random.Random) -> Patch:
+    """The main options: often the default, otherwise most specs would be rejected."""
+    stage = rng.choice(("sft", "sft", "sft", *registry.STAGES))
+    optimizer = rng.choice(("adamw_torch", *registry.OPTIMIZERS)) if rng.random() < 0.5 else "adamw_torch"
     return {
         "train.stage": stage,
-        "method.kind": dice.choice(("lora", "lora", *registry.METHODS)),
-        "method.quantization": dice.choice(("none", "none", "none", *registry.QUANTIZATIONS)),
-        "parallel.strategy": dice.choice(("single", *registry.STRATEGIES)),
-        "precision.compute": dice.choice(("auto", "auto", *registry.PRECISIONS)),
+        "method.kind": rng.choice(("lora", "lora", *registry.METHODS)),
+        "method.quantization": rng.choice(("none", "none", "none", *registry.QUANTIZATIONS)),
+        "parallel.strategy": rng.choice(("single", *registry.STRATEGIES)),
+        "precision.compute": rng.choice(("auto", "auto", *registry.PRECISIONS)),
         "train.optim": optimizer,
-        "launch.launcher": dice.choice(("torchrun",) * 12 + ("accelerate", "deepspeed", "python")),
+        "launch.launcher": rng.choice(("torchrun",) * 12 + ("accelerate", "deepspeed", "python")),
     }
 
 
-def _rows(dice: random.Random, stage: str) -> Patch:
-    """Rows that the stage takes, nearly always."""
-    if dice.random() < 0.3:
-        return {"data.source": "builtin", "data.builtin": dice.choice(list(registry.DATASETS)), "data.max_samples": 16}
-    fitting = registry.STAGES[stage].formats if dice.random() < 0.95 else tuple(ROWS)
-    kind = dice.choice(fitting)
-    patch: Patch = {"data.source": "files", "data.files": (f"{kind}-train.jsonl",)}
-    return patch | {"data.validation_files": (f"{kind}-held.jsonl",)}
+def _data_options(rng: random.Random, stage: str) -> Patch:
+    """Data in a format that the stage accepts, in 95 % of the specs."""
+    if rng.random() < 0.3:
+        return {"data.source": "builtin", "data.builtin": rng.choice(list(registry.DATASETS)), "data.max_samples": 16}
+    formats = registry.STAGES[stage].formats if rng.random() < 0.95 else tuple(EXAMPLES)
+    format_ = rng.choice(formats)
+    patch: Patch = {"data.source": "files", "data.files": (f"{format_}-train.jsonl",)}
+    return patch | {"data.validation_files": (f"{format_}-validation.jsonl",)}

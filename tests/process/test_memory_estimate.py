@@ -1,4 +1,5 @@
-"""The estimate against torch's own memory tracker, on fake tensors: docs/memory.md, a section each model."""
+"""The memory estimate compared with torch's memory tracker on fake tensors. Writes docs/memory.md, one section per
+model."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_tensor_step import Grouped, peaks
+from fake_tensor_step import FakeGroupedMM, peaks
 from report_files import Sections, table, write_section
 
 from backend import registry
@@ -44,27 +45,27 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3 30B A3B": HUB_CONFIGS["qwen/qwen3-30b-a3b"],
     "Mixtral 8x7B": HUB_CONFIGS["mistralai/mixtral-8x7b-v0.1"],
 }
-SPREAD = {"parallel.strategy": "fsdp2"}
+FSDP2 = {"parallel.strategy": "fsdp2"}
 STRATEGIES: Mapping[str, Changes] = {
     "One device": {},
     "DDP, 8": {"parallel.strategy": "ddp", "launch.nproc_per_node": 8},
-    "FSDP2, 2": {**SPREAD, "launch.nproc_per_node": 2},
-    "FSDP2, 8": {**SPREAD, "launch.nproc_per_node": 8},
-    "FSDP2, 8, kept": {**SPREAD, "launch.nproc_per_node": 8, "parallel.reshard_after_forward": False},
-    "FSDP2, 64": {**SPREAD, "launch.nproc_per_node": 64},
+    "FSDP2, 2": {**FSDP2, "launch.nproc_per_node": 2},
+    "FSDP2, 8": {**FSDP2, "launch.nproc_per_node": 8},
+    "FSDP2, 8, kept": {**FSDP2, "launch.nproc_per_node": 8, "parallel.reshard_after_forward": False},
+    "FSDP2, 64": {**FSDP2, "launch.nproc_per_node": 64},
 }
 METHODS: Mapping[str, Changes] = {name: {"method.kind": name} for name in ("lora", "full", "freeze")}
-# A mixture's experts are linear layers too, as adapters see it.
-MIXED: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "lora.targets": "attention"}}
+# In mixture-of-experts models, all-linear adapters include the experts; `attention` leaves them out.
+MOE_METHODS: Mapping[str, Changes] = {**METHODS, "attention": {**METHODS["lora"], "lora.targets": "attention"}}
 PRECISIONS = ("bf16", "pure_bf16", "fp32")
 SIZES = list(product((1, 4), (512, 2048, 8192), (False, True)))
-UNDER, NEAR, SHARE = 0.05, 0.10, 0.95
+MAX_UNDERESTIMATE, GOAL_ERROR, GOAL_SHARE = 0.05, 0.10, 0.95
 DOCUMENT = HOME / "docs/memory.md"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of a model, and what is known of its peak."""
+    """One training configuration of a model."""
 
     model: str
     strategy: str
@@ -80,7 +81,7 @@ class Cell:
         return parse(
             {
                 **STRATEGIES[self.strategy],
-                **MIXED[self.method],
+                **MOE_METHODS[self.method],
                 "precision.compute": self.precision,
                 "train.per_device_train_batch_size": self.batch,
                 "data.max_length": self.length,
@@ -92,7 +93,8 @@ class Cell:
 
     @property
     def depths(self) -> tuple[int, int]:
-        """Layers of the two smaller models: FSDP and frozen layers need some until each layer is like the next."""
+        """Numbers of layers of the two smaller models. FSDP and freezing need a few layers until memory grows
+        linearly."""
         if self.method == "freeze" and self.checkpoints:
             return 6, 8
         return (2, 4) if self.strategy in ("One device", "DDP, 8") and self.method != "freeze" else (4, 6)
@@ -106,31 +108,32 @@ class Cell:
     def measured(self, layers: int) -> int:
         return max(peaks(self.spec, MODELS[self.model], layers).values())
 
-    def extended(self, layers: int) -> int:
-        """The peak with so many layers, from two smaller models: in each part of a step it grows by the layer."""
+    def extrapolated(self, layers: int) -> int:
+        """The peak with `layers` layers, extrapolated from two smaller models: it grows linearly in each part of a
+        step."""
         (few, low), (more, high) = ((n, peaks(self.spec, MODELS[self.model], n)) for n in self.depths)
         return max(
             low[part] + (high[part] - low[part]) * (layers - few) // (more - few) for part in low if part in high
         )
 
     def error(self) -> tuple[int, float]:
-        """(bytes measured, how far the estimate is from them), of the whole model."""
+        """(measured bytes, relative error of the estimate) of the complete model."""
         layers = MODELS[self.model]["num_hidden_layers"]
-        found = self.extended(layers)
-        return found, self.estimated(layers) / found - 1
+        measured = self.extrapolated(layers)
+        return measured, self.estimated(layers) / measured - 1
 
 
 def cells(model: str) -> list[Cell]:
-    """Every strategy, method and precision; the sizes take turns, and every model begins with another."""
-    first = 5 * list(MODELS).index(model)
-    methods = MIXED if from_config(MODELS[model]).experts else METHODS
+    """Every strategy, method and precision. The sizes alternate, starting with a different one for each model."""
+    offset = 5 * list(MODELS).index(model)
+    methods = MOE_METHODS if from_config(MODELS[model]).experts else METHODS
     kinds = enumerate(product(STRATEGIES, methods, PRECISIONS))
-    return [Cell(model, *kind, *SIZES[(first + 7 * number + number // 12) % len(SIZES)]) for number, kind in kinds]
+    return [Cell(model, *kind, *SIZES[(offset + 7 * number + number // 12) % len(SIZES)]) for number, kind in kinds]
 
 
-# --- What `make test` has time for: small models that are measured as they are ---
+# --- Quick tests: models with four layers, measured directly ---
 
-QUICK = [
+QUICK_CELLS = [
     Cell("Qwen3 4B", "One device", "full", "bf16", 4, 2048, False),
     Cell("Llama 3.2 1B", "One device", "lora", "bf16", 1, 8192, False),
     Cell("Mistral 7B v0.3", "One device", "lora", "fp32", 1, 2048, True),
@@ -146,39 +149,43 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("cell", QUICK, ids=lambda cell: f"{cell.model}-{cell.strategy}-{cell.method}-{cell.precision}")
-def test_the_tracker_sees_what_is_estimated(cell: Cell) -> None:
-    found = cell.measured(4)
-    error = cell.estimated(4) / found - 1
-    print(f"{found / GIB:.2f} GiB, {error:+.1%}")
-    assert -UNDER <= error <= NEAR
+@pytest.mark.parametrize(
+    "cell", QUICK_CELLS, ids=lambda cell: f"{cell.model}-{cell.strategy}-{cell.method}-{cell.precision}"
+)
+def test_estimate_matches_the_tracked_peak(cell: Cell) -> None:
+    measured = cell.measured(4)
+    error = cell.estimated(4) / measured - 1
+    print(f"{measured / GIB:.2f} GiB, {error:+.1%}")
+    assert -MAX_UNDERESTIMATE <= error <= GOAL_ERROR
 
 
-@pytest.mark.parametrize("taught", [False, True])
-def test_the_fake_product_of_experts_keeps_what_torchs_own_keeps(taught: bool) -> None:
-    """And gives a gradient that lies as the weight does: no copy is made of it."""
+@pytest.mark.parametrize("trainable", [False, True])
+def test_fake_grouped_mm_saves_the_tensors_that_torch_saves(trainable: bool) -> None:
+    """The gradient also has the strides of the weight, so it is not copied."""
 
-    def told(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[tuple[int, ...]]:
-        seen: list[tuple[int, ...]] = []
+    def saved_shapes(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[tuple[int, ...]]:
+        shapes: list[tuple[int, ...]] = []
         rows = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(4, 24, 16, dtype=torch.bfloat16, requires_grad=taught).transpose(1, 2)
-        if taught:
-            weight.register_hook(lambda gradient: seen.append(gradient.stride()))
-        with torch.autograd.graph.saved_tensors_hooks(lambda kept: seen.append(kept.shape) or kept, lambda kept: kept):
-            out = product(rows, weight)
-        out.backward(torch.randn_like(out))
-        return sorted(shape for shape in seen if shape != ends.shape)
+        weight = torch.randn(4, 24, 16, dtype=torch.bfloat16, requires_grad=trainable).transpose(1, 2)
+        if trainable:
+            weight.register_hook(lambda gradient: shapes.append(gradient.stride()))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept: shapes.append(kept.shape) or kept, lambda kept: kept
+        ):
+            output = product(rows, weight)
+        output.backward(torch.randn_like(output))
+        return sorted(shape for shape in shapes if shape != ends.shape)
 
     ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
-    own = told(lambda rows, weight: torch.nn.functional.grouped_mm(rows, weight, offs=ends))
-    assert own == told(Grouped.apply)
+    expected = saved_shapes(lambda rows, weight: torch.nn.functional.grouped_mm(rows, weight, offs=ends))
+    assert expected == saved_shapes(FakeGroupedMM.apply)
 
 
 # --- The grid ---
 
 
-def light() -> None:
-    """In each worker: its threads would only wait, and what was imported need not be looked through for garbage."""
+def initialize_worker() -> None:
+    """Set up a worker process: one thread, and imported modules are excluded from garbage collection."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -187,12 +194,12 @@ def light() -> None:
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ProcessPoolExecutor]:
     ready = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), ready, initializer=light) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), ready, initializer=initialize_worker) as pool:
         yield pool
     assert not multiprocessing.active_children()
 
 
-WHOLE = [
+COMPLETE_CELLS = [
     Cell("SmolLM2 135M", "One device", "lora", "bf16", 4, 2048, False),
     Cell("SmolLM2 135M", "One device", "full", "fp32", 1, 8192, True),
     Cell("SmolLM2 135M", "DDP, 8", "full", "bf16", 4, 512, True),
@@ -204,29 +211,31 @@ WHOLE = [
 ]
 
 
-def both(cell: Cell) -> tuple[int, int]:
+def measured_and_extrapolated(cell: Cell) -> tuple[int, int]:
     layers = MODELS[cell.model]["num_hidden_layers"]
-    return cell.measured(layers), cell.extended(layers)
+    return cell.measured(layers), cell.extrapolated(layers)
 
 
 @pytest.mark.soak
-def test_two_small_models_tell_of_a_large_one(workers: ProcessPoolExecutor) -> None:
-    """The whole model's peak is what its first layers promise, so that 70 B weights need not be gone through."""
-    for cell, (whole, extended) in zip(WHOLE, workers.map(both, WHOLE), strict=True):
-        print(cell, f"{extended / whole - 1:+.2%}")
-        assert extended == pytest.approx(whole, rel=0.005), cell
+def test_extrapolation_matches_complete_models(workers: ProcessPoolExecutor) -> None:
+    """The peak of a complete model follows from two smaller ones, so large models need not be measured in full."""
+    for cell, (measured, extrapolated) in zip(
+        COMPLETE_CELLS, workers.map(measured_and_extrapolated, COMPLETE_CELLS), strict=True
+    ):
+        print(cell, f"{extrapolated / measured - 1:+.2%}")
+        assert extrapolated == pytest.approx(measured, rel=0.005), cell
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
-def test_the_estimate_is_near(model: str, workers: ProcessPoolExecutor) -> None:
-    asked = cells(model)
-    found = dict(zip(asked, workers.map(Cell.error, asked), strict=True))
-    write_section(DOCUMENT, introduction, list(MODELS), model, section(found))
-    errors = [error for _, error in found.values()]
-    low = {cell: error for cell, (_, error) in found.items() if error < -UNDER}
-    assert not low, low
-    assert sum(abs(error) <= NEAR for error in errors) >= math.ceil(SHARE * len(errors))
+def test_estimate_errors_meet_the_goal(model: str, workers: ProcessPoolExecutor) -> None:
+    model_cells = cells(model)
+    results = dict(zip(model_cells, workers.map(Cell.error, model_cells), strict=True))
+    write_section(DOCUMENT, introduction, list(MODELS), model, section(results))
+    errors = [error for _, error in results.values()]
+    too_low = {cell: error for cell, (_, error) in results.items() if error < -MAX_UNDERESTIMATE}
+    assert not too_low, too_low
+    assert sum(abs(error) <= GOAL_ERROR for error in errors) >= math.ceil(GOAL_SHARE * len(errors))
 
 
 # --- The document ---
@@ -250,7 +259,7 @@ activation checkpointing, the tracked peak, and the error of the estimate, which
 - Sequences of a batch are assumed to differ in length, so attention has a mask from batch size 2 on.
 - In each phase of a step (forward, loss, backward of the upper and lower half of the layers, optimizer), memory grows
   by the same number of bytes per layer. Each cell was therefore measured with two small numbers of layers and
-  extrapolated to the model's number of layers. For {whole} complete models, the extrapolated peak differed from the
+  extrapolated to the model's number of layers. For {complete} complete models, the extrapolated peak differed from the
   tracked peak by less than 0.5%.
 - Not covered: DeepSpeed, whose buffers the tracker does not see (`make gpu` measures its peaks), tensor parallelism,
   packing, quantized base models, preference stages, and optimizers other than AdamW.
@@ -259,29 +268,31 @@ Goal: the estimate is within {near:.0%} of the tracked peak in {share:.0%} of th
 {under:.0%} too low.
 
 """
-COUNTED = re.compile(r"(\d+) cells, (\d+) within 10%, (\d+) within 5%; from (\S+%) to (\S+%)")
+COUNTS_PATTERN = re.compile(r"(\d+) cells, (\d+) within 10%, (\d+) within 5%; from (\S+%) to (\S+%)")
 
 
-def section(found: Mapping[Cell, tuple[int, float]]) -> str:
-    errors = [error for _, error in found.values()]
+def section(results: Mapping[Cell, tuple[int, float]]) -> str:
+    errors = [error for _, error in results.values()]
     within = [sum(abs(error) <= limit for error in errors) for limit in (0.10, 0.05)]
-    ends = " to ".join(f"{error * 100:+.1f}%" for error in (min(errors), max(errors)))
+    bounds = " to ".join(f"{error * 100:+.1f}%" for error in (min(errors), max(errors)))
     rows = []
-    methods = [name for name in MIXED if any(cell.method == name for cell in found)]
+    methods = [name for name in MOE_METHODS if any(cell.method == name for cell in results)]
     for strategy, method in product(STRATEGIES, methods):
-        row = [(c, *told) for c, told in found.items() if (c.strategy, c.method) == (strategy, method)]
-        said = [
+        row = [(c, *outcome) for c, outcome in results.items() if (c.strategy, c.method) == (strategy, method)]
+        texts = [
             f"{c.batch} x {c.length}{' c' if c.checkpoints else ''}: {size / GIB:.2f} GiB, {error * 100:+.1f}%"
             for c, size, error in row
         ]
-        rows.append([f"{strategy}: {method}", *said])
-    counts = f"{len(errors)} cells, {within[0]} within 10%, {within[1]} within 5%; from {ends}."
+        rows.append([f"{strategy}: {method}", *texts])
+    counts = f"{len(errors)} cells, {within[0]} within 10%, {within[1]} within 5%; from {bounds}."
     return f"{counts}\n\n{table(['', *PRECISIONS], rows)}"
 
 
 def introduction(sections: Sections) -> str:
-    """What the document is, and a summary of all models."""
-    counted = {name: COUNTED.match(body) for name, body in sections.items()}
-    rows = [[name, *counts.groups()] for name, counts in counted.items() if counts]
-    top = HEAD.format(whole=len(WHOLE), share=SHARE, near=NEAR, under=UNDER, overhead=OVERHEAD)
-    return top + table(["", "cells", "within 10%", "within 5%", "lowest", "highest"], rows)
+    """The introduction of the document, and a summary of all models."""
+    matches = {name: COUNTS_PATTERN.match(body) for name, body in sections.items()}
+    rows = [[name, *counts.groups()] for name, counts in matches.items() if counts]
+    head = HEAD.format(
+        complete=len(COMPLETE_CELLS), share=GOAL_SHARE, near=GOAL_ERROR, under=MAX_UNDERESTIMATE, overhead=OVERHEAD
+    )
+    return head + table(["", "cells", "within 10%", "within 5%", "lowest", "highest"], rows)

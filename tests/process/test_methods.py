@@ -1,4 +1,4 @@
-"""LoRA variants: each has its effect, and the saved adapter gives the trained model again."""
+"""LoRA variants and kernels: each has its effect, and the saved adapter restores the trained model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from untrained_models import tokenizer, untrained_model
 
 from backend.train import data, device, kernels, lora, trainers
 
-# peft asks transformers under an old name, and warns of what is known; the run's own log leaves that out too.
+# peft uses a deprecated transformers attribute; the trainer filters these warnings too.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-# The fast rate makes every step count from the first on.
-QUICK = {"train.lr_scheduler_type": "constant", "train.learning_rate": 1e-2, "save.final_model": True}
-# All that can be combined; what is saved stands on the untouched model all the same.
-EVERYTHING = {
+# A constant, high learning rate, so that a few steps have a visible effect.
+FAST_LR = {"train.lr_scheduler_type": "constant", "train.learning_rate": 1e-2, "save.final_model": True}
+# All variants that can be combined. The saved adapter still belongs to the original base weights.
+ALL_VARIANTS = {
     "lora.init": "pissa_fast",
     "lora.use_dora": True,
     "lora.use_rslora": True,
@@ -47,68 +47,68 @@ EVERYTHING = {
 
 @pytest.fixture(scope="module")
 def trained(root: Path, fork_server: ForkServer) -> Any:
-    """A folder for each table of changes; the same table is trained once."""
+    """A function that trains a spec with these changes and returns its folder; the same changes are trained once."""
     made: dict[str, Path] = {}
 
     def train(changes: Mapping[str, Any], ranks: int = 0) -> Path:
         key = json.dumps({**changes, "ranks": ranks}, sort_keys=True)
         if key not in made:
-            made[key] = fork_server.train(root / f"run-{len(made)}", make_spec({**QUICK, **changes}), ranks)
+            made[key] = fork_server.train(root / f"run-{len(made)}", make_spec({**FAST_LR, **changes}), ranks)
         return made[key]
 
     return train
 
 
-def base(cache: Path) -> Any:
+def load_base(cache: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama", dtype=torch.float32)
 
 
 def logits(found: Any) -> torch.Tensor:
     with torch.no_grad():
-        answer: torch.Tensor = found.eval()(torch.arange(3, 40)[None]).logits
-    return answer
+        output: torch.Tensor = found.eval()(torch.arange(3, 40)[None]).logits
+    return output
 
 
-def a_layer(found: Any) -> Any:
+def up_proj_layer(found: Any) -> Any:
     return found.base_model.model.model.layers[1].mlp.up_proj
 
 
 def test_dora_trains_magnitude_vectors(trained: Any, cache: Path) -> None:
     state = load_file(trained({"lora.use_dora": True}) / "model/adapter_model.safetensors")
-    lengths = {name: tensor for name, tensor in state.items() if "magnitude" in name}
-    assert len(lengths) == 4 * 7
-    began = base(cache).model.layers[1].mlp.up_proj.weight.norm(dim=1)
-    moved = (lengths["base_model.model.model.layers.1.mlp.up_proj.lora_magnitude_vector"] - began).abs()
-    assert 1e-3 < moved.max() < 0.1
+    magnitudes = {name: tensor for name, tensor in state.items() if "magnitude" in name}
+    assert len(magnitudes) == 4 * 7
+    initial = load_base(cache).model.layers[1].mlp.up_proj.weight.norm(dim=1)
+    change = (magnitudes["base_model.model.model.layers.1.mlp.up_proj.lora_magnitude_vector"] - initial).abs()
+    assert 1e-3 < change.max() < 0.1
 
 
 def test_rslora_scales_by_the_square_root_of_the_rank(cache: Path) -> None:
     changes = {"lora.r": 9, "lora.alpha": 6.0}
-    assert a_layer(untrained_model(changes)).scaling["default"] == pytest.approx(6 / 9)
-    assert a_layer(untrained_model({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
+    assert up_proj_layer(untrained_model(changes)).scaling["default"] == pytest.approx(6 / 9)
+    assert up_proj_layer(untrained_model({**changes, "lora.use_rslora": True})).scaling["default"] == pytest.approx(2)
 
 
 @pytest.mark.parametrize("init", soak_except(["pissa", "pissa_fast", "olora"], ("pissa", "olora")))
 @pytest.mark.parametrize("precision", soak_except(["fp32", "bf16"], ("fp32",)))
 def test_initializations_that_change_the_base_weights(cache: Path, init: str, precision: str) -> None:
-    found = untrained_model({"lora.init": init}, precision)
-    layer, whole = a_layer(found), base(cache).model.layers[1].mlp.up_proj.weight
-    left = layer.base_layer.weight
-    assert (left - whole).abs().max() > 1e-2
-    assert left.dtype == device.DTYPES[precision]
+    model = untrained_model({"lora.init": init}, precision)
+    layer, original = up_proj_layer(model), load_base(cache).model.layers[1].mlp.up_proj.weight
+    residual = layer.base_layer.weight
+    assert (residual - original).abs().max() > 1e-2
+    assert residual.dtype == device.DTYPES[precision]
     assert layer.lora_A["default"].weight.dtype == torch.float32
-    again = left.float() + layer.get_delta_weight("default")
-    assert torch.allclose(again, whole, atol=1e-6 if precision == "fp32" else 2e-3)
-    same = a_layer(untrained_model({"lora.init": init, "train.seed": 7}, precision))
-    # Exact: the same decomposition of the same weights in this process. A tolerance would hide what the seed draws.
-    assert torch.equal(same.base_layer.weight, left), "a resumed run must have the same initialization"
+    restored = residual.float() + layer.get_delta_weight("default")
+    assert torch.allclose(restored, original, atol=1e-6 if precision == "fp32" else 2e-3)
+    other_seed = up_proj_layer(untrained_model({"lora.init": init, "train.seed": 7}, precision))
+    # Exact: the same decomposition of the same weights in one process. A tolerance would hide randomness of the seed.
+    assert torch.equal(other_seed.base_layer.weight, residual), "a resumed run must have the same initialization"
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal"])
 def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> None:
-    found = untrained_model({"lora.init": init})
-    assert a_layer(found).lora_A["default"].weight.abs().sum() > 0
-    assert torch.allclose(logits(found), logits(base(cache)), atol=1e-5)
+    model = untrained_model({"lora.init": init})
+    assert up_proj_layer(model).lora_A["default"].weight.abs().sum() > 0
+    assert torch.allclose(logits(model), logits(load_base(cache)), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,33 +116,33 @@ def test_initializations_that_keep_the_base_weights(cache: Path, init: str) -> N
     [
         {"lora.init": "pissa"},
         {"lora.init": "olora", "lora.use_rslora": True},
-        EVERYTHING,
+        ALL_VARIANTS,
     ],
     ids=["pissa", "olora", "everything"],
 )
 def test_saved_adapter_is_for_the_original_base_weights(trained: Any, cache: Path, changes: dict[str, Any]) -> None:
     merged = AutoModelForCausalLM.from_pretrained(trained({**changes, "save.merge_adapter": True}) / "model")
-    wanted = logits(merged)
-    assert not torch.allclose(wanted, logits(base(cache)), atol=0.1), "nothing was learned"
-    adapter = PeftModel.from_pretrained(base(cache), trained(changes) / "model")
-    assert torch.allclose(logits(adapter), wanted, atol=1e-4)
+    expected = logits(merged)
+    assert not torch.allclose(expected, logits(load_base(cache)), atol=0.1), "training had no effect"
+    adapter = PeftModel.from_pretrained(load_base(cache), trained(changes) / "model")
+    assert torch.allclose(logits(adapter), expected, atol=1e-4)
     assert adapter.peft_config["default"].r == 32, "rank 16 of the initial adapter is subtracted by another 16"
 
 
 def test_zero3_saves_the_same_adapter(trained: Any, cache: Path) -> None:
-    """Each rank has a shard of the weights that the initialization is taken out of."""
-    one = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
-    spread = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
-    assert losses(spread) == same_losses(losses(one), REORDERING_TOLERANCE)
-    adapter = PeftModel.from_pretrained(base(cache), spread / "model")
-    again = PeftModel.from_pretrained(base(cache), one / "model")
-    assert torch.allclose(logits(adapter), logits(again), atol=2e-2)
-    assert not torch.allclose(logits(adapter), logits(base(cache)), atol=0.1)
+    """Each rank has a shard of the base weights from which the initialization is subtracted."""
+    single = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 2})
+    zero3 = trained({"lora.init": "pissa", "train.per_device_train_batch_size": 1, "parallel.strategy": "zero3"}, 2)
+    assert losses(zero3) == same_losses(losses(single), REORDERING_TOLERANCE)
+    adapter = PeftModel.from_pretrained(load_base(cache), zero3 / "model")
+    reference = PeftModel.from_pretrained(load_base(cache), single / "model")
+    assert torch.allclose(logits(adapter), logits(reference), atol=2e-2)
+    assert not torch.allclose(logits(adapter), logits(load_base(cache)), atol=0.1)
 
 
 def test_all_variants_together_resume(trained: Any, fork_server: ForkServer) -> None:
     more = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "parallel.strategy": "ddp"}
-    folder = trained({**EVERYTHING, **more, "train.max_steps": 4, "train.per_device_train_batch_size": 1}, 2)
+    folder = trained({**ALL_VARIANTS, **more, "train.max_steps": 4, "train.per_device_train_batch_size": 1}, 2)
     before, state = losses(folder), load_file(folder / "model/adapter_model.safetensors")
     shutil.rmtree(folder / "model")
     fork_server.resume(folder, 2, ranks=2)
@@ -152,31 +152,31 @@ def test_all_variants_together_resume(trained: Any, fork_server: ForkServer) -> 
 
 
 def test_checkpoint_with_another_initialization_is_refused(trained: Any, fork_server: ForkServer, root: Path) -> None:
-    """Its adapter belongs to base weights that were changed in another way."""
+    """Its adapter belongs to base weights that were modified by a different initialization."""
     more = {"save.strategy": "steps", "save.steps": 2}
     folder = trained({**more, "lora.init": "pissa"})
-    asked = {"save.resume_from": "path", "save.resume_path": str(folder / "checkpoints/checkpoint-2")}
-    other = root / "other-start"
-    write_run(other, make_spec({**QUICK, **asked, "train.max_steps": 4}))
+    resume_options = {"save.resume_from": "path", "save.resume_path": str(folder / "checkpoints/checkpoint-2")}
+    other = root / "other-initialization"
+    write_run(other, make_spec({**FAST_LR, **resume_options, "train.max_steps": 4}))
     assert fork_server.run(other) == 1
-    said = log_text(other).strip().splitlines()[-1]
-    assert "save.resume_path" in said
-    assert "init_lora_weights=pissa" in said
+    last_line = log_text(other).strip().splitlines()[-1]
+    assert "save.resume_path" in last_line
+    assert "init_lora_weights=pissa" in last_line
 
 
 def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:
     spec = make_spec(
         {"lora.loraplus_lr_ratio": 16.0, "lora.modules_to_save": ("model.norm",), "train.weight_decay": 0.1}
     )
-    found = untrained_model({"lora.modules_to_save": ("model.norm",)})
+    model = untrained_model({"lora.modules_to_save": ("model.norm",)})
     config = trainers.training_arguments(make_engine(spec), Path("."))
-    tokens = tokenizer(spec)
-    rows = data.prepare(spec, tokens, lambda done, of: True, lambda line: None)
-    made = trainers.build_trainer(spec, config, found, tokens, rows, [])
-    optimizer = made.create_optimizer()
+    tokenizer_ = tokenizer(spec)
+    prepared = data.prepare(spec, tokenizer_, lambda done, of: True, lambda line: None)
+    trainer = trainers.build_trainer(spec, config, model, tokenizer_, prepared, [])
+    optimizer = trainer.create_optimizer()
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    named = {name: p for name, p in found.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(rates) == len(named) == 2 * 28 + 1
     for name, parameter in named.items():
         assert rates[id(parameter)] == TINY_RUN["train.learning_rate"] * (16 if "lora_B" in name else 1)
@@ -184,9 +184,9 @@ def test_loraplus_raises_the_learning_rate_of_b(cache: Path) -> None:
 
 
 def test_loraplus_is_refused_if_the_optimizer_lacks_b(cache: Path) -> None:
-    found = untrained_model({})
+    model = untrained_model({})
     with pytest.raises(lora.TrainError, match=r"lora\.loraplus_lr_ratio"):
-        lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), found, 16.0)
+        lora.set_loraplus_lr(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), model, 16.0)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -198,33 +198,33 @@ def test_attention_implementations_give_equal_losses(trained: Any, packing: bool
 
 
 def test_attention_implementation_is_the_requested_one(cache: Path) -> None:
-    found = untrained_model({"model.attn_implementation": "eager"})
-    assert found.config._attn_implementation == "eager"
-    kernels.check_attention(make_spec({"model.attn_implementation": "eager"}), found)
+    model = untrained_model({"model.attn_implementation": "eager"})
+    assert model.config._attn_implementation == "eager"
+    kernels.check_attention(make_spec({"model.attn_implementation": "eager"}), model)
     with pytest.raises(kernels.TrainError, match="sdpa was requested, but transformers uses eager"):
-        kernels.check_attention(make_spec({"model.attn_implementation": "sdpa"}), found)
+        kernels.check_attention(make_spec({"model.attn_implementation": "sdpa"}), model)
 
 
 def test_liger_kernels_must_be_in_the_layers(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels need a GPU; that they were really put in is seen by where the layers' methods come from."""
-    asked, found, seen = make_spec({"train.use_liger_kernel": True}), base(cache), {}
+    """The kernels need a GPU; whether they were installed is tested by the module of the layers' methods."""
+    spec, model, received = make_spec({"train.use_liger_kernel": True}), load_base(cache), {}
     liger = types.ModuleType("liger_kernel.transformers")
-    liger._apply_liger_kernel_to_instance = lambda **given: seen.update(given)  # type: ignore[attr-defined]
+    liger._apply_liger_kernel_to_instance = lambda **arguments: received.update(arguments)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     with pytest.raises(kernels.TrainError, match=r"train\.use_liger_kernel: Liger has no kernels for llama"):
-        kernels.apply_liger(asked, found)
-    assert seen == {"model": found, "cross_entropy": False, "fused_linear_cross_entropy": False}
+        kernels.apply_liger(spec, model)
+    assert received == {"model": model, "cross_entropy": False, "fused_linear_cross_entropy": False}
 
     def forward(self: Any, hidden: Any) -> Any:
         return hidden
 
     forward.__module__ = "liger_kernel.transformers.rms_norm"
-    found.model.norm.forward = types.MethodType(forward, found.model.norm)
-    kernels.apply_liger(asked, found)
+    model.model.norm.forward = types.MethodType(forward, model.model.norm)
+    kernels.apply_liger(spec, model)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler asks torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses torch.jit
 def test_model_that_was_not_compiled_is_reported() -> None:
     trainer = types.SimpleNamespace(model_wrapped=torch.nn.Linear(1, 1))
     with pytest.raises(kernels.TrainError, match=r"train\.torch_compile"):

@@ -17,14 +17,14 @@ from backend.rules.examples import gpus
 from backend.train.describe_model import describe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-UNDER, OVER = 0.08, 0.12
+MAX_UNDERESTIMATE, MAX_OVERESTIMATE = 0.08, 0.12
 LAYERS = 4
 BASE = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 4,
     "vocab_size": 32000, "max_position_embeddings": 8192, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "num_hidden_layers": LAYERS,
 }  # fmt: skip
-LATENT = {"num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 1024, "moe_intermediate_size": 1024}
+LATENT_ATTENTION = {"num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 1024, "moe_intermediate_size": 1024}
 CONFIGS: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "cohere2": {"layer_types": ["full_attention"] * LAYERS},
@@ -33,7 +33,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "diffllama": {},
     "nemotron": {"head_dim": 128},
     "glm4_moe": {"head_dim": 128, "n_routed_experts": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 1024},
-    "deepseek_v3": {**LATENT, "n_routed_experts": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **LATENT_ATTENTION,
+        "n_routed_experts": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
 }
 
 
@@ -41,7 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("method", "batch", "checkpoints"), [("lora", 1, False), ("lora", 4, True), ("full", 1, False)]
 )
-def test_the_tracker_sees_what_is_estimated(kind: str, method: str, batch: int, checkpoints: bool) -> None:
+def test_estimate_matches_the_tracked_peak(kind: str, method: str, batch: int, checkpoints: bool) -> None:
     config = {"model_type": kind, **BASE, **CONFIGS[kind]}
     spec = parse(
         {
@@ -59,4 +65,4 @@ def test_the_tracker_sees_what_is_estimated(kind: str, method: str, batch: int, 
     estimated = sum(row.bytes for row in rows if row.where == "device" and row.name != OVERHEAD)
     error = estimated / max(peaks(spec, config, LAYERS).values()) - 1
     print(f"{error:+.1%}")
-    assert -UNDER <= error <= OVER
+    assert -MAX_UNDERESTIMATE <= error <= MAX_OVERESTIMATE

@@ -1,4 +1,4 @@
-"""Every optimizer that runs on a CPU: a real training looked at, its state weighed, and resumed."""
+"""Every optimizer that runs on a CPU: losses, bytes of its state compared with the estimate, and resuming."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FULL = {
     "train.badam_switch_block_every": 2,
     "train.weight_decay": 0.1,
 }
-HERE = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
-KIN = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # the same arithmetic, by different kernels
-# Others are resumed by the same class, with fewer or more bits.
-ONCE = {
+CPU_OPTIMIZERS = [name for name, row in registry.OPTIMIZERS.items() if not row.devices]
+SAME_AS_ADAMW = {"adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"}  # different kernels for the same arithmetic
+# Variants of optimizers in RESUMED, or of each other, with a different precision of the state; not resumed.
+NOT_RESUMED = {
     "adamw_torch_fused", "paged_adamw_32bit", "paged_adamw_8bit", "adamw_torch_4bit", "ademamix", "lion_32bit",
     "paged_lion_32bit", "paged_lion_8bit", "schedule_free_sgd", "sgd", "rmsprop", "adagrad",
     "galore_adafactor_layerwise",
@@ -52,11 +52,11 @@ RESUMED = (
     "schedule_free_adamw",
     "adalomo",
 )
-# Compiling takes a minute each; without it the same arithmetic runs step by step.
-ENV = {"TORCHDYNAMO_DISABLE": "1"}
-OWN = "backend.train.optimizers"
+# Compilation takes a minute per optimizer; eager execution computes the same.
+NO_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
+OPTIMIZERS_MODULE = "backend.train.optimizers"
 CLASSES = {
-    "": ("torch.optim", "transformers.optimization", OWN),
+    "": ("torch.optim", "transformers.optimization", OPTIMIZERS_MODULE),
     "adam-mini": ("adam_mini",),
     "badam": ("backend.train.patches.badam_checkpoint",),
     "bitsandbytes": ("bitsandbytes.optim",),
@@ -66,62 +66,68 @@ CLASSES = {
 
 
 @pytest.fixture(scope="module")
-def usual(fork_server: ForkServer, root: Path) -> dict[int, float]:
-    """The losses of AdamW."""
+def adamw_losses(fork_server: ForkServer, root: Path) -> dict[int, float]:
+    """The losses with AdamW."""
     return losses(fork_server.train(root / "usual", make_spec(FULL)))
 
 
 @pytest.fixture(scope="module")
-def made(fork_server: ForkServer, root: Path) -> Callable[[str], Path]:
-    """The run of an optimizer, trained when it is first asked for."""
+def train_optimizer(fork_server: ForkServer, root: Path) -> Callable[[str], Path]:
+    """A function that returns the run of an optimizer, trained on first use."""
 
     def run(name: str) -> Path:
         folder = root / name
         return (
-            folder if folder.exists() else fork_server.train(folder, make_spec({**FULL, "train.optim": name}), env=ENV)
+            folder
+            if folder.exists()
+            else fork_server.train(folder, make_spec({**FULL, "train.optim": name}), env=NO_COMPILE)
         )
 
     return run
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_it_trains_and_weighs(name: str, made: Callable[[str], Path], usual: dict[int, float]) -> None:
-    row, folder = registry.OPTIMIZERS[name], made(name)
-    before = losses(folder)
-    assert before[1] == same_losses(usual[1])
-    assert all(loss == loss and loss < 12 for loss in before.values())
-    assert (before == same_losses(usual)) is (name in KIN)
-    if name != "schedule_free_radam":  # its first five steps wait for the variance
-        moved(folder)
-    found: dict[str, Any] = result(folder)["optimizer"][0]
-    assert found["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
-    assert estimated({"train.optim": name}).optimizer.bytes == pytest.approx(found["bytes"], rel=0.03, abs=100)
+@pytest.mark.parametrize("name", CPU_OPTIMIZERS)
+def test_losses_and_state_bytes(
+    name: str, train_optimizer: Callable[[str], Path], adamw_losses: dict[int, float]
+) -> None:
+    row, folder = registry.OPTIMIZERS[name], train_optimizer(name)
+    losses_ = losses(folder)
+    assert losses_[1] == same_losses(adamw_losses[1])
+    assert all(loss == loss and loss < 12 for loss in losses_.values())
+    assert (losses_ == same_losses(adamw_losses)) is (name in SAME_AS_ADAMW)
+    if name != "schedule_free_radam":  # it skips its first five steps
+        assert_weights_changed(folder)
+    state: dict[str, Any] = result(folder)["optimizer"][0]
+    assert state["class"].startswith(CLASSES.get(row.package, (row.package.replace("-", "_"),)))
+    assert estimate({"train.optim": name}).optimizer.bytes == pytest.approx(state["bytes"], rel=0.03, abs=100)
 
 
-@pytest.mark.parametrize("name", soak_except([name for name in HERE if name not in ONCE], RESUMED))
-def test_it_goes_on(name: str, made: Callable[[str], Path], fork_server: ForkServer) -> None:
-    row, folder = registry.OPTIMIZERS[name], made(name)
+@pytest.mark.parametrize("name", soak_except([name for name in CPU_OPTIMIZERS if name not in NOT_RESUMED], RESUMED))
+def test_resumes_with_the_same_losses(
+    name: str, train_optimizer: Callable[[str], Path], fork_server: ForkServer
+) -> None:
+    row, folder = registry.OPTIMIZERS[name], train_optimizer(name)
     before = losses(folder)
-    fork_server.resume(folder, 2, env=ENV)
+    fork_server.resume(folder, 2, env=NO_COMPILE)
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [point["step"] for point in again if "loss" in point] == [1, 2, 3, 4, 3, 4]
-    # Exact: the same kernels on the same machine, from a state that was saved bit by bit.
+    # Exact: the same kernels on the same machine, and the state is saved without rounding.
     assert (losses(folder) == before) is not row.loses_state_on_save
 
 
-def moved(folder: Path) -> None:
-    """A layer's weights of the second checkpoint differ from those of the first."""
+def assert_weights_changed(folder: Path) -> None:
+    """Assert that the layers' weights of the two checkpoints differ."""
     first, second = (load_file(folder / f"checkpoints/checkpoint-{step}/model.safetensors") for step in (2, 4))
     assert any(not first[name].equal(second[name]) for name in first if ".layers." in name)
 
 
-def estimated(changes: Mapping[str, Any]) -> MemoryContext:
+def estimate(changes: Mapping[str, Any]) -> MemoryContext:
     shape = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
     return memory_context(make_spec({**FULL, **changes}), shape)
 
 
-# Bytes a weight of real states where weights, too, are bf16: three steps of the tiny model, torch 2.13.
-PURE = {
+# Measured bytes of optimizer state per parameter with bf16 weights: three steps of the tiny model, torch 2.13.
+PURE_BF16_BYTES = {
     "adamw_torch": 4.0,
     "adamw_bnb_8bit": 3.277,
     "adamw_torch_8bit": 2.082,
@@ -142,82 +148,96 @@ PURE = {
 }
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_state_beside_bf16_weights(name: str) -> None:
-    found = estimated({"train.optim": name, "precision.compute": "pure_bf16"})
-    assert found.optimizer.bytes / found.trainable_count == pytest.approx(PURE[name], rel=0.03)
+@pytest.mark.parametrize("name", PURE_BF16_BYTES)
+def test_state_bytes_with_bf16_weights(name: str) -> None:
+    context = estimate({"train.optim": name, "precision.compute": "pure_bf16"})
+    assert context.optimizer.bytes / context.trainable_count == pytest.approx(PURE_BF16_BYTES[name], rel=0.03)
 
 
-# Bytes a rank and a weight on two ranks of FSDP2, which keeps the shapes of matrices.
-@pytest.mark.parametrize(("name", "each"), [("adamw_torch", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
-def test_state_is_spread(name: str, each: float) -> None:
-    found = estimated({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
-    assert found.optimizer.bytes / found.run.optimizer_shards / found.trainable_count == pytest.approx(each, rel=0.03)
+# Bytes of state per parameter with FSDP2 on two ranks, which keeps the shapes of matrices.
+@pytest.mark.parametrize(("name", "bytes_per_parameter"), [("adamw_torch", 4.0), ("muon", 2.832), ("adam_mini", 2.013)])
+def test_state_is_sharded(name: str, bytes_per_parameter: float) -> None:
+    context = estimate({"train.optim": name, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
+    assert context.optimizer.bytes / context.run.optimizer_shards / context.trainable_count == pytest.approx(
+        bytes_per_parameter, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("how", ["std", "reverse_std", "left", "right", "full"])
-def test_sides_of_a_projection(how: str) -> None:
-    """The state of one matrix, as GaLore itself makes it."""
+def test_galore_projection_types(how: str) -> None:
+    """The estimated state of one matrix, compared with GaLore's own."""
     galore = pytest.importorskip("galore_torch")
-    state = estimated({"train.optim": "galore_adamw", "train.galore_proj_type": how}).optimizer
+    state = estimate({"train.optim": "galore_adamw", "train.galore_proj_type": how}).optimizer
     for rows, columns in ((352, 128), (128, 352)):
         weight = torch.nn.Parameter(torch.randn(rows, columns))
-        told = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}
-        made = galore.GaLoreAdamW([{"params": [weight], **told}], no_deprecation_warning=True)
+        settings = {"rank": 16, "update_proj_gap": 2, "scale": 1.0, "proj_type": how}
+        optimizer = galore.GaLoreAdamW([{"params": [weight], **settings}], no_deprecation_warning=True)
         weight.grad = torch.randn(rows, columns)
-        made.step()
+        optimizer.step()
         leaf = ModuleSpec("model.layers.0.mlp.up_proj", rows * columns, columns, rows)
-        assert state._tensor_bytes(leaf) == optimizers.state_summary(made)["bytes"]
+        assert state._tensor_bytes(leaf) == optimizers.state_summary(optimizer)["bytes"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero0", marks=pytest.mark.soak)])
-def test_a_state_that_was_made_early_follows_the_weights(strategy: str, root: Path, fork_server: ForkServer) -> None:
-    """Adagrad makes its state when it is made itself; an engine then puts other weights in the place of those."""
-    early = {**FULL, "train.optim": "adagrad"}
-    one = losses(fork_server.train(root / f"early-1-{strategy}", make_spec(early)))
-    more = {**early, "parallel.strategy": strategy, "train.per_device_train_batch_size": 1}
+def test_state_created_in_the_constructor_follows_the_weights(
+    strategy: str, root: Path, fork_server: ForkServer
+) -> None:
+    """Adagrad creates its state in the constructor; an engine replaces the parameters afterwards."""
+    adagrad = {**FULL, "train.optim": "adagrad"}
+    expected = losses(fork_server.train(root / f"early-1-{strategy}", make_spec(adagrad)))
+    more = {**adagrad, "parallel.strategy": strategy, "train.per_device_train_batch_size": 1}
     folder = fork_server.train(root / f"early-2-{strategy}", make_spec(more), 2)
-    assert losses(folder) == same_losses(one, REORDERING_TOLERANCE)
+    assert losses(folder) == same_losses(expected, REORDERING_TOLERANCE)
     fork_server.resume(folder, 2, 2)
-    assert losses(folder) == same_losses(one, REORDERING_TOLERANCE)
+    assert losses(folder) == same_losses(expected, REORDERING_TOLERANCE)
 
 
-def test_muon_orthogonalises_the_layers_alone() -> None:
+def test_muon_orthogonalizes_only_layers() -> None:
     spec = make_spec({**FULL, "train.optim": "muon", "train.learning_rate": 0.01, "train.weight_decay": 0.0})
-    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, **small))
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=64, **sizes))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    made = optimizers.MAKERS["muon"](spec, model, set(before))
+    optimizer = optimizers.MAKERS["muon"](spec, model, set(before))
     torch.manual_seed(3)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    made.step()
+    optimizer.step()
     steps = {name: p.detach() - before[name] for name, p in model.named_parameters()}
-    hidden = torch.linalg.svdvals(steps["model.layers.0.mlp.up_proj.weight"])  # oblong: no direction is near zero
-    assert hidden.min() > 0.3 * hidden.max(), "all directions alike"
-    assert steps["lm_head.weight"].abs().allclose(torch.tensor(0.01), rtol=1e-3), "Adam's first step is the rate"
+    hidden = torch.linalg.svdvals(
+        steps["model.layers.0.mlp.up_proj.weight"]
+    )  # not square, so no singular value is near zero
+    assert hidden.min() > 0.3 * hidden.max(), "all singular values are similar"
+    assert steps["lm_head.weight"].abs().allclose(torch.tensor(0.01), rtol=1e-3), (
+        "Adam's first step has the size of the learning rate"
+    )
 
 
-def test_a_schedule_free_run_ends_with_its_average(fork_server: ForkServer, tmp_path: Path) -> None:
-    """Warm-up is a share of all steps, and not of one; the trained model is the average."""
+def test_schedule_free_saves_the_averaged_weights(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The warm-up ratio is applied to all steps; the saved model has the averaged weights."""
     more = {"train.optim": "schedule_free_adamw", "save.final_model": True, "train.warmup_steps": 0.5}
     folder = fork_server.train(tmp_path / "run", make_spec({**FULL, **more}))
     state = torch.load(folder / "checkpoints/checkpoint-4/optimizer.pt", weights_only=True)
     group = state["param_groups"][0]
     assert (group["warmup_steps"], group["train_mode"], group["k"]) == (2, False, 4)
-    whole, kept = (load_file(folder / where / "model.safetensors") for where in ("model", "checkpoints/checkpoint-4"))
-    assert all(whole[name].equal(kept[name]) for name in whole), "nothing is computed between the two files"
+    final, checkpoint = (
+        load_file(folder / where / "model.safetensors") for where in ("model", "checkpoints/checkpoint-4")
+    )
+    assert all(final[name].equal(checkpoint[name]) for name in final), (
+        "the model and the last checkpoint are saved in the same state"
+    )
 
 
-def test_muon_takes_no_single_rows() -> None:
-    """A reward's head gives one number: it is a vector, and FSDP2 has no row of it for every rank."""
+def test_muon_does_not_orthogonalize_single_row_matrices() -> None:
+    """The head of a reward model has one output: FSDP2 cannot give each rank a row of it."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=0, **sizes))
-    made = optimizers.MAKERS["muon"](make_spec({**FULL, "train.optim": "muon"}), model, set())
-    heights = {
-        kind: [p.shape[0] for g in made.param_groups if g["orthogonal"] is kind for p in g["params"]]
-        for kind in (True, False)
+    optimizer = optimizers.MAKERS["muon"](make_spec({**FULL, "train.optim": "muon"}), model, set())
+    first_dimensions = {
+        is_orthogonal: [
+            p.shape[0] for g in optimizer.param_groups if g["orthogonal"] is is_orthogonal for p in g["params"]
+        ]
+        for is_orthogonal in (True, False)
     }
-    assert 1 in heights[False]
-    assert heights[True]
-    assert 1 not in heights[True]
+    assert 1 in first_dimensions[False]
+    assert first_dimensions[True]
+    assert 1 not in first_dimensions[True]

@@ -1,4 +1,4 @@
-"""Packed bases: what is really stored, that training on them learns, and what is kept of it."""
+"""Quantized base models: stored bytes, losses compared with unquantized training, and saved adapters."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from backend.preflight import preflight
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 TINY = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
-QUICK = {"train.lr_scheduler_type": "constant", "train.per_device_train_batch_size": 2, "train.learning_rate": 3e-3}
-HALF = {**QUICK, "train.per_device_train_batch_size": 1}
-KEPT = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "save.final_model": True}
+FAST_LR = {"train.lr_scheduler_type": "constant", "train.per_device_train_batch_size": 2, "train.learning_rate": 3e-3}
+PER_RANK = {**FAST_LR, "train.per_device_train_batch_size": 1}
+SAVING = {"save.strategy": "steps", "save.steps": 2, "save.total_limit": 0, "save.final_model": True}
 NF4, INT8 = {"method.quantization": "nf4"}, {"method.quantization": "int8"}
 DORA = {"lora.use_dora": True}
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path, fork_server: ForkServer) -> dict[int, float]:
-    """The losses on weights that are not packed."""
-    return losses(fork_server.train(root / "plain", make_spec(QUICK)))
+def unquantized_losses(root: Path, fork_server: ForkServer) -> dict[int, float]:
+    """The losses with unquantized weights."""
+    return losses(fork_server.train(root / "plain", make_spec(FAST_LR)))
 
 
 @pytest.fixture(scope="module")
-def four(root: Path, fork_server: ForkServer) -> Path:
-    return fork_server.train(root / "four", make_spec({**QUICK, **NF4, **KEPT, "train.max_steps": 4}))
+def nf4_run(root: Path, fork_server: ForkServer) -> Path:
+    return fork_server.train(root / "four", make_spec({**FAST_LR, **NF4, **SAVING, "train.max_steps": 4}))
 
 
-def beside(module: Any) -> int:
-    """Bytes of what a packed layer stores beside its weights."""
+def scale_bytes(module: Any) -> int:
+    """Bytes of the scales that a quantized layer stores in addition to its weights."""
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return int(module.weight.SCB.nbytes)
@@ -55,39 +55,39 @@ def beside(module: Any) -> int:
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize(("kind", "name"), [("nf4", "Linear4bit"), ("fp4", "Linear4bit"), ("int8", "Linear8bitLt")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_account_is_what_is_stored(cache: Path, kind: str, name: str, double: bool, precision: str) -> None:
+def test_estimate_matches_the_stored_bytes(cache: Path, kind: str, name: str, double: bool, precision: str) -> None:
     changes = {
         "method.quantization": kind,
         "method.bnb_4bit_use_double_quant": double,
         "precision.compute": precision,
     }
-    found = untrained_model(changes, precision)
-    bases = [m.base_layer for _, m in found.named_modules() if hasattr(m, "base_layer")]
+    model = untrained_model(changes, precision)
+    bases = [m.base_layer for _, m in model.named_modules() if hasattr(m, "base_layer")]
     assert len(bases) == 4 * 7
     assert {type(base).__name__ for base in bases} == {name}
     assert {base.weight.dtype for base in bases} == {torch.uint8 if name == "Linear4bit" else torch.int8}
     rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), TINY))}
     assert rows["Quantized parameters"] == sum(base.weight.nbytes for base in bases)
-    assert rows["Quantization scales"] == sum(map(beside, bases))
+    assert rows["Quantization scales"] == sum(map(scale_bytes, bases))
     weights = sum(base.in_features * base.out_features for base in bases)
     assert rows["Quantized parameters"] == weights // (2 if name == "Linear4bit" else 1)
     if kind != "int8" and double:
-        assert rows["Quantization scales"] < weights * 0.127 / 8 + 28 * 2048, "0.127 bits a weight, and tables"
-    still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
-    assert rows["Quantized parameters"] + rows["Frozen parameters"] == still
+        assert rows["Quantization scales"] < weights * 0.127 / 8 + 28 * 2048, "0.127 bits per weight, and lookup tables"
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert rows["Quantized parameters"] + rows["Frozen parameters"] == frozen
 
 
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_learns_as_on_plain_weights(
-    root: Path, fork_server: ForkServer, plain: dict[int, float], changes: dict[str, Any], precision: str
+def test_losses_are_close_to_unquantized_training(
+    root: Path, fork_server: ForkServer, unquantized_losses: dict[int, float], changes: dict[str, Any], precision: str
 ) -> None:
     more = {**changes, "precision.compute": precision}
-    found = losses(
-        fork_server.train(root / f"one-{changes['method.quantization']}-{precision}", make_spec({**QUICK, **more}))
+    actual = losses(
+        fork_server.train(root / f"one-{changes['method.quantization']}-{precision}", make_spec({**FAST_LR, **more}))
     )
-    assert found == pytest.approx(plain, abs=0.05)
-    assert found != same_losses(plain), "nothing was packed"
+    assert actual == pytest.approx(unquantized_losses, abs=0.05)
+    assert actual != same_losses(unquantized_losses), "nothing was quantized"
 
 
 @pytest.mark.parametrize(
@@ -103,74 +103,78 @@ def test_it_learns_as_on_plain_weights(
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-def test_strategies_learn_the_same(root: Path, fork_server: ForkServer, changes: dict[str, Any], strategy: str) -> None:
+def test_strategies_match_one_process(
+    root: Path, fork_server: ForkServer, changes: dict[str, Any], strategy: str
+) -> None:
     kind = "-".join(map(str, changes.values()))
-    one = fork_server.train(root / f"alone-{kind}-{strategy}", make_spec({**QUICK, **changes}))
-    more = {**HALF, **changes, "parallel.strategy": strategy}
-    two = fork_server.train(root / f"two-{kind}-{strategy}", make_spec(more), 2)
-    assert losses(two) == same_losses(losses(one), REORDERING_TOLERANCE)
-    held = [rank["local_parameters"] for rank in result(two)["ranks"]]
+    single = fork_server.train(root / f"alone-{kind}-{strategy}", make_spec({**FAST_LR, **changes}))
+    more = {**PER_RANK, **changes, "parallel.strategy": strategy}
+    two_ranks = fork_server.train(root / f"two-{kind}-{strategy}", make_spec(more), 2)
+    assert losses(two_ranks) == same_losses(losses(single), REORDERING_TOLERANCE)
+    local_parameters = [rank["local_parameters"] for rank in result(two_ranks)["ranks"]]
     if registry.STRATEGIES[strategy].shards_weights:
-        # As fp32 numbers: an eighth of the packed weights; and half of everything.
-        packed = sum(
+        # In fp32 elements, a 4-bit weight counts an eighth; each rank has half of all.
+        quantized = sum(
             leaf.in_features * leaf.out_features
             for leaf in TINY.all_modules()
             if leaf.in_features and leaf.path != TINY.head
         )
-        rest = TINY.parameters - packed + result(two)["trainable_parameters"]
-        assert held == pytest.approx([(packed / 8 + rest) / 2] * 2, rel=0.01)
+        rest = TINY.parameters - quantized + result(two_ranks)["trainable_parameters"]
+        assert local_parameters == pytest.approx([(quantized / 8 + rest) / 2] * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])
-def test_dora_learns_as_on_plain_weights(root: Path, fork_server: ForkServer, changes: dict[str, Any]) -> None:
-    more = {**QUICK, **DORA}
-    plain = losses(fork_server.train(root / f"plain-{changes['method.quantization']}", make_spec(more)))
-    found = losses(fork_server.train(root / f"dora-{changes['method.quantization']}", make_spec({**more, **changes})))
-    assert found == pytest.approx(plain, abs=0.05)
+def test_dora_losses_are_close_to_unquantized_training(
+    root: Path, fork_server: ForkServer, changes: dict[str, Any]
+) -> None:
+    more = {**FAST_LR, **DORA}
+    expected = losses(fork_server.train(root / f"plain-{changes['method.quantization']}", make_spec(more)))
+    actual = losses(fork_server.train(root / f"dora-{changes['method.quantization']}", make_spec({**more, **changes})))
+    assert actual == pytest.approx(expected, abs=0.05)
 
 
-def test_adapters_are_not_rounded(four: Path) -> None:
-    state = load_file(four / "model/adapter_model.safetensors")
+def test_adapters_are_saved_in_fp32(nf4_run: Path) -> None:
+    state = load_file(nf4_run / "model/adapter_model.safetensors")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in state.values())
 
 
-def test_what_is_saved_can_be_loaded(four: Path, cache: Path) -> None:
-    """Onto a packed base as it was trained, and onto a plain one."""
+def test_saved_adapter_loads(nf4_run: Path, cache: Path) -> None:
+    """On the quantized base model it was trained with, and on the unquantized one."""
     rows = torch.arange(3, 60)[None]
 
-    def answer(**more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(**more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         base = AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama", dtype=torch.float32, **more)
         model_ = base.train()  # bitsandbytes rewrites 4-bit weights for evaluation on some CPUs
         with torch.no_grad():
             before = model_(rows).logits
-            return before, PeftModel.from_pretrained(base, four / "model").train()(rows).logits
+            return before, PeftModel.from_pretrained(base, nf4_run / "model").train()(rows).logits
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    before, after = answer(quantization_config=config)
+    before, after = logits(quantization_config=config)
     assert not torch.allclose(before, after, atol=0.1)
-    _, plain = answer()
-    learned, difference = (after - before).norm(), (plain - after).norm()
+    _, unquantized = logits()
+    learned, difference = (after - before).norm(), (unquantized - after).norm()
     assert difference < learned
 
 
-def test_it_goes_on_from_its_checkpoint(four: Path, fork_server: ForkServer) -> None:
-    before = losses(four)
-    fork_server.resume(four, 2)
-    assert losses(four) == same_losses(before)
+def test_resumes_from_its_checkpoint(nf4_run: Path, fork_server: ForkServer) -> None:
+    before = losses(nf4_run)
+    fork_server.resume(nf4_run, 2)
+    assert losses(nf4_run) == same_losses(before)
 
 
-def test_looking_on_changes_nothing(root: Path, fork_server: ForkServer, four: Path) -> None:
-    """An evaluation, and answers before training, leave the packed weights as they are."""
+def test_evaluation_and_generation_do_not_change_the_losses(root: Path, fork_server: ForkServer, nf4_run: Path) -> None:
+    """Evaluation and generation before training leave the quantized weights unchanged."""
     more = {"eval.strategy": "steps", "eval.steps": 1, "eval.num_generations": 2, "eval.max_new_tokens": 4}
-    found = fork_server.train(root / "watched", make_spec({**QUICK, **NF4, **more, "train.max_steps": 4}))
-    assert losses(found) == same_losses(losses(four))
-    assert len(result(found)["samples"]) == 2
+    folder = fork_server.train(root / "evaluated", make_spec({**FAST_LR, **NF4, **more, "train.max_steps": 4}))
+    assert losses(folder) == same_losses(losses(nf4_run))
+    assert len(result(folder)["samples"]) == 2
 
 
 @pytest.fixture(scope="module")
-def eighth(cache: Path, root: Path) -> Path:
-    """The tiny model as FP8 checkpoints are: weights of 8 bits, and a scale for each block of 32 x 32."""
+def fp8_model(cache: Path, root: Path) -> Path:
+    """The tiny model as an FP8 checkpoint: 8-bit weights with a scale per block of 32 x 32."""
     folder = root / "fp8"
     shutil.copytree(cache / "models/tiny-llama", folder)
     state = load_file(folder / "model.safetensors")
@@ -193,18 +197,20 @@ def eighth(cache: Path, root: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_fp8_is_unpacked_and_learns(root: Path, fork_server: ForkServer, cache: Path, eighth: Path, kind: str) -> None:
-    more = {**QUICK, "method.kind": kind, "train.learning_rate": 1e-3}
-    found = fork_server.train(
-        root / f"fp8-{kind}", make_spec({**more, "model.source": "path", "model.path": str(eighth)})
+def test_fp8_checkpoint_is_dequantized_and_trained(
+    root: Path, fork_server: ForkServer, cache: Path, fp8_model: Path, kind: str
+) -> None:
+    more = {**FAST_LR, "method.kind": kind, "train.learning_rate": 1e-3}
+    fp8_run = fork_server.train(
+        root / f"fp8-{kind}", make_spec({**more, "model.source": "path", "model.path": str(fp8_model)})
     )
-    wanted = fork_server.train(root / f"fp8-{kind}-plain", make_spec(more))
-    assert losses(found) == pytest.approx(losses(wanted), abs=0.02)
-    assert losses(found) != same_losses(losses(wanted)), "nothing was packed"
+    reference = fork_server.train(root / f"fp8-{kind}-plain", make_spec(more))
+    assert losses(fp8_run) == pytest.approx(losses(reference), abs=0.02)
+    assert losses(fp8_run) != same_losses(losses(reference)), "nothing was quantized"
 
 
-def test_packed_formats_that_are_refused(root: Path, fork_server: ForkServer, cache: Path) -> None:
-    for kind, said in (("quark", "model.path"), ("gptq", "model.path")):
+def test_unsupported_quantization_formats_are_refused(root: Path, fork_server: ForkServer, cache: Path) -> None:
+    for kind, option in (("quark", "model.path"), ("gptq", "model.path")):
         folder = root / kind
         shutil.copytree(cache / "models/tiny-llama", folder)
         config = json.loads((folder / "config.json").read_text())
@@ -212,25 +218,25 @@ def test_packed_formats_that_are_refused(root: Path, fork_server: ForkServer, ca
         (folder / "config.json").write_text(json.dumps(config))
         write_run(root / f"refused-{kind}", make_spec({"model.source": "path", "model.path": str(folder)}))
         assert fork_server.run(root / f"refused-{kind}") == 1
-        last = log_text(root / f"refused-{kind}").strip().splitlines()[-1]
-        assert said in last and last.endswith("]"), last
+        last_line = log_text(root / f"refused-{kind}").strip().splitlines()[-1]
+        assert option in last_line and last_line.endswith("]"), last_line
 
 
 @pytest.fixture(scope="module")
-def came(cache: Path, root: Path) -> Path:
-    """The tiny model as others publish it, in 4 bits."""
-    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    source, folder = cache / "models/tiny-llama", root / "came"
+def prequantized_model(cache: Path, root: Path) -> Path:
+    """The tiny model as a published 4-bit bitsandbytes checkpoint."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    source, folder = cache / "models/tiny-llama", root / "prequantized"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, device_map={"": "cpu"})
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, device_map={"": "cpu"})
     model.save_pretrained(folder)
     return folder
 
 
-def test_a_model_that_came_packed_takes_dora(root: Path, fork_server: ForkServer, came: Path) -> None:
-    more = {**QUICK, "model.source": "path", "model.path": str(came), "lora.use_dora": True}
-    found = list(losses(fork_server.train(root / "came-dora", make_spec(more))).values())
-    assert found[-1] < found[0]
+def test_prequantized_model_trains_with_dora(root: Path, fork_server: ForkServer, prequantized_model: Path) -> None:
+    more = {**FAST_LR, "model.source": "path", "model.path": str(prequantized_model), "lora.use_dora": True}
+    losses_ = list(losses(fork_server.train(root / "prequantized-dora", make_spec(more))).values())
+    assert losses_[-1] < losses_[0]
 
 
 @pytest.mark.parametrize(
@@ -242,12 +248,12 @@ def test_a_model_that_came_packed_takes_dora(root: Path, fork_server: ForkServer
         ("save.merge_adapter", True),
     ],
 )
-def test_what_a_model_that_came_packed_cannot_have(
-    root: Path, fork_server: ForkServer, came: Path, field: str, value: Any
+def test_prequantized_model_rejects_these_options(
+    root: Path, fork_server: ForkServer, prequantized_model: Path, field: str, value: Any
 ) -> None:
-    """The rules say so before, and the run by a sentence of its own."""
-    more = {"model.source": "path", "model.path": str(came), "save.final_model": True, field: value}
-    folder = root / f"came-{field}"
+    """The preflight rules reject them, and so does the trainer, with its own error."""
+    more = {"model.source": "path", "model.path": str(prequantized_model), "save.final_model": True, field: value}
+    folder = root / f"prequantized-{field}"
     write_run(folder, make_spec(more))
     assert any(f.level == "error" and field in f.fields for f in preflight(make_spec(more), Machine(), root).findings)
     assert fork_server.run(folder) == 1

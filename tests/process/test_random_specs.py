@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from fork_server import ForkServer, rank_count
-from random_specs import FIXED, VALUES, draw, scene
+from random_specs import EXCLUDED, VALUES, random_spec, write_inputs
 from report_files import Sections, read_sections, table, write_section
 from training_runs import environment, log_text, losses, result, without_checks, write_plan
 
@@ -28,13 +28,12 @@ from backend.paths import HOME
 from backend.preflight import Report, preflight
 from backend.rules import RULES, Case, Finding
 from backend.rules.autofix import autofix
-from backend.runs import RESULT
-from backend.runs import processes as running
+from backend.runs import RESULT, processes
 
-LAUNCHED, REFUSED = 100, 30  # per seed
+LAUNCHED_PER_SEED, REFUSED_PER_SEED = 100, 30  # per seed
 SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
 # Rules that refuse a run which would succeed, but would silently ignore what its options say.
-SILENT = {
+SILENT_CHANGES = {
     "PRC001": "the libraries ignore fp16 on a CPU",
     "OPT005": "every micro-batch is an optimizer step",
     "QNT005": "the merged weights are rounded to 4 bits again",
@@ -65,27 +64,27 @@ class Tally:
 
 
 def test_every_option_is_generated_or_has_a_reason() -> None:
-    assert not set(FIXED) & set(VALUES)
-    assert set(FIXED) | set(VALUES) <= set(by_name())
-    plain = {name for name, o in by_name().items() if o.kind in ("bool", "choice")}
-    assert set(by_name()) == set(FIXED) | set(VALUES) | plain
+    assert not set(EXCLUDED) & set(VALUES)
+    assert set(EXCLUDED) | set(VALUES) <= set(by_name())
+    enumerable = {name for name, o in by_name().items() if o.kind in ("bool", "choice")}
+    assert set(by_name()) == set(EXCLUDED) | set(VALUES) | enumerable
 
 
 @pytest.fixture(scope="module")
-def place(root: Path, tiny: Path) -> Path:
-    """The folder that relative paths start at."""
-    found = root / "place"
-    found.mkdir()
-    scene(found, tiny)
-    return found
+def inputs(root: Path, tiny: Path) -> Path:
+    """The folder with the models and datasets; paths of the specs are relative to it."""
+    folder = root / "inputs"
+    folder.mkdir()
+    write_inputs(folder, tiny)
+    return folder
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, fork_server: ForkServer) -> None:
-    machine, tally = probe(place), Tally()
-    for number, report, fixed in generated(seed, place, machine, tally):
-        folder = place / f"{seed}-{number}"
+def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, inputs: Path, fork_server: ForkServer) -> None:
+    machine, tally = probe(inputs), Tally()
+    for number, report, fixed in generated(seed, inputs, machine, tally):
+        folder = inputs / f"{seed}-{number}"
         failure = launch(report, folder, fork_server)
         label = f"seed {seed}, spec {number}{', fixed' if fixed else ''}: {json.dumps(changes(report.spec))}\n"
         if report.can_run:
@@ -97,7 +96,7 @@ def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, f
             codes = {f.code for f in errors(report)}
             tally.refused_codes.update(codes)
             tally.passed_codes.update(codes if not failure else ())
-            tally.false_alarms += [label] if not failure and not codes & SILENT.keys() else []
+            tally.false_alarms += [label] if not failure and not codes & SILENT_CHANGES.keys() else []
             tally.succeeded += not failure
         shutil.rmtree(folder)
     title = f"Seed {seed}"
@@ -107,22 +106,22 @@ def test_accepted_specs_succeed_and_refused_specs_fail(seed: int, place: Path, f
     assert not tally.false_alarms, "refused, but the run succeeded:\n" + "\n\n".join(tally.false_alarms)
 
 
-def generated(seed: int, place: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Report, bool]]:
+def generated(seed: int, inputs: Path, machine: Machine, tally: Tally) -> Iterator[tuple[int, Report, bool]]:
     """(number, report, whether fixes were applied), until there are enough accepted and refused specs."""
     rng = random.Random(seed)
     accepted = refused = 0
-    while accepted < LAUNCHED or refused < REFUSED:
+    while accepted < LAUNCHED_PER_SEED or refused < REFUSED_PER_SEED:
         tally.drawn += 1
-        report = preflight(draw(rng), machine, place)
-        if report.can_run and accepted < LAUNCHED:
+        report = preflight(random_spec(rng), machine, inputs)
+        if report.can_run and accepted < LAUNCHED_PER_SEED:
             accepted += 1
             yield tally.drawn, report, False
         elif not report.can_run:
-            if refused < REFUSED:
+            if refused < REFUSED_PER_SEED:
                 refused += 1
                 yield tally.drawn, report, False
-            fixed = with_fixes(report, place)
-            if fixed.can_run and accepted < LAUNCHED:
+            fixed = with_fixes(report, inputs)
+            if fixed.can_run and accepted < LAUNCHED_PER_SEED:
                 accepted += 1
                 yield tally.drawn, fixed, True
 
@@ -131,50 +130,50 @@ def errors(report: Report) -> list[Finding]:
     return [f for f in report.findings if f.level == "error"]
 
 
-def with_fixes(report: Report, place: Path) -> Report:
+def with_fixes(report: Report, inputs: Path) -> Report:
     """The report after all safe fixes, and then the first fix of the first error until no error is left."""
     machine = report.machine
-    safe = autofix(report.spec, lambda spec: Case(spec, machine, inspect_inputs(spec, place)))
-    report, seen = preflight(safe.spec, machine, place), set[str]()
+    safe = autofix(report.spec, lambda spec: Case(spec, machine, inspect_inputs(spec, inputs)))
+    report, seen = preflight(safe.spec, machine, inputs), set[str]()
     while not report.can_run and (text := report.spec.model_dump_json()) not in seen:
         seen.add(text)
         patch = next((f.fixes[0].patch for f in errors(report) if f.fixes), None)
         if patch is None:
             break
-        report = preflight(edit(report.spec, patch), machine, place)
+        report = preflight(edit(report.spec, patch), machine, inputs)
     return report
 
 
-def launch(found: Report, folder: Path, fork_server: ForkServer) -> str:
+def launch(report: Report, folder: Path, fork_server: ForkServer) -> str:
     """How the run failed; '' if it succeeded with a finite loss at every step."""
-    if not found.can_run:
-        found = replace(found, plan=without_checks(found.plan))
-    write_plan(found.plan, folder)
-    if found.spec.launch.launcher in ("torchrun", "python"):
-        seconds = SECONDS_TO_SUCCEED if found.can_run else SECONDS_TO_FAIL
-        code = fork_server.run(folder, rank_count(found.spec), env=found.plan.env, seconds=seconds)
+    if not report.can_run:
+        report = replace(report, plan=without_checks(report.plan))
+    write_plan(report.plan, folder)
+    if report.spec.launch.launcher in ("torchrun", "python"):
+        seconds = SECONDS_TO_SUCCEED if report.can_run else SECONDS_TO_FAIL
+        code = fork_server.run(folder, rank_count(report.spec), env=report.plan.env, seconds=seconds)
     else:
-        code = command(found, folder, fork_server)
+        code = run_command(report, folder, fork_server)
     if code or not (folder / RESULT).exists():
         return f"exit {code}: {log_text(folder)[-1500:]}"
-    if None in losses(folder).values():  # how the log writes NaN and infinity
+    if None in losses(folder).values():  # NaN and infinity are written as null
         return f"a loss is not finite: {log_text(folder)[-500:]}"
     return "" if result(folder)["steps"] else "no optimizer step was made"
 
 
-def command(found: Report, folder: Path, fork_server: ForkServer) -> int:
+def run_command(report: Report, folder: Path, fork_server: ForkServer) -> int:
     """The exit code of the plan's command."""
-    env = {**environment(folder, fork_server.cache), **found.plan.env}
+    env = {**environment(folder, fork_server.cache), **report.plan.env}
     with (folder / "log.txt").open("w") as log:
-        ended = subprocess.Popen(found.plan.argv, cwd=folder, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(report.plan.argv, cwd=folder, env=env, stdout=log, stderr=log)
         try:
-            return ended.wait(SECONDS_TO_SUCCEED if found.can_run else SECONDS_TO_FAIL)
+            return process.wait(SECONDS_TO_SUCCEED if report.can_run else SECONDS_TO_FAIL)
         except subprocess.TimeoutExpired:
             return 124
         finally:
-            running.terminate(folder, sigterm_seconds=0)
-            ended.wait(30)
-            assert not running.run_processes(folder)
+            processes.terminate(folder, sigterm_seconds=0)
+            process.wait(30)
+            assert not processes.run_processes(folder)
 
 
 HEAD = """# Checks
@@ -204,7 +203,7 @@ COLUMNS = (
 
 
 def introduction(sections: Sections) -> str:
-    """What the document is, and the counts of all seeds."""
+    """The introduction of the document, and the counts of all seeds."""
     counts = [re.findall(r"\d+", body.partition("\n")[0]) for body in sections.values()]
     rows = [[title.removeprefix("Seed "), *count] for title, count in zip(sections, counts, strict=True)]
     total = ["all", *(sum(map(int, column)) for column in zip(*counts, strict=True))]
@@ -226,7 +225,7 @@ def section(tally: Tally) -> str:
             code,
             titles[code],
             count,
-            f"{tally.passed_codes[code]}: {SILENT.get(code, 'together with other rules')}"
+            f"{tally.passed_codes[code]}: {SILENT_CHANGES.get(code, 'together with other rules')}"
             if tally.passed_codes[code]
             else "",
         )

@@ -1,4 +1,4 @@
-"""Real trainings of a tiny model: torchrun with two gloo ranks, and the same alone. Launches are shared by tests."""
+"""Trainings of the tiny model with torchrun and two gloo ranks, compared with one process. Tests share the runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training_runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 10
-# Dropout makes every random number count; rows differ in length; ranks and accumulation share the batch.
+# With dropout, resuming must also restore the random number generators.
 RESUMED = {
     "lora.dropout": 0.1,
     "train.max_steps": STEPS,
@@ -35,8 +35,8 @@ RESUMED = {
     "parallel.strategy": "ddp",
     "logging.run_name": "resumed",
 }
-EQUAL = {"train.max_steps": 3, "train.per_device_train_batch_size": 2, "parallel.strategy": "ddp"}
-ALONE = {"train.per_device_train_batch_size": 4, "parallel.strategy": "single"}
+EQUAL_BATCH = {"train.max_steps": 3, "train.per_device_train_batch_size": 2, "parallel.strategy": "ddp"}
+ONE_PROCESS = {"train.per_device_train_batch_size": 4, "parallel.strategy": "single"}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"method.kind": "full"},
     "lora": {"method.kind": "lora", "lora.r": 4},
@@ -47,15 +47,15 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Other ways to the same steps: half the batch twice, activations computed again, batches made in another process.
-FRUGAL = {
+# Options that save memory or time without changing the steps.
+MEMORY_SAVING = {
     "train.per_device_train_batch_size": 2,
     "train.gradient_accumulation_steps": 2,
     "train.activation_checkpointing": True,
     "train.dataloader_num_workers": 1,
     "data.dataset_num_proc": 2,
 }
-# What changes the losses, but must work together.
+# Options that change the losses, all in one run.
 MANY_OPTIONS = {
     "train.max_steps": 6,
     "train.activation_checkpointing": True,
@@ -74,13 +74,13 @@ MANY_OPTIONS = {
 
 @pytest.fixture(scope="module")
 def cache(root: Path) -> Path:
-    """Empty at first: the first launch makes its model itself."""
+    """An empty cache: the first run creates the tiny model."""
     return root / "cache"
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(root: Path, cache: Path) -> Path:
-    """Ten steps on two ranks, with a saved model and answers."""
+    """Ten steps on two ranks, with a saved model and generations."""
     more = {"save.final_model": True, "eval.num_generations": 3, "eval.max_new_tokens": 4}
     folder = make_run_folder(root, "uninterrupted", {**RESUMED, **more})
     TorchrunLaunch(folder, cache, 2).wait_for_exit()
@@ -88,14 +88,14 @@ def uninterrupted(root: Path, cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(root: Path, cache: Path) -> dict[str, Path]:
-    """What one process does, one after another: each method, and what is told below."""
-    specs = {name: {**EQUAL, **ALONE, **METHODS[name]} for name in METHODS}
+def one_process(root: Path, cache: Path) -> dict[str, Path]:
+    """Runs of one process: each training method, and the options tested below."""
+    specs = {name: {**EQUAL_BATCH, **ONE_PROCESS, **METHODS[name]} for name in METHODS}
     specs["merged"] = {"save.final_model": True, "save.merge_adapter": True, "train.learning_rate": 1e-2}
     specs["adapter"] = {"save.final_model": True, "train.learning_rate": 1e-2}
     specs["saved"] = {"method.kind": "full", "save.final_model": True, "train.learning_rate": 1e-2}
     specs["packed"] = {"data.packing": True, "eval.strategy": "steps", "eval.steps": 3}
-    specs["frugal"] = {**EQUAL, **ALONE, **METHODS["full"], **FRUGAL}
+    specs["memory_saving"] = {**EQUAL_BATCH, **ONE_PROCESS, **METHODS["full"], **MEMORY_SAVING}
     specs["many"] = {**MANY_OPTIONS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 1}
     specs["pretraining"] = {"train.stage": "pretraining"}
     specs["from_scratch"] = {"save.strategy": "steps", "save.steps": 2, "train.max_steps": 4}
@@ -105,42 +105,42 @@ def alone(root: Path, cache: Path) -> dict[str, Path]:
     return folders
 
 
-def test_a_run_leaves_a_result_and_a_model(uninterrupted: Path) -> None:
-    found = result(uninterrupted)
-    assert found["steps"] == STEPS
-    assert found["exact_match_before"] == found["exact_match_after"] == 0
-    assert len(found["samples"]) == 3
-    assert all(set(s) == {"prompt", "reference", "before", "after"} for s in found["samples"])
-    assert 0 < found["trainable_parameters"] < found["parameters"]
-    assert len(found["peak_bytes"]) == 2
-    assert found["reserved_bytes"] == [None, None], "of a device's memory, and this is a CPU"
-    assert found["tokens"] > 0
+def test_run_writes_result_progress_and_checkpoints(uninterrupted: Path) -> None:
+    run_result = result(uninterrupted)
+    assert run_result["steps"] == STEPS
+    assert run_result["exact_match_before"] == run_result["exact_match_after"] == 0
+    assert len(run_result["samples"]) == 3
+    assert all(set(s) == {"prompt", "reference", "before", "after"} for s in run_result["samples"])
+    assert 0 < run_result["trainable_parameters"] < run_result["parameters"]
+    assert len(run_result["peak_bytes"]) == 2
+    assert run_result["reserved_bytes"] == [None, None], "a CPU has no reserved device memory"
+    assert run_result["tokens"] > 0
     assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
     assert all(p["tokens_per_second"] > 0 for p in read_metrics(uninterrupted))
     progress = json.loads((uninterrupted / "progress.json").read_text())
     assert (progress["phase"], progress["step"], progress["max_steps"]) == ("done", STEPS, STEPS)
     assert progress["first_step_time"] < progress["time"]
-    kept = {p.name for p in (uninterrupted / "checkpoints").iterdir()}
-    assert kept == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
-    assert all((uninterrupted / "checkpoints" / name / "complete").exists() for name in kept)
+    checkpoints = {p.name for p in (uninterrupted / "checkpoints").iterdir()}
+    assert checkpoints == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
+    assert all((uninterrupted / "checkpoints" / name / "complete").exists() for name in checkpoints)
 
 
-def test_the_log_is_calm(uninterrupted: Path) -> None:
+def test_log_is_short_and_has_no_warnings(uninterrupted: Path) -> None:
     lines = log_text(uninterrupted).splitlines()
     assert len(lines) < 40, "\n".join(lines)
     assert not [line for line in lines if "Warning" in line or "it/s]" in line]
-    assert not [line for line in lines if line.startswith("[default1]")], "only rank 0 speaks"
+    assert not [line for line in lines if line.startswith("[default1]")], "only rank 0 logs"
 
 
 @pytest.fixture(scope="module")
 def stopped(root: Path, cache: Path) -> Path:
-    """Stopped with saving after some steps, then started again."""
+    """Stopped with a checkpoint after some steps, then resumed."""
     folder = make_run_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
     launch = TorchrunLaunch(folder, cache, 2)
     launch.wait_for(lambda: last_step(folder) >= 3)
     request_stop(folder, "save")
     launch.wait_for_exit()
-    assert 3 <= last_step(folder) < STEPS, "too quick for this test, or never stopped"
+    assert 3 <= last_step(folder) < STEPS, "the run ended before the stop took effect"
     assert not (folder / "result.json").exists()
     shutil.copy(folder / "metrics.jsonl", folder / "metrics.first")
     (folder / "stop").unlink()
@@ -150,14 +150,15 @@ def stopped(root: Path, cache: Path) -> Path:
 
 def test_a_stopped_run_continues_with_the_same_losses(uninterrupted: Path, stopped: Path) -> None:
     assert losses(stopped) == same_losses(losses(uninterrupted))
-    begun = [p["step"] for p in read_metrics(stopped) if p.get("event") == "resumed"]
-    assert begun == [max(json.loads(x)["step"] for x in (stopped / "metrics.first").read_text().splitlines())]
+    resumed_at = [p["step"] for p in read_metrics(stopped) if p.get("event") == "resumed"]
+    assert resumed_at == [max(json.loads(x)["step"] for x in (stopped / "metrics.first").read_text().splitlines())]
     assert result(stopped)["steps"] == STEPS
 
 
 @pytest.fixture(scope="module")
 def killed(root: Path, cache: Path) -> Path:
-    """Killed after its first checkpoint, with a half-written one and a torn line left, then started again."""
+    """Killed after its first checkpoint, with an incomplete checkpoint and a truncated line of metrics, then
+    resumed."""
     folder = make_run_folder(root, "killed", RESUMED)
     launch = TorchrunLaunch(folder, cache, 2)
     launch.wait_for(lambda: (folder / "checkpoints/checkpoint-4/complete").exists())
@@ -181,82 +182,87 @@ def test_a_killed_run_continues_from_the_last_complete_checkpoint(uninterrupted:
     assert not (killed / "checkpoints/checkpoint-9").exists()
 
 
-def test_from_scratch_begins_at_step_0(alone: dict[str, Path]) -> None:
-    found = read_metrics(alone["from_scratch"])
-    again = [n for n, p in enumerate(found) if p.get("event") == "resumed"]
-    assert [found[n]["step"] for n in again] == [0]
-    first, second = found[: again[0]], found[again[0] + 1 :]
+def test_from_scratch_begins_at_step_0(one_process: dict[str, Path]) -> None:
+    metrics = read_metrics(one_process["from_scratch"])
+    restarts = [n for n, p in enumerate(metrics) if p.get("event") == "resumed"]
+    assert [metrics[n]["step"] for n in restarts] == [0]
+    first, second = metrics[: restarts[0]], metrics[restarts[0] + 1 :]
     assert [p["loss"] for p in first] == same_losses([p["loss"] for p in second])
     assert [p["step"] for p in second] == [1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
-def shared(root: Path, cache: Path) -> dict[str, Path]:
-    """Each method on two ranks, with the same effective batch as alone."""
-    folders = {name: make_run_folder(root, f"{name}-ddp", {**EQUAL, **METHODS[name]}) for name in METHODS}
+def two_ranks(root: Path, cache: Path) -> dict[str, Path]:
+    """Each method on two ranks, with the global batch size of the one-process runs."""
+    folders = {name: make_run_folder(root, f"{name}-ddp", {**EQUAL_BATCH, **METHODS[name]}) for name in METHODS}
     for folder in folders.values():
         TorchrunLaunch(folder, cache, 2).wait_for_exit()
     return folders
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_two_ranks_learn_what_one_learns(alone: dict[str, Path], shared: dict[str, Path], name: str) -> None:
-    one, two = losses(alone[name]), losses(shared[name])
-    assert len(one) == 3
-    assert len({round(loss, 6) for loss in one.values()}) == 3, "rows that are all alike would prove nothing"
-    assert two == same_losses(one, REORDERING_TOLERANCE)
-    assert result(alone[name])["trainable_parameters"] == result(shared[name])["trainable_parameters"]
+def test_two_ranks_match_one_process(one_process: dict[str, Path], two_ranks: dict[str, Path], name: str) -> None:
+    expected, actual = losses(one_process[name]), losses(two_ranks[name])
+    assert len(expected) == 3
+    assert len({round(loss, 6) for loss in expected.values()}) == 3, (
+        "the losses of the steps must differ for this test to mean anything"
+    )
+    assert actual == same_losses(expected, REORDERING_TOLERANCE)
+    assert result(one_process[name])["trainable_parameters"] == result(two_ranks[name])["trainable_parameters"]
 
 
-def test_methods_train_what_they_say(alone: dict[str, Path]) -> None:
-    trained = {name: result(alone[name])["trainable_parameters"] for name in METHODS}
-    whole = result(alone["full"])["parameters"]
+def test_trainable_parameters_of_each_method(one_process: dict[str, Path]) -> None:
+    trained = {name: result(one_process[name])["trainable_parameters"] for name in METHODS}
+    parameters = result(one_process["full"])["parameters"]
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 352 + 2 * 128
-    assert trained["full"] == whole
+    assert trained["full"] == parameters
     assert trained["freeze"] == layer + 2048 * 128
     assert trained["lora"] == 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 352))
 
 
-def test_frugal_ways_learn_the_same(alone: dict[str, Path]) -> None:
-    assert losses(alone["frugal"]) == same_losses(losses(alone["full"]), REORDERING_TOLERANCE)
+def test_memory_saving_options_do_not_change_the_losses(one_process: dict[str, Path]) -> None:
+    assert losses(one_process["memory_saving"]) == same_losses(losses(one_process["full"]), REORDERING_TOLERANCE)
 
 
-def test_many_options_at_once(alone: dict[str, Path]) -> None:
-    """bf16, best checkpoint and a wholly trained head among them; the best and the newest checkpoint are kept."""
-    found = [p for p in read_metrics(alone["many"]) if "eval_loss" in p]
-    assert len(found) == 6
-    saved = {p["step"]: p["eval_loss"] for p in found if p["step"] % 2 == 0}
-    kept = {int(p.name.rpartition("-")[2]) for p in (alone["many"] / "checkpoints").iterdir() if p.is_dir()}
-    assert kept == {6, min(saved, key=lambda step: saved[step])}
-    assert result(alone["many"])["trainable_parameters"] > 2048 * 128
+def test_many_options_at_once(one_process: dict[str, Path]) -> None:
+    """Among them bf16, the best checkpoint and modules_to_save; the best and the newest checkpoint are kept."""
+    evaluations = [p for p in read_metrics(one_process["many"]) if "eval_loss" in p]
+    assert len(evaluations) == 6
+    saved = {p["step"]: p["eval_loss"] for p in evaluations if p["step"] % 2 == 0}
+    checkpoint_steps = {
+        int(p.name.rpartition("-")[2]) for p in (one_process["many"] / "checkpoints").iterdir() if p.is_dir()
+    }
+    assert checkpoint_steps == {6, min(saved, key=lambda step: saved[step])}
+    assert result(one_process["many"])["trainable_parameters"] > 2048 * 128
 
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(3, 20)[None]).logits
-    return found
+        output: torch.Tensor = model(torch.arange(3, 20)[None]).logits
+    return output
 
 
-def test_saved_models_load(alone: dict[str, Path], cache: Path) -> None:
+def test_saved_models_load(one_process: dict[str, Path], cache: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(cache / "models/tiny-llama")
     loaded = {
-        name: AutoModelForCausalLM.from_pretrained(alone[name] / "model") for name in ("merged", "saved", "adapter")
+        name: AutoModelForCausalLM.from_pretrained(one_process[name] / "model")
+        for name in ("merged", "saved", "adapter")
     }
-    assert (alone["adapter"] / "model/adapter_model.safetensors").exists()
-    assert not (alone["merged"] / "model/adapter_model.safetensors").exists()
+    assert (one_process["adapter"] / "model/adapter_model.safetensors").exists()
+    assert not (one_process["merged"] / "model/adapter_model.safetensors").exists()
     assert torch.allclose(logits(loaded["merged"]), logits(loaded["adapter"]), atol=1e-4)
     for model in loaded.values():
-        assert not torch.allclose(logits(base), logits(model), atol=1e-2), "nothing was learned"
+        assert not torch.allclose(logits(base), logits(model), atol=1e-2), "training had no effect"
     for name in loaded:
-        kept = AutoTokenizer.from_pretrained(alone[name] / "model").chat_template
-        assert kept == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
+        chat_template = AutoTokenizer.from_pretrained(one_process[name] / "model").chat_template
+        assert chat_template == AutoTokenizer.from_pretrained(cache / "models/tiny-llama").chat_template
 
 
-def test_packing_takes_fewer_steps_and_learns(alone: dict[str, Path]) -> None:
-    assert len(losses(alone["packed"])) == 3
-    assert result(alone["packed"])["eval_loss"] is not None
-    assert result(alone["packed"])["tokens"] > 1.5 * result(alone["adapter"])["tokens"]
+def test_packing_takes_fewer_steps_and_learns(one_process: dict[str, Path]) -> None:
+    assert len(losses(one_process["packed"])) == 3
+    assert result(one_process["packed"])["eval_loss"] is not None
+    assert result(one_process["packed"])["tokens"] > 1.5 * result(one_process["adapter"])["tokens"]
 
 
-def test_pretraining_learns_every_token(alone: dict[str, Path]) -> None:
-    assert len(losses(alone["pretraining"])) == 3
+def test_pretraining_runs(one_process: dict[str, Path]) -> None:
+    assert len(losses(one_process["pretraining"])) == 3
