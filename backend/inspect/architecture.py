@@ -6,6 +6,7 @@ built by a worker process with transformers; it is started here and not waited f
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -17,13 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
+from backend.inspect.worker import Result, WorkerCache, installed_versions
 from backend.modelspec import SCORE, ModelShape, UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
-from backend.modelspec.worker import ModuleTables, Table
 from backend.paths import cache_folder
 
+FORMAT = 2  # as in backend.train.describe_model
+# Keys of config.json that change neither the modules nor the facts of a table.
+IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
 WORKER_SETTING = "FOOTPLATE_MODEL_TABLES"  # environment variable; "off": no worker process is started
 Config = Mapping[str, Any]
+
+
+class ModuleTables(WorkerCache):
+    """The module table of a config, which the worker gets from the model that transformers builds of it."""
+
+    name, task, format = "modeltables", "building the model", FORMAT
+
+    def get(self, config: Config, start: bool = True) -> Result | str | None:
+        """The table, or the reason why there is none, or None while it is being built."""
+        return self.find(cache_key(config), {"architecture": config}, start)
+
+    def wait(self, config: Config, timeout: float = 30.0) -> Result | str:
+        """As `get`, but waits for at most `timeout` seconds."""
+        return self.wait_for(cache_key(config), {"architecture": config}, timeout)
+
+
+def cache_key(config: Config) -> str:
+    """Name of a config's table on disk: a hash of the config and of the library versions."""
+    kept = {name: value for name, value in config.items() if name not in IRRELEVANT}
+    versions = installed_versions("transformers", "peft", "torch")
+    return hashlib.sha256(json.dumps([FORMAT, versions, kept], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_architecture(config: Config, environment: Mapping[str, str], trusted: bool = False) -> dict[str, Any]:
@@ -97,19 +122,19 @@ def _composite(config: Config) -> bool:
     return "text_config" in config
 
 
-def _built(table: Table) -> bool:
+def _built(table: Result) -> bool:
     """Whether transformers could build the model on the meta device. Otherwise the table contains only the reason."""
     return "class_names" in table
 
 
-def _stacked(table: Table) -> tuple[str, ...]:
+def _stacked(table: Result) -> tuple[str, ...]:
     """Names by which peft adapts the experts: the fused ones first, the router last, as in registry.STACKED_EXPERTS."""
     targets, fused = table["expert_targets"], [name for names in table["expert_fused"].values() for name in names]
     rest = sorted((name for name in targets if name not in fused), key=lambda name: targets[name].endswith(".weight"))
     return (*fused, *rest)
 
 
-def _shape(table: Table, config: Config) -> ModelShape:
+def _shape(table: Result, config: Config) -> ModelShape:
     """One ModelShape object per config: the counts of trainable parameters are cached by object. Raises
     UnknownArchitecture."""
     key = json.dumps(config, sort_keys=True, default=str)

@@ -5,11 +5,8 @@ downloaded. Code of a model's folder (`auto_map`) runs only with --trust-remote-
 
     python -m backend.train.describe_model FOLDER_OR_CONFIG_JSON      one table on stdout
     python -m backend.train.describe_model -                          the config is read from stdin
-    python -m backend.train.describe_model --serve                    one request per line on stdin, responses on stdout
 
-A request is {"id": ..., "config": {...}}, a response {"id": ..., "table": {...}} or {"id": ..., "error": "reason"}.
-The server ends when stdin closes, when its parent process ends, or after --idle seconds without a request.
-`backend.modelspec.worker` is its client; `backend.modelspec.from_table` turns a table into a ModelShape.
+`backend.train.worker` serves tables to the inspection; `backend.modelspec.from_table` turns a table into a ModelShape.
 """
 
 from __future__ import annotations
@@ -17,17 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
-import psutil
 import torch
 import transformers
 from torch import nn
@@ -39,8 +32,6 @@ from transformers.pytorch_utils import Conv1D
 
 FORMAT = 2  # raise it when the table changes: it is part of the cache key
 MAX_LAYERS = 2000
-MAX_BYTES = 6 * 2**30  # of this process; a config.json with absurd sizes must not exhaust the host's memory
-TOO_LARGE = 3  # exit status when MAX_BYTES is exceeded
 # Attributes of the text config that ModelShape and the rules use. transformers maps the older names (n_embd, n_head)
 # to these.
 FACTS = (
@@ -83,9 +74,7 @@ def describe(config: Mapping[str, Any], folder: str = "") -> dict[str, Any]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made, trust_remote_code=bool(folder))
     except Exception as error:  # a config can break the constructor in any way
-        raise Refused(
-            f"transformers {transformers.__version__} cannot build the model: {_first_line(error)}"
-        ) from error
+        raise Refused(f"transformers {transformers.__version__} cannot build the model: {first_line(error)}") from error
     return {**table, **_described(model)}
 
 
@@ -106,13 +95,14 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
     except Refused:
         raise
     except Exception as error:  # config classes validate their arguments with errors of many kinds
-        raise Refused(f"config.json of the {kind} model is invalid: {_first_line(error)}") from error
+        raise Refused(f"config.json of the {kind} model is invalid: {first_line(error)}") from error
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise Refused(f"num_hidden_layers is {layers:,}; at most {MAX_LAYERS:,} are supported")
     return made
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The name and the first line of an error, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:300]}" if lines else type(error).__name__
 
@@ -308,57 +298,6 @@ def _peft(kind: str, linear: set[str], modules: list[dict[str, Any]]) -> dict[st
     }
 
 
-def serve(idle: float) -> None:
-    """Answer requests until stdin closes, the parent ends, or nothing comes for `idle` seconds."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not be mixed with the responses
-    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(sys.stdin, requests), daemon=True).start()
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-    _say(answers, {"ready": os.getpid(), "transformers": transformers.__version__})
-    while True:
-        try:
-            line = requests.get(timeout=idle)
-        except queue.Empty:
-            return
-        _say(answers, _answer(line))
-
-
-def _read(source: TextIO, requests: queue.SimpleQueue[str]) -> None:
-    """Queue each line. End of input ends the process at once, also while a model is being built."""
-    for line in source:
-        requests.put(line)
-    os._exit(0)
-
-
-def _watch(parent: int) -> None:
-    """End the process when its parent is gone or when it takes too much memory."""
-    process = psutil.Process()
-    while True:
-        time.sleep(0.25)
-        if os.getppid() != parent:
-            os._exit(0)
-        if process.memory_info().rss > MAX_BYTES:
-            os._exit(TOO_LARGE)
-
-
-def _answer(line: str) -> dict[str, Any]:
-    number: Any = None
-    try:
-        request = json.loads(line)
-        number = request["id"]
-        return {"id": number, "table": describe(request["config"])}
-    except Refused as error:
-        return {"id": number, "error": str(error)}
-    except Exception as error:  # whatever a config causes, the next request must be served
-        return {"id": number, "error": f"the architecture could not be read: {_first_line(error)}"}
-
-
-def _say(answers: TextIO, value: Mapping[str, Any]) -> None:
-    answers.write(json.dumps(value, separators=(",", ":")) + "\n")
-    answers.flush()
-
-
 def _one(place: str, trust: bool) -> dict[str, Any]:
     """The table of a folder, a config.json, or of the config on stdin."""
     path = Path(place) / "config.json" if place != "-" and Path(place).is_dir() else Path(place)
@@ -377,21 +316,11 @@ def main() -> int:
         prog="python -m backend.train.describe_model", description="Print a model's modules as JSON."
     )
     parser.add_argument("config", nargs="?", default="-", help="a model folder, a config.json, or - for stdin")
-    parser.add_argument("--serve", action="store_true", help="answer requests on stdin, one JSON object per line")
-    parser.add_argument(
-        "--idle",
-        type=float,
-        default=600,
-        help="with --serve: seconds without a request until the process exits (default: 600)",
-    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the Python code in the model's folder")
     given = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when CUDA starts, which takes memory of a device
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    if given.serve:
-        serve(given.idle)
-        return 0
     try:
         print(json.dumps(_one(given.config, given.trust_remote_code)))
     except Refused as error:

@@ -24,9 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from backend.config import RunSpec
 from backend.config.options import edit
+from backend.inspect.architecture import ModuleTables
 from backend.modelspec import UnknownArchitecture, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
-from backend.modelspec.worker import ModuleTables
 from backend.paths import HOME
 from backend.train import adapters
 
@@ -80,7 +80,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleTables]:
     pid = made.pid
     made.close()
     assert gone(pid)
-    left = [c for c in psutil.Process().children(recursive=True) if "describe_model" in " ".join(c.cmdline())]
+    left = [c for c in psutil.Process().children(recursive=True) if "backend.train.worker" in " ".join(c.cmdline())]
     assert not left
 
 
@@ -264,7 +264,7 @@ def test_a_worker_that_is_killed_meanwhile_is_replaced(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from backend.modelspec.worker import ModuleTables
+from backend.inspect.architecture import ModuleTables
 tables = ModuleTables(Path(sys.argv[1]))
 tables.get({"model_type": "llama"})
 if sys.argv[2] == "ready":
@@ -291,12 +291,12 @@ def test_the_worker_ends_with_its_parent(state: str, ending: str, tmp_path: Path
 
 
 def test_an_idle_server_ends_and_prints_nothing_else() -> None:
-    words = [sys.executable, "-m", "backend.train.describe_model", "--serve", "--idle", "0.5"]
+    words = [sys.executable, "-m", "backend.train.worker", "--idle", "0.5"]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=HOME
     ) as p:
         assert p.stdin and p.stdout
-        p.stdin.write(b'not json\n{"id": 1}\n{"id": 2, "config": {"model_type": "bloom"}}\n')
+        p.stdin.write(b'not json\n{"id": 1}\n{"id": 2, "architecture": {"model_type": "bloom"}}\n')
         p.stdin.flush()
         lines = [json.loads(line) for line in p.stdout]  # until it ends by itself
         assert p.wait(30) == 0
@@ -305,7 +305,7 @@ def test_an_idle_server_ends_and_prints_nothing_else() -> None:
         1,
         2,
     ]
-    assert lines[-1]["table"]["class"] == "BloomForCausalLM"
+    assert lines[-1]["result"]["class"] == "BloomForCausalLM"
 
 
 def printed(*words: str, given: str = "") -> tuple[int, dict[str, Any]]:

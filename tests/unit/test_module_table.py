@@ -24,6 +24,7 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import architecture as reading
 from backend.inspect import inspect_inputs, wait_for_architecture
+from backend.inspect.architecture import FORMAT, ModuleTables, cache_key
 from backend.machine import Machine
 from backend.modelspec import (
     ModelShape,
@@ -34,7 +35,6 @@ from backend.modelspec import (
     trainable_tensors,
 )
 from backend.modelspec.from_table import shape_from_table
-from backend.modelspec.worker import FORMAT, ModuleTables, cache_key
 from backend.rules import check
 from backend.rules.examples import gpus
 from backend.train import describe_model
@@ -254,7 +254,7 @@ import json, os, sys, time
 print(json.dumps({"ready": os.getpid()}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    config = request["config"]
+    config = request["architecture"]
     if config.get("do") == "crash":
         print("deep trouble", file=sys.stderr)
         os._exit(7)
@@ -267,7 +267,7 @@ for line in sys.stdin:
     if config.get("do") == "babble":
         print("no json", flush=True)
         continue
-    answer = {"error": "it is broken"} if config.get("do") == "error" else {"table": TABLE}
+    answer = {"error": "it is broken"} if config.get("do") == "error" else {"result": TABLE}
     print(json.dumps({"id": request["id"], **answer}), flush=True)
 """
 Make = Callable[..., ModuleTables]
@@ -397,7 +397,7 @@ def folder(path: Path, config: dict[str, Any]) -> RunSpec:
 def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
     """A worker that gives the recorded tables; checks may start it."""
     known = {row["config"]["model_type"]: row["table"] for row in RECORDED.values()}
-    tables = make(SAYS.replace('{"table": TABLE}', f'{{"table": {known!r}[config["model_type"]]}}'))
+    tables = make(SAYS.replace('{"result": TABLE}', f'{{"result": {known!r}[config["model_type"]]}}'))
     monkeypatch.setattr(reading, "_tables", lambda folder: tables)
     monkeypatch.setenv(reading.WORKER_SETTING, "on")
     return tables

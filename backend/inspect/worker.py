@@ -1,15 +1,14 @@
-"""Module tables of model configs, built by transformers in a worker process and kept on disk.
+"""A worker process for what only the libraries know, and a cache of its results in memory and on disk.
 
-Imports nothing of Footplate: only the worker process (`python -m backend.train.describe_model --serve`) imports torch
-and transformers. It starts with the first config that is not cached, answers one request after another, and ends after
-a few idle minutes or along with this process.
+Imports nothing of Footplate, and none of those libraries: the worker process imports them (`backend.train.worker`). It
+starts with the first request that is not cached, answers one request after another, and ends after a few idle minutes
+or along with this process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -25,37 +24,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
-Table = Mapping[str, Any]
-Config = Mapping[str, Any]
+Result = Mapping[str, Any]
 
-FORMAT = 2  # as in backend.train.describe_model
-COMMAND = (sys.executable, "-m", "backend.train.describe_model", "--serve")
+COMMAND = (sys.executable, "-m", "backend.train.worker")
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-MAX_IN_MEMORY = 128  # tables and error messages
+MAX_IN_MEMORY = 128  # results and error messages
 TOO_LARGE = 3  # exit status of a worker that took too much memory
-PACKAGES = ("transformers", "peft", "torch")  # a table is valid for these versions
-# Keys of config.json that change neither the modules nor the facts of a table.
-IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
 
 
 class WorkerError(Exception):
     """The worker did not respond; the message is the reason, as the end of a sentence."""
 
 
-def cache_key(config: Config) -> str:
-    """Name of a config's table on disk: a hash of the config and of the library versions."""
-    kept = {name: value for name, value in config.items() if name not in IRRELEVANT}
-    text = json.dumps([FORMAT, _versions(), kept], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _versions() -> list[str]:
+@lru_cache(maxsize=8)
+def installed_versions(*packages: str) -> list[str]:
+    """The installed version of each package; '' for a missing one."""
     found = []
-    for name in PACKAGES:
+    for name in packages:
         try:
             found.append(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
@@ -68,6 +56,7 @@ class Worker:
     """One worker process. Used by one thread at a time."""
 
     command: Sequence[str]
+    task: str  # as the subject of messages, such as "building the model"
     process: subprocess.Popen[bytes] | None = None
     errors: IO[bytes] | None = None
     unread: bytes = b""
@@ -77,12 +66,12 @@ class Worker:
         """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
-    def ask(self, config: Config, start_seconds: float, seconds: float) -> dict[str, Any]:
+    def ask(self, request: Result, start_seconds: float, seconds: float) -> dict[str, Any]:
         """The worker's response; starts the process if needed. Raises WorkerError, after which no process is left."""
         try:
             if not self.alive:
                 self._start(start_seconds)
-            return self._ask(config, seconds)
+            return self._ask(request, seconds)
         except WorkerError:
             self.end()
             raise
@@ -107,12 +96,12 @@ class Worker:
         )
         self._line(time.monotonic() + seconds, f"did not start within {seconds:g} seconds")
 
-    def _ask(self, config: Config, seconds: float) -> dict[str, Any]:
+    def _ask(self, request: Result, seconds: float) -> dict[str, Any]:
         assert self.process and self.process.stdin
         number = time.monotonic_ns()
-        request = json.dumps({"id": number, "config": config}, default=str).encode() + b"\n"
+        line = json.dumps({**request, "id": number}, default=str).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):  # it has ended: reading its output reports how
-            self.process.stdin.write(request)
+            self.process.stdin.write(line)
         until = time.monotonic() + seconds
         while True:
             answer = self._line(until, f"took longer than {seconds:g} seconds")
@@ -126,7 +115,7 @@ class Worker:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.unread:
                 if not selector.select(max(0.0, until - time.monotonic())):
-                    raise WorkerError(f"building the model {late}")
+                    raise WorkerError(f"{self.task} {late}")
                 read = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not read:
                     raise WorkerError(self._ending())
@@ -145,7 +134,7 @@ class Worker:
             self.process.wait(5)
         status, said = self.process.returncode, ""
         if status == TOO_LARGE:
-            return "building the model took too much CPU memory"
+            return f"{self.task} took too much CPU memory"
         if self.errors:
             self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 4096))
             lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -170,11 +159,12 @@ class Worker:
 
 
 @dataclass
-class ModuleTables:
-    """The module tables of configs: in memory, on disk below `cache_folder`, or from the worker.
+class WorkerCache:
+    """Results of a worker process: in memory, on disk below `cache_folder`, or from the worker. Thread-safe.
 
-    `seconds`: time limit for one config; `start_seconds`: for importing torch and transformers; `idle_seconds`: the
-    worker ends after so long without a request. Thread-safe.
+    A subclass says what is requested (`request`), what the result depends on (`key`) and names the `task` in messages.
+    `seconds`: time limit for one request; `start_seconds`: for importing the libraries; `idle_seconds`: the worker ends
+    after so long without a request.
     """
 
     cache_folder: Path
@@ -182,43 +172,45 @@ class ModuleTables:
     start_seconds: float = 180.0
     idle_seconds: float = 300.0
     command: Sequence[str] = COMMAND
-    _known: OrderedDict[str, Table | str] = field(default_factory=OrderedDict)
-    _waiting: OrderedDict[str, Config] = field(default_factory=OrderedDict)
+    _known: OrderedDict[str, Result | str] = field(default_factory=OrderedDict)
+    _waiting: OrderedDict[str, Result] = field(default_factory=OrderedDict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
-    _worker: Worker = field(default_factory=lambda: Worker(COMMAND))
+    _worker: Worker = field(init=False)
     _closed: bool = False
 
+    name: ClassVar[str]  # of the folder below cache_folder
+    task: ClassVar[str]  # as the subject of "... takes longer than 30 seconds"
+    format: ClassVar[int]  # of the results; the worker writes it into each of them
+
     def __post_init__(self) -> None:
-        self._worker = Worker(self.command)
+        self._worker = Worker(self.command, self.task)
         _OPEN.add(self)
 
     __hash__ = object.__hash__
 
     @property
     def folder(self) -> Path:
-        """Where the tables are kept."""
-        return self.cache_folder / "modeltables"
+        """Where the results are kept."""
+        return self.cache_folder / self.name
 
-    def get(self, config: Config, start: bool = True) -> Table | str | None:
-        """The table, or the reason why there is none, or None while it is being built. Returns at once; without `start`
-        nothing is requested from the worker."""
-        key = cache_key(config)
+    def find(self, key: str, request: Result, start: bool = True) -> Result | str | None:
+        """The result, or the reason why there is none, or None while the worker is busy with it. Returns at once;
+        without `start` nothing is requested from the worker."""
         if (found := self._look_up(key)) is not None:
             return found
         if start:
-            self._request(key, config)
+            self._request(key, request)
         return None
 
-    def wait(self, config: Config, timeout: float = 30.0) -> Table | str:
-        """As `get`, but waits for the worker, at most `timeout` seconds; the worker then continues."""
-        key = cache_key(config)
+    def wait_for(self, key: str, request: Result, timeout: float) -> Result | str:
+        """As `find`, but waits for the worker, at most `timeout` seconds; the worker then continues."""
         if (found := self._look_up(key)) is not None:
             return found
-        self._request(key, config)
+        self._request(key, request)
         with self._changed:
             self._changed.wait_for(lambda: key in self._known, timeout)
-            return self._known.get(key, f"building the model takes longer than {timeout:g} seconds")
+            return self._known.get(key, f"{self.task} takes longer than {timeout:g} seconds")
 
     def close(self) -> None:
         """End the worker. Pending requests are dropped; a later request starts it again."""
@@ -241,7 +233,7 @@ class ModuleTables:
         process = self._worker.process
         return process.pid if process and self._worker.alive else None
 
-    def _look_up(self, key: str) -> Table | str | None:
+    def _look_up(self, key: str) -> Result | str | None:
         with self._changed:
             if key in self._known:
                 self._known.move_to_end(key)
@@ -249,15 +241,15 @@ class ModuleTables:
             if key in self._waiting:
                 return None
         try:
-            table = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # missing or incomplete: built again
+            result = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # missing or incomplete: requested again
             return None
-        if not isinstance(table, dict) or table.get("format") != FORMAT:
+        if not isinstance(result, dict) or result.get("format") != self.format:
             return None
-        self._keep(key, table)
-        return table
+        self._keep(key, result)
+        return result
 
-    def _keep(self, key: str, found: Table | str) -> None:
+    def _keep(self, key: str, found: Result | str) -> None:
         with self._changed:
             self._known[key] = found
             self._waiting.pop(key, None)
@@ -265,14 +257,14 @@ class ModuleTables:
                 self._known.popitem(last=False)
             self._changed.notify_all()
 
-    def _request(self, key: str, config: Config) -> None:
+    def _request(self, key: str, request: Result) -> None:
         with self._changed:
             if key in self._known or key in self._waiting or self._closed:
                 return
-            self._waiting[key] = config
+            self._waiting[key] = request
             self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._answer, name="module tables", daemon=True)
+                self._thread = threading.Thread(target=self._answer, name=self.name, daemon=True)
                 self._thread.start()
 
     def _answer(self) -> None:
@@ -284,34 +276,34 @@ class ModuleTables:
                     self._worker.end()
                     self._thread = None  # under the lock: a later request starts a new thread
                     return
-                key, config = next(iter(self._waiting.items()))
-            found = self._ask(config)
+                key, request = next(iter(self._waiting.items()))
+            found = self._ask(request)
             if not isinstance(found, str):
                 self._store(key, found)
             if not self._closed:
                 self._keep(key, found)
 
-    def _ask(self, config: Config) -> Table | str:
+    def _ask(self, request: Result) -> Result | str:
         try:
-            answer = self._worker.ask(config, self.start_seconds, self.seconds)
+            answer = self._worker.ask(request, self.start_seconds, self.seconds)
         except WorkerError as error:
             return str(error)
-        table = answer.get("table")
-        return table if isinstance(table, dict) else str(answer.get("error") or "the worker returned no table")
+        result = answer.get("result")
+        return result if isinstance(result, dict) else str(answer.get("error") or "the worker returned no result")
 
-    def _store(self, key: str, table: Table) -> None:
-        """Write the table atomically. Without a writable cache it is kept in memory only."""
+    def _store(self, key: str, result: Result) -> None:
+        """Write the result atomically. Without a writable cache it is kept in memory only."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             place = self.folder / f".{key}.{os.getpid()}.writing"
-            place.write_text(json.dumps(table, separators=(",", ":")), encoding="utf-8")
+            place.write_text(json.dumps(result, separators=(",", ":")), encoding="utf-8")
             place.replace(self.folder / f"{key}.json")
 
 
-_OPEN: weakref.WeakSet[ModuleTables] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[WorkerCache] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for tables in list(_OPEN):
-        tables.close()
+    for cache in list(_OPEN):
+        cache.close()

@@ -1,0 +1,116 @@
+"""Inspection of the examples with the model's tokenizer and chat template, as the run will render and tokenize them.
+
+Imports registry, config, data, paths, model, train.data, run_log. Called by `backend.train.worker`; what it finds is
+shown before the run starts. It never downloads anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config import RunSpec
+from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, read_examples, unpair
+from backend.paths import ASSETS, model_folder
+from backend.train import model
+from backend.train.data import ConvertedExample, tokenizer_for
+from backend.train.run_log import TrainError
+
+FORMAT = 1  # raise it when the result changes: it is part of the cache key
+MAX_ISSUES = 3
+MAX_LENGTHS = 2000
+BATCH = 16  # examples between two looks at the clock
+
+
+def inspect(spec: dict[str, Any], base: str, seconds: float) -> dict[str, Any]:
+    """Facts about the examples of a spec (RunSpec as JSON, with paths relative to `base`), from at most `seconds` of
+    tokenization: `problem` of the tokenizer, `issues` (location, reason) of examples that cannot be rendered,
+    `token_lengths`, how many examples have a trained token (`usable`), and whether all were tokenized (`complete`)."""
+    run_spec, found = RunSpec.model_validate(spec), ExampleFacts()
+    try:
+        tokenizer = _tokenizer(run_spec)
+        found.vocabulary = max(tokenizer.get_vocab().values()) + 1
+        _tokenize(run_spec, Path(base), tokenizer, time.monotonic() + seconds, found)
+    except TrainError as error:
+        found.problem = str(error)
+    return found.as_json()
+
+
+@dataclass
+class ExampleFacts:
+    """The result, while it is collected."""
+
+    problem: str = ""
+    vocabulary: int = 0  # the largest token id + 1
+    checked: int = 0
+    usable: int = 0
+    complete: bool = False
+    issues: list[tuple[str, str]] = field(default_factory=list)
+    token_lengths: list[int] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def as_json(self) -> dict[str, Any]:
+        """As the client reads it."""
+        return {"format": FORMAT, **vars(self), "counts": dict(self.counts)}
+
+
+def _tokenizer(spec: RunSpec) -> Any:
+    """The tokenizer with the chat template of the run. Raises TrainError."""
+    if spec.model.source == "builtin":
+        source = model.ModelSource(str(model_folder(spec.model.builtin)), {"local_files_only": True})
+    else:
+        source = model.locate(spec, lambda *_: None)
+        source.options["local_files_only"] = True
+    return model.load_tokenizer(spec, source)
+
+
+def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: ExampleFacts) -> None:
+    """Fill `found` from the training examples, then from the validation examples."""
+    to_columns: Any = None
+    for example in _examples(spec, base):
+        if to_columns is None:
+            to_columns = tokenizer_for(spec, tokenizer, [example])
+        if found.checked % BATCH == 0 and time.monotonic() > until:
+            return
+        found.checked += 1
+        try:
+            columns, counts = to_columns([example])
+        except TrainError as error:
+            if len(found.issues) < MAX_ISSUES:
+                found.issues.append((example.location, str(error).removeprefix(f"{example.location}: ").rstrip(".")))
+            continue
+        found.counts += counts
+        found.usable += any(len(values) for values in columns.values())
+        if len(found.token_lengths) < MAX_LENGTHS and counts["tokens"]:
+            found.token_lengths.append(counts["tokens"])
+    found.complete = True
+
+
+def _examples(spec: RunSpec, base: Path) -> Iterator[ConvertedExample]:
+    """The examples that can be read and converted; the others are reported by the inspection of the data files."""
+    data = spec.data
+    if data.source == "builtin":
+        files = [str(ASSETS / data.builtin / f"{part}.jsonl") for part in ("train", "validation")]
+    else:
+        files = [*data.files, *(data.validation_files if data.validation == "files" else ())]
+    formats = registry.STAGES[spec.train.stage].formats
+    for path in expand(files, base):
+        format = data.format if data.source != "builtin" and data.format != "auto" else ""
+        try:
+            for line, row in read_examples(path):
+                format = format or detect_format(row, formats) or ""
+                if format not in formats:
+                    break
+                try:
+                    value = convert(row, format, data)
+                except InvalidExample:
+                    continue
+                for each in unpair(value) if spec.train.stage == "kto" else [value]:
+                    yield ConvertedExample(f"{path}, line {line}", each)
+        except DataFileError:
+            continue
