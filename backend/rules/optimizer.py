@@ -160,8 +160,8 @@ def adam_mini_heads_not_divisible(case: Case) -> str | None:
     proof="launch",
 )
 def optimizer_without_dtensor_support(case: Case) -> str | None:
-    """FSDP2 and tensor parallelism turn every parameter into a DTensor. Some optimizers combine DTensors with plain
-    tensors in their step, which torch refuses."""
+    """FSDP2 turns every parameter into a DTensor, and tensor parallelism those of the sharded layers. Some optimizers
+    combine DTensors with plain tensors in their step, which torch refuses."""
     row = _optimizer(case)
     if not case.run.engine.uses_dtensor or not row.needs_plain_tensors(case.run.fp32_master_weights):
         return None
@@ -273,14 +273,15 @@ def gradient_accumulation_with_step_in_backward(case: Case) -> Violation | None:
     "error",
     fields=("precision.compute", "train.optim"),
     title="This optimizer does not support fp16 loss scaling",
-    source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass",
+    source="accelerate 1.15 accelerator.py: gradients are unscaled after the backward pass; torch 2.13 "
+    "amp/grad_scaler.py: the initial scale is 2**16",
     fixes=(BF16, ADAMW),
     fails_on=Example(_full("lomo", precision__compute="fp16"), EQUIPPED_H100),
     passes_on=Example(_full("lomo", precision__compute="bf16"), EQUIPPED_H100),
 )
 def fp16_with_step_in_backward(case: Case) -> str | None:
-    """In fp16, the loss is multiplied by a scale, and the gradients are divided by it after the backward pass. This
-    optimizer has already stepped by then, with gradients that are thousands of times too large."""
+    """In fp16, the loss is multiplied by a scale (65,536 at first), and the gradients are divided by it after the
+    backward pass. This optimizer has already stepped by then, with gradients that are too large by that factor."""
     row = _optimizer(case)
     if not row.steps_in_backward or case.run.compute_dtype != "fp16":
         return None

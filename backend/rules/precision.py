@@ -151,18 +151,19 @@ def pure_bf16_loses_updates(case: Case) -> str | None:
     "PRC010",
     "warning",
     fields=("precision.compute", "launch.device"),
-    title="fp8 is emulated on a CPU",
-    source="torch 2.13 and torchao 0.18, Float8LinearConfig(emulate=True): it trains, slower than fp32",
+    title="fp8 is emulated on most CPUs",
+    source="torch 2.13 _scaled_mm, profiled on a CPU: the operands are copied to fp32 and multiplied by aten::mm; "
+    "torchao 0.18 Float8Linear trains, slower than fp32",
     fixes=(AUTO_PRECISION,),
     fails_on=Example(FP8_SPEC, EQUIPPED),
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_on_cpu(case: Case) -> str | None:
-    """No CPU multiplies fp8 in hardware. torchao emulates it, which is useful for trying out a configuration for an
-    H100, but slower than fp32."""
+    """Hardly any CPU has fp8 instructions (AMX-FP8). Without them, PyTorch converts fp8 operands to fp32 before each
+    matrix product, which is slower than training in fp32. It is useful for trying out a configuration for an H100."""
     if case.spec.precision.compute != "fp8" or case.run.device != "cpu":
         return None
-    return "precision.compute is fp8, and this run would use the CPU, where torchao emulates fp8 more slowly than fp32."
+    return "precision.compute is fp8, and this run would use the CPU, where fp8 is usually slower than fp32."
 
 
 @rule(
@@ -188,8 +189,8 @@ def fp8_skips_odd_layers(case: Case) -> str | None:
     "error",
     fields=("precision.compute", "method.quantization", "model.path"),
     title="fp8 cannot be combined with a quantized base model",
-    source="accelerate 1.15 utils/ao.py: every torch.nn.Linear is replaced, and bitsandbytes' quantized layers are "
-    "subclasses of it",
+    source="accelerate 1.15 utils/ao.py: instances of torch.nn.Linear are replaced, except the first and last, and "
+    "bitsandbytes' quantized layers are subclasses of it",
     fixes=(
         BF16,
         Fix(
@@ -203,8 +204,8 @@ def fp8_skips_odd_layers(case: Case) -> str | None:
     passes_on=Example(FP8_SPEC, EQUIPPED_H100),
 )
 def fp8_with_quantized_base(case: Case) -> str | None:
-    """Training in fp8 replaces every linear layer, including those of bitsandbytes. It would read the quantized values
-    as if they were weights."""
+    """Training in fp8 replaces linear layers, including those of bitsandbytes, and would use their quantized values as
+    if they were weights."""
     row = registry.QUANTIZATIONS[case.spec.method.quantization]
     if case.spec.precision.compute != "fp8" or not (row.bits or case.facts.quant_method == "bitsandbytes"):
         return None

@@ -89,8 +89,9 @@ def lora_init_on_quantized_base(case: Case) -> str | None:
     proof="launch",
 )
 def int8_base_sharded(case: Case) -> str | None:
-    """The scales of bitsandbytes' 8-bit weights are attributes of the weight tensor, and sharding replaces that tensor.
-    4-bit weights are stored in a floating-point dtype and can be sharded."""
+    """bitsandbytes keeps the scales of 8-bit weights as attributes of the weight tensor, and sharding replaces that
+    tensor. 4-bit weights can be sharded: Footplate stores them in the compute dtype (bnb_4bit_quant_storage), and each
+    layer keeps their scales."""
     if not case.strategy.shards_weights or _quantization(case).bits != 8:
         return None
     return f"{case.strategy.label} shards the base weights, and method.quantization is {_quantization(case).label}."
@@ -100,18 +101,20 @@ def int8_base_sharded(case: Case) -> str | None:
     "QNT004",
     "error",
     fields=("method.quantization", "parallel.strategy"),
-    title="FSDP1 does not support QLoRA",
-    source="torch 2.13 fsdp/_flat_param.py: an FSDP1 unit must have one dtype, and adapters stay in fp32",
+    title="QLoRA is not verified with FSDP1",
+    source="torch 2.13 fsdp/_flat_param.py: the parameters of an FSDP1 unit must have one dtype; peft 0.21 "
+    "utils/other.py fsdp_auto_wrap_policy: adapters become units of their own",
     fixes=(FSDP2, UNQUANTIZED),
     fails_on=Example({**NF4_SPEC, "parallel.strategy": "fsdp1"}, TWO_H100),
     passes_on=Example({**NF4_SPEC, "parallel.strategy": "fsdp2"}, TWO_H100),
 )
 def qlora_on_fsdp1(case: Case) -> str | None:
-    """FSDP1 concatenates all parameters of a layer into one flat tensor, which must have a single dtype. Quantized
-    weights are stored in the compute dtype, and adapters in fp32."""
+    """FSDP1 flattens the parameters of a unit into one tensor of one dtype. QLoRA needs a floating-point
+    bnb_4bit_quant_storage there, equal to the dtype of the other frozen weights, and separate units for fp32 adapters.
+    Footplate has verified QLoRA with FSDP2, which replaces FSDP1."""
     if case.strategy.fsdp_version != 1 or _quantization(case).bits != 4:
         return None
-    return f"FSDP1 would have to flatten {_quantization(case).label} base weights and fp32 adapters into one tensor."
+    return f"The strategy is FSDP1, and method.quantization is {_quantization(case).label}; use FSDP2 for QLoRA."
 
 
 @rule(
@@ -188,8 +191,8 @@ def full_training_of_prequantized_model(case: Case) -> str | None:
     "error",
     fields=("model.path", "model.hub_id"),
     title="This quantization format cannot be trained",
-    source="transformers 5.23 quantizers: is_trainable; it is also true for AQLM, BitNet, EETQ, FP-Quant, FourOverSix, "
-    "MXFP8, Quanto, SINQ and torchao, whose training Footplate has not verified",
+    source="transformers 5.23 quantizers: is_trainable; it can also be true for AQLM, BitNet, EETQ, FP-Quant, "
+    "FourOverSix, MXFP8, Quanto, SINQ and torchao, whose training Footplate has not verified",
     manual_fix="Use the unquantized version of the model; method.quantization can quantize it while loading.",
     fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, quant_method="quark")),
     passes_on=Example(LOCAL_MODEL, GPTQ_H100, GPTQ_MODEL),
@@ -228,14 +231,16 @@ def quantized_twice(case: Case) -> str | None:
     "advice",
     fields=("model.path", "model.hub_id"),
     title="The quantized weights are dequantized while loading",
-    source="transformers 5.23 quantizer_mxfp4.py, quantizer_finegrained_fp8.py: dequantize=True",
+    source="transformers 5.23 quantizer_mxfp4.py, quantizer_finegrained_fp8.py, quantizer_compressed_tensors.py: "
+    "dequantize=True",
     manual_fix="To train on quantized weights, use an unquantized model and set method.quantization.",
     fails_on=Example(LOCAL_MODEL, facts=FP8_MODEL),
     passes_on=Example(LOCAL_MODEL),
 )
 def dequantized_on_load(case: Case) -> str | None:
-    """This format lacks a backward pass on some devices, so Footplate converts the weights to the compute dtype. They
-    take as much memory as an unquantized model, and every training method works."""
+    """Footplate does not train on quantized weights of these formats: MXFP4 has no backward pass in transformers, and
+    FP8 and compressed-tensors have one with some kernels only. Converted to the compute dtype, the weights take as much
+    memory as those of an unquantized model, and every training method works."""
     row = registry.PREQUANTIZED.get(case.facts.quant_method)
     if row is None or not row.dequantized_on_load:
         return None
@@ -248,15 +253,15 @@ def dequantized_on_load(case: Case) -> str | None:
     fields=("parallel.strategy", "model.path", "model.hub_id"),
     title="The weights of a prequantized model cannot be sharded",
     source="accelerate 1.15 utils/fsdp_utils.py leaves integer weights out of FSDP2; torch 2.13 FSDP1 cannot flatten "
-    "them; ZeRO-3 does not partition buffers",
+    "them; deepspeed 0.19 runtime/zero/partition_parameters.py partitions no buffers, which hold GPTQ and AWQ weights",
     fixes=(ZERO2, DDP),
     manual_fix="Alternatively, use the unquantized model with method.quantization nf4, which can be sharded.",
     fails_on=Example({**LOCAL_MODEL, "parallel.strategy": "fsdp2"}, TWO_H100, BNB_MODEL),
     passes_on=Example({**LOCAL_MODEL, "parallel.strategy": "zero2"}, TWO_H100, BNB_MODEL),
 )
 def prequantized_model_sharded(case: Case) -> str | None:
-    """Published quantized weights are integer tensors. FSDP2 and ZeRO-3 keep a full copy of them on every device, and
-    FSDP1 raises an error."""
+    """Published quantized weights are integer tensors, which FSDP and ZeRO-3 do not shard: every device keeps a full
+    copy of them. FSDP1 raises an error for those that are parameters (bitsandbytes and HQQ)."""
     row = _trainable_format(case)
     if row is None or not case.strategy.shards_weights or case.strategy.engine == "tensor":
         return None
@@ -295,8 +300,7 @@ def dora_on_gptq_or_awq(case: Case) -> str | None:
     passes_on=Example({**LOCAL_MODEL, "precision.compute": "fp16"}, GPTQ_H100, AWQ_MODEL),
 )
 def awq_in_bf16(case: Case) -> str | None:
-    """AWQ kernels support fp16 only, so transformers loads the weights that are not quantized in fp16, whatever the
-    compute precision is."""
+    """AWQ's GPU kernels do not support bf16, so transformers loads the weights that are not quantized in fp16."""
     on_gpu = case.run.device in ("cuda", "xpu")
     if case.facts.quant_method != "awq" or not on_gpu or case.run.compute_dtype != "bf16":
         return None

@@ -96,7 +96,7 @@ def attention(case: Case) -> registry.Attention:
 
 
 def flash_attention(case: Case) -> registry.Attention | None:
-    """The row of FlashAttention on CUDA. On NPU and XPU it is part of torch_npu and torch."""
+    """The row of FlashAttention on CUDA. NPUs have it in torch_npu; for XPUs transformers loads a kernel of the Hub."""
     return attention(case) if attention(case).package and case.run.device == "cuda" else None
 
 
@@ -485,13 +485,13 @@ unsupported_device(
 unsupported_device(
     "KRN001",
     "attention-needs-gpu",
-    "FlashAttention and FlexAttention are GPU kernels. On a CPU, transformers refuses FlashAttention, and "
-    "FlexAttention has no backward pass.",
+    "On a CPU or an Apple GPU, FlexAttention has no backward pass. FlashAttention is compiled for GPUs, and "
+    "transformers refuses it on a CPU.",
     row=attention,
     fields=("model.attn_implementation", "launch.device"),
     title="This attention implementation needs a GPU",
-    source="transformers 5.23 modeling_utils.py: FlashAttention on a CPU is refused; verified with torch 2.13: "
-    "FlexAttention has no backward pass on a CPU",
+    source="transformers 5.23 modeling_utils.py, _flash_attn_import_error: FlashAttention is not available on a CPU; "
+    "torch 2.13 nn/attention/flex_attention.py, _validate_device: no backward pass on CPU and MPS",
     fixes=(DEFAULT_ATTENTION,),
     fails_on=Example(FLEX_SPEC),
     passes_on=Example({"model.attn_implementation": "eager"}),
@@ -500,11 +500,12 @@ unsupported_device(
 unsupported_device(
     "KRN006",
     "liger-needs-gpu",
-    "Liger's kernels are written in Triton, which compiles for NVIDIA, AMD and Intel GPUs.",
+    "Liger's kernels are written in Triton, which compiles for NVIDIA, AMD and Intel GPUs, not for CPUs. On Ascend "
+    "NPUs, Liger needs triton-ascend and one particular torch version; Footplate has not verified that.",
     row=liger,
     fields=("train.use_liger_kernel", "launch.device"),
     title="Liger kernels need a GPU",
-    source="liger-kernel 0.8: Triton kernels",
+    source="liger-kernel 0.8 setup.py: Triton on CUDA, ROCm and XPU; on NPUs triton-ascend with an exact torch version",
     fixes=(NO_LIGER,),
     fails_on=Example(LIGER_SPEC),
     passes_on=Example(LIGER_SPEC, LIGER_H100),
@@ -528,13 +529,15 @@ unsupported_device(
 unsupported_capability(
     "KRN003",
     "flash-attention-unsupported-on-gpu",
-    "FlashAttention's kernels are compiled for certain GPU generations: version 2 for Ampere and later, version 3 for "
-    "Hopper.",
+    "FlashAttention's kernels are compiled for certain GPU generations: version 2 for Ampere and later. Version 3 is "
+    "written for Hopper and has no kernels for Blackwell. It can be built for Ampere and Ada, where version 2 is about "
+    "as fast; Footplate accepts version 3 on Hopper only.",
     row=flash_attention,
     any_vendor=True,
     fields=("model.attn_implementation",),
     title="FlashAttention does not support this GPU generation",
-    source="flash-attention csrc/flash_attn/flash_api.cpp: Ampere or newer; its README: version 3 is for Hopper",
+    source="flash-attention csrc/flash_attn/flash_api.cpp: Ampere or newer; its README: version 3 is optimized for "
+    "Hopper; hopper/setup.py: kernels for sm_90a, and for sm_80 unless FLASH_ATTENTION_DISABLE_SM80 is set",
     fixes=(DEFAULT_ATTENTION,),
     fails_on=Example({**FLASH_3_SPEC, "precision.compute": "fp16"}, with_flash_attention(B200)),
     passes_on=Example(FLASH_3_SPEC, with_flash_attention(H100)),
@@ -556,13 +559,14 @@ unsupported_capability(
 unsupported_capability(
     "PRC005",
     "tf32-needs-ampere",
-    "TF32 runs fp32 matrix products with a 10-bit mantissa on the tensor cores of Ampere and later NVIDIA GPUs. Other "
-    "devices do not have it.",
+    "TF32 multiplies fp32 matrices with a 10-bit mantissa on the tensor cores of NVIDIA GPUs from Ampere on. "
+    "transformers refuses tf32 on all other devices, also on AMD GPUs, some of which have TF32 through hipBLASLt.",
     row=tf32,
     any_vendor=False,
     fields=("precision.compute", "launch.device"),
     title="TF32 needs an Ampere or later GPU",
-    source="transformers 5.23 training_args.py: --tf32 requires Ampere or newer",
+    source="transformers 5.23 training_args.py: --tf32 requires Ampere or newer; utils/import_utils.py "
+    "is_torch_tf32_available: false in a torch build without CUDA",
     fixes=(Fix("Use fp32", {"precision.compute": "fp32"}),),
     fails_on=Example(TF32_SPEC),
     passes_on=Example(TF32_SPEC, H100),
@@ -572,12 +576,12 @@ unsupported_capability(
     "PRC006",
     "fp8-needs-ada-or-hopper",
     "Tensor cores for fp8 came with Ada and Hopper (compute capability 8.9 and 9.0). On older GPUs, accelerate "
-    "silently uses fp16. On a CPU, only torchao can emulate fp8.",
+    "logs a warning and uses fp16. On a CPU, only torchao's fp8 training works.",
     row=fp8_backend,
     any_vendor=False,
     fields=("precision.compute", "launch.device"),
     title="fp8 needs an Ada, Hopper or later GPU",
-    source="accelerate 1.15 state.py: below capability 8.9 it would silently use fp16; torchao 0.18 and Transformer "
+    source="accelerate 1.15 state.py: below capability 8.9 it warns and uses fp16; torchao 0.18 and Transformer "
     "Engine support no other vendor's GPUs here",
     fixes=(AUTO_PRECISION,),
     fails_on=Example(FP8_SPEC, replace(EQUIPPED_H100, gpus=T4.gpus)),

@@ -168,9 +168,8 @@ def zero3_save_without_gathering(case: Case) -> Violation | None:
     passes_on=HARMLESS,
 )
 def deepspeed_autotp(case: Case) -> Violation | None:
-    """With AutoTP, DeepSpeed divides every layer among ranks when it starts. The Trainer does not take
-    this into account: batch size and memory are computed for whole layers on each rank, and only the shard of rank 0 is
-    saved."""
+    """With AutoTP, DeepSpeed divides the linear layers among ranks when it starts. Footplate does not support this: it
+    computes batch size and memory for complete layers on each rank, and saves only the shard of rank 0."""
     extra = extra_config(case, DEEPSPEED)
     size = value_at(extra, AUTOTP_SIZE)
     if size == merge.AUTO or number(size) <= 1:

@@ -154,7 +154,7 @@ def unsupported_generations(case: Case) -> str | None:
     "error",
     fields=("parallel.strategy", "launch.nproc_per_node"),
     title="This strategy needs at least two processes",
-    source="transformers 5.23 trainer.py: FSDP only works in distributed training",
+    source="transformers 5.23 trainer.py: without a process group, FSDP only works in distributed training",
     fixes=(
         Fix("Use the single-process strategy", {"parallel.strategy": "single"}),
         Fix("Start two processes", {"launch.nproc_per_node": 2}, cost="needs a second device"),
@@ -164,7 +164,8 @@ def unsupported_generations(case: Case) -> str | None:
     proof="launch",
 )
 def sharding_with_one_process(case: Case) -> str | None:
-    """FSDP and tensor parallelism shard the model over processes and refuse to start with a world size of 1."""
+    """FSDP and tensor parallelism shard the model over the processes of a process group. With one process there is
+    nothing to shard, and Footplate starts no process group."""
     if not case.run.engine.needs_several_processes or case.run.world_size > 1:
         return None
     return f"{case.strategy.label} shards the model over processes, but the run starts only one process."
