@@ -54,7 +54,7 @@ OUTDATED = (
         "GaLore projects complete gradient matrices, and FSDP flattens them into 1-D shards.",
         "FSDP2 keeps parameters as matrices (DTensor). FSDP1 and ZeRO flatten them, and rules reject GaLore there.",
         "torch 2.13, galore-torch 1.0",
-        "test_strategy_matrix.py::test_what_passes_the_checks_runs",
+        "test_strategy_matrix.py::test_combinations_that_pass_the_checks_run",
     ),
     Outdated(
         "Layer-wise GaLore",

@@ -25,12 +25,12 @@ CONVERSATION = [
     {"role": "assistant", "content": "Platform 7, Bern."},
 ]
 # Like SmolLM2's: no generation markers, and a default system prompt.
-PLAIN = (
+TEMPLATE_WITHOUT_MARKERS = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nI am Tiny<|im_end|>\n"
     "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-REWRITING = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}<|im_end|>{% endfor %}"
+REWRITING_TEMPLATE = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}<|im_end|>{% endfor %}"
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def trained_spans(tokenizer: Any, chat: ChatTokenizer, messages: list[dict[str, 
 @pytest.mark.parametrize("template", ["marked", "plain"])
 def test_loss_is_on_every_completion_and_nothing_else(tokenizer: Any, template: str) -> None:
     if template == "plain":
-        tokenizer.chat_template = PLAIN
+        tokenizer.chat_template = TEMPLATE_WITHOUT_MARKERS
     chat = ChatTokenizer.create(tokenizer, all_tokens=False)
     assert (chat.marked_template is None) == (template == "plain")
     assert trained_spans(tokenizer, chat, CONVERSATION) == ["At nine.<|im_end|>", "Platform 7, Bern.<|im_end|>"]
@@ -78,7 +78,7 @@ def test_loss_on_all_tokens(tokenizer: Any) -> None:
 
 
 def test_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = REWRITING
+    tokenizer.chat_template = REWRITING_TEMPLATE
     with pytest.raises(templates.UnsupportedConversation, match=r"data\.loss_on"):
         ChatTokenizer.create(tokenizer, all_tokens=False).tokenize(CONVERSATION)
     assert ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(CONVERSATION)[0]
@@ -112,7 +112,7 @@ def test_exact_match_compares_json_by_value() -> None:
     assert not text_metrics.is_exact_match('{"a": 1}', '{"a": 1')
 
 
-def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.PreparedData, list[str]]:
+def prepare_rows(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[data.PreparedData, list[str]]:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     own = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
@@ -122,17 +122,17 @@ def prepared(tiny: Path, tmp_path: Path, rows: list[Any], **more: Any) -> tuple[
 
 
 def test_long_examples_are_truncated_and_empty_ones_dropped_and_counted(tiny: Path, tmp_path: Path) -> None:
-    long = {"prompt": "word " * 400, "completion": "never seen"}
+    long = {"prompt": "word " * 400, "completion": "dropped"}
     half = {"prompt": "Hi", "completion": "word " * 400}
-    made, logged = prepared(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
+    made, logged = prepare_rows(tiny, tmp_path, [long, half, {"prompt": "Hi", "completion": "Ho"}])
     assert [len(row) <= 256 for row in made.train["input_ids"]] == [True, True]
     assert "2 truncated to 256 tokens" in logged[0]
     assert "1 dropped because they have no trained tokens" in logged[0]
     with pytest.raises(TrainError, match=r"data\.max_length"):
-        prepared(tiny, tmp_path, [long])
+        prepare_rows(tiny, tmp_path, [long])
 
 
-MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+TEMPLATE_WITH_MARKERS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}INSIDE{% endgeneration %}OUTSIDE
 {% else %}{{ m['content'] }}<|im_end|>
 {% endif %}{% endfor %}"""
@@ -143,7 +143,7 @@ def test_markers_that_leave_out_the_stop_token_are_reported(
     tiny: Path, tmp_path: Path, place: str, warned: bool
 ) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text(MARKED.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
+    template.write_text(TEMPLATE_WITH_MARKERS.replace(place, "<|im_end|>").replace("INSIDE", "").replace("OUTSIDE", ""))
     asked = {"data.chat_template": "file", "data.chat_template_file": str(template)}
     spec = make_spec({**asked, "data.source": "files", "data.files": (str(tmp_path / "rows.jsonl"),)})
     (tmp_path / "rows.jsonl").write_text(
@@ -163,7 +163,7 @@ def test_builtin_templates_train_the_stop_token(tokenizer: Any) -> None:
 
 def test_pretraining_splits_long_texts_without_losing_tokens(tiny: Path, tmp_path: Path) -> None:
     text = "".join(f"Train {n} leaves. " for n in range(200))
-    made, logged = prepared(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
+    made, logged = prepare_rows(tiny, tmp_path, [{"text": text}], **{"train.stage": "pretraining"})
     tokens = [token for row in made.train["input_ids"] for token in row]
     assert AutoTokenizer.from_pretrained(tiny).decode(tokens, skip_special_tokens=True) == text
     assert "1 split into sequences" in logged[0]
@@ -172,7 +172,7 @@ def test_pretraining_splits_long_texts_without_losing_tokens(tiny: Path, tmp_pat
 
 def test_invalid_example_error_names_file_and_line(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"rows\.jsonl, line 2: has no column completion"):
-        prepared(tiny, tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
+        prepare_rows(tiny, tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
 
 
 def test_packed_examples_do_not_attend_to_each_other(tiny: Path) -> None:

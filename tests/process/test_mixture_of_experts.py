@@ -1,5 +1,5 @@
-"""Mixtures of experts: they answer as any model does, before, after, and as they are saved; what is packed and adapted
-of them is what the estimate says."""
+"""Mixture-of-experts models: generation before and after training and from the saved model; quantized, frozen and
+trainable bytes match the estimate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 TOKENS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 
 
-def a_mixture(root: Path, kind: str) -> dict[str, str]:
-    """The options that name a small one with the tokenizer of the tiny model."""
+def write_mixture(root: Path, kind: str) -> dict[str, str]:
+    """Write a small mixture with the tokenizer of the tiny model; returns the options that select it."""
     folder = root / f"model-{kind}"
     shutil.copytree(root / "cache/models/tiny-llama", folder)
     torch.manual_seed(1)
@@ -37,34 +37,38 @@ def a_mixture(root: Path, kind: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def mixtures(root: Path, fork_server: ForkServer) -> Mapping[str, dict[str, str]]:
-    return {kind: a_mixture(root, kind) for kind in ("qwen3_moe", "mixtral")}
+    return {kind: write_mixture(root, kind) for kind in ("qwen3_moe", "mixtral")}
 
 
 @pytest.mark.parametrize("kind", soak_except(("qwen3_moe", "mixtral"), ("qwen3_moe",)))
-def test_answers_before_after_and_of_what_is_saved(
+def test_generates_before_and_after_training_and_when_saved(
     root: Path, fork_server: ForkServer, mixtures: Mapping[str, dict[str, str]], kind: str
 ) -> None:
-    """The loss that balances routers is taken of whole rows, and answers come a token at a time."""
-    kept = {"save.final_model": True, "eval.num_generations": 2, "eval.max_new_tokens": 4}
-    folder = fork_server.train(root / f"run-{kind}", make_spec({**mixtures[kind], **kept, "method.kind": "full"}))
+    """The router's auxiliary loss needs complete sequences, so it must be off during generation and in the saved
+    config."""
+    outputs = {"save.final_model": True, "eval.num_generations": 2, "eval.max_new_tokens": 4}
+    folder = fork_server.train(root / f"run-{kind}", make_spec({**mixtures[kind], **outputs, "method.kind": "full"}))
     assert len(result(folder)["samples"]) == 2
     assert losses(folder)
     assert not json.loads((folder / "model/config.json").read_text()).get("output_router_logits")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    rows = torch.arange(3, 40)[None]
-    assert model.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=4).shape[1] > rows.shape[1]
+    input_ids = torch.arange(3, 40)[None]
+    assert (
+        model.generate(input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=4).shape[1]
+        > input_ids.shape[1]
+    )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in quiet.py
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")  # as in logging_setup.py
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_what_is_packed_is_counted(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
+def test_quantized_bytes_match_the_estimate(mixtures: Mapping[str, dict[str, str]], kind: str) -> None:
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}
-    found = untrained_model(changes)
-    shape = from_config(found.config.to_dict())
+    model = untrained_model(changes)
+    shape = from_config(model.config.to_dict())
     rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), shape))}
-    packed = [module for module in found.modules() if is_quantized(module) and not hasattr(module, "base_layer")]
-    assert len(packed) == 2 * 4, "the attention of two layers"
-    assert rows["Quantized parameters"] == sum(module.weight.nbytes for module in packed)
-    still = sum(p.nbytes for p in found.parameters() if not p.requires_grad)
-    assert rows["Quantized parameters"] + rows["Frozen parameters"] == still
-    assert rows["Trainable parameters"] == sum(p.nbytes for p in found.parameters() if p.requires_grad)
+    quantized = [module for module in model.modules() if is_quantized(module) and not hasattr(module, "base_layer")]
+    assert len(quantized) == 2 * 4, "the attention projections of two layers"
+    assert rows["Quantized parameters"] == sum(module.weight.nbytes for module in quantized)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert rows["Quantized parameters"] + rows["Frozen parameters"] == frozen
+    assert rows["Trainable parameters"] == sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Every precision that a CPU can show: in what numbers weights, gradients and state really are."""
+"""Precisions on a CPU: the dtypes of weights, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training_runs import THREADS, log_text, losses, make_spec, result, same_los
 
 from backend.train import device
 
-KEPT = {
+SAVING = {
     "train.warmup_steps": 0.0,
     "save.strategy": "steps",
     "save.steps": 2,
@@ -50,8 +50,8 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", soak_except(["full", "lora"], ("full",)))
-def test_pure_bf16_has_nothing_finer(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    spec = make_spec({**KEPT, "method.kind": method, "precision.compute": "pure_bf16"})
+def test_pure_bf16_weights_and_state_are_bf16(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    spec = make_spec({**SAVING, "method.kind": method, "precision.compute": "pure_bf16"})
     folder = fork_server.train(tmp_path / "run", spec)
     before = losses(folder)
     name = "model" if method == "full" else "adapter_model"
@@ -60,34 +60,36 @@ def test_pure_bf16_has_nothing_finer(method: str, fork_server: ForkServer, tmp_p
         assert {t.dtype for t in load_file(saved / f"{name}.safetensors").values()} == {torch.bfloat16}
     state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
     assert {t.dtype for t in tensors(state) if t.dim()} == {torch.bfloat16}
-    trained = result(folder)["trainable_parameters"]
-    assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trained, rel=0.01)
+    trainable = result(folder)["trainable_parameters"]
+    assert result(folder)["optimizer"][0]["bytes"] == pytest.approx(4 * trainable, rel=0.01)
 
     fork_server.resume(folder, 2)
-    assert losses(folder) == before, "the same kernels on the same machine, from a state that was saved bit by bit"
+    assert losses(folder) == before, "the same kernels on the same machine, and the state is saved without rounding"
 
 
 @pytest.mark.parametrize("method", soak_except(["full", "lora"], ("lora",)))
-def test_fp8_trains_and_saves_ordinary_weights(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    """A CPU multiplies fp8 by itself, slowly: what is computed there is what a GPU computes."""
+def test_fp8_training_saves_unquantized_weights(method: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    """On a CPU fp8 products are emulated, with the results of a GPU."""
     pytest.importorskip("torchao")
-    eight = fork_server.train(tmp_path / "fp8", make_spec({**KEPT, "method.kind": method, "precision.compute": "fp8"}))
-    sixteen = fork_server.train(
-        tmp_path / "bf16", make_spec({**KEPT, "method.kind": method, "precision.compute": "bf16"})
+    fp8_run = fork_server.train(
+        tmp_path / "fp8", make_spec({**SAVING, "method.kind": method, "precision.compute": "fp8"})
     )
-    first, second = losses(eight), losses(sixteen)
-    assert first != same_losses(second), "layers were replaced"
+    bf16_run = fork_server.train(
+        tmp_path / "bf16", make_spec({**SAVING, "method.kind": method, "precision.compute": "bf16"})
+    )
+    first, second = losses(fp8_run), losses(bf16_run)
+    assert first != same_losses(second), "fp8 layers give different losses"
     assert first == pytest.approx(second, rel=0.01)
     name = "model" if method == "full" else "adapter_model"
-    one, two = (load_file(folder / f"model/{name}.safetensors") for folder in (eight, sixteen))
+    one, two = (load_file(folder / f"model/{name}.safetensors") for folder in (fp8_run, bf16_run))
     assert one.keys() == two.keys()
     assert {t.dtype for t in one.values()} == {t.dtype for t in two.values()}
 
-    fork_server.resume(eight, 2)
-    assert losses(eight) == first, "the same kernels on the same machine, from a state that was saved bit by bit"
+    fork_server.resume(fp8_run, 2)
+    assert losses(fp8_run) == first, "the same kernels on the same machine, and the state is saved without rounding"
 
 
-def test_fp8_replaces_the_layers_between_the_ends() -> None:
+def test_fp8_replaces_all_but_the_first_and_last_layer() -> None:
     pytest.importorskip("torchao")
     from accelerate.utils.ao import convert_model_to_fp8_ao  # noqa: PLC0415
 

@@ -1,8 +1,8 @@
-"""The errors of the rules are real: the failing examples fail when they are launched, and the fixed specs run.
+"""The failing examples of the rules fail when they are launched, and the fixed specs run.
 
 The trainer runs the rules too and fails with the finding. Without the rules the library fails with its own error
 (LIBRARY_ERRORS), or the trainer at the loaded model and data. Plans and files are real; the libraries are imported
-once, in a host process that forks the ranks. `make soak` runs all of it.
+once, in a fork server. `make soak` runs all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LibraryError:
     """Part of the library's error message, and the options that the failing example needs to reach it with the tiny
     model."""
 
-    words: str
+    message: str
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,11 +87,13 @@ LIBRARY_ERRORS = {
     "TRN006": LibraryError("requires the saving steps to be a round multiple of the evaluation steps"),
 }
 
-PROVEN = [rule for rule in RULES if rule.proof == "launch"]
+LAUNCHED_RULES = [rule for rule in RULES if rule.proof == "launch"]
 # `make test` launches the first two rules of each family and those with their own inputs; `make soak` launches all.
 # Those that need DeepSpeed or many ranks take longer.
-QUICK = sorted(rule.code for rule in PROVEN if rule.code not in LIBRARY_ERRORS or not LIBRARY_ERRORS[rule.code].more)
-FIRST = {code for family in FAMILIES for code in [code for code in QUICK if code.startswith(family)][:2]}
+QUICK_RULES = sorted(
+    rule.code for rule in LAUNCHED_RULES if rule.code not in LIBRARY_ERRORS or not LIBRARY_ERRORS[rule.code].more
+)
+QUICK_SUBSET = {code for family in FAMILIES for code in [code for code in QUICK_RULES if code.startswith(family)][:2]}
 
 EXAMPLES = [
     {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(20)
@@ -107,7 +109,7 @@ def without_chat_template(root: Path) -> None:
     assert "chat_template" not in (root / "model/tokenizer_config.json").read_text()
 
 
-def tied(root: Path) -> None:
+def tie_embeddings(root: Path) -> None:
     """Tie the input embeddings and the output layer."""
     config = json.loads((root / "model/config.json").read_text())
     (root / "model/config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
@@ -116,28 +118,30 @@ def tied(root: Path) -> None:
     save_file(weights, root / "model/model.safetensors", {"format": "pt"})
 
 
-def gpt2(root: Path) -> None:
+def replace_by_gpt2(root: Path) -> None:
     config = json.loads((root / "model/config.json").read_text())
     sizes = {"vocab_size": config["vocab_size"], "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 2048}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(root / "model")
 
 
 # Changes of the input files that a failing example needs; the others use 20 valid examples and a valid model.
-INPUTS: dict[str, Callable[[Path], None]] = {
+INVALID_INPUTS: dict[str, Callable[[Path], None]] = {
     "DAT002": lambda root: (root / "data.jsonl").unlink(),
     "DAT003": lambda root: write_examples(root, [*EXAMPLES[:2], {"messages": 7}, *EXAMPLES[2:]]),
     "DAT006": lambda root: write_examples(root, EXAMPLES[:1]),
     "MDL001": lambda root: (root / "model/config.json").unlink(),
     "MDL003": without_chat_template,
-    "MTH011": tied,
-    "STR038": gpt2,
-    "STR047": gpt2,
+    "MTH011": tie_embeddings,
+    "STR038": replace_by_gpt2,
+    "STR047": replace_by_gpt2,
 }
 
 
-SOME = [
-    rule if rule.code in {*FIRST, *INPUTS} & {*QUICK} else pytest.param(rule, marks=pytest.mark.soak, id=rule.code)
-    for rule in PROVEN
+RULE_PARAMETERS = [
+    rule
+    if rule.code in {*QUICK_SUBSET, *INVALID_INPUTS} & {*QUICK_RULES}
+    else pytest.param(rule, marks=pytest.mark.soak, id=rule.code)
+    for rule in LAUNCHED_RULES
 ]
 
 
@@ -153,11 +157,11 @@ def valid_inputs(root: Path, cache: Path) -> None:
     shutil.copytree(cache / "models/tiny-llama", root / "model", dirs_exist_ok=True)
 
 
-def launch(found: Report, folder: Path, cache: Path, fork_server: ForkServer, checks: bool = True) -> tuple[int, str]:
+def launch(report: Report, folder: Path, cache: Path, fork_server: ForkServer, checks: bool = True) -> tuple[int, str]:
     """(exit code, log) of the plan, whatever the findings say; without `checks` the trainer runs no rules either."""
-    plan = found.plan if checks else without_checks(found.plan)
+    plan = report.plan if checks else without_checks(report.plan)
     write_plan(plan, folder)
-    if found.spec.parallel.strategy == "ddp" and found.spec.launch.launcher == "torchrun":
+    if report.spec.parallel.strategy == "ddp" and report.spec.launch.launcher == "torchrun":
         with (folder / "log.txt").open("w") as log:
             env = {**environment(folder, cache), **plan.env}
             code = subprocess.run(
@@ -165,43 +169,43 @@ def launch(found: Report, folder: Path, cache: Path, fork_server: ForkServer, ch
             ).returncode
         assert not processes.run_processes(folder)
     else:
-        code = fork_server.run(folder, rank_count(found.spec), env=plan.env)
+        code = fork_server.run(folder, rank_count(report.spec), env=plan.env)
     return code, (folder / "log.txt").read_text()
 
 
 def test_launched_rules_are_errors() -> None:
-    assert {rule.code for rule in PROVEN} >= {*INPUTS, *LIBRARY_ERRORS, "LCH001", "MTH002", "TRN006"}
-    assert all(rule.level == "error" for rule in PROVEN)
+    assert {rule.code for rule in LAUNCHED_RULES} >= {*INVALID_INPUTS, *LIBRARY_ERRORS, "LCH001", "MTH002", "TRN006"}
+    assert all(rule.level == "error" for rule in LAUNCHED_RULES)
 
 
-@pytest.mark.parametrize("rule", SOME, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", RULE_PARAMETERS, ids=lambda rule: rule.code)
 def test_rejected_spec_fails(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> None:
-    rejected(rule, tmp_path, cache, fork_server)
+    assert_rejected(rule, tmp_path, cache, fork_server)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", LAUNCHED_RULES, ids=lambda rule: rule.code)
 def test_rejected_spec_fails_without_the_rules(
     rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer
 ) -> None:
     """The library fails, or the trainer does once the model and the data are loaded."""
-    found, _ = failing_report(rule, tmp_path, cache)
-    code, log = launch(found, tmp_path / "rejected", cache, fork_server, checks=False)
+    report, _ = failing_report(rule, tmp_path, cache)
+    code, log = launch(report, tmp_path / "rejected", cache, fork_server, checks=False)
     assert code == 1, log
     if rule.code in LIBRARY_ERRORS:
-        assert LIBRARY_ERRORS[rule.code].words in log, log
+        assert LIBRARY_ERRORS[rule.code].message in log, log
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("rule", PROVEN, ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", LAUNCHED_RULES, ids=lambda rule: rule.code)
 def test_fixed_spec_runs(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> None:
-    found, finding = rejected(rule, tmp_path, cache, fork_server)
-    spec = found.spec
+    report, finding = assert_rejected(rule, tmp_path, cache, fork_server)
+    spec = report.spec
     if finding.fixes:
         spec = edit(spec, finding.fixes[0].patch)
     else:
         valid_inputs(tmp_path, cache)
-    fixed = preflight(spec, found.machine, tmp_path)
+    fixed = preflight(spec, report.machine, tmp_path)
     assert fixed.can_run, fixed.findings
     code, log = launch(fixed, tmp_path / "fixed", cache, fork_server)
     assert code == 0, log
@@ -211,16 +215,16 @@ def failing_report(rule: Rule, tmp_path: Path, cache: Path) -> tuple[Report, Fin
     """The report of the failing example on this machine, and the rule's finding."""
     machine = probe(tmp_path)
     valid_inputs(tmp_path, cache)
-    INPUTS.get(rule.code, lambda root: None)(tmp_path)
+    INVALID_INPUTS.get(rule.code, lambda root: None)(tmp_path)
     more = LIBRARY_ERRORS[rule.code].more if rule.code in LIBRARY_ERRORS else {}
     spec = edit(RunSpec(), {**TINY_RUN, "data.max_length": 2048, **rule.fails_on.patch, **more})
-    found = preflight(spec, machine, tmp_path)
+    report = preflight(spec, machine, tmp_path)
     if rule.code == "HW001" and machine.device == "cuda":
         pytest.skip("this machine has the device that the example needs to be missing")
-    return found, next(f for f in found.findings if f.code == rule.code)
+    return report, next(f for f in report.findings if f.code == rule.code)
 
 
-def rejected(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> tuple[Report, Finding]:
+def assert_rejected(rule: Rule, tmp_path: Path, cache: Path, fork_server: ForkServer) -> tuple[Report, Finding]:
     """The failing example, launched in spite of its errors: the trainer runs the same rule and ends with its text."""
     found, finding = failing_report(rule, tmp_path, cache)
     code, log = launch(found, tmp_path / "rejected", cache, fork_server)

@@ -1,4 +1,4 @@
-"""A real server as `make run` starts it: it answers, is light, keeps its runs and drafts, and ends when told."""
+"""The web server as a process: it responds, imports no training libraries, keeps drafts, and ends on signals."""
 
 import http.client
 import json
@@ -15,56 +15,56 @@ import pytest
 pytestmark = pytest.mark.alone
 
 HOME = Path(__file__).resolve().parent.parent.parent
-HEAVY = ("torch", "transformers", "matplotlib", "deepspeed", "datasets")
-MODULES = "import sys; from webui.__main__ import main; code = main(); print(*sys.modules); sys.exit(code)"
+HEAVY_MODULES = ("torch", "transformers", "matplotlib", "deepspeed", "datasets")
+PRINT_MODULES = "import sys; from webui.__main__ import main; code = main(); print(*sys.modules); sys.exit(code)"
 
 
 @contextmanager
-def served(runs, *start, **environment):
-    """The process and its port, as soon as it says that it answers; afterwards it and its children are gone."""
-    argv = [sys.executable, *(start or ("-m", "webui")), "--port", "0", "--runs", str(runs)]
+def running_server(runs, *command, **environment):
+    """Start a server and yield its process and port; it is killed afterwards."""
+    argv = [sys.executable, *(command or ("-m", "webui")), "--port", "0", "--runs", str(runs)]
     process = subprocess.Popen(
         argv, cwd=HOME, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
     )
     try:
-        said = process.stdout.readline()
-        if not said.startswith("Footplate is at http://127.0.0.1:"):
+        first_line = process.stdout.readline()
+        if not first_line.startswith("Footplate is at http://127.0.0.1:"):
             process.kill()
-            raise AssertionError(said + process.stderr.read())
-        yield process, int(said.strip().rpartition(":")[2])
+            raise AssertionError(first_line + process.stderr.read())
+        yield process, int(first_line.strip().rpartition(":")[2])
     finally:
         process.kill()
         process.communicate()
 
 
-def ask(port, method, path, body=None):
+def request(port, method, path, body=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     headers = {} if body is None else {"content-type": "application/json"}
     connection.request(method, path, None if body is None else json.dumps(body), headers)
-    answer = connection.getresponse()
-    found = answer.status, answer.read()
+    response = connection.getresponse()
+    result = response.status, response.read()
     connection.close()
-    return found
+    return result
 
 
 def children(pid):
-    found = []
+    pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[1]) == pid:
-            found.append(int(status.parent.name))
-    return found
+            pids.append(int(status.parent.name))
+    return pids
 
 
-def test_serves_keeps_and_ends(tmp_path):
+def test_responds_keeps_drafts_and_ends_on_sigterm(tmp_path):
     runs = tmp_path / "runs"
     values = {"train.learning_rate": "oops"}
-    with served(runs) as (process, port):
-        assert b"gradio" in ask(port, "GET", "/")[1]
-        status, body = ask(port, "POST", "/api/check", {"values": values, "draft": "abc", "seq": 1})
+    with running_server(runs) as (process, port):
+        assert b"gradio" in request(port, "GET", "/")[1]
+        status, body = request(port, "POST", "/api/check", {"values": values, "draft": "abc", "seq": 1})
         assert status == 200 and json.loads(body)["status"]["level"] == "invalid"
         assert children(process.pid) == []
         process.send_signal(signal.SIGTERM)
@@ -72,25 +72,25 @@ def test_serves_keeps_and_ends(tmp_path):
         assert process.stderr.read() == ""
     with socket.socket() as again:
         assert again.connect_ex(("127.0.0.1", port)) != 0
-    with served(runs) as (_, port):
-        assert json.loads(ask(port, "GET", "/api/drafts/abc")[1])["values"] == values
+    with running_server(runs) as (_, port):
+        assert json.loads(request(port, "GET", "/api/drafts/abc")[1])["values"] == values
 
 
-def test_loads_nothing_heavy_and_ends_by_ctrl_c(tmp_path):
-    with served(tmp_path, "-c", MODULES) as (process, port):
-        assert ask(port, "GET", "/")[0] == 200
-        assert ask(port, "POST", "/api/check", {"values": {}})[0] == 200
-        assert ask(port, "GET", "/api/runs")[0] == 200
-        assert ask(port, "GET", "/rules")[0] == 200
+def test_imports_no_heavy_modules_and_ends_on_ctrl_c(tmp_path):
+    with running_server(tmp_path, "-c", PRINT_MODULES) as (process, port):
+        assert request(port, "GET", "/")[0] == 200
+        assert request(port, "POST", "/api/check", {"values": {}})[0] == 200
+        assert request(port, "GET", "/api/runs")[0] == 200
+        assert request(port, "GET", "/rules")[0] == 200
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     assert process.returncode == 0 and err == ""
     loaded = {name.partition(".")[0] for name in out.split()}
-    assert "gradio" in loaded and not loaded & set(HEAVY)
+    assert "gradio" in loaded and not loaded & set(HEAVY_MODULES)
 
 
-def test_a_taken_port_is_refused_with_a_sentence(tmp_path):
-    with served(tmp_path) as (_, port):
+def test_port_in_use_is_reported(tmp_path):
+    with running_server(tmp_path) as (_, port):
         second = subprocess.run(
             [sys.executable, "-m", "webui", "--port", str(port), "--runs", str(tmp_path)],
             cwd=HOME,

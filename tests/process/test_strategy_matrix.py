@@ -39,7 +39,7 @@ STRATEGIES: Mapping[str, Changes] = {
     "FSDP2, offload": {"parallel.strategy": "fsdp2", "parallel.cpu_offload": True},
 }
 PRECISIONS = [name for name in registry.PRECISIONS if name != "auto"]
-SHORT: Changes = {
+SHORT_RUN: Changes = {
     "train.per_device_train_batch_size": 2,
     "data.max_samples": 16,
     "data.max_length": 96,
@@ -65,13 +65,13 @@ combination without a section has an empty cell in the summary.
 
 def cell(changes: Changes, machine: Machine, folder: Path, fork_server: ForkServer) -> str:
     """`RUNS`, `GPU`, the codes of the rules that refuse the combination everywhere, or how the run failed."""
-    spec = make_spec({**SHORT, **changes})
-    found = preflight(spec, machine, folder.parent)
-    if any(f.level == "error" for f in found.findings):
-        elsewhere = preflight(make_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
-        return ", ".join(sorted({f.code for f in elsewhere if f.level == "error"})) or GPU
-    write_run(folder, found.spec)
-    code = fork_server.run(folder, rank_count(spec), env=found.plan.env)
+    spec = make_spec({**SHORT_RUN, **changes})
+    report = preflight(spec, machine, folder.parent)
+    if any(f.level == "error" for f in report.findings):
+        gpu_findings = preflight(make_spec({**changes, "launch.device": "cuda"}), EQUIPPED_TWO, folder.parent).findings
+        return ", ".join(sorted({f.code for f in gpu_findings if f.level == "error"})) or GPU
+    write_run(folder, report.spec)
+    code = fork_server.run(folder, rank_count(spec), env=report.plan.env)
     outcome = RUNS if code == 0 and len(losses(folder)) == 3 else f"FAILS {log_text(folder)[-1500:]}"
     shutil.rmtree(folder)
     return outcome
@@ -79,26 +79,28 @@ def cell(changes: Changes, machine: Machine, folder: Path, fork_server: ForkServ
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_what_passes_the_checks_runs(method: str, strategy: str, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_combinations_that_pass_the_checks_run(
+    method: str, strategy: str, fork_server: ForkServer, tmp_path: Path
+) -> None:
     machine = probe(tmp_path)
-    found = {}
+    outcomes = {}
     for precision in PRECISIONS:
         for optimizer in registry.OPTIMIZERS:
             changes = {**METHODS[method], **STRATEGIES[strategy]}
             changes |= {"precision.compute": precision, "train.optim": optimizer}
-            found[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", fork_server)
-    failed = {key: outcome for key, outcome in found.items() if outcome.startswith("FAILS")}
+            outcomes[precision, optimizer] = cell(changes, machine, tmp_path / f"{precision}-{optimizer}", fork_server)
+    failed = {key: outcome for key, outcome in outcomes.items() if outcome.startswith("FAILS")}
     assert not failed, "\n\n".join(f"{key}: {outcome}" for key, outcome in failed.items())
     order = [f"{method}: {strategy}" for method in METHODS for strategy in STRATEGIES]
-    write_section(DOCUMENT, introduction, order, f"{method}: {strategy}", section(found))
+    write_section(DOCUMENT, introduction, order, f"{method}: {strategy}", section(outcomes))
 
 
-def section(found: Mapping[tuple[str, str], str]) -> str:
+def section(outcomes: Mapping[tuple[str, str], str]) -> str:
     """The counts, and a table: one row per group of optimizers with the same outcomes, one column per precision."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for optimizer in registry.OPTIMIZERS:
-        rows.setdefault(tuple(found[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
-    cells = list(found.values())
+        rows.setdefault(tuple(outcomes[precision, optimizer] for precision in PRECISIONS), []).append(optimizer)
+    cells = list(outcomes.values())
     runs, gpu = cells.count(RUNS), cells.count(GPU)
     counts = f"{runs} run, {gpu} need a GPU, {len(cells) - runs - gpu} are refused."
     return (
@@ -107,7 +109,7 @@ def section(found: Mapping[tuple[str, str], str]) -> str:
 
 
 def introduction(sections: Sections) -> str:
-    """What the document is, and a summary of all sections."""
+    """The introduction of the document, and a summary of all sections."""
     rows = []
     for strategy in STRATEGIES:
         bodies = [sections.get(f"{method}: {strategy}", "") for method in METHODS]

@@ -1,4 +1,4 @@
-"""What cannot be trained is told in one sentence; the demo data is what its script makes."""
+"""Errors of the trainer for invalid models, options, checkpoints and downloads; the demo datasets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from backend.train.run_log import RunLog, TrainError
 SIZES = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
 
 
-def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> None:
-    """Two ranks, one sentence, no traceback; torchrun's error file has it."""
+def test_training_error_has_no_traceback_and_is_in_the_error_file(tmp_path: Path) -> None:
+    """With two ranks: one sentence without a traceback, also in torchrun's error file."""
     folder = make_run_folder(
         tmp_path, "run", {"model.source": "path", "model.path": str(tmp_path), "parallel.strategy": "ddp"}
     )
@@ -35,9 +35,9 @@ def test_a_refusal_is_the_last_line_and_in_the_error_file(tmp_path: Path) -> Non
         TorchrunLaunch(folder, tmp_path / "cache", 2).wait_for_exit(1)
     log = log_text(folder)
     sentence = f"model.path: The model folder cannot be loaded. {tmp_path} has no config.json"
-    ours, _, torchruns = log.partition("Traceback")
-    assert sentence in ours, "the ranks' own words are the sentence, with no traceback before it"
-    assert "ChildFailedError" in torchruns
+    before_traceback, _, after_traceback = log.partition("Traceback")
+    assert sentence in before_traceback, "the error of the ranks comes before any traceback"
+    assert "ChildFailedError" in after_traceback
     assert sentence in json.dumps(json.loads((folder / "error.json").read_text()))
 
 
@@ -58,28 +58,28 @@ def test_unknown_module_error_lists_the_modules_of_the_model(tiny: Path, changes
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("config", "implementation"),
     [(Gemma2Config(**SIZES, head_dim=8), "sdpa"), (GPT2Config(n_layer=1, n_embd=16, n_head=2), "flex_attention")],
 )
-def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config: Any, asked: str) -> None:
+def test_unsupported_attention_implementation(tiny: Path, tmp_path: Path, config: Any, implementation: str) -> None:
     """A rule lists these architectures; the library's error becomes a TrainError."""
-    assert (config.model_type, asked) in UNSUPPORTED_ATTENTION
+    assert (config.model_type, implementation) in UNSUPPORTED_ATTENTION
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    spec = make_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": asked})
+    spec = make_spec({"model.source": "path", "model.path": str(tmp_path), "model.attn_implementation": implementation})
     tokens = model.load_tokenizer(
         make_spec({"model.source": "path", "model.path": str(tiny)}), model.ModelSource(str(tiny), {})
     )
-    with pytest.raises(TrainError, match=f"model.attn_implementation: {asked} cannot be used here"):
+    with pytest.raises(TrainError, match=f"model.attn_implementation: {implementation} cannot be used here"):
         model.load(spec, model.locate(spec, ignore_progress), "fp32", tokens)
 
 
 def test_best_model_needs_an_evaluation_for_each_checkpoint(tmp_path: Path) -> None:
-    odd = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
+    options = {"save.load_best_model_at_end": True, "save.strategy": "steps", "eval.strategy": "steps"}
     with pytest.raises(TrainError, match=r"save\.load_best_model_at_end"):
-        verify.check_rules(make_spec({**odd, "save.steps": 10, "eval.steps": 4}), tmp_path)
+        verify.check_rules(make_spec({**options, "save.steps": 10, "eval.steps": 4}), tmp_path)
 
 
-SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
+SEQUENCE_PARALLEL = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ SHARED = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
     [
         ({"parallel.strategy": "zero3", "save.final_model": True, "save.merge_adapter": True}, "save.merge_adapter"),
         ({"parallel.strategy": "fsdp1", "eval.num_generations": 4}, "eval.num_generations"),
-        ({**SHARED, "eval.num_generations": 4}, "eval.num_generations"),
-        ({**SHARED, "data.packing": True}, "data.packing"),
-        ({**SHARED, "model.attn_implementation": "eager"}, "model.attn_implementation"),
-        ({**SHARED, "train.stage": "dpo", "data.builtin": "train-pairs"}, "parallel.sequence_parallel_size"),
-        ({**SHARED, "parallel.sequence_parallel_size": 3}, "parallel.sequence_parallel_size"),
+        ({**SEQUENCE_PARALLEL, "eval.num_generations": 4}, "eval.num_generations"),
+        ({**SEQUENCE_PARALLEL, "data.packing": True}, "data.packing"),
+        ({**SEQUENCE_PARALLEL, "model.attn_implementation": "eager"}, "model.attn_implementation"),
+        ({**SEQUENCE_PARALLEL, "train.stage": "dpo", "data.builtin": "train-pairs"}, "parallel.sequence_parallel_size"),
+        ({**SEQUENCE_PARALLEL, "parallel.sequence_parallel_size": 3}, "parallel.sequence_parallel_size"),
     ],
 )
 def test_options_that_do_not_go_with_sharded_weights_or_sequences(
@@ -104,18 +104,18 @@ def test_options_that_do_not_go_with_sharded_weights_or_sequences(
 
 
 def test_checkpoints_that_cannot_be_resumed(tmp_path: Path) -> None:
-    made = tmp_path / "checkpoints/checkpoint-3"
+    folder = tmp_path / "checkpoints/checkpoint-3"
     with pytest.raises(TrainError, match="is not a checkpoint"):
-        checkpoints.at_path(str(made))
-    made.mkdir(parents=True)
-    (made / "trainer_state.json").touch()
+        checkpoints.at_path(str(folder))
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").touch()
     with pytest.raises(TrainError, match="is incomplete"):
-        checkpoints.at_path(str(made))
-    checkpoints.mark_complete(made)
+        checkpoints.at_path(str(folder))
+    checkpoints.mark_complete(folder)
     with pytest.raises(TrainError, match="weights only"):
-        checkpoints.at_path(str(made))
-    (made / checkpoints.OPTIMIZER_STATES[0]).touch()
-    assert checkpoints.at_path(str(made)) == made.resolve() == checkpoints.latest(tmp_path).resolve()  # type: ignore[union-attr]
+        checkpoints.at_path(str(folder))
+    (folder / checkpoints.OPTIMIZER_STATES[0]).touch()
+    assert checkpoints.at_path(str(folder)) == folder.resolve() == checkpoints.latest(tmp_path).resolve()  # type: ignore[union-attr]
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -135,27 +135,27 @@ def test_metrics_are_strict_json(tmp_path: Path) -> None:
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "note": "loss is nan, grad_norm is inf"}
 
 
-@pytest.mark.parametrize("way", ["offline", "unwritable"])
-def test_failed_download_error_says_how_to_fix_it(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("cause", ["offline", "unwritable"])
+def test_failed_download_error_says_how_to_fix_it(tmp_path: Path, cause: str) -> None:
     """pip without an index; a cache that is a file."""
     cache = tmp_path / "cache"
-    if way == "unwritable":
+    if cause == "unwritable":
         cache.write_text("no folder")
-    own = {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
-    ended = subprocess.run(
+    variables = {"FOOTPLATE_CACHE": str(cache), "PYTHONPATH": str(HOME), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    completed = subprocess.run(
         [sys.executable, "-m", "backend.train.builtin_models", "smollm2-135m-instruct"],
-        env={**os.environ, **own},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert ended.returncode == 1
-    said = ended.stderr.strip().splitlines()[-1]
-    assert ("tiny-llama" if way == "offline" else "FOOTPLATE_CACHE") in said
-    assert "Traceback" not in ended.stderr
+    assert completed.returncode == 1
+    last_line = completed.stderr.strip().splitlines()[-1]
+    assert ("tiny-llama" if cause == "offline" else "FOOTPLATE_CACHE") in last_line
+    assert "Traceback" not in completed.stderr
     assert [p.name for p in tmp_path.glob("cache/models/*")] == (
-        [".smollm2-135m-instruct.lock"] if way == "offline" else []
+        [".smollm2-135m-instruct.lock"] if cause == "offline" else []
     )
 
 
@@ -167,7 +167,7 @@ def test_tiny_llama_is_deterministic(tiny: Path, tmp_path: Path) -> None:
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
 
 
-def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
+def test_demo_data_matches_its_script(tmp_path: Path) -> None:
     script = ASSETS / "trains" / "make.py"
     subprocess.run([sys.executable, "-I", str(script), str(tmp_path)], check=True, timeout=60)
     for folder in registry.DATASETS:
@@ -175,35 +175,39 @@ def test_the_demo_data_is_what_its_script_makes(tmp_path: Path) -> None:
             assert (tmp_path / folder / name).read_bytes() == (ASSETS / folder / name).read_bytes()
 
 
-def test_the_demo_pairs_are_sound() -> None:
-    """Each chosen answer is what the sentence says; the rejected one is another, or hides it among words."""
+def test_demo_pairs_are_valid() -> None:
+    """The chosen completion is the correct JSON; the rejected one is wrong, or surrounds it with other text."""
     parts = [[row for _, row in read_examples(ASSETS / "train-pairs" / f"{p}.jsonl")] for p in ("train", "validation")]
     assert [len(part) for part in parts] == [300, 32]
-    learned = {row["messages"][1]["content"] for _, row in read_examples(ASSETS / "trains" / "train.jsonl")}
+    sft_sentences = {row["messages"][1]["content"] for _, row in read_examples(ASSETS / "trains" / "train.jsonl")}
     for row in parts[0] + parts[1]:
         assert example_problem(row, "pairs", Data()) is None
-        asked, right, wrong = row["prompt"][1]["content"], row["chosen"][0]["content"], row["rejected"][0]["content"]
-        assert asked not in learned
-        assert list(json.loads(right)) == ["train", "from", "to", "time", "platform"]
-        assert right != wrong
+        sentence, chosen, rejected = (
+            row["prompt"][1]["content"],
+            row["chosen"][0]["content"],
+            row["rejected"][0]["content"],
+        )
+        assert sentence not in sft_sentences
+        assert list(json.loads(chosen)) == ["train", "from", "to", "time", "platform"]
+        assert chosen != rejected
         try:
-            assert json.loads(wrong) != json.loads(right)
+            assert json.loads(rejected) != json.loads(chosen)
         except ValueError:
-            assert right in wrong, "chatter around the right answer"
+            assert chosen in rejected, "text around the correct JSON"
     assert not {r["prompt"][1]["content"] for r in parts[0]} & {r["prompt"][1]["content"] for r in parts[1]}
 
 
-def test_the_demo_data_is_sound() -> None:
+def test_demo_data_is_valid() -> None:
     parts = [[row for _, row in read_examples(ASSETS / "trains" / f"{p}.jsonl")] for p in ("train", "validation")]
     assert [len(part) for part in parts] == [400, 32]
-    said = [{row["messages"][1]["content"] for row in part} for part in parts]
-    assert not said[0] & said[1]
-    assert len(said[0]) == 400
+    sentences = [{row["messages"][1]["content"] for row in part} for part in parts]
+    assert not sentences[0] & sentences[1]
+    assert len(sentences[0]) == 400
     for row in parts[0] + parts[1]:
         assert example_problem(row, "messages", Data()) is None
-        asked, answer = row["messages"][1]["content"], json.loads(row["messages"][2]["content"])
+        sentence, answer = row["messages"][1]["content"], json.loads(row["messages"][2]["content"])
         assert list(answer) == ["train", "from", "to", "time", "platform"]
-        assert all(answer[key] is None or answer[key] in asked for key in ("from", "to", "platform"))
-        assert answer["train"].split()[1] in asked
-        assert "{" not in asked
-        assert "[" not in asked
+        assert all(answer[key] is None or answer[key] in sentence for key in ("from", "to", "platform"))
+        assert answer["train"].split()[1] in sentence
+        assert "{" not in sentence
+        assert "[" not in sentence

@@ -1,6 +1,6 @@
-"""Unsloth, by its own way for CPUs: it computes, equally, where the rules let it; elsewhere a run ends with a sentence.
+"""Unsloth on a CPU: the same losses where the rules allow it; otherwise the run ends with an error.
 
-Not for every change: it is fetched, beside the newest releases of the others, and is nobody's dependency.
+Runs in `make soak` only: Unsloth is downloaded for this test and is not a dependency.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from training_runs import TorchrunLaunch, log_text, losses, make_run_folder, res
 
 pytestmark = pytest.mark.soak
 VERSION = "2026.10.9"
-ASKED = {"train.use_unsloth": True}
+UNSLOTH = {"train.use_unsloth": True}
 DDP, ZERO2, FULL = {"parallel.strategy": "ddp"}, {"parallel.strategy": "zero2"}, {"method.kind": "full"}
-KEPT = {"save.strategy": "steps", "save.steps": 2, "save.final_model": True, "save.merge_adapter": True}
-ANSWERS = {"eval.num_generations": 2, "eval.max_new_tokens": 4, "train.activation_checkpointing": True}
+SAVING = {"save.strategy": "steps", "save.steps": 2, "save.final_model": True, "save.merge_adapter": True}
+GENERATION = {"eval.num_generations": 2, "eval.max_new_tokens": 4, "train.activation_checkpointing": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Unsloth where the trainings find it, without what it would bring along."""
+def install_unsloth(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Install Unsloth without its dependencies into a folder on PYTHONPATH."""
     folder = tmp_path_factory.mktemp("unsloth")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, f"unsloth=={VERSION}", f"unsloth_zoo=={VERSION}"], check=True, timeout=300)
@@ -35,7 +35,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def trained(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code: int = 0) -> Path:
+def train(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code: int = 0) -> Path:
     folder = make_run_folder(root, name, changes)
     ranks = 2 if "parallel.strategy" in changes else 1
     TorchrunLaunch(folder, cache, ranks).wait_for_exit(code)
@@ -44,18 +44,22 @@ def trained(root: Path, name: str, changes: Mapping[str, Any], cache: Path, code
 
 @cites("UNS002")
 @pytest.mark.parametrize(
-    "changes", [{}, FULL, {"method.quantization": "nf4"}, DDP, {**ZERO2, **FULL}, {**KEPT, **ANSWERS}],
-    ids=["lora", "full", "nf4", "ddp", "zero2", "kept"],
+    "changes", [{}, FULL, {"method.quantization": "nf4"}, DDP, {**ZERO2, **FULL}, {**SAVING, **GENERATION}],
+    ids=["lora", "full", "nf4", "ddp", "zero2", "saving"],
 )  # fmt: skip
-def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: Path, cache: Path) -> None:
-    """The same losses; the log of the one names its loading, and the model is what `from_pretrained` loads."""
-    own, plain = (trained(tmp_path, name, {**more, **changes}, cache) for name, more in (("own", ASKED), ("plain", {})))
-    assert "Unsloth (CPU): LlamaForCausalLM" in log_text(own)
-    assert "Unsloth" not in log_text(plain)
-    assert losses(own) == pytest.approx(losses(plain), rel=1e-4)
+def test_losses_match_training_without_unsloth(changes: Mapping[str, Any], tmp_path: Path, cache: Path) -> None:
+    """The log names Unsloth, and the saved model is the one that `from_pretrained` loads."""
+    with_unsloth, without_unsloth = (
+        train(tmp_path, name, {**more, **changes}, cache) for name, more in (("own", UNSLOTH), ("plain", {}))
+    )
+    assert "Unsloth (CPU): LlamaForCausalLM" in log_text(with_unsloth)
+    assert "Unsloth" not in log_text(without_unsloth)
+    assert losses(with_unsloth) == pytest.approx(losses(without_unsloth), rel=1e-4)
     if "save.merge_adapter" in changes:
-        assert result(own)["model"] == result(plain)["model"]
-        assert [json.loads((f / "model/config.json").read_text())["model_type"] for f in (own, plain)] == ["llama"] * 2
+        assert result(with_unsloth)["model"] == result(without_unsloth)["model"]
+        assert [
+            json.loads((f / "model/config.json").read_text())["model_type"] for f in (with_unsloth, without_unsloth)
+        ] == ["llama"] * 2
 
 
 @cites("UNS003", "UNS005", "UNS006")
@@ -71,5 +75,7 @@ def test_it_computes_and_learns_the_same(changes: Mapping[str, Any], tmp_path: P
         ),
     ],
 )
-def test_what_it_would_change_ends_the_run(changes: Mapping[str, Any], part: str, tmp_path: Path, cache: Path) -> None:
-    assert part in log_text(trained(tmp_path, "run", {**ASKED, **changes}, cache, 1))
+def test_silently_changed_options_end_the_run(
+    changes: Mapping[str, Any], part: str, tmp_path: Path, cache: Path
+) -> None:
+    assert part in log_text(train(tmp_path, "run", {**UNSLOTH, **changes}, cache, 1))

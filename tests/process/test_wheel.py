@@ -1,5 +1,5 @@
-"""The wheel that `pip install .` builds, installed into an environment of its own: every file is in it, the `footplate`
-command works away from the checkout, the page serves its files, and a run ends well."""
+"""The wheel that `pip install .` builds, installed into its own environment: it contains every file, the `footplate`
+command works outside the checkout, the page serves its files, and a run succeeds."""
 
 from __future__ import annotations
 
@@ -29,22 +29,27 @@ CODE, DATA = ("backend", "webui"), ("assets", "presets")
 
 @dataclass(frozen=True)
 class Installed:
-    """The wheel, and an environment that has it; the libraries are those of the tests' own environment."""
+    """The wheel and an environment with it; the libraries are those of the test environment."""
 
     wheel: Path
     bin: Path
-    place: Path
+    work_folder: Path
 
-    def footplate(self, *words: str, code: int = 0) -> str:
-        ended = subprocess.run(
-            [self.bin / "footplate", *words], cwd=self.place, env=self.env, capture_output=True, text=True, timeout=300
+    def footplate(self, *arguments: str, code: int = 0) -> str:
+        completed = subprocess.run(
+            [self.bin / "footplate", *arguments],
+            cwd=self.work_folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
-        assert ended.returncode == code, f"{ended.stdout}\n{ended.stderr}"
-        return ended.stdout
+        assert completed.returncode == code, f"{completed.stdout}\n{completed.stderr}"
+        return completed.stdout
 
     @property
     def env(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": "", "FOOTPLATE_CACHE": str(self.place / "cache")}
+        return {**os.environ, "PYTHONPATH": "", "FOOTPLATE_CACHE": str(self.work_folder / "cache")}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_every_file_is_in_the_wheel(installed: Installed) -> None:
     names = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
     expected = {
-        path.relative_to(HOME).as_posix() for name in CODE for path in (HOME / name).rglob("*") if is_ours(path)
+        path.relative_to(HOME).as_posix() for name in CODE for path in (HOME / name).rglob("*") if is_source_file(path)
     }
     for suffix, name in ((".jsonl", "assets"), (".yaml", "presets")):
         found = (HOME / name).rglob(f"*{suffix}")
@@ -80,14 +85,16 @@ def test_every_file_is_in_the_wheel(installed: Installed) -> None:
     assert {name.split("/")[0] for name in names} == {"backend", "webui", "footplate_data"}
 
 
-def is_ours(path: Path) -> bool:
+def is_source_file(path: Path) -> bool:
     return path.is_file() and "__pycache__" not in path.parts
 
 
-def test_the_command_works_away_from_the_checkout(installed: Installed) -> None:
+def test_command_works_outside_the_checkout(installed: Installed) -> None:
     code = "import backend, webui; print(backend.__file__, webui.__file__)"
-    ask = [installed.bin / "python", "-c", code]
-    files = subprocess.run(ask, cwd=installed.place, env=installed.env, check=True, capture_output=True, text=True)
+    command = [installed.bin / "python", "-c", code]
+    files = subprocess.run(
+        command, cwd=installed.work_folder, env=installed.env, check=True, capture_output=True, text=True
+    )
     assert all(str(installed.bin.parent) in file for file in files.stdout.split())
     presets = json.loads(installed.footplate("presets", "--json"))
     assert {preset["name"] for preset in presets} == {path.stem for path in (HOME / "presets").glob("*.yaml")}
@@ -96,19 +103,19 @@ def test_the_command_works_away_from_the_checkout(installed: Installed) -> None:
     assert installed.footplate("estimate", "lora-80gb", "--machine", "1x80gb")
 
 
-def test_the_page_serves_its_files(installed: Installed) -> None:
+def test_page_serves_its_files(installed: Installed) -> None:
     static = [path for path in (HOME / "webui/static").rglob("*") if path.is_file()]
-    with served(installed) as port:
+    with running_page(installed) as port:
         assert b"gradio" in get(port, "/")
         for path in static:
             assert get(port, f"/footplate/{path.relative_to(HOME / 'webui/static')}") == path.read_bytes()
 
 
 @contextmanager
-def served(installed: Installed) -> Iterator[int]:
-    """The port of a page; its process is ended afterwards."""
+def running_page(installed: Installed) -> Iterator[int]:
+    """Start the page and yield its port; the process is killed afterwards."""
     command = [installed.bin / "footplate", "ui", "--port", "0"]
-    process = subprocess.Popen(command, cwd=installed.place, env=installed.env, text=True, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=installed.work_folder, env=installed.env, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
@@ -121,16 +128,16 @@ def served(installed: Installed) -> Iterator[int]:
 def get(port: int, path: str) -> bytes:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("GET", path)
-    answer = connection.getresponse()
-    body = answer.read()
+    response = connection.getresponse()
+    body = response.read()
     connection.close()
-    assert answer.status == 200, (path, body)
+    assert response.status == 200, (path, body)
     return body
 
 
 @pytest.mark.soak
-def test_a_run_ends_well(installed: Installed) -> None:
-    """The supervisor, torchrun and its two ranks all import the installed package."""
+def test_run_succeeds(installed: Installed) -> None:
+    """Supervisor, torchrun and both ranks import the installed package."""
     changes = {
         "model.builtin": "tiny-llama",
         "train.max_steps": 2,
@@ -139,8 +146,8 @@ def test_a_run_ends_well(installed: Installed) -> None:
         "launch.nproc_per_node": 2,
         "launch.device": "cpu",
     }
-    words = [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
-    installed.footplate("run", "first-run", *words, "--follow")
-    (run,) = runs(installed.place / "runs")
+    arguments = [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+    installed.footplate("run", "first-run", *arguments, "--follow")
+    (run,) = runs(installed.work_folder / "runs")
     assert run.state == "done"
     assert not processes.run_processes(run.path)
