@@ -24,16 +24,16 @@ ATTENTIONS: Mapping[str, Attention] = {
     ),
     "flash_attention_3": Attention(
         "FlashAttention 3",
-        "Hopper GPUs only, bf16 or fp16.",
+        "Written for Hopper GPUs; its build can include Ampere and Ada; bf16 or fp16.",
         package="flash_attn_3",
-        devices=("cuda", "npu", "xpu"),
-        min_capability=(9, 0),
+        devices=("cuda",),
+        min_capability=(8, 0),
         max_capability=(9, 0),
         max_head_dim=256,
         head_dim_multiple=8,
     ),
     "flex_attention": Attention(
-        "FlexAttention", "PyTorch's compiled attention with block masks; GPUs only.", devices=("cuda", "npu", "xpu")
+        "FlexAttention", "PyTorch's compiled attention with block masks; GPUs only.", devices=("cuda", "xpu")
     ),
 }
 FLASH_ATTENTIONS = tuple(name for name, row in ATTENTIONS.items() if row.package)

@@ -530,8 +530,8 @@ unsupported_capability(
     "KRN003",
     "flash-attention-unsupported-on-gpu",
     "FlashAttention's kernels are compiled for certain GPU generations: version 2 for Ampere and later. Version 3 is "
-    "written for Hopper and has no kernels for Blackwell. It can be built for Ampere and Ada, where version 2 is about "
-    "as fast; Footplate accepts version 3 on Hopper only.",
+    "written for Hopper; its build includes kernels for Ampere and Ada unless they are disabled, and none for "
+    "Blackwell.",
     row=flash_attention,
     any_vendor=True,
     fields=("model.attn_implementation",),

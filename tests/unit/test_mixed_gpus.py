@@ -65,7 +65,7 @@ GENERATIONS: dict[str, tuple[dict[str, Any], Any, Machine, set[int]]] = {
     "PRC006": ({"precision.compute": "fp8"}, DEMO, V100_A100_H100, {0, 1}),
     "PRC013": ({"precision.compute": "fp32", "train.torch_compile": True}, DEMO, T4_H100, {1}),
     "KRN003": ({"model.attn_implementation": "flash_attention_2"}, DEMO, V100_A100_H100, {0}),
-    "KRN003 for version 3": ({"model.attn_implementation": "flash_attention_3"}, DEMO, V100_A100_H100, {0, 1}),
+    "KRN003 for version 3": ({"model.attn_implementation": "flash_attention_3"}, DEMO, V100_A100_H100, {0}),
     "KRN004": ({"model.attn_implementation": "flash_attention_2"}, DEMO, T4_H100, {0}),
     "QNT008": ({"method.quantization": "int8"}, DEMO, V100_A100_H100, {0}),
     "QNT017": (LOCAL_MODEL, replace(DEMO, quant_method="awq"), T4_H100, {1}),

@@ -173,7 +173,7 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
     "PRC013 capability": (Setup(COMPILED_FP32, on_gpu((7, 9))), Setup(COMPILED_FP32, on_gpu((8, 0)))),
     "KRN003 version 2": (Setup(FLASH_2, on_gpu((8, 0))), Setup(FLASH_2, on_gpu((7, 9)))),
     "KRN003 version 2, another vendor": (Setup(FLASH_2, on_gpu((0, 0))), Setup(FLASH_2, on_gpu((0, 1)))),
-    "KRN003 version 3, older": (Setup(FLASH_3, on_gpu((9, 0))), Setup(FLASH_3, on_gpu((8, 9)))),
+    "KRN003 version 3, older": (Setup(FLASH_3, on_gpu((8, 0))), Setup(FLASH_3, on_gpu((7, 9)))),
     "KRN003 version 3, newer": (Setup(FLASH_3, on_gpu((9, 0))), Setup(FLASH_3, on_gpu((9, 1)))),
     "QNT008 capability": (
         Setup({"method.quantization": "int8"}, on_gpu((7, 5))),
@@ -627,7 +627,7 @@ def test_versions_are_compared_as_versions(installed_version: str, minimum: str,
 
 
 def test_capability_ranges() -> None:
-    row = registry.ATTENTIONS["flash_attention_3"]
+    row = replace(registry.ATTENTIONS["flash_attention_3"], min_capability=(9, 0))
     assert capability_range(row) == "compute capability 9.0"
     assert capability_range(replace(row, max_capability=(9, 1))) == "compute capability 9.0 to 9.1"
     assert capability_range(replace(row, max_capability=(0, 0))) == "compute capability 9.0 or later"
