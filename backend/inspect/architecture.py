@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.inspect.worker import Result, WorkerCache, installed_versions
+from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
 from backend.modelspec import SCORE, ModelShape, UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
@@ -26,7 +25,6 @@ from backend.paths import cache_folder
 FORMAT = 2  # as in backend.train.describe_model
 # Keys of config.json that change neither the modules nor the facts of a table.
 IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
-WORKER_SETTING = "FOOTPLATE_MODEL_TABLES"  # environment variable; "off": no worker process is started
 Config = Mapping[str, Any]
 
 
@@ -63,7 +61,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
         if has_custom_code and trusted:
             return {"shape_unknown_reason": str(error)}
         return {"stacked_modules": stacked, **_read_table(config, environment, str(error), has_custom_code)}
-    table = _tables(cache_folder(environment)).get(config, start=_composite(config) and _may_start(environment))
+    table = _tables(cache_folder(environment)).get(config, start=_composite(config) and may_start(environment))
     if not isinstance(table, Mapping) or not _built(table):
         return {
             "shape": shape,
@@ -88,17 +86,17 @@ def await_architecture(config: Config, environment: Mapping[str, str], seconds: 
         from_config(config)
         if not _composite(config):
             return
-    if _may_start(environment):
+    if may_start(environment):
         _tables(cache_folder(environment)).wait(config, seconds)
 
 
 def _read_table(config: Config, environment: Mapping[str, str], reason: str, has_custom_code: bool) -> dict[str, Any]:
     """As `read_architecture`, from a module table; `reason` is why the closed formulas do not cover the config."""
     model_type = str(config.get("model_type"))
-    table = _tables(cache_folder(environment)).get(config, start=_may_start(environment))
+    table = _tables(cache_folder(environment)).get(config, start=may_start(environment))
     if table is None or isinstance(table, str):
         names = {"module_classes": _classes(model_type), "module_attributes": _attributes(model_type)}
-        pending = table is None and _may_start(environment)
+        pending = table is None and may_start(environment)
         message = f"the architecture {model_type} is being read, which takes a few seconds"
         unknown = message if pending else table or reason
         known_names = {} if has_custom_code else names
@@ -148,10 +146,6 @@ KEPT = 64
 _SHAPES: dict[str, ModelShape] = {}
 
 
-def _may_start(environment: Mapping[str, str]) -> bool:
-    return environment.get(WORKER_SETTING, os.environ.get(WORKER_SETTING)) != "off"
-
-
 @lru_cache(maxsize=8)
 def _tables(folder: Path) -> ModuleTables:
     return ModuleTables(folder)
@@ -160,15 +154,20 @@ def _tables(folder: Path) -> ModuleTables:
 # Until the table exists: names from the source files of transformers, which are read but not imported.
 
 
+SPECIAL_MODULES = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"  # model types whose source has another name: gemma3_text, gemma3
+
+
 def _source(model_type: str) -> str:
     """The modeling source of this model type in the installed transformers; '' if there is none."""
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None or not model_type.isidentifier():
         return ""
+    models = Path(found.origin).parent / "models"
     with suppress(OSError):
-        return (Path(found.origin).parent / "models" / model_type / f"modeling_{model_type}.py").read_text(
-            encoding="utf-8"
-        )
+        mapping = (models / "auto/auto_mappings.py").read_text(encoding="utf-8").partition(SPECIAL_MODULES)[2]
+        special = re.search(rf'\("{model_type}", "(\w+)"\)', mapping)
+        name = special.group(1) if special else model_type
+        return (models / name / f"modeling_{name}.py").read_text(encoding="utf-8")
     return ""
 
 

@@ -23,10 +23,13 @@ from test_modelspec import CASES, SMALL, built
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import architecture as reading
-from backend.inspect import inspect_inputs, wait_for_architecture
+from backend.inspect import inspect_inputs
 from backend.inspect.architecture import FORMAT, ModuleTables, cache_key
+from backend.inspect.model_folder import wait_for_architecture
+from backend.inspect.worker import SETTING
 from backend.machine import Machine
 from backend.modelspec import (
+    ARCHITECTURES,
     ModelShape,
     ModuleSpec,
     UnknownArchitecture,
@@ -399,7 +402,8 @@ def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
     known = {row["config"]["model_type"]: row["table"] for row in RECORDED.values()}
     tables = make(SAYS.replace('{"result": TABLE}', f'{{"result": {known!r}[config["model_type"]]}}'))
     monkeypatch.setattr(reading, "_tables", lambda folder: tables)
-    monkeypatch.setenv(reading.WORKER_SETTING, "on")
+    monkeypatch.setattr("backend.inspect.inspect_examples", lambda *_: {})
+    monkeypatch.setenv(SETTING, "on")
     return tables
 
 
@@ -468,7 +472,7 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
 
 
 def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
-    assert os.environ[reading.WORKER_SETTING] == "off"  # tests/conftest.py
+    assert os.environ[SETTING] == "off"  # tests/conftest.py
     found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
     assert found.shape is None
     assert found.shape_unknown_reason == "Footplate has no formula for the architecture starcoder2"
@@ -482,3 +486,10 @@ def test_a_leaf_without_a_name_is_the_layer_itself() -> None:
 
 def vars_of(shape: ModelShape) -> dict[str, Any]:
     return {part.name: getattr(shape, part.name) for part in fields(ModelShape)}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_layer_classes_of_closed_formulas_are_known_without_a_worker(kind: str) -> None:
+    """Also those whose source file has another name: gemma3_text is in modeling_gemma3.py."""
+    layers = reading._classes(kind)
+    assert layers and layers[0].endswith(("DecoderLayer", "Block", "Layer"))
