@@ -13,7 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.inspect import InputFacts, inspect_inputs, resolve_paths, wait_for_architecture
+from backend.inspect import InputFacts, inspect_inputs, resolve_paths, wait_for_worker
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
@@ -89,14 +89,17 @@ class Report:
         if shape:
             count = trainable_parameters(self.spec, shape)
             parts.append(f"{_short(count)} of {_short(shape.parameters)} parameters trainable")
+        if self.facts.num_tokenized and not self.facts.all_tokenized:
+            parts.append(f"the first {counted(self.facts.num_tokenized, 'example')} checked")
         return "; ".join(parts)
 
 
 def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0) -> Report:
     """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
-    of a spec. Waits up to `wait_seconds` for the module table of an architecture that is not known yet."""
+    of a spec. Waits up to `wait_seconds` for the worker process, which reads an architecture without a closed formula
+    and tokenizes the examples."""
     if wait_seconds:
-        wait_for_architecture(spec, base, seconds=wait_seconds)
+        wait_for_worker(resolve_paths(effective(spec), base), base, seconds=wait_seconds)
     case = build_case(spec, machine, base)
     launch_plan = plan(case.spec, machine, run=case.run)
     return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), launch_plan)

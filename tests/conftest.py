@@ -37,7 +37,7 @@ if THREADS and THREADS != "1":
     # There may be more threads than cores: MKL, and torch with it, would take fewer, and threads that wait would spin.
     os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
-os.environ.setdefault("FOOTPLATE_MODEL_TABLES", "off")  # no worker process unless a test is about it
+os.environ.setdefault("FOOTPLATE_INSPECTION_WORKER", "off")  # no worker process unless a test is about it
 SLOWEST = [
     "test_journeys",
     "test_strategies",

@@ -6,6 +6,7 @@ Imports config, engines, data, modelspec, paths. Rules read the InputFacts found
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from backend.config.processes import rendezvous_port
 from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.disk import inspect_nvme_folder
+from backend.inspect.examples import inspect_examples, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config
 from backend.inspect.model_folder import inspect_model, wait_for_architecture
 from backend.inspect.ports import inspect_port
 
-__all__ = ["DataIssue", "InputFacts", "download_config", "inspect_inputs", "resolve_paths", "wait_for_architecture"]
+__all__ = ["DataIssue", "InputFacts", "download_config", "inspect_inputs", "resolve_paths", "wait_for_worker"]
 
 
 def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
@@ -50,13 +52,25 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
 def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
     """Inspect every file that `spec` names; relative paths are resolved against `base`. Never raises."""
     return InputFacts(
-        **inspect_model(spec, base, environment),
-        **inspect_data_files(spec, base),
+        **inspect_model(spec, base, environment)
+        | inspect_data_files(spec, base)
+        | inspect_examples(spec, base, environment),
         template_problem=_template_problem(spec.data, base),
         checkpoint_problem=checkpoint_problem(spec, base),
         **inspect_nvme_folder(spec, base),
         **inspect_port(rendezvous_port(spec)),
     )
+
+
+def wait_for_worker(
+    spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
+) -> None:
+    """Wait until the worker process has read the model's architecture and tokenized the examples, at most `seconds`, so
+    that `inspect_inputs` knows them. For callers that can wait: the command line and Start."""
+    until = time.monotonic() + seconds
+    inspect_examples(spec, base, environment)  # starts it, next to the architecture
+    wait_for_architecture(spec, base, environment, seconds)
+    wait_for_examples(spec, base, environment, until - time.monotonic())
 
 
 def _template_problem(data: Data, base: Path) -> str:

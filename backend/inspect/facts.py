@@ -48,6 +48,14 @@ class InputFacts:
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
     token_lengths: tuple[int, ...] = ()  # of the examples that were read, ascending
     min_prompt_tokens: int = 0  # tokens before the first completion, of the example that has the fewest
+    examples_pending: bool = False  # a worker process is tokenizing the examples
+    tokenizer_problem: str = ""  # why the tokenizer cannot be loaded
+    tokenizer_size: int = 0  # the tokenizer's largest token id + 1; 0 if unknown
+    unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
+    num_tokenized: int = 0  # examples that were tokenized with the model's tokenizer; token_lengths are then exact
+    all_tokenized: bool = False
+    num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_tokenized
+    num_identical_pairs: int = 0  # chosen and rejected completion are the same, so the pair is dropped
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     nvme_problem: str = ""  # of parallel.nvme_path

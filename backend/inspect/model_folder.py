@@ -35,6 +35,15 @@ def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> d
     return {**read_architecture(config, environment, spec.model.trust_remote_code), **facts} if config else facts
 
 
+def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Path | None:
+    """The folder that the model's files are in, or None if they are not on this machine."""
+    model = spec.model
+    if model.source == "hub":
+        return _hub_cache_folder(model.hub_id, model.revision, environment)
+    folder = model_folder(model.builtin, environment) if model.source == "builtin" else base / Path(model.path)
+    return folder if model.source == "builtin" or model.path else None
+
+
 def wait_for_architecture(
     spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
 ) -> None:

@@ -31,8 +31,14 @@ Result = Mapping[str, Any]
 COMMAND = (sys.executable, "-m", "backend.train.worker")
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SETTING = "FOOTPLATE_INSPECTION_WORKER"
 MAX_IN_MEMORY = 128  # results and error messages
 TOO_LARGE = 3  # exit status of a worker that took too much memory
+
+
+def may_start(environment: Mapping[str, str]) -> bool:
+    """Whether a worker process may be started: not where FOOTPLATE_INSPECTION_WORKER is off."""
+    return environment.get(SETTING, os.environ.get(SETTING)) != "off"
 
 
 class WorkerError(Exception):

@@ -238,9 +238,7 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], Non
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
     if not len(dataset):
-        raise TrainError(
-            f"No example has a trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
-        )
+        raise TrainError(_no_example_left(counts, spec))
     eval_dataset = None
     if validation and spec.eval.strategy != "no":
         eval_dataset, counts = tokenize(validation, to_columns, workers, tick)
@@ -259,6 +257,12 @@ def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExampl
     return [ConvertedExample(location, value) for location, value in found if value and "messages" in value]
 
 
+def _no_example_left(counts: Counter[str], spec: RunSpec) -> str:
+    if counts["identical"] > counts["dropped"] + counts["long"]:
+        return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
+    return f"No example has a trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
+
+
 def _notes(counts: Counter[str], spec: RunSpec) -> str:
     longest = spec.data.max_length
     words = {
@@ -266,6 +270,7 @@ def _notes(counts: Counter[str], spec: RunSpec) -> str:
         "split": f"split into sequences of at most {longest} tokens",
         "long": f"dropped because they are longer than {longest} tokens",
         "dropped": "dropped because they have no trained tokens",
+        "identical": f"dropped because the chosen and the rejected completion are the same within {longest} tokens",
     }
     return "".join(f"; {counts[key]:,} {text}" for key, text in words.items() if counts[key])
 

@@ -54,8 +54,11 @@ class PreferenceTokenizer:
                 return None
             counts["truncated"] += 1
             completions = [completion[: max(0, room)] for completion in completions]
-        if not all(completions) or (len(completions) > 1 and completions[0] == completions[1]):
+        if not all(completions):
             counts["dropped"] += 1
+            return None
+        if len(completions) > 1 and completions[0] == completions[1]:
+            counts["identical"] += 1
             return None
         length = len(prompt) + max(map(len, completions))
         return {**self._columns(prompt, completions, value), "length": length}

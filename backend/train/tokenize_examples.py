@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, read_examples, unpair
-from backend.paths import ASSETS, model_folder
+from backend.paths import ASSETS
 from backend.train import model
 from backend.train.data import ConvertedExample, tokenizer_for
 from backend.train.run_log import TrainError
@@ -27,14 +28,17 @@ MAX_LENGTHS = 2000
 BATCH = 16  # examples between two looks at the clock
 
 
-def inspect(spec: dict[str, Any], base: str, seconds: float) -> dict[str, Any]:
-    """Facts about the examples of a spec (RunSpec as JSON, with paths relative to `base`), from at most `seconds` of
-    tokenization: `problem` of the tokenizer, `issues` (location, reason) of examples that cannot be rendered,
-    `token_lengths`, how many examples have a trained token (`usable`), and whether all were tokenized (`complete`)."""
+def inspect(spec: dict[str, Any], base: str, folder: str, seconds: float) -> dict[str, Any]:
+    """Facts about the examples of a spec (sections of a RunSpec; paths are relative to `base`) with the tokenizer in
+    `folder`, from at most `seconds` of tokenization: `problem` of the tokenizer, `issues` (location, reason) of
+    examples that cannot be rendered, `token_lengths`, how many examples have a trained token (`usable`), and whether
+    all were tokenized (`complete`)."""
     run_spec, found = RunSpec.model_validate(spec), ExampleFacts()
     try:
-        tokenizer = _tokenizer(run_spec)
+        tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
         found.vocabulary = max(tokenizer.get_vocab().values()) + 1
+        if run_spec.data.chat_template == "model":
+            found.has_chat_template = bool(tokenizer.chat_template)
         _tokenize(run_spec, Path(base), tokenizer, time.monotonic() + seconds, found)
     except TrainError as error:
         found.problem = str(error)
@@ -46,9 +50,10 @@ class ExampleFacts:
     """The result, while it is collected."""
 
     problem: str = ""
+    has_chat_template: bool | None = None  # of the tokenizer; None where the run sets another one
     vocabulary: int = 0  # the largest token id + 1
     checked: int = 0
-    usable: int = 0
+    usable: int = 0  # training examples with a trained token
     complete: bool = False
     issues: list[tuple[str, str]] = field(default_factory=list)
     token_lengths: list[int] = field(default_factory=list)
@@ -59,21 +64,13 @@ class ExampleFacts:
         return {"format": FORMAT, **vars(self), "counts": dict(self.counts)}
 
 
-def _tokenizer(spec: RunSpec) -> Any:
-    """The tokenizer with the chat template of the run. Raises TrainError."""
-    if spec.model.source == "builtin":
-        source = model.ModelSource(str(model_folder(spec.model.builtin)), {"local_files_only": True})
-    else:
-        source = model.locate(spec, lambda *_: None)
-        source.options["local_files_only"] = True
-    return model.load_tokenizer(spec, source)
-
-
 def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: ExampleFacts) -> None:
     """Fill `found` from the training examples, then from the validation examples."""
     to_columns: Any = None
-    for example in _examples(spec, base):
+    for is_training, example in _examples(spec, base):
         if to_columns is None:
+            if found.has_chat_template is False and spec.train.stage != "pretraining" and "text" not in example.value:
+                return  # the rule about a missing chat template says it
             to_columns = tokenizer_for(spec, tokenizer, [example])
         if found.checked % BATCH == 0 and time.monotonic() > until:
             return
@@ -85,32 +82,37 @@ def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: Ex
                 found.issues.append((example.location, str(error).removeprefix(f"{example.location}: ").rstrip(".")))
             continue
         found.counts += counts
-        found.usable += any(len(values) for values in columns.values())
+        found.usable += is_training and any(len(values) for values in columns.values())
         if len(found.token_lengths) < MAX_LENGTHS and counts["tokens"]:
             found.token_lengths.append(counts["tokens"])
     found.complete = True
 
 
-def _examples(spec: RunSpec, base: Path) -> Iterator[ConvertedExample]:
-    """The examples that can be read and converted; the others are reported by the inspection of the data files."""
+def _examples(spec: RunSpec, base: Path) -> Iterator[tuple[bool, ConvertedExample]]:
+    """(whether it is a training example, the example), for examples that can be read and converted; the others are
+    reported by the inspection of the data files."""
     data = spec.data
     if data.source == "builtin":
-        files = [str(ASSETS / data.builtin / f"{part}.jsonl") for part in ("train", "validation")]
+        train, validation = ([str(ASSETS / data.builtin / f"{part}.jsonl")] for part in ("train", "validation"))
     else:
-        files = [*data.files, *(data.validation_files if data.validation == "files" else ())]
-    formats = registry.STAGES[spec.train.stage].formats
-    for path in expand(files, base):
-        format = data.format if data.source != "builtin" and data.format != "auto" else ""
-        try:
-            for line, row in read_examples(path):
-                format = format or detect_format(row, formats) or ""
-                if format not in formats:
-                    break
-                try:
-                    value = convert(row, format, data)
-                except InvalidExample:
-                    continue
-                for each in unpair(value) if spec.train.stage == "kto" else [value]:
-                    yield ConvertedExample(f"{path}, line {line}", each)
-        except DataFileError:
-            continue
+        train, validation = list(data.files), list(data.validation_files if data.validation == "files" else ())
+    for is_training, files in ((True, train), (False, validation)):
+        for path in expand(files, base):
+            yield from ((is_training, example) for example in _converted(spec, path))
+
+
+def _converted(spec: RunSpec, path: Path) -> Iterator[ConvertedExample]:
+    """The examples of one file, up to the first that cannot be read."""
+    data, formats = spec.data, registry.STAGES[spec.train.stage].formats
+    format = "" if data.source == "builtin" or data.format == "auto" else data.format
+    with suppress(DataFileError):
+        for line, row in read_examples(path):
+            format = format or detect_format(row, formats) or ""
+            if format not in formats:
+                return
+            try:
+                value = convert(row, format, data)
+            except InvalidExample:
+                continue
+            for each in unpair(value) if spec.train.stage == "kto" else [value]:
+                yield ConvertedExample(f"{path}, line {line}", each)

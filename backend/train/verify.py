@@ -15,7 +15,7 @@ from backend.config import RunSpec
 from backend.config.options import SpecError, effective
 from backend.config.presets import read
 from backend.inspect import inspect_inputs
-from backend.inspect.architecture import WORKER_SETTING
+from backend.inspect.worker import SETTING as WORKER_SETTING
 from backend.machine import probe
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine

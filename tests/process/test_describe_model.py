@@ -1,5 +1,5 @@
-"""The worker that builds models on the meta device: what it says of the architectures of transformers, against the
-models themselves and peft; and that no process stays behind, however it ends."""
+"""The worker that builds models on the meta device: its module tables compared with transformers and peft, and that no
+process is left."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ DECODERS = (
     "rwkv", "starcoder2", "xglm", "xlnet", "zamba2",
 )  # fmt: skip
 NO_LORA = ("mamba", "falcon_h1", "nemotron_h")  # peft refuses their out_proj
-# What a default config lacks.
-FILL: dict[str, dict[str, Any]] = {
+# Fields that a default config lacks.
+CONFIG_OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
@@ -58,15 +58,15 @@ FILL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
 }
 # Default configs that transformers 5.23 cannot build, or only with a package that is not installed.
-CANNOT = {
+UNBUILDABLE = {
     "cohere_compass_text", "dbrx", "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen",
     "musicgen_melody", "qwen4_exp", "qwen4_exp_text",
 }  # fmt: skip
 
 
-def config_of(kind: str, layers: int = 4) -> dict[str, Any]:
+def small_config(kind: str, layers: int = 4) -> dict[str, Any]:
     """The default config as it is saved, with fewer layers where the architecture allows it."""
-    found = CONFIG_MAPPING[kind](**FILL.get(kind, {})).to_dict()
+    found = CONFIG_MAPPING[kind](**CONFIG_OVERRIDES.get(kind, {})).to_dict()
     text = found.get("text_config") or found
     depth = text.get("num_hidden_layers")
     cut = {name: value[:layers] for name, value in text.items() if isinstance(value, list) and len(value) == depth}
@@ -79,12 +79,12 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleTables]:
     yield made
     pid = made.pid
     made.close()
-    assert gone(pid)
+    assert process_ended(pid)
     left = [c for c in psutil.Process().children(recursive=True) if "backend.train.worker" in " ".join(c.cmdline())]
     assert not left
 
 
-def gone(pid: int | None, seconds: float = 10.0) -> bool:
+def process_ended(pid: int | None, seconds: float = 10.0) -> bool:
     until = time.monotonic() + seconds
     while pid and psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > until:
@@ -93,49 +93,49 @@ def gone(pid: int | None, seconds: float = 10.0) -> bool:
     return True
 
 
-def model_of(config: dict[str, Any]) -> Any:
+def build_model(config: dict[str, Any]) -> Any:
     with torch.device("meta"):
         made = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
         return AutoModelForCausalLM.from_config(made)
 
 
-def count(model: Any, trained: bool = False) -> int:
+def count_parameters(model: Any, trained: bool = False) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
-def read(tables: ModuleTables, config: dict[str, Any]) -> dict[str, Any]:
+def read_table(tables: ModuleTables, config: dict[str, Any]) -> dict[str, Any]:
     found = tables.wait(config, 120)
     assert isinstance(found, dict), found
     return found
 
 
-def known(tables: ModuleTables, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def config_and_table(tables: ModuleTables, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A config and its table: with few layers, or with those of the default config where few cannot be built."""
-    short = config_of(kind)
+    short = small_config(kind)
     found = tables.wait(short, 120)
     if isinstance(found, dict):
         return short, found
-    whole = CONFIG_MAPPING[kind](**FILL.get(kind, {})).to_dict()
-    return whole, read(tables, whole)
+    whole = CONFIG_MAPPING[kind](**CONFIG_OVERRIDES.get(kind, {})).to_dict()
+    return whole, read_table(tables, whole)
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, *NO_LORA])
-def test_an_architecture_is_what_transformers_and_peft_count(tables: ModuleTables, kind: str) -> None:
-    config, table = known(tables, kind)
-    shape, model = shape_from_table(table, config), model_of(config)
+def test_counts_match_transformers_and_peft(tables: ModuleTables, kind: str) -> None:
+    config, table = config_and_table(tables, kind)
+    shape, model = shape_from_table(table, config), build_model(config)
     assert (table["class"], table["causal_lm"], table["kind"]) == (type(model).__name__, True, "decoder")
-    assert shape.parameters == table["parameters"] == count(model)
+    assert shape.parameters == table["parameters"] == count_parameters(model)
     own = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert own == {leaf.path for leaf in shape.all_modules()}
     assert {type(module).__name__ for module in model.modules()} == set(table["class_names"])
-    freezes(shape, model)
-    adapts(shape, model, kind)
+    assert_freeze_counts(shape, model)
+    assert_lora_counts(shape, model, kind)
 
 
-def freezes(shape: Any, model: Any) -> None:
+def assert_freeze_counts(shape: Any, model: Any) -> None:
     depth = model.config.get_text_config().num_hidden_layers if hasattr(model.config, "num_hidden_layers") else 0
     if depth != shape.layers:
-        return  # training refuses to count its layers
+        return  # the trainer does not support freezing its layers
     for layers in (1, -2):
         spec = edit(RunSpec(), {"method.kind": "freeze", "method.freeze_trainable_layers": layers})
         chosen = tuple(f"{name}." for name in adapters._unfrozen_modules(spec, model))
@@ -144,45 +144,45 @@ def freezes(shape: Any, model: Any) -> None:
         )
 
 
-def adapts(shape: Any, model: Any, kind: str) -> None:
+def assert_lora_counts(shape: Any, model: Any, kind: str) -> None:
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     if kind in NO_LORA:
         with pytest.raises(ValueError, match="out_proj"):
             get_peft_model(model, config, low_cpu_mem_usage=True)
         return
     made = get_peft_model(model, config, low_cpu_mem_usage=True)
-    assert trainable_parameters(edit(RunSpec(), {"lora.r": 4}), shape) == count(made, trained=True)
+    assert trainable_parameters(edit(RunSpec(), {"lora.r": 4}), shape) == count_parameters(made, trained=True)
 
 
 @pytest.mark.parametrize(
     "kind", ["starcoder2", "deepseek_v3", "gpt_oss", "falcon", "opt", "gptj", "glm4_moe", "qwen3_next"]
 )
-def test_attention_and_named_adapters_are_those_of_peft(tables: ModuleTables, kind: str) -> None:
-    config, table = known(tables, kind)
+def test_attention_and_custom_targets_match_peft(tables: ModuleTables, kind: str) -> None:
+    config, table = config_and_table(tables, kind)
     shape = shape_from_table(table, config)
     plain = [name for name in shape.lora_target_names if name not in table["expert_targets"]]
     for changes in (
         {"lora.targets": "attention"},
         {"lora.targets": "custom", "lora.target_modules": tuple(plain[:2])},
     ):
-        spec, model = edit(RunSpec(), {**changes, "lora.r": 4}), model_of(config)
+        spec, model = edit(RunSpec(), {**changes, "lora.r": 4}), build_model(config)
         names = adapters._target_modules(spec, model)
         made = get_peft_model(
             model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=names), low_cpu_mem_usage=True
         )
-        assert trainable_parameters(spec, shape) == count(made, trained=True)
+        assert trainable_parameters(spec, shape) == count_parameters(made, trained=True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTables, kind: str) -> None:
     try:
-        config = CONFIG_MAPPING[kind](**FILL.get(kind, {})).to_dict()
+        config = CONFIG_MAPPING[kind](**CONFIG_OVERRIDES.get(kind, {})).to_dict()
     except Exception:
-        assert kind in CANNOT
+        assert kind in UNBUILDABLE
         return
     table = tables.wait(config, 120)
-    assert isinstance(table, str) == (kind in CANNOT), table
+    assert isinstance(table, str) == (kind in UNBUILDABLE), table
     if isinstance(table, str):
         return
     try:
@@ -190,7 +190,7 @@ def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTable
     except UnknownArchitecture:
         assert table["kind"] in ("encoder", "encoder-decoder")
         return
-    assert shape.parameters == table["parameters"] == count(model_of(config))
+    assert shape.parameters == table["parameters"] == count_parameters(build_model(config))
 
 
 @pytest.mark.parametrize(
@@ -198,17 +198,17 @@ def test_every_causal_language_model_has_a_table_or_a_reason(tables: ModuleTable
     [("bert", "encoder", True), ("bart", "encoder-decoder", True), ("t5", "encoder-decoder", False),
      ("vit", "other", False), ("modernbert", "encoder", False)],
 )  # fmt: skip
-def test_what_is_no_causal_language_model(tables: ModuleTables, kind: str, what: str, built: bool) -> None:
-    table = read(tables, {"model_type": kind})
+def test_not_a_causal_language_model(tables: ModuleTables, kind: str, what: str, built: bool) -> None:
+    table = read_table(tables, {"model_type": kind})
     assert (table["kind"], table["causal_lm"], "parameters" in table) == (what, built, built)
     with pytest.raises(UnknownArchitecture, match="not a causal language model"):
         shape_from_table(table, {"model_type": kind})
 
 
-def test_a_huge_model_is_built_in_no_time(tables: ModuleTables) -> None:
-    read(tables, {"model_type": "llama"})  # the worker has started
+def test_large_model_is_described_quickly(tables: ModuleTables) -> None:
+    read_table(tables, {"model_type": "llama"})  # the worker has started
     began = time.monotonic()
-    table = read(tables, LLAMA_405B)
+    table = read_table(tables, LLAMA_405B)
     assert time.monotonic() - began < 5
     assert table["parameters"] == 405_853_388_800 and len(table["layers"]["kinds"]) == 1
     assert len(json.dumps(table)) < 20_000
@@ -216,8 +216,8 @@ def test_a_huge_model_is_built_in_no_time(tables: ModuleTables) -> None:
     assert torch.tensor([]).device.type == "cpu"
 
 
-def test_broken_configs_are_answered_and_the_worker_goes_on(tables: ModuleTables, tmp_path: Path) -> None:
-    read(tables, {"model_type": "llama"})
+def test_worker_survives_invalid_configs(tables: ModuleTables, tmp_path: Path) -> None:
+    read_table(tables, {"model_type": "llama"})
     pid = tables.pid
     own = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -234,7 +234,7 @@ def test_broken_configs_are_answered_and_the_worker_goes_on(tables: ModuleTables
     ):
         found = tables.wait(config, 60)
         assert isinstance(found, str) and word in found, config
-    read(tables, {"model_type": "llama", "auto_map": own, "_name_or_path": str(tmp_path), "num_hidden_layers": 3})
+    read_table(tables, {"model_type": "llama", "auto_map": own, "_name_or_path": str(tmp_path), "num_hidden_layers": 3})
     assert tables.pid == pid
     assert not (tmp_path / "ran").exists()
 
@@ -242,7 +242,7 @@ def test_broken_configs_are_answered_and_the_worker_goes_on(tables: ModuleTables
 # --- Processes ---
 
 
-def test_a_worker_that_is_killed_meanwhile_is_replaced(tmp_path: Path) -> None:
+def test_killed_worker_is_replaced(tmp_path: Path) -> None:
     tables = ModuleTables(tmp_path)
     try:
         assert tables.get(LLAMA_405B) is None
@@ -254,11 +254,11 @@ def test_a_worker_that_is_killed_meanwhile_is_replaced(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         assert "signal 9" in str(tables.wait(LLAMA_405B, 60))
         assert isinstance(tables.wait({"model_type": "llama"}, 120), dict)
-        assert tables.pid != first and gone(first)
+        assert tables.pid != first and process_ended(first)
     finally:
         pid = tables.pid
         tables.close()
-        assert gone(pid)
+        assert process_ended(pid)
 
 
 PARENT = """
@@ -278,7 +278,7 @@ time.sleep(0 if sys.argv[3] == "leaves" else 600)
 
 @pytest.mark.parametrize("state", ["starting", "ready"])
 @pytest.mark.parametrize("ending", ["killed", "leaves"])
-def test_the_worker_ends_with_its_parent(state: str, ending: str, tmp_path: Path) -> None:
+def test_worker_ends_with_its_parent(state: str, ending: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", PARENT, str(tmp_path), state, ending]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=HOME) as parent:
         assert parent.stdout
@@ -287,10 +287,10 @@ def test_the_worker_ends_with_its_parent(state: str, ending: str, tmp_path: Path
         if ending == "killed":
             parent.kill()
         parent.wait(60)
-    assert gone(worker, 60)
+    assert process_ended(worker, 60)
 
 
-def test_an_idle_server_ends_and_prints_nothing_else() -> None:
+def test_idle_worker_ends_and_prints_only_json() -> None:
     words = [sys.executable, "-m", "backend.train.worker", "--idle", "0.5"]
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=HOME
@@ -308,7 +308,7 @@ def test_an_idle_server_ends_and_prints_nothing_else() -> None:
     assert lines[-1]["result"]["class"] == "BloomForCausalLM"
 
 
-def printed(*words: str, given: str = "") -> tuple[int, dict[str, Any]]:
+def run_command(*words: str, given: str = "") -> tuple[int, dict[str, Any]]:
     made = subprocess.run(
         [sys.executable, "-m", "backend.train.describe_model", *words],
         input=given, capture_output=True, text=True, cwd=HOME, timeout=120, check=False,
@@ -316,16 +316,16 @@ def printed(*words: str, given: str = "") -> tuple[int, dict[str, Any]]:
     return made.returncode, json.loads(made.stdout)
 
 
-def test_one_table_on_the_command_line(tmp_path: Path) -> None:
+def test_table_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"}))
-    status, found = printed(str(tmp_path))
+    status, found = run_command(str(tmp_path))
     assert (status, found["class"]) == (0, "BloomForCausalLM")
-    assert printed("-", given='{"model_type": "bloom"}') == (0, found)
-    status, found = printed(str(tmp_path / "missing.json"))
+    assert run_command("-", given='{"model_type": "bloom"}') == (0, found)
+    status, found = run_command(str(tmp_path / "missing.json"))
     assert status == 1 and "cannot be read" in found["error"]
 
 
-CODE = """
+REMOTE_CODE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):
@@ -335,26 +335,26 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_folder_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tmp_path / "own.py").write_text(CODE)
+    (tmp_path / "own.py").write_text(REMOTE_CODE)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own, "num_hidden_layers": 2}))
-    status, found = printed(str(tmp_path))
+    status, found = run_command(str(tmp_path))
     assert status == 1 and re.search("no architecture own.*is not run", found["error"])
-    status, found = printed(str(tmp_path), "--trust-remote-code")
+    status, found = run_command(str(tmp_path), "--trust-remote-code")
     assert (status, found.get("class")) == (0, "OwnModel"), found
 
 
-def test_the_command_line_waits_for_the_worker(tmp_path: Path) -> None:
-    """Of an architecture without a closed formula the estimate is there at once."""
+def test_estimate_command_waits_for_the_worker(tmp_path: Path) -> None:
+    """The first call gives an estimate, also for an architecture without a closed formula."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(config_of("starcoder2")))
+    (model / "config.json").write_text(json.dumps(small_config("starcoder2")))
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).touch()
     (tmp_path / "spec.yaml").write_text(f"model: {{source: path, path: {model}}}\n")
-    environment = {**os.environ, "FOOTPLATE_CACHE": str(tmp_path / "cache"), "FOOTPLATE_MODEL_TABLES": "on"}
+    environment = {**os.environ, "FOOTPLATE_CACHE": str(tmp_path / "cache"), "FOOTPLATE_INSPECTION_WORKER": "on"}
     words = [sys.executable, "-m", "backend", "estimate", str(tmp_path / "spec.yaml"), "--json"]
     made = subprocess.run(words, capture_output=True, text=True, cwd=HOME, env=environment, timeout=120, check=False)
     found = json.loads(made.stdout)

@@ -68,7 +68,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             **estimate_json(report.estimate),
             "device_label": _device_label(report),
             "download": _downloadable_config(report),
-            "pending": report.facts.architecture_pending,
+            "pending": report.facts.architecture_pending or report.facts.examples_pending,
         },
         "preview": _preview(report, state.runs),
         "title": report.title,
