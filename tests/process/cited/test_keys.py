@@ -36,7 +36,7 @@ from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DDP, FSDP1, FSDP2, ZERO2 = ({"parallel.strategy": name} for name in ("ddp", "fsdp1", "fsdp2", "zero2"))
-CLEAN = {"parallel.strategy": "ddp", "launch.launcher": "accelerate"}
+ACCELERATE_LAUNCH = {"parallel.strategy": "ddp", "launch.launcher": "accelerate"}
 
 
 def llama() -> LlamaForCausalLM:
@@ -44,9 +44,9 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
-def launched(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+def launcher_arguments(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
     """(arguments, environment) that the launcher derives from a plan's accelerate.yaml with this extra config."""
-    spec = edit(RunSpec(), {**CLEAN, **patch})
+    spec = edit(RunSpec(), {**ACCELERATE_LAUNCH, **patch})
     config = merge.override(accelerate_config.configuration(spec, resolve(spec, TWO_H100)), given)
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
     parsed = launch_command_parser().parse_args(["--config_file", str(folder / "accelerate.yaml"), "x.py"])
@@ -70,9 +70,9 @@ def launched(folder: Path, given: Mapping[str, Any], patch: Mapping[str, Any]) -
     ],
 )
 def test_launcher_refuses_these_keys(given: dict[str, Any], patch: dict[str, Any], words: str, tmp_path: Path) -> None:
-    launched(tmp_path, {}, patch)
+    launcher_arguments(tmp_path, {}, patch)
     with pytest.raises(ValueError, match=words):
-        launched(tmp_path, given, patch)
+        launcher_arguments(tmp_path, given, patch)
 
 
 @cites("LCH013")
@@ -88,7 +88,7 @@ def test_keys_of_the_deepspeed_file_are_refused(
 ) -> None:
     def start(given: Mapping[str, Any]) -> None:
         monkeypatch.setenv(
-            "ACCELERATE_CONFIG_DS_FIELDS", launched(tmp_path, given, ZERO2)[1]["ACCELERATE_CONFIG_DS_FIELDS"]
+            "ACCELERATE_CONFIG_DS_FIELDS", launcher_arguments(tmp_path, given, ZERO2)[1]["ACCELERATE_CONFIG_DS_FIELDS"]
         )
         file = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
         DeepSpeedPlugin(hf_ds_config=file)._deepspeed_config_checks()
@@ -101,18 +101,18 @@ def test_keys_of_the_deepspeed_file_are_refused(
 
 @cites("LCH013")
 def test_extra_keys_override_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launched(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
+    assert launcher_arguments(tmp_path, {"num_processes": 4}, DDP)[0].nproc_per_node == "4"
     one = {"launch.nproc_per_node": 1}
-    assert [launched(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == [
+    assert [launcher_arguments(tmp_path, {"use_cpu": on}, one)[1]["ACCELERATE_USE_CPU"] for on in (False, True)] == [
         "False",
         "True",
     ]
-    assert "ACCELERATE_USE_CPU" not in launched(tmp_path, {"use_cpu": True}, DDP)[1]
+    assert "ACCELERATE_USE_CPU" not in launcher_arguments(tmp_path, {"use_cpu": True}, DDP)[1]
     mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
-    assert launched(tmp_path, mesh, FSDP2)[1]["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    assert launcher_arguments(tmp_path, mesh, FSDP2)[1]["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
     given, single = {"mixed_precision": "bf16"}, {"precision.compute": "fp32"}
     for more, precision in ({}, "no"), (given, "bf16"):
-        env = launched(tmp_path, more, {**DDP, **single})[1]
+        env = launcher_arguments(tmp_path, more, {**DDP, **single})[1]
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", env["ACCELERATE_MIXED_PRECISION"])
         AcceleratorState._reset_state(reset_partial_state=True)
         assert Accelerator(cpu=True).mixed_precision == precision
@@ -126,7 +126,7 @@ ENV = {"transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
 
 
 def plugin(spec: RunSpec, **more: Any) -> FullyShardedDataParallelPlugin:
-    """accelerate's FSDP as the trainer, and what we tell it, make it; of FSDP1 what asks for a GPU is left out."""
+    """accelerate's FSDP plugin as the trainer creates it, for FSDP1 without the setting that needs a GPU."""
     once = {"sync_module_states": False} if spec.parallel.strategy == "fsdp1" else {}
     given = SimpleNamespace(
         fsdp=True,
@@ -179,40 +179,40 @@ def test_sections_of_other_engines_are_ignored(tmp_path: Path, monkeypatch: pyte
     """mpirun_config too, with several processes; a single process would be started with mpirun."""
     inner = {"fp8_config": {"backend": "TE"}, "megatron_lm_config": {"megatron_lm_tp_degree": 2}}
     inner["mpirun_config"] = {"mpirun_hostfile": "hosts"}
-    before = launched(tmp_path, {}, DDP)[1]
+    before = launcher_arguments(tmp_path, {}, DDP)[1]
     for name in accelerate_launcher.IGNORED_KEYS:
-        assert launched(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
+        assert launcher_arguments(tmp_path, {name: inner.get(name, "x")}, DDP)[1] == before
     monkeypatch.setattr(launching, "_get_mpirun_args", lambda: ("mpirun", "-f", "-n", "--npernode", None))
-    alone, _ = launched(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
+    alone, _ = launcher_arguments(tmp_path, {"mpirun_config": inner["mpirun_config"]}, {"launch.nproc_per_node": 1})
     assert prepare_simple_launcher_cmd_env(alone)[0][:3] == ["mpirun", "-f", "hosts"]
 
 
 @cites("LCH015")
 def test_dynamo_config_compiles_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, kind in ("NO", nn.Linear), ("EAGER", OptimizedModule):
-        env = launched(tmp_path, {"dynamo_config": {"backend": backend}}, DDP)[1]
+        env = launcher_arguments(tmp_path, {"dynamo_config": {"backend": backend}}, DDP)[1]
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", env["ACCELERATE_DYNAMO_BACKEND"])
         AcceleratorState._reset_state(reset_partial_state=True)
         assert type(Accelerator(cpu=True).prepare(nn.Linear(2, 2))) is kind
 
 
-class Looked(dict[str, Any]):
-    """A table that remembers what it was asked for."""
+class RecordingDict(dict[str, Any]):
+    """A dict that records which keys are read."""
 
-    def __init__(self, given: Mapping[str, Any], asked: set[str]) -> None:
+    def __init__(self, given: Mapping[str, Any], requested: set[str]) -> None:
         super().__init__(given)
-        self.asked = asked
+        self.requested = requested
 
     def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
+        self.requested.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
+        self.requested.add(name)
         return super().get(name, default)
 
     def __contains__(self, name: object) -> bool:
-        self.asked.add(str(name))
+        self.requested.add(str(name))
         return super().__contains__(name)
 
 
@@ -221,17 +221,17 @@ class Looked(dict[str, Any]):
     ("version", "known"),
     [(1, fsdp_extra_config.KNOWN_KEYS | fsdp_extra_config.FSDP1_KEYS), (2, fsdp_extra_config.KNOWN_KEYS)],
 )
-def test_keys_that_the_trainer_looks_at(version: int, known: set[str]) -> None:
-    asked: set[str] = set()
+def test_keys_that_the_trainer_reads(version: int, known: set[str]) -> None:
+    requested: set[str] = set()
     for more in {}, {"xla": True}, {"auto_wrap_policy": "SIZE_BASED_WRAP"}:
-        table = Looked({"version": version, **more}, asked)
+        table = RecordingDict({"version": version, **more}, requested)
         given = SimpleNamespace(fsdp=True, fsdp_config=table, activation_checkpointing=False)
         TrainingArguments._process_fsdp_args(given)
-    assert asked | {"xla_fsdp_v2"} == known  # the Trainer itself looks at that one
+    assert requested | {"xla_fsdp_v2"} == known  # read by the Trainer itself
 
 
-def units(version: int, **given: Any) -> list[nn.Module] | None:
-    """The modules of a model that FSDP would make units of, or None where it does not look for any."""
+def fsdp_units(version: int, **given: Any) -> list[nn.Module] | None:
+    """The modules that FSDP would wrap as units; None without a wrap policy."""
     found, model = plugin(edit(RunSpec(), FSDP1 if version == 1 else FSDP2), **given), llama()
     found.set_auto_wrap_policy(model)
     if found.auto_wrap_policy is None:
@@ -246,13 +246,13 @@ def units(version: int, **given: Any) -> list[nn.Module] | None:
 
 @cites("STR044")
 @pytest.mark.parametrize("version", [1, 2])
-def test_no_layer_is_a_unit_of_its_own(version: int) -> None:
-    layers = units(version)
+def test_wrap_policies_without_layer_units(version: int) -> None:
+    layers = fsdp_units(version)
     assert layers
     assert {type(layer).__name__ for layer in layers} == {"LlamaDecoderLayer"}
-    assert units(version, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100)
-    assert units(version, auto_wrap_policy="SIZE_BASED_WRAP") is None
-    assert units(version, auto_wrap_policy="NO_WRAP") is None
+    assert fsdp_units(version, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100)
+    assert fsdp_units(version, auto_wrap_policy="SIZE_BASED_WRAP") is None
+    assert fsdp_units(version, auto_wrap_policy="NO_WRAP") is None
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def test_no_layer_is_a_unit_of_its_own(version: int) -> None:
     ],
 )
 def test_values_that_fsdp_refuses(version: int, given: dict[str, Any], words: str) -> None:
-    """STR042, which is launched too."""
+    """STR042; its failing example is launched too."""
     with pytest.raises((ValueError, KeyError), match=words):
-        units(version, **given)
+        fsdp_units(version, **given)
 
 
-def test_fsdp2_takes_no_list_for_a_layer(group: None) -> None:
-    """STR042, of a size that is less than the list of layers."""
-    found = units(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=3000)
+def test_fsdp2_cannot_wrap_a_module_list(group: None) -> None:
+    """STR042 with a minimum size below that of the list of layers."""
+    found = fsdp_units(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=3000)
     assert found
     lists = [module for module in found if isinstance(module, nn.ModuleList)]
     assert lists

@@ -46,22 +46,22 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
 @cites("OPT001")
 @pytest.mark.parametrize("name", TRAINER_OPTIMIZERS)
 def test_missing_optimizer_package_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in vars(trainer_optimizer).copy():
-        if found.startswith("is_") and found.endswith("_available"):
-            monkeypatch.setattr(trainer_optimizer, found, lambda *version: False)
-    given = arguments(tmp_path, optim=name, optim_target_modules=["mlp"])
+    for attribute in vars(trainer_optimizer).copy():
+        if attribute.startswith("is_") and attribute.endswith("_available"):
+            monkeypatch.setattr(trainer_optimizer, attribute, lambda *version: False)
+    training_arguments = arguments(tmp_path, optim=name, optim_target_modules=["mlp"])
     with pytest.raises((ImportError, ValueError), match=r"(?i)install|failed to import"):
-        Trainer.get_optimizer_cls_and_kwargs(given, nn.Linear(2, 2))
+        Trainer.get_optimizer_cls_and_kwargs(training_arguments, nn.Linear(2, 2))
 
 
 @cites("OPT006")
 def test_gradients_are_scaled_during_the_backward_pass() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    weight, seen = nn.Parameter(torch.ones(1)), []
-    weight.register_post_accumulate_grad_hook(lambda own: seen.append(own.grad.item()))
+    weight, gradients = nn.Parameter(torch.ones(1)), []
+    weight.register_post_accumulate_grad_hook(lambda parameter: gradients.append(parameter.grad.item()))
     accelerator.backward(weight.sum())
-    assert seen == [1024.0]
+    assert gradients == [1024.0]
 
 
 @cites("OPT010")
@@ -70,7 +70,7 @@ def test_projection_rank_is_limited_by_the_matrix() -> None:
     assert [GaLoreProjector(rank=rank).project(gradient, 0).numel() for rank in (2, 6, 1024)] == [16, 48, 48]
 
 
-def stepped(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0, **more: Any) -> tuple[Any, Any]:
+def after_one_step(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0, **more: Any) -> tuple[Any, Any]:
     """An optimizer after one step, and its weight."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.zeros(sides))
@@ -82,7 +82,7 @@ def stepped(kind: Any, *, sides: tuple[int, ...] = (64, 64), scale: float = 1.0,
 
 @cites("OPT011")
 def test_paged_optimizer_is_not_paged_on_a_cpu() -> None:
-    optimizer, weight = stepped(bitsandbytes.optim.PagedAdamW32bit, sides=(512, 512))
+    optimizer, weight = after_one_step(bitsandbytes.optim.PagedAdamW32bit, sides=(512, 512))
     state = optimizer.state[weight]["state1"]
     assert state.device.type == "cpu"
     assert not getattr(state, "is_paged", False)
@@ -90,9 +90,9 @@ def test_paged_optimizer_is_not_paged_on_a_cpu() -> None:
 
 @cites("OPT013")
 def test_sgd_steps_scale_with_the_gradient() -> None:
-    small, large = (stepped(torch.optim.SGD, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
+    small, large = (after_one_step(torch.optim.SGD, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
     assert torch.allclose(1e3 * small, large)
-    small, large = (stepped(torch.optim.AdamW, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
+    small, large = (after_one_step(torch.optim.AdamW, scale=scale, lr=1.0)[1] for scale in (1e-3, 1.0))
     assert torch.allclose(small, large, atol=0.05)
     assert inspect.signature(Lomo).parameters["lr"].default == 1e-3
 
@@ -101,7 +101,7 @@ def test_sgd_steps_scale_with_the_gradient() -> None:
 def test_adafactor_limits_its_updates() -> None:
     given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
     for scale in (1.0, 1e3):
-        _, weight = stepped(Adafactor, scale=scale, **given)
+        _, weight = after_one_step(Adafactor, scale=scale, **given)
         assert weight.square().mean().sqrt() <= 1.0001
 
 
@@ -110,7 +110,7 @@ def test_adafactor_factors_only_matrices() -> None:
     given = {"scale_parameter": False, "relative_step": False, "lr": 1.0}
     sizes = {}
     for sides in ((64, 64), (4096,)):
-        optimizer, weight = stepped(Adafactor, sides=sides, **given)
+        optimizer, weight = after_one_step(Adafactor, sides=sides, **given)
         sizes[sides] = sum(t.numel() for n, t in optimizer.state[weight].items() if n.startswith("exp_avg_sq"))
     assert sizes == {(64, 64): 128, (4096,): 4096}
 
@@ -118,7 +118,7 @@ def test_adafactor_factors_only_matrices() -> None:
 @cites("OPT016")
 def test_moments_are_not_in_the_state_dict(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """GrokAdamW attaches its moments to the parameters; AdaLomo keeps them outside of its state."""
-    optimizer, weight = stepped(GrokAdamW)
+    optimizer, weight = after_one_step(GrokAdamW)
     assert weight.abs().sum() > 0
     assert not optimizer.state_dict()["state"]
     monkeypatch.setattr(torch.Tensor, "cuda", lambda own: own)
@@ -133,11 +133,13 @@ def test_badam_copies_the_active_block_to_fp32() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model.to(dtype)
         base = torch.optim.AdamW(model.parameters())
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
-            made = BlockOptimizer(base, list(model.named_parameters()), [["0."], ["1."]], verbose=0)
-        assert any("expect model to be loaded in fp16/bf16" in str(w.message) for w in said) == (dtype == torch.float32)
-        copies = list(made.param_idx2hp.values())
+            optimizer = BlockOptimizer(base, list(model.named_parameters()), [["0."], ["1."]], verbose=0)
+        assert any("expect model to be loaded in fp16/bf16" in str(w.message) for w in messages) == (
+            dtype == torch.float32
+        )
+        copies = list(optimizer.param_idx2hp.values())
         assert [(copy.dtype, copy.numel()) for copy in copies] == [(torch.float32, 16)]
 
 
@@ -147,7 +149,7 @@ def test_torchao_optimizers_need_a_compiler(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(Exception, match="InvalidCxxCompiler"):
-        stepped(AdamW8bit)
+        after_one_step(AdamW8bit)
 
 
 @cites("OPT022")
@@ -175,10 +177,10 @@ def test_fp16_is_ignored_on_a_cpu() -> None:
 
 @cites("PRC007")
 def test_fp8_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, own = inspect.getmodule(type(Accelerator(cpu=True).state)), inspect.getmodule(Accelerator)
+    state, module = inspect.getmodule(type(Accelerator(cpu=True).state)), inspect.getmodule(Accelerator)
     monkeypatch.setattr(state, "is_fp8_available", lambda: True)
     for name in ("is_torchao_available", "is_transformer_engine_available", "is_msamp_available"):
-        monkeypatch.setattr(own, name, lambda: False)
+        monkeypatch.setattr(module, name, lambda: False)
     type(Accelerator(cpu=True).state)._reset_state(True)
     with pytest.raises(ImportError, match="no FP8-compatible backend was installed"):
         Accelerator(cpu=True, mixed_precision="fp8")
@@ -209,9 +211,9 @@ def test_fp8_is_emulated_on_a_cpu() -> None:
 
 
 @cites("PRC011")
-@pytest.mark.parametrize(("side", "taken"), [(570, False), (576, True)])
-def test_fp8_skips_layers_that_are_not_multiples_of_16(side: int, taken: bool) -> None:
-    assert filter_linear_layers(nn.Linear(side, 64), "layer", []) is taken
+@pytest.mark.parametrize(("side", "converted"), [(570, False), (576, True)])
+def test_fp8_skips_layers_that_are_not_multiples_of_16(side: int, converted: bool) -> None:
+    assert filter_linear_layers(nn.Linear(side, 64), "layer", []) is converted
 
 
 @cites("PRC012")

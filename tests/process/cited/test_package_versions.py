@@ -42,8 +42,8 @@ def test_awq_is_loaded_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantizer.update_dtype(torch.float16) is torch.float16
 
 
-class Two(nn.Module):
-    """A tower and a text model, of which rows of text reach the second."""
+class TwoTowers(nn.Module):
+    """A vision tower and a text model; text examples use the second only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ class Two(nn.Module):
 
 @cites("STR045")
 @pytest.mark.usefixtures("group")
-def test_ddp_waits_for_what_a_row_does_not_reach() -> None:
-    for find in (True, False):
-        model = DistributedDataParallel(Two(), find_unused_parameters=find)
+def test_ddp_waits_for_unused_parameters() -> None:
+    for find_unused in (True, False):
+        model = DistributedDataParallel(TwoTowers(), find_unused_parameters=find_unused)
         model(torch.ones(1, 2)).backward()
-        if find:
+        if find_unused:
             model(torch.ones(1, 2)).backward()
     with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
         model(torch.ones(1, 2))

@@ -1,4 +1,5 @@
-"""What goes on without a word: launched without our checks, it ends well, and has done something else."""
+"""Silent changes: without the preflight rules these runs succeed, but do something different from what was
+requested."""
 
 from __future__ import annotations
 
@@ -16,31 +17,34 @@ from training_runs import make_spec, result
 from cited import cites
 
 pytestmark = pytest.mark.soak
-KEYS = "parallel.extra_config"
+EXTRA_CONFIG = "parallel.extra_config"
 
 
-def ended(folder: Path, changes: Mapping[str, Any], fork_server: ForkServer) -> Path:
+def run_without_checks(folder: Path, changes: Mapping[str, Any], fork_server: ForkServer) -> Path:
     code, log = skip_checks.run(folder, make_spec(changes), fork_server)
     assert code == 0, log
     return folder
 
 
 @cites("STR004")
-def test_a_merge_of_spread_weights_loses_what_was_learned(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+def test_merging_sharded_weights_loses_the_training(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     changes = {"parallel.strategy": "zero3", "save.final_model": True, "save.merge_adapter": True}
-    saved = load_file(ended(tmp_path / "run", changes, fork_server) / "model/model.safetensors")
+    saved = load_file(run_without_checks(tmp_path / "run", changes, fork_server) / "model/model.safetensors")
     base = load_file(tiny / "model.safetensors")
-    assert not set(saved) & set(base), "under names that no model knows"
-    found = {name.rpartition("base_model.model.")[2]: weight for name, weight in saved.items()}
-    assert all(found[name].equal(weight) for name, weight in base.items())
+    assert not set(saved) & set(base), "the saved names belong to no model"
+    run_result = {name.rpartition("base_model.model.")[2]: weight for name, weight in saved.items()}
+    assert all(run_result[name].equal(weight) for name, weight in base.items())
 
 
 @cites("STR005")
-def test_answers_differ_where_devices_share_a_row(tmp_path: Path, fork_server: ForkServer) -> None:
-    asked = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}
+def test_generations_differ_with_sequence_parallelism(tmp_path: Path, fork_server: ForkServer) -> None:
+    options = {"eval.num_generations": 4, "eval.max_new_tokens": 16, "train.max_steps": 1}
     shared = {"parallel.strategy": "zero3", "parallel.sequence_parallel_size": 2}
     one, two = (
-        [sample["before"] for sample in result(ended(tmp_path / name, {**asked, **more}, fork_server))["samples"]]
+        [
+            sample["before"]
+            for sample in result(run_without_checks(tmp_path / name, {**options, **more}, fork_server))["samples"]
+        ]
         for name, more in (("one", {}), ("two", shared))
     )
     assert len(one) == len(two) == 4
@@ -49,28 +53,28 @@ def test_answers_differ_where_devices_share_a_row(tmp_path: Path, fork_server: F
 
 @cites("PRC008")
 def test_pure_bf16_silently_gets_fp32_state_with_deepspeed(tmp_path: Path, fork_server: ForkServer) -> None:
-    asked = {"parallel.strategy": "zero2", "precision.compute": "pure_bf16", "method.kind": "full"}
-    found = result(ended(tmp_path / "run", {**asked, "launch.nproc_per_node": 1}, fork_server))
-    assert found["optimizer"][0]["bytes"] >= 8 * found["trainable_parameters"], (
+    options = {"parallel.strategy": "zero2", "precision.compute": "pure_bf16", "method.kind": "full"}
+    run_result = result(run_without_checks(tmp_path / "run", {**options, "launch.nproc_per_node": 1}, fork_server))
+    assert run_result["optimizer"][0]["bytes"] >= 8 * run_result["trainable_parameters"], (
         "two fp32 moments; in bf16 they take half"
     )
 
 
 @cites("STR013")
-def test_no_state_comes_to_the_disk_of_zero2(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_zero2_nvme_offload_writes_nothing_to_the_disk(tmp_path: Path, fork_server: ForkServer) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": str(disk)}
-    found = result(ended(tmp_path / "run", asked, fork_server))
-    assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
+    options = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": str(disk)}
+    run_result = result(run_without_checks(tmp_path / "run", options, fork_server))
+    assert run_result["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
     assert not list(disk.iterdir())
 
 
 @cites("STR012")
 def test_deepspeed_replaces_an_offloaded_optimizer(tmp_path: Path, fork_server: ForkServer) -> None:
-    asked = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}
-    found = result(ended(tmp_path / "run", asked, fork_server))
-    assert found["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
+    options = {"parallel.strategy": "zero2", "parallel.offload_optimizer": "cpu", "train.optim": "sgd"}
+    run_result = result(run_without_checks(tmp_path / "run", options, fork_server))
+    assert run_result["optimizer"][0]["class"].endswith("DeepSpeedCPUAdam")
 
 
 @cites("OPT005")
@@ -90,7 +94,7 @@ def test_every_micro_batch_is_an_optimizer_step_if_the_backward_pass_steps(
 
     def largest_change(accumulation: int) -> float:
         more = {"train.gradient_accumulation_steps": accumulation}
-        folder = ended(tmp_path / f"run{accumulation}", {**changes, **more}, fork_server)
+        folder = run_without_checks(tmp_path / f"run{accumulation}", {**changes, **more}, fork_server)
         saved = load_file(folder / "model/model.safetensors")
         return max(float((saved[name] - base[name]).abs().max()) for name in base)
 
@@ -98,7 +102,7 @@ def test_every_micro_batch_is_an_optimizer_step_if_the_backward_pass_steps(
     assert largest_change(4) > 2e-3
 
 
-GATHER = """
+ALL_GATHER_SCRIPT = """
 import torch, torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
 dist.init_process_group("gloo")
@@ -111,8 +115,8 @@ for group in (None, half):
 
 
 @cites("STR026")
-def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, fork_server: ForkServer) -> None:
-    (tmp_path / "script.py").write_text(GATHER)
+def test_gloo_cannot_reduce_gradients_of_a_subgroup(tmp_path: Path, fork_server: ForkServer) -> None:
+    (tmp_path / "script.py").write_text(ALL_GATHER_SCRIPT)
     code = fork_server.run(tmp_path, 4, script=str(tmp_path / "script.py"), seconds=60)
     log = (tmp_path / "log.txt").read_text()
     assert code == 1, log
@@ -121,46 +125,63 @@ def test_gradients_of_half_the_processes_do_not_cross_gloo(tmp_path: Path, fork_
 
 
 @cites("STR041")
-def test_what_is_saved_of_slices_is_a_part(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+def test_autotp_saves_only_one_shard(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     given = json.dumps({"tensor_parallel": {"autotp_size": 2}})
     changes = {"parallel.strategy": "zero2", "method.kind": "full", "save.final_model": True}
-    saved = load_file(ended(tmp_path / "run", {**changes, KEYS: given}, fork_server) / "model/model.safetensors")
+    saved = load_file(
+        run_without_checks(tmp_path / "run", {**changes, EXTRA_CONFIG: given}, fork_server) / "model/model.safetensors"
+    )
     base = load_file(tiny / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert 2 * saved[name].numel() == base[name].numel()
 
 
 ZERO, BF16 = "zero_optimization", "bf16_master_weights_and_grads"
-LOOSE = {"train.max_grad_norm": 0.0}
-LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
-SHORT = {"bf16_optimizer_states": True}
-HALF = {"precision.compute": "bf16"}
-HOSTED = {"parallel.offload_optimizer": "cpu"}
+NO_CLIPPING = {"train.max_grad_norm": 0.0}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16_STATES = {"bf16_optimizer_states": True}
+BF16_COMPUTE = {"precision.compute": "bf16"}
+CPU_OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 
 
 @pytest.mark.parametrize(
     ("strategy", "more", "given", "words"),
     [
-        ("zero2", HOSTED, {ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
+        ("zero2", CPU_OFFLOAD, {ZERO: {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
         ("zero3", {}, {"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op='sum' is not supported with ZeRO"),
         ("zero2", {}, {ZERO: {"compute_grad_norm": False}}, "compute_grad_norm=false requires gradient_clipping=0"),
-        ("zero3", LOOSE, {ZERO: {"compute_grad_norm": False}}, "1 validation error for DeepSpeedZeroConfig"),
-        ("zero2", {**LOOSE, **HOSTED}, {ZERO: {"compute_grad_norm": False}}, "does not support optimizer offload"),
-        ("zero1", {**LOOSE, **HALF}, {ZERO: {"compute_grad_norm": False}, **LONG}, "does not support ZeRO Stage 1"),
-        ("zero2", HALF, {"bf16": {BF16: True}}, "Master weights feature requires ZeRO-2 Offload"),
-        ("zero2", {**HALF, **HOSTED}, {"bf16": {BF16: True, **SHORT}}, "bf16_optimizer_states with ZeRO-Offload"),
-        ("zero2", HALF, {"bf16": SHORT}, "bf16_optimizer_states requires bf16_master_weights_and_grads"),
+        ("zero3", NO_CLIPPING, {ZERO: {"compute_grad_norm": False}}, "1 validation error for DeepSpeedZeroConfig"),
+        (
+            "zero2",
+            {**NO_CLIPPING, **CPU_OFFLOAD},
+            {ZERO: {"compute_grad_norm": False}},
+            "does not support optimizer offload",
+        ),
+        (
+            "zero1",
+            {**NO_CLIPPING, **BF16_COMPUTE},
+            {ZERO: {"compute_grad_norm": False}, **FP32_GRADIENTS},
+            "does not support ZeRO Stage 1",
+        ),
+        ("zero2", BF16_COMPUTE, {"bf16": {BF16: True}}, "Master weights feature requires ZeRO-2 Offload"),
+        (
+            "zero2",
+            {**BF16_COMPUTE, **CPU_OFFLOAD},
+            {"bf16": {BF16: True, **BF16_STATES}},
+            "bf16_optimizer_states with ZeRO-Offload",
+        ),
+        ("zero2", BF16_COMPUTE, {"bf16": BF16_STATES}, "bf16_optimizer_states requires bf16_master_weights_and_grads"),
         ("zero2", {}, {"data_types": {"param_dtype": "fp16"}}, "conflicts with the enabled precision mode"),
-        ("zero0", HALF, LONG, "unsupported mix of model_dtype=torch.bfloat16"),
+        ("zero0", BF16_COMPUTE, FP32_GRADIENTS, "unsupported mix of model_dtype=torch.bfloat16"),
         ("zero2", {}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor != 1.0 is not yet supported"),
         ("zero3", {}, {"prescale_gradients": True}, "pre-scale gradients is not yet supported with ZeRO-3"),
     ],
 )
-def test_what_deepspeed_refuses_together(
+def test_deepspeed_rejects_these_combinations(
     strategy: str, more: dict[str, Any], given: dict[str, Any], words: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    """STR040, of each key; one of them is launched as its example, too."""
-    changes = {**more, "parallel.strategy": strategy, KEYS: json.dumps(given)}
+    """STR040 for each key; its failing example covers one of them."""
+    changes = {**more, "parallel.strategy": strategy, EXTRA_CONFIG: json.dumps(given)}
     code, log = skip_checks.run(tmp_path / "run", make_spec(changes), fork_server)
     assert code == 1, log
     assert words in log, log

@@ -1,4 +1,4 @@
-"""Engines: what transformers, accelerate, torch and DeepSpeed refuse, and what they do instead without a word."""
+"""Engines: what transformers, accelerate, torch and DeepSpeed reject, and what they silently change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llama(**more: Any) -> LlamaForCausalLM:
 
 
 @cites("STR001")
-def test_an_engine_is_asked_for_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
 
     def without(name: str) -> str:
@@ -59,18 +59,18 @@ def test_an_engine_is_asked_for_by_its_package(monkeypatch: pytest.MonkeyPatch) 
 
 
 @cites("STR002")
-def test_no_backend_serves_apple() -> None:
+def test_no_backend_supports_mps() -> None:
     assert "cpu" in dist.Backend.backend_capability["gloo"]
     assert not [name for name, devices in dist.Backend.backend_capability.items() if "mps" in devices]
 
 
 @cites("STR007")
 @pytest.mark.parametrize("builder", [ShareMemCommBuilder, CPUAdamBuilder])
-def test_kernels_are_built_by_a_compiler(builder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a path with ninja alone."""
-    found = shutil.which("ninja")
-    assert found
-    (tmp_path / "ninja").symlink_to(found)
+def test_deepspeed_operators_need_a_compiler(builder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With only ninja on the PATH."""
+    ninja = shutil.which("ninja")
+    assert ninja
+    (tmp_path / "ninja").symlink_to(ninja)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("CXX", raising=False)
@@ -79,7 +79,7 @@ def test_kernels_are_built_by_a_compiler(builder: Any, tmp_path: Path, monkeypat
 
 
 @cites("STR008")
-def test_a_lock_is_waited_for_until_it_is_gone(tmp_path: Path) -> None:
+def test_build_lock_blocks_until_it_is_deleted(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
@@ -92,28 +92,28 @@ def test_a_lock_is_waited_for_until_it_is_gone(tmp_path: Path) -> None:
 
 
 @cites("STR010")
-def test_the_first_fsdp_is_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(transformers.training_args.logger, "warning", said.append)
+def test_fsdp1_is_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(transformers.training_args.logger, "warning", messages.append)
     for version in (1, 2):
-        given = SimpleNamespace(fsdp=True, fsdp_config={"version": version}, activation_checkpointing=False)
-        TrainingArguments._process_fsdp_args(given)
-    assert len(said) == 1
-    assert "is deprecated and will be removed" in said[0]
+        arguments = SimpleNamespace(fsdp=True, fsdp_config={"version": version}, activation_checkpointing=False)
+        TrainingArguments._process_fsdp_args(arguments)
+    assert len(messages) == 1
+    assert "is deprecated and will be removed" in messages[0]
 
 
 @cites("STR015")
-def test_the_disk_is_reached_through_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_nvme_offload_needs_libaio(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = []
     builder = AsyncIOBuilder()
-    monkeypatch.setattr(builder, "has_function", lambda name, libraries: asked.append((name, libraries)))
+    monkeypatch.setattr(builder, "has_function", lambda name, libraries: lookups.append((name, libraries)))
     assert not builder.is_compatible(verbose=False)
-    assert asked == [("io_submit", ("aio",))]
+    assert lookups == [("io_submit", ("aio",))]
     assert "-laio" in builder.extra_ldflags()
 
 
 @cites("STR017")
-def test_layers_that_are_not_there_are_refused() -> None:
+def test_unknown_layer_classes_are_rejected() -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"]
     )
@@ -124,9 +124,9 @@ def test_layers_that_are_not_there_are_refused() -> None:
 
 
 @cites("STR026")
-def test_groups_that_share_a_row_divide_the_processes(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by accelerate, which leaves it to DeepSpeed."""
-    monkeypatch.setattr(parallel_state_sp, "dist", dist)  # DeepSpeed's own knows only what it has started
+def test_sequence_parallel_size_must_divide_the_world_size(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed checks this, accelerate does not."""
+    monkeypatch.setattr(parallel_state_sp, "dist", dist)  # deepspeed.comm is not initialized
     with pytest.raises(RuntimeError, match=r"world_size \(1\) is less than sequence_parallel_size 4"):
         parallel_state_sp.initialize_sequence_parallel(4)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
@@ -136,7 +136,7 @@ def test_groups_that_share_a_row_divide_the_processes(group: None, monkeypatch: 
 
 @cites("STR029")
 @pytest.mark.parametrize("name", registry.ATTENTIONS)
-def test_attentions_that_can_be_shared(name: str) -> None:
+def test_attention_implementations_for_sequence_parallelism(name: str) -> None:
     if name in registry.SEQUENCE_PARALLEL_ATTENTIONS:
         assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=None if name == "auto" else name)
         return
@@ -145,57 +145,57 @@ def test_attentions_that_can_be_shared(name: str) -> None:
 
 
 @cites("STR031")
-def test_a_batch_that_is_shared_counts_by_itself(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss is the mean over its own tokens; how many a step has, it is not told."""
+def test_sequence_parallel_loss_is_the_mean_of_its_own_batch(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is the mean over the tokens of one micro-batch; num_items_in_batch is not passed."""
     assert "num_items_in_batch" not in inspect.signature(integration.deepspeed_sp_compute_loss).parameters
     monkeypatch.setattr(groups, "_get_sequence_parallel_group", lambda: dist.group.WORLD)
     shared = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
 
-    def loss(learned: int) -> float:
-        labels = torch.tensor([[1] * learned + [-100] * (9 - learned)])
-        own = torch.arange(9.0)[:learned].mean()
-        model = lambda **inputs: SimpleNamespace(loss=own)  # noqa: E731
+    def loss(trained_tokens: int) -> float:
+        labels = torch.tensor([[1] * trained_tokens + [-100] * (9 - trained_tokens)])
+        mean_loss = torch.arange(9.0)[:trained_tokens].mean()
+        model = lambda **inputs: SimpleNamespace(loss=mean_loss)  # noqa: E731
         return float(integration.deepspeed_sp_compute_loss(None, model, {"shift_labels": labels}, False, shared))
 
-    assert [loss(learned) for learned in (1, 9)] == [0.0, 4.0]
+    assert [loss(trained_tokens) for trained_tokens in (1, 9)] == [0.0, 4.0]
 
 
 @cites("STR033")
-def test_deepspeeds_own_optimizer_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    trainer = SimpleNamespace(create_optimizer=lambda: made.append("optimizer"))
+def test_optimizer_of_the_deepspeed_config_replaces_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = []
+    trainer = SimpleNamespace(create_optimizer=lambda: created.append("optimizer"))
 
-    def asked(**config: Any) -> tuple[Any, Any]:
+    def create(**config: Any) -> tuple[Any, Any]:
         return integration.deepspeed_optim_sched(
             trainer, SimpleNamespace(config=config, is_offload=lambda: False), None, 10, []
         )
 
-    optimizer, scheduler = asked(optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"})
-    assert (type(optimizer), type(scheduler), made) == (DummyOptim, DummyScheduler, [])
-    asked()
-    assert made == ["optimizer"]
+    optimizer, scheduler = create(optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"})
+    assert (type(optimizer), type(scheduler), created) == (DummyOptim, DummyScheduler, [])
+    create()
+    assert created == ["optimizer"]
 
 
-def test_what_deepspeed_has_removed() -> None:
-    """STR034, which is launched too, names all of it."""
+def test_removed_deepspeed_keys() -> None:
+    """STR034 names all removed keys; its failing example is launched too."""
     names = [*deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS]
     names += [f"zero_optimization.{name}" for name in deepspeed_config._REMOVED_ZERO_CONFIG_KEYS]
     assert sorted(names) == sorted(REMOVED_KEYS)
     for name in names:
-        given: dict[str, Any] = {"train_batch_size": 1}
-        inner = given.setdefault("zero_optimization", {}) if "." in name else given
+        config: dict[str, Any] = {"train_batch_size": 1}
+        inner = config.setdefault("zero_optimization", {}) if "." in name else config
         inner[name.rpartition(".")[2]] = {"enabled": False}
         with pytest.raises(deepspeed_config.DeepSpeedConfigError, match="removed"):
-            deepspeed_config.DeepSpeedConfig(given)
+            deepspeed_config.DeepSpeedConfig(config)
 
 
 @cites("STR037")
-def test_context_parallel_knows_one_attention() -> None:
+def test_context_parallelism_needs_sdpa() -> None:
     mesh = SimpleNamespace(cp_enabled=True, cp_backend="torch")
     trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=mesh))
     with pytest.raises(ValueError, match="supported only with SDPA attention, you are using eager"):
         Trainer._prepare_context_parallel_inputs(trainer, llama(attn_implementation="eager"), {})
-    # Its trainer starts on devices that can share a row alone, so the words are looked for.
+    # The trainer starts only on devices that support context parallelism, so the test searches the source.
     source = inspect.getsource(trl.SFTTrainer.__init__)
     assert "parallelism_config.cp_enabled and (args.packing or args.eval_packing)" in source
     assert all(
@@ -204,25 +204,25 @@ def test_context_parallel_knows_one_attention() -> None:
 
 
 @cites("STR039")
-def test_fsdps_own_checkpointing_draws_other_numbers() -> None:
+def test_fsdp_activation_checkpointing_draws_different_dropout() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     model = fsdp2_apply_ac(accelerator, llama(attention_dropout=0.5)).train()
     torch.manual_seed(0)
-    seen = []
+    outputs = []
     layer = model.model.layers[0]
-    layer.self_attn.register_forward_hook(lambda module, given, answer: seen.append(answer[0].detach()))
+    layer.self_attn.register_forward_hook(lambda module, given, output: outputs.append(output[0].detach()))
     model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    assert len(seen) == 2
-    assert not torch.equal(*seen)
+    assert len(outputs) == 2
+    assert not torch.equal(*outputs)
 
 
 @cites("NOD006")
-def test_what_deepspeed_reads_for_other_numbers_of_ranks(
+def test_deepspeed_state_for_a_different_number_of_ranks(
     group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Moments of AdamW, nothing where NVMe has them; and of groups that share a row it asks for what they have not."""
-    # It would take an engine with a disk to call it.
+    """Only AdamW's moments, nothing with NVMe offload; with sequence parallelism it calls a missing method."""
+    # Calling it would need an engine with NVMe offload.
     source = inspect.getsource(DeepSpeedEngine.load_checkpoint)
     assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer()" in source
     state = {"optimizer_state_dict": {"param_slice_mappings": [], "base_optimizer_state": {"state": [{"sum": 1}]}}}

@@ -45,29 +45,29 @@ class Scalar(nn.Module):
 EXAMPLES = [{"x": torch.tensor([1.0])} for _ in range(10)]
 
 
-def trainer(folder: Path, **more: Any) -> Trainer:
+def make_trainer(folder: Path, **more: Any) -> Trainer:
     given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", **more}
     return Trainer(Scalar(), TrainingArguments(output_dir=str(folder), **given), train_dataset=EXAMPLES)
 
 
 @cites("TRN001")
 def test_an_epoch_has_at_least_one_step(tmp_path: Path) -> None:
-    found = trainer(
+    trainer = make_trainer(
         tmp_path, num_train_epochs=2, per_device_train_batch_size=16, gradient_accumulation_steps=64, logging_steps=1
     )
-    found.train()
-    assert found.state.global_step == 2
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def rates(name: str, warmup: int, steps: int) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(schedule.get_last_lr()[0])
+        values.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    return found
+    return values
 
 
 @cites("TRN002")
@@ -96,16 +96,16 @@ def test_a_checkpoint_is_written_at_the_end(tmp_path: Path) -> None:
 
 @cites("TRN007")
 def test_without_its_state_the_optimizer_starts_from_scratch(tmp_path: Path) -> None:
-    found = trainer(tmp_path, max_steps=5)
-    found.create_optimizer_and_scheduler(5)
-    found._load_optimizer_and_scheduler(str(tmp_path))
-    assert not found.optimizer.state
+    trainer = make_trainer(tmp_path, max_steps=5)
+    trainer.create_optimizer_and_scheduler(5)
+    trainer._load_optimizer_and_scheduler(str(tmp_path))
+    assert not trainer.optimizer.state
 
 
 @cites("DAT007")
 def test_evaluation_needs_an_eval_dataset(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="but you didn't pass an `eval_dataset`"):
-        trainer(tmp_path, eval_strategy="steps")
+        make_trainer(tmp_path, eval_strategy="steps")
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
@@ -139,5 +139,5 @@ def test_the_reference_is_a_second_model(
     args = config(output_dir=str(tmp_path), precompute_ref_log_probs=precompute, **given)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    found = kind(model, args=args, train_dataset=Dataset.from_list([example, example]), processing_class=tokenizer)
-    assert (found.ref_model is None) is precompute
+    trainer = kind(model, args=args, train_dataset=Dataset.from_list([example, example]), processing_class=tokenizer)
+    assert (trainer.ref_model is None) is precompute

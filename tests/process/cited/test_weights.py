@@ -1,4 +1,4 @@
-"""Attention, compiling, packed weights and adapters: what transformers, torch, peft and bitsandbytes do with them."""
+"""Attention, compilation, quantized weights and adapters: behavior of transformers, torch, peft and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ from backend.train.quantized import is_quantized
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2, num_key_value_heads=1, **more))
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=1, **more))
 
 
 def gpt2() -> GPT2LMHeadModel:
@@ -68,8 +68,8 @@ def gpt2() -> GPT2LMHeadModel:
 @cites("KRN002")
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_needs_its_package(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
-    monkeypatch.setitem(found, "general_availability_check", lambda: False)
+    requirements = modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
+    monkeypatch.setitem(requirements, "general_availability_check", lambda: False)
     monkeypatch.setattr(modeling, "is_kernels_available", lambda: False, raising=False)
     with pytest.raises(ImportError, match=f"the package for FlashAttention{version} doesn't seem to be installed"):
         llama(attn_implementation=f"flash_attention_{version}")._flash_attn_can_dispatch(version)
@@ -77,13 +77,13 @@ def test_flash_attention_needs_its_package(version: int, monkeypatch: pytest.Mon
 
 @cites("KRN004")
 def test_flash_attention_warns_about_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(modeling.logger, "warning_once", said.append)
-    monkeypatch.setattr(modeling.PreTrainedModel, "_flash_attn_import_error", lambda own, **requirements: None)
+    messages: list[str] = []
+    monkeypatch.setattr(modeling.logger, "warning_once", messages.append)
+    monkeypatch.setattr(modeling.PreTrainedModel, "_flash_attn_import_error", lambda model, **requirements: None)
     for dtype in (torch.float32, torch.bfloat16):
         llama(dtype=dtype)._flash_attn_can_dispatch(2, is_init_check=True)
-    assert len(said) == 1
-    assert "only supports torch.float16 and torch.bfloat16 dtypes" in said[0]
+    assert len(messages) == 1
+    assert "only supports torch.float16 and torch.bfloat16 dtypes" in messages[0]
 
 
 @cites("KRN007")
@@ -130,15 +130,15 @@ def test_merging_into_4_bit_weights_loses_part_of_the_update(size: float) -> Non
 @cites("KRN010")
 def test_compilation_takes_longer_than_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, rows = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.ones(8, 64)
+    model, inputs = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.ones(8, 64)
 
-    def seconds(found: Any) -> float:
+    def seconds(module: Any) -> float:
         start = time.perf_counter()
-        found(rows).sum().backward()
+        module(inputs).sum().backward()
         return time.perf_counter() - start
 
-    plain = min(seconds(model) for _ in range(9))
-    assert seconds(torch.compile(model)) > 1000 * plain
+    eager_seconds = min(seconds(model) for _ in range(9))
+    assert seconds(torch.compile(model)) > 1000 * eager_seconds
 
 
 @cites("KRN011")
@@ -193,7 +193,7 @@ def test_fsdp1_unit_has_one_dtype() -> None:
 @cites("QNT015")
 def test_integer_weights_are_not_sharded() -> None:
     """FSDP1 does not flatten them. For FSDP2 accelerate leaves them out, and ZeRO-3 takes parameters alone, where the
-    integers of GPTQ and AWQ are buffers: both begin with an engine of several devices, so the words are looked for."""
+    integers of GPTQ and AWQ are buffers. Both need an engine with several devices, so the test searches the source."""
     integers = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ValueError, match="Cannot flatten integer dtype tensors"):
         flattened(integers)
@@ -213,16 +213,16 @@ def test_quantized_weights_need_adapters() -> None:
     validate_quantization_for_training(get_peft_model(base, LoraConfig(target_modules=["q_proj"])))
 
 
-# Kinds that the library takes for trainable, and Footplate has not seen train: by packages that need a GPU, or that
-# pack while loading alone.
-UNSEEN = {"eetq", "quanto", "sinq", "mxfp8", "aqlm", "torchao", "bitnet", "fp_quant", "fouroversix"}
+# Formats that the library considers trainable but Footplate has not tested: their packages need a GPU, or they quantize
+# only while loading.
+UNTESTED_FORMATS = {"eetq", "quanto", "sinq", "mxfp8", "aqlm", "torchao", "bitnet", "fp_quant", "fouroversix"}
 
 
 @cites("QNT010")
 def test_untrainable_quantization_formats() -> None:
     kinds = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZER_MAPPING}
     assert set(registry.PREQUANTIZED) <= kinds
-    for kind in kinds - set(registry.PREQUANTIZED) - UNSEEN:
+    for kind in kinds - set(registry.PREQUANTIZED) - UNTESTED_FORMATS:
         quantizer = AUTO_QUANTIZER_MAPPING[kind]
         assert quantizer.is_trainable.fget(SimpleNamespace()) is False, kind
     base = llama()
@@ -242,7 +242,7 @@ def test_untrainable_quantization_formats() -> None:
     ("kind", "package"), [(kind, name) for kind, row in registry.PREQUANTIZED.items() for name in row.packages]
 )
 def test_prequantized_model_needs_its_packages(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "bitsandbytes":  # its own
+    if kind == "bitsandbytes":
         return test_quantization_needs_bitsandbytes(monkeypatch)
     quantizer = AUTO_QUANTIZER_MAPPING[kind]
     module = inspect.getmodule(quantizer)
@@ -255,9 +255,9 @@ def test_prequantized_model_needs_its_packages(kind: str, package: str, monkeypa
 
 @cites("QNT012")
 def test_a_second_quantization_config_is_refused() -> None:
-    came = GPTQConfig(bits=4).to_dict()
+    stored = GPTQConfig(bits=4).to_dict()
     with pytest.raises(ValueError, match="quantized with GPTQConfig but you are passing a BitsAndBytesConfig config"):
-        AutoHfQuantizer.merge_quantization_configs(came, BitsAndBytesConfig(load_in_4bit=True))
+        AutoHfQuantizer.merge_quantization_configs(stored, BitsAndBytesConfig(load_in_4bit=True))
 
 
 @cites("QNT013")
@@ -271,7 +271,7 @@ def test_hqq_refuses_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @cites("QNT014")
 @pytest.mark.parametrize("config", [Mxfp4Config, FineGrainedFP8Config])
 def test_formats_that_are_dequantized(config: Any) -> None:
-    """Asked to, they need no package, and become ordinary weights."""
+    """With dequantize=True they need no package and become unquantized weights."""
     quantizer = AutoHfQuantizer.from_config(config(dequantize=True), pre_quantized=True)
     quantizer.validate_environment()
     quantizer.quantization_config.dequantize = True
@@ -307,16 +307,16 @@ def test_dora_with_dropout_computes_the_base_layer_twice(
 ) -> None:
     model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], use_dora=True, lora_dropout=dropout)).train()
     base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
-    seen = []
+    weight_pointers = []
     linear = nn.functional.linear
 
-    def counted(given: Any, weight: Any, *more: Any) -> Any:
-        seen.append(weight.data_ptr())
-        return linear(given, weight, *more)
+    def counted(inputs: Any, weight: Any, *more: Any) -> Any:
+        weight_pointers.append(weight.data_ptr())
+        return linear(inputs, weight, *more)
 
     monkeypatch.setattr(dora.F, "linear", counted)
     model(input_ids=torch.arange(4)[None])
-    assert seen.count(base.data_ptr()) == times + 1
+    assert weight_pointers.count(base.data_ptr()) == times + 1
 
 
 @cites("MTH005")
@@ -341,14 +341,14 @@ def test_positions_beyond_the_position_embeddings() -> None:
 
 def _mixture(**more: Any) -> Qwen3MoeForCausalLM:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "moe_intermediate_size": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **sizes, num_experts=2, num_experts_per_tok=1, **more))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **sizes, num_experts=2, num_experts_per_tok=1, **more))
 
 
 @cites("QNT018")
 def test_experts_are_not_quantized() -> None:
     found = replace_with_bnb_linear(_mixture(), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     packed = {name.rpartition(".")[2] for name, module in found.named_modules() if is_quantized(module)}
-    assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}, "who calls it leaves the output layer out"
+    assert packed == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}, "the caller excludes the output layer"
     assert found.model.layers[0].mlp.experts.gate_up_proj.is_floating_point()
 
 
