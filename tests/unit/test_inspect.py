@@ -32,19 +32,19 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def test_the_default_spec_is_known_before_a_download(tmp_path: Path) -> None:
-    found = inspect_inputs(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
-    assert found.shape is not None
-    assert found.shape.parameters == registry.BUILTIN_MODELS["smollm2-135m-instruct"].parameters
-    assert (found.has_chat_template, found.is_downloaded, found.format) == (True, False, "messages")
-    assert (found.num_examples, found.num_validation_examples, found.counts_are_exact, found.data_issues) == (
+    facts = inspect_inputs(RunSpec(), tmp_path, {"FOOTPLATE_CACHE": str(tmp_path)})
+    assert facts.shape is not None
+    assert facts.shape.parameters == registry.BUILTIN_MODELS["smollm2-135m-instruct"].parameters
+    assert (facts.has_chat_template, facts.is_downloaded, facts.format) == (True, False, "messages")
+    assert (facts.num_examples, facts.num_validation_examples, facts.counts_are_exact, facts.data_issues) == (
         400,
         32,
         True,
         (),
     )
-    assert found.num_train_examples(RunSpec().data) == 400
-    assert found.num_eval_examples(RunSpec().data) == 32
-    assert 50 < found.longest_example < 400
+    assert facts.num_train_examples(RunSpec().data) == 400
+    assert facts.num_eval_examples(RunSpec().data) == 32
+    assert 50 < facts.longest_example < 400
 
 
 # Parameters as the model pages on the Hub state.
@@ -66,10 +66,10 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_popular_models_are_known_before_a_download(name: str, tmp_path: Path) -> None:
-    found = inspect_inputs(spec(model__source="hub", model__hub_id=name.lower()), tmp_path, {"HF_HOME": str(tmp_path)})
-    assert found.shape is not None
-    assert found.shape.parameters == PUBLISHED[name]
-    assert (found.is_downloaded, found.has_chat_template, found.model_problem) == (False, None, "")
+    facts = inspect_inputs(spec(model__source="hub", model__hub_id=name.lower()), tmp_path, {"HF_HOME": str(tmp_path)})
+    assert facts.shape is not None
+    assert facts.shape.parameters == PUBLISHED[name]
+    assert (facts.is_downloaded, facts.has_chat_template, facts.model_problem) == (False, None, "")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -96,8 +96,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    asked = spec(model__source="hub", model__hub_id="own/tiny")
-    assert inspect_inputs(asked, tmp_path).shape_unknown_reason == "the model is not downloaded yet"
+    run_spec = spec(model__source="hub", model__hub_id="own/tiny")
+    assert inspect_inputs(run_spec, tmp_path).shape_unknown_reason == "the model is not downloaded yet"
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -105,20 +105,20 @@ def test_config_is_downloaded_from_the_hub(tmp_path: Path, monkeypatch: pytest.M
         assert download_config("own/other", "main").startswith("the Hub has no model with this ID")
         assert download_config("a/b/c", "main") == "the ID is not valid: it must be organization/name or name"
         server.shutdown()
-    found = inspect_inputs(asked, tmp_path)
-    assert found.shape is not None
-    assert (found.shape.model_type, found.model_problem, found.is_downloaded) == ("llama", "", False)
+    facts = inspect_inputs(run_spec, tmp_path)
+    assert facts.shape is not None
+    assert (facts.shape.model_type, facts.model_problem, facts.is_downloaded) == ("llama", "", False)
 
 
 def test_examples_are_read_and_counted(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "p" * 400, "completion": "c"}, {"prompt": "q", "completion": "d"}])
     write(tmp_path / "b.jsonl", [{"prompt": "\u4f60" * 50, "completion": "c"}])
-    asked = files("*.jsonl")
-    found = inspect_inputs(asked, tmp_path)
-    assert (found.format, found.columns, found.num_examples) == ("prompt_completion", ("prompt", "completion"), 3)
-    assert found.token_lengths == (10, 60, 90)
-    assert found.num_eval_examples(asked.data) == 1
-    assert found.num_train_examples(asked.data) == 2
+    run_spec = files("*.jsonl")
+    facts = inspect_inputs(run_spec, tmp_path)
+    assert (facts.format, facts.columns, facts.num_examples) == ("prompt_completion", ("prompt", "completion"), 3)
+    assert facts.token_lengths == (10, 60, 90)
+    assert facts.num_eval_examples(run_spec.data) == 1
+    assert facts.num_train_examples(run_spec.data) == 2
     assert (
         inspect_inputs(files("*.jsonl", data__max_samples=1), tmp_path).num_train_examples(
             spec(data__max_samples=1).data
@@ -143,9 +143,9 @@ def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "empty.jsonl", [])
     (tmp_path / "text.txt").write_text("x")
     (tmp_path / "folder").mkdir()
-    asked = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
-    issues = inspect_inputs(asked, tmp_path).data_issues
-    assert [Path(t.location).name for t in issues] == list(asked.data.files)
+    run_spec = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
+    issues = inspect_inputs(run_spec, tmp_path).data_issues
+    assert [Path(t.location).name for t in issues] == list(run_spec.data.files)
     assert "question, answer" in issues[2].message
     assert not any(t.is_example for t in issues)
 
@@ -154,12 +154,12 @@ def test_a_long_file_is_inspected_in_bounded_time(tmp_path: Path, monkeypatch: p
     rows = [{"text": "word " * 20} for _ in range(20_000)]
     write(tmp_path / "a.jsonl", rows)
     monkeypatch.setattr("backend.inspect.data_files.MAX_SECONDS", 0.01)
-    found = inspect_inputs(files("a.jsonl"), tmp_path)
-    assert (found.num_examples, found.counts_are_exact) == (20_000, False)
+    facts = inspect_inputs(files("a.jsonl"), tmp_path)
+    assert (facts.num_examples, facts.counts_are_exact) == (20_000, False)
     (tmp_path / "b.csv").write_text("text\n" + "word word word\n" * 20_000)
-    found = inspect_inputs(files("b.csv"), tmp_path)
-    assert not found.counts_are_exact
-    assert found.num_examples is not None and 15_000 < found.num_examples < 25_000
+    facts = inspect_inputs(files("b.csv"), tmp_path)
+    assert not facts.counts_are_exact
+    assert facts.num_examples is not None and 15_000 < facts.num_examples < 25_000
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
@@ -171,10 +171,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 def test_validation_files(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "a"}])
-    asked = files("a.jsonl", data__validation="files", data__validation_files=("v.jsonl",))
-    assert [t.field for t in inspect_inputs(asked, tmp_path).data_issues] == ["data.validation_files"]
+    run_spec = files("a.jsonl", data__validation="files", data__validation_files=("v.jsonl",))
+    assert [t.field for t in inspect_inputs(run_spec, tmp_path).data_issues] == ["data.validation_files"]
     write(tmp_path / "v.jsonl", [{"text": "a"}, {"text": "b"}])
-    assert inspect_inputs(asked, tmp_path).num_eval_examples(asked.data) == 2
+    assert inspect_inputs(run_spec, tmp_path).num_eval_examples(run_spec.data) == 2
 
 
 def model(folder: Path, **config: Any) -> Path:
@@ -187,29 +187,29 @@ def model(folder: Path, **config: Any) -> Path:
 
 
 def test_model_folder(tmp_path: Path) -> None:
-    def seen(path: str) -> InputFacts:
+    def inspect_model(path: str) -> InputFacts:
         return inspect_inputs(spec(model__source="path", model__path=path), tmp_path)
 
-    assert "does not exist" in seen("nowhere").model_problem
-    assert seen("").model_problem
+    assert "does not exist" in inspect_model("nowhere").model_problem
+    assert inspect_model("").model_problem
     folder = model(tmp_path / "good")
-    found = seen("good")
-    assert (found.model_problem, found.has_chat_template) == ("", None)
-    assert found.shape is not None and found.shape.layers == 4
+    facts = inspect_model("good")
+    assert (facts.model_problem, facts.has_chat_template) == ("", None)
+    assert facts.shape is not None and facts.shape.layers == 4
     (folder / "tokenizer_config.json").write_text("{}")
     assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_chat_template is False
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert inspect_inputs(spec(model__source="path", model__path="good"), tmp_path).has_chat_template is True
     (folder / "model.safetensors").unlink()
-    assert "weights" in seen("good").model_problem
-    odd = seen(str(model(tmp_path / "odd", model_type="bert")))
-    assert odd.shape is None and "bert" in odd.shape_unknown_reason and not odd.model_problem
+    assert "weights" in inspect_model("good").model_problem
+    bert_facts = inspect_model(str(model(tmp_path / "odd", model_type="bert")))
+    assert bert_facts.shape is None and "bert" in bert_facts.shape_unknown_reason and not bert_facts.model_problem
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
-    assert "adapter" in seen("adapter").model_problem
+    assert "adapter" in inspect_model("adapter").model_problem
     (tmp_path / "good" / "config.json").write_text("[")
-    assert "cannot be read" in seen("good").model_problem
-    assert "file" in seen("good/config.json").model_problem
+    assert "cannot be read" in inspect_model("good").model_problem
+    assert "file" in inspect_model("good/config.json").model_problem
 
 
 def test_module_names_of_a_moe_are_read_from_its_source(tmp_path: Path) -> None:
@@ -218,15 +218,17 @@ def test_module_names_of_a_moe_are_read_from_its_source(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     mixture = {"model.source": "path", "model.path": str(tmp_path)}
-    found = inspect_inputs(edit(RunSpec(), mixture), tmp_path)
-    assert found.shape is None
-    assert {"experts", "q_proj", "embed_tokens", "lm_head", "score"} <= found.module_attributes
+    facts = inspect_inputs(edit(RunSpec(), mixture), tmp_path)
+    assert facts.shape is None
+    assert {"experts", "q_proj", "embed_tokens", "lm_head", "score"} <= facts.module_attributes
 
     def codes(**changes: Any) -> set[str]:
-        asked = edit(RunSpec(), {**mixture, **{name.replace("__", "."): value for name, value in changes.items()}})
-        return {f.code for f in check(asked, Machine(), inspect_inputs(asked, tmp_path)) if f.code.startswith("MTH")}
+        run_spec = edit(RunSpec(), {**mixture, **{name.replace("__", "."): value for name, value in changes.items()}})
+        return {
+            f.code for f in check(run_spec, Machine(), inspect_inputs(run_spec, tmp_path)) if f.code.startswith("MTH")
+        }
 
-    assert "Qwen3MoeDecoderLayer" in found.module_classes
+    assert "Qwen3MoeDecoderLayer" in facts.module_classes
     assert "MTH008" in codes(method__kind="freeze", method__freeze_extra_modules=("nothing",))
     assert not codes(method__kind="freeze", method__freeze_extra_modules=("mlp.gate", "layers.0", "lm_head"))
     assert "MTH004" in codes(lora__modules_to_save=("norms",))
@@ -237,15 +239,15 @@ def test_module_names_of_a_moe_are_read_from_its_source(tmp_path: Path) -> None:
 
 
 def test_a_hub_model_is_found_in_the_cache(tmp_path: Path) -> None:
-    asked, environment = spec(model__source="hub", model__hub_id="org/name"), {"HF_HUB_CACHE": str(tmp_path)}
-    assert inspect_inputs(asked, tmp_path, environment).shape is None
+    run_spec, environment = spec(model__source="hub", model__hub_id="org/name"), {"HF_HUB_CACHE": str(tmp_path)}
+    assert inspect_inputs(run_spec, tmp_path, environment).shape is None
     store = tmp_path / "models--org--name"
     (store / "refs").mkdir(parents=True)
     (store / "refs" / "main").write_text("abc")
     (store / "snapshots").mkdir()
     model(store / "snapshots" / "abc")
-    found = inspect_inputs(asked, tmp_path, environment)
-    assert found.shape is not None and found.is_downloaded
+    facts = inspect_inputs(run_spec, tmp_path, environment)
+    assert facts.shape is not None and facts.is_downloaded
 
 
 def test_template_and_checkpoint(tmp_path: Path) -> None:
@@ -325,16 +327,16 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
         server.bind(("", 0))
         server.listen()
         port = server.getsockname()[1]
-        asked = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
-        found = inspect_inputs(asked, tmp_path)
-        assert found.port_in_use == port and found.free_port > port
-        assert not inspect_inputs(edit(asked, {"launch.launcher": "accelerate"}), tmp_path).port_in_use, (
+        run_spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.master_port": port})
+        facts = inspect_inputs(run_spec, tmp_path)
+        assert facts.port_in_use == port and facts.free_port > port
+        assert not inspect_inputs(edit(run_spec, {"launch.launcher": "accelerate"}), tmp_path).port_in_use, (
             "accelerate picks a free port itself"
         )
-        far = {"launch.rendezvous": "static", "launch.node_rank": 1}
-        assert not inspect_inputs(edit(asked, far), tmp_path).port_in_use, "node 0 listens"
-        assert inspect_inputs(edit(asked, {**far, "launch.node_rank": 0}), tmp_path).port_in_use
-    assert not inspect_inputs(asked, tmp_path).port_in_use
+        second_node = {"launch.rendezvous": "static", "launch.node_rank": 1}
+        assert not inspect_inputs(edit(run_spec, second_node), tmp_path).port_in_use, "node 0 listens"
+        assert inspect_inputs(edit(run_spec, {**second_node, "launch.node_rank": 0}), tmp_path).port_in_use
+    assert not inspect_inputs(run_spec, tmp_path).port_in_use
     assert not inspect_inputs(edit(RunSpec(), {"parallel.strategy": "ddp"}), tmp_path).port_in_use
 
 

@@ -1,4 +1,5 @@
-"""The estimate: against tensors that a real step keeps, against peaks of real runs, and in its own logic."""
+"""The memory estimate compared with the tensors that a real step saves and with peaks of real runs, and its own
+rules."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def shape(layers: int, hidden: int, inner: int, heads: int, kv: int, words: int,
 
 
 # Peak resident memory of real runs of backend.train on a CPU, torch 2.13, three steps, one thread a process:
-# (model, what differs from four rows of 512 tokens, MiB). The last ones were not used to set a constant.
+# (model, options other than batch size 4 and 512 tokens, MiB). The last ones were not used to set a constant.
 TINY, MID, BIG = (
     shape(4, 128, 352, 4, 2, 2048),
     shape(12, 768, 2048, 12, 4, 32_000),
@@ -76,19 +77,21 @@ MEASURED: list[tuple[ModelShape, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(("model", "more", "mib"), MEASURED)
 def test_peaks_of_real_runs_are_met(model: ModelShape, more: dict[str, Any], mib: int) -> None:
-    found = estimate(spec(eval__strategy="no", **more), LAPTOP, model)
-    assert found.device_bytes / MIB == pytest.approx(mib, rel=0.08)
+    result = estimate(spec(eval__strategy="no", **more), LAPTOP, model)
+    assert result.device_bytes / MIB == pytest.approx(mib, rel=0.08)
 
 
-class Held:
-    """A tensor that the graph keeps; it lives as long as the graph wants it."""
+class SavedTensor:
+    """A tensor saved for backward; it is alive as long as the autograd graph references it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def kept_by_a_step(kind: str, method: str, bf16: bool, batch: int, length: int, **more: Any) -> tuple[int, ModelShape]:
-    """Bytes of the tensors that a real forward pass keeps for the backward pass, and the model's shape."""
+def saved_tensor_bytes(
+    kind: str, method: str, bf16: bool, batch: int, length: int, **more: Any
+) -> tuple[int, ModelShape]:
+    """Bytes of the tensors that a forward pass saves for backward, and the model's shape."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind,
@@ -114,24 +117,28 @@ def kept_by_a_step(kind: str, method: str, bf16: bool, batch: int, length: int, 
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    alive: weakref.WeakSet[Held] = weakref.WeakSet()
+    alive: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
 
-    def keep(tensor: torch.Tensor) -> Held:
-        held = Held(tensor)
-        alive.add(held)
-        return held
+    def keep(tensor: torch.Tensor) -> SavedTensor:
+        with_reference = SavedTensor(tensor)
+        alive.add(with_reference)
+        return with_reference
 
     model.train()
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda with_reference: with_reference.tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         out = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True)
-    kept = {s.data_ptr(): s.nbytes() for held in alive if (s := held.tensor.untyped_storage()).data_ptr() not in known}
-    assert out is not None  # until here the graph lives
-    return sum(kept.values()), from_config(config.to_dict())
+    saved_bytes = {
+        s.data_ptr(): s.nbytes()
+        for with_reference in alive
+        if (s := with_reference.tensor.untyped_storage()).data_ptr() not in known
+    }
+    assert out is not None  # keeps the graph alive until here
+    return sum(saved_bytes.values()), from_config(config.to_dict())
 
 
-def counted(asked: RunSpec, model: ModelShape) -> int:
-    ctx = memory_context(asked, Machine(), model)
+def estimated_activation_bytes(run_spec: RunSpec, model: ModelShape) -> int:
+    ctx = memory_context(run_spec, Machine(), model)
     rows = {row.name: row.bytes for row in end_of_forward_on_cpu(ctx, layer_activations(ctx))}
     return rows["Activations"] + rows.get("Autocast copies of parameters", 0)
 
@@ -140,45 +147,47 @@ def counted(asked: RunSpec, model: ModelShape) -> int:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3", "phi", "gpt_neox"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_activations_of_a_real_step_are_met(kind: str, method: str, bf16: bool) -> None:
-    kept, model = kept_by_a_step(kind, method, bf16, 3, 160)
-    asked = spec(
+def test_activations_match_a_real_step(kind: str, method: str, bf16: bool) -> None:
+    saved_bytes, model = saved_tensor_bytes(kind, method, bf16, 3, 160)
+    run_spec = spec(
         method__kind=method,
         precision__compute="bf16" if bf16 else "fp32",
         train__per_device_train_batch_size=3,
         data__max_length=160,
     )
-    assert counted(asked, model) == pytest.approx(kept, rel=0.02 if kind in ("llama", "qwen2", "qwen3") else 0.15)
+    assert estimated_activation_bytes(run_spec, model) == pytest.approx(
+        saved_bytes, rel=0.02 if kind in ("llama", "qwen2", "qwen3") else 0.15
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("dora", "dropout"), [(True, 0.0), (True, 0.1), (False, 0.1)])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_activations_of_other_adapters_are_met(dora: bool, dropout: float, bf16: bool) -> None:
-    kept, model = kept_by_a_step("llama", "lora", bf16, 3, 160, use_dora=dora, lora_dropout=dropout)
-    asked = spec(
+def test_activations_with_dora_and_dropout_match_a_real_step(dora: bool, dropout: float, bf16: bool) -> None:
+    saved_bytes, model = saved_tensor_bytes("llama", "lora", bf16, 3, 160, use_dora=dora, lora_dropout=dropout)
+    run_spec = spec(
         lora__use_dora=dora,
         lora__dropout=dropout,
         precision__compute="bf16" if bf16 else "fp32",
         train__per_device_train_batch_size=3,
         data__max_length=160,
     )
-    assert counted(asked, model) == pytest.approx(kept, rel=0.05)
+    assert estimated_activation_bytes(run_spec, model) == pytest.approx(saved_bytes, rel=0.05)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_scores_that_are_written_out_are_counted(method: str, bf16: bool) -> None:
-    kept, model = kept_by_a_step("llama", method, bf16, 3, 160, attention="eager")
-    asked = spec(
+def test_eager_attention_scores_are_counted(method: str, bf16: bool) -> None:
+    saved_bytes, model = saved_tensor_bytes("llama", method, bf16, 3, 160, attention="eager")
+    run_spec = spec(
         model__attn_implementation="eager",
         method__kind=method,
         precision__compute="bf16" if bf16 else "fp32",
         train__per_device_train_batch_size=3,
         data__max_length=160,
     )
-    assert counted(asked, model) == pytest.approx(kept, rel=0.05)
+    assert estimated_activation_bytes(run_spec, model) == pytest.approx(saved_bytes, rel=0.05)
 
 
 def test_formula_by_hand() -> None:
@@ -194,20 +203,20 @@ def test_formula_by_hand() -> None:
     assert loss == 512 * 32_768 * 2 + 512 * 4096 * (4 + 2)
 
 
-def test_whole_training_of_8b_needs_sixteen_bytes_a_weight() -> None:
-    found = estimate(spec(method__kind="full"), H100, LLAMA_8B)
-    assert found.fits is False
-    assert found.device_bytes > 16 * LLAMA_8B.parameters
+def test_full_fine_tuning_of_8b_needs_sixteen_bytes_per_parameter() -> None:
+    result = estimate(spec(method__kind="full"), H100, LLAMA_8B)
+    assert result.fits is False
+    assert result.device_bytes > 16 * LLAMA_8B.parameters
     assert estimate(spec(), H100, LLAMA_8B).fits is True
 
 
-def test_unknown_model_is_said_to_be() -> None:
-    found = Case(RunSpec(), H100, InputFacts(shape_unknown_reason="it is a secret")).estimate
-    assert (found.rows, found.fits, found.unknown) == ((), None, "it is a secret")
-    assert found.capacity_bytes == 80 * GIB
+def test_unknown_model_gives_the_reason() -> None:
+    result = Case(RunSpec(), H100, InputFacts(shape_unknown_reason="it is a secret")).estimate
+    assert (result.rows, result.fits, result.unknown) == ((), None, "it is a secret")
+    assert result.capacity_bytes == 80 * GIB
 
 
-def total(machine: Machine = H100, longest: int = 0, **values: Any) -> Estimate:
+def estimate_8b(machine: Machine = H100, longest: int = 0, **values: Any) -> Estimate:
     return estimate(spec(**values), machine, LLAMA_8B, longest=longest)
 
 
@@ -223,50 +232,51 @@ def total(machine: Machine = H100, longest: int = 0, **values: Any) -> Estimate:
         (H100, {"train__optim": "adafactor"}, 1 / 1.5, 1 / 0.8),
     ],
 )
-def test_how_sure_it_is(machine: Machine, more: dict[str, Any], low: float, high: float) -> None:
-    """Within what was measured where it was measured, and wider elsewhere."""
-    found = total(machine, **more)
-    assert found.low_bytes == pytest.approx(low * found.device_bytes, rel=1e-6)
-    assert found.high_bytes == pytest.approx(high * found.device_bytes, rel=1e-6)
+def test_estimated_range(machine: Machine, more: dict[str, Any], low: float, high: float) -> None:
+    """The measured error bounds where the estimate was measured, a wider range elsewhere."""
+    result = estimate_8b(machine, **more)
+    assert result.low_bytes == pytest.approx(low * result.device_bytes, rel=1e-6)
+    assert result.high_bytes == pytest.approx(high * result.device_bytes, rel=1e-6)
 
 
-def test_what_makes_it_larger_and_smaller() -> None:
-    base = total(train__per_device_train_batch_size=8).device_bytes
-    assert total(train__per_device_train_batch_size=16).device_bytes > base
-    assert total(train__per_device_train_batch_size=8, data__max_length=1024).device_bytes > base
-    assert total(train__per_device_train_batch_size=8, train__activation_checkpointing=True).device_bytes < base
-    assert total(train__per_device_train_batch_size=8, longest=100).device_bytes < base
-    assert total(train__per_device_train_batch_size=8, longest=5000).device_bytes == base
-    assert total(train__per_device_train_batch_size=8, lora__r=64).device_bytes > base
-    assert total(train__per_device_train_batch_size=8, precision__compute="fp32").device_bytes > base
-    full = total(method__kind="full").device_bytes
-    assert total(method__kind="full", train__optim="sgd").device_bytes < full
-    assert total(TWO_H100, method__kind="full", parallel__strategy="ddp").device_bytes > full
-    packed = total(train__per_device_train_batch_size=8, data__packing=True).device_bytes
+def test_options_that_raise_or_lower_the_estimate() -> None:
+    base = estimate_8b(train__per_device_train_batch_size=8).device_bytes
+    assert estimate_8b(train__per_device_train_batch_size=16).device_bytes > base
+    assert estimate_8b(train__per_device_train_batch_size=8, data__max_length=1024).device_bytes > base
+    assert estimate_8b(train__per_device_train_batch_size=8, train__activation_checkpointing=True).device_bytes < base
+    assert estimate_8b(train__per_device_train_batch_size=8, longest=100).device_bytes < base
+    assert estimate_8b(train__per_device_train_batch_size=8, longest=5000).device_bytes == base
+    assert estimate_8b(train__per_device_train_batch_size=8, lora__r=64).device_bytes > base
+    assert estimate_8b(train__per_device_train_batch_size=8, precision__compute="fp32").device_bytes > base
+    full = estimate_8b(method__kind="full").device_bytes
+    assert estimate_8b(method__kind="full", train__optim="sgd").device_bytes < full
+    assert estimate_8b(TWO_H100, method__kind="full", parallel__strategy="ddp").device_bytes > full
+    packed = estimate_8b(train__per_device_train_batch_size=8, data__packing=True).device_bytes
     assert packed > base
 
 
-def test_what_a_stage_spreads() -> None:
-    """Two devices, whole training of 8B in bf16: weights 2, gradients 2, masters and moments 12 bytes each."""
+def test_sharding_by_zero_stage() -> None:
+    """Two devices, full fine-tuning of 8B in bf16. Bytes per parameter: weights 2, gradients 2, master weights and
+    moments 12."""
     count = LLAMA_8B.parameters
 
     def rows(stage: int) -> dict[str, int]:
-        found = total(
+        result = estimate_8b(
             TWO_H100, method__kind="full", parallel__strategy=f"zero{stage}", train__gradient_accumulation_steps=2
         )
-        return {row.name: row.bytes for row in found.rows if row.where == "device"}
+        return {row.name: row.bytes for row in result.rows if row.where == "device"}
 
     one, two, three = rows(1), rows(2), rows(3)
-    for found in (one, two, three):
-        assert found["fp32 master weights"] == 2 * count
-        assert found["Optimizer state"] == 4 * count
+    for result in (one, two, three):
+        assert result["fp32 master weights"] == 2 * count
+        assert result["Optimizer state"] == 4 * count
     assert (one["Trainable parameters"], one["Gradients"]) == (2 * count, 2 * count)
     assert (two["Trainable parameters"], two["Gradients"]) == (2 * count, count)
     assert (three["Trainable parameters"], three["Gradients"]) == (count, count)
     assert three["Gathered parameters"] == 2 * 10**9
 
 
-def test_capacity_is_of_what_the_run_uses() -> None:
+def test_capacity_of_the_devices_in_use() -> None:
     assert estimate(spec(**DDP), LAPTOP, SMOL).capacity_bytes == LAPTOP.ram_free_bytes // 2
     assert estimate(spec(launch__device="cpu"), H100, SMOL).capacity_bytes == H100.ram_free_bytes
     assert estimate(spec(launch__device="cuda"), LAPTOP, SMOL).fits is None
@@ -274,29 +284,29 @@ def test_capacity_is_of_what_the_run_uses() -> None:
 
 def test_disk() -> None:
     tiny = from_config(registry.BUILTIN_MODELS["tiny-llama"].config)
-    whole = tiny.parameters
+    parameters = tiny.parameters
 
     def disk(rows: int | None = None, **values: Any) -> dict[str, int]:
-        found = estimate(spec(method__kind="full", **values), LAPTOP, tiny, examples=rows).rows
-        return {row.name: row.bytes for row in found if row.where == "disk"}
+        result = estimate(spec(method__kind="full", **values), LAPTOP, tiny, examples=rows).rows
+        return {row.name: row.bytes for row in result if row.where == "disk"}
 
-    assert disk()["Checkpoints"] == 3 * (12 * whole + 8 * MIB)
-    assert disk()["Final model"] == 4 * whole + 8 * MIB
-    assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * whole + 8 * MIB)
-    assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * whole + 8 * MIB)
+    assert disk()["Checkpoints"] == 3 * (12 * parameters + 8 * MIB)
+    assert disk()["Final model"] == 4 * parameters + 8 * MIB
+    assert disk(save__only_model=True)["Checkpoints"] == 3 * (4 * parameters + 8 * MIB)
+    assert disk(save__total_limit=0, train__num_train_epochs=5)["Checkpoints"] == 5 * (12 * parameters + 8 * MIB)
     steps = {"save__strategy": "steps", "save__steps": 10, "save__total_limit": 0}
-    assert disk(rows=400, train__num_train_epochs=1, **steps)["Checkpoints"] == 10 * (12 * whole + 8 * MIB)
+    assert disk(rows=400, train__num_train_epochs=1, **steps)["Checkpoints"] == 10 * (12 * parameters + 8 * MIB)
     assert disk(save__strategy="no", save__final_model=False) == {}
 
 
-def test_host_holds_the_weights_on_their_way() -> None:
-    found = estimate(spec(**DDP), TWO_H100, LLAMA_8B)
-    assert found.host_bytes > 2 * 2 * LLAMA_8B.parameters
+def test_host_memory_while_loading_weights() -> None:
+    result = estimate(spec(**DDP), TWO_H100, LLAMA_8B)
+    assert result.host_bytes > 2 * 2 * LLAMA_8B.parameters
     assert estimate(RunSpec(), LAPTOP, SMOL).host_bytes == 0
-    assert all(row.formula and row.bytes > 0 for row in found.rows)
+    assert all(row.formula and row.bytes > 0 for row in result.rows)
 
 
-SPREAD = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
+FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
 
 
 @pytest.mark.parametrize(
@@ -311,54 +321,57 @@ SPREAD = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
         ({"parallel__strategy": "ddp"}, 2),
     ],
 )
-def test_one_process_reads_for_fsdp2(more: dict[str, Any], readers: int) -> None:
-    """Adapters that begin inside the weights, packed weights and code of the model's own are read by each."""
-    rows = estimate(spec(**{**SPREAD, **more}), TWO_H100, LLAMA_8B).rows
+def test_fsdp2_loads_on_rank_0(more: dict[str, Any], readers: int) -> None:
+    """Every rank loads the weights with PiSSA, quantized weights or remote code."""
+    rows = estimate(spec(**{**FSDP2, **more}), TWO_H100, LLAMA_8B).rows
     row = next(row for row in rows if row.name == "Model loading")
-    each = int(row.formula.split()[2].replace(",", ""))
+    bytes_per_process = int(row.formula.split()[2].replace(",", ""))
     assert row.formula.startswith(f"{readers} x ")
-    assert row.bytes == readers * each
+    assert row.bytes == readers * bytes_per_process
 
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("kind", "once"), [("full", 4), ("lora", 2)])
-def test_each_process_reads_the_reference(kind: str, once: int, before: bool) -> None:
-    """8.03 B weights once, in fp32 if they learn, and in bf16 twice; an adapter's if it is asked before FSDP is."""
-    given = spec(
-        **SPREAD,
+def test_every_process_loads_the_reference(kind: str, once: int, before: bool) -> None:
+    """8.03 B parameters once, in fp32 if they are trained, and the reference in bf16 on both ranks; with LoRA only if
+    its log-probabilities are precomputed."""
+    run_spec = spec(
+        **FSDP2,
         method__kind=kind,
         train__stage="dpo",
         data__builtin="train-pairs",
         preference__precompute_ref_log_probs=before,
     )
-    rows = estimate(given, TWO_H100, LLAMA_8B).rows
+    rows = estimate(run_spec, TWO_H100, LLAMA_8B).rows
     read = next(row.bytes for row in rows if row.name == "Model loading" and row.where == "host")
     twice = 2 * 2 if kind == "full" or before else 0
     assert read == pytest.approx((once + twice) * LLAMA_8B.parameters, rel=0.03)
-    beside = {row.name for row in rows if row.where == "device" and "eference" in row.name}
-    assert beside == (set() if before else {"Reference model" if kind == "full" else "Reference adapter"})
+    device_reference_rows = {row.name for row in rows if row.where == "device" and "eference" in row.name}
+    assert device_reference_rows == (
+        set() if before else {"Reference model" if kind == "full" else "Reference adapter"}
+    )
 
 
-def test_a_reference_is_kept_in_ram_with_the_weights() -> None:
-    """8.03 B frozen weights in bf16, and of the trained model the same beside 12 + 4 bytes of its optimizer."""
+def test_offloaded_reference_is_in_host_memory() -> None:
+    """The reference adds 8.03 B frozen parameters in bf16."""
     away = {"parallel__strategy": "zero3", "parallel__offload_param": "cpu", "parallel__offload_optimizer": "cpu"}
-    given = spec(launch__nproc_per_node=2, method__kind="full", **away)
-    plain, held = (
+    run_spec = spec(launch__nproc_per_node=2, method__kind="full", **away)
+    without_reference, with_reference = (
         sum(
             r.bytes
             for r in estimate(one, TWO_H100, LLAMA_8B).rows
             if r.where == "host" and r.name == "Offloaded parameters"
         )
-        for one in (given, edit(given, {"train.stage": "dpo", "data.builtin": "train-pairs"}))
+        for one in (run_spec, edit(run_spec, {"train.stage": "dpo", "data.builtin": "train-pairs"}))
     )
-    assert held - plain == 2 * LLAMA_8B.parameters
+    assert with_reference - without_reference == 2 * LLAMA_8B.parameters
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
-    """8.03 B weights in bf16 on each of two devices, of which DeepSpeed has a billion gathered in any case; and 32
-    layers x 8 heads x 128 numbers, twice, for each token of a batch."""
-    given = spec(
+def test_generation_gathers_the_model_on_each_device(strategy: str) -> None:
+    """8.03 B bf16 parameters on each of two devices, of which DeepSpeed gathers a billion in any case; and a KV cache
+    of 2 x 32 layers x 8 KV heads x 128 elements per token."""
+    run_spec = spec(
         parallel__strategy=strategy,
         launch__nproc_per_node=2,
         data__max_length=512,
@@ -369,26 +382,28 @@ def test_answers_need_the_whole_model_on_each_device(strategy: str) -> None:
         eval__num_generations=8,
         eval__max_new_tokens=128,
     )
-    rows = {row.name: row.bytes for row in estimate(given, TWO_H100, LLAMA_8B).rows if row.where == "device"}
+    rows = {row.name: row.bytes for row in estimate(run_spec, TWO_H100, LLAMA_8B).rows if row.where == "device"}
     trained = rows["Trainable parameters"] * 2 // (2 if strategy == "zero3" else 4)
-    whole = 2 * (LLAMA_8B.parameters + trained)
+    parameters = 2 * (LLAMA_8B.parameters + trained)
     assert rows["Parameters gathered for generation"] + rows.get("Gathered parameters", 0) == pytest.approx(
-        whole, rel=1e-3
+        parameters, rel=1e-3
     )
     assert rows["KV cache for generation"] == 8 * (512 + 128) * 2 * 32 * 8 * 128 * 2
     assert "KV cache for generation" not in {row.name for row in estimate(spec(), TWO_H100, LLAMA_8B).rows}
 
 
-def test_devices_that_share_a_row_share_its_activations() -> None:
-    given = {
+def test_sequence_parallelism_divides_activations() -> None:
+    run_spec = {
         "launch__nproc_per_node": 2,
         "data__max_length": 8192,
         "train__per_device_train_batch_size": 1,
         "eval__strategy": "no",
     }
-    alone = estimate(spec(parallel__strategy="zero3", **given), TWO_H100, LLAMA_8B)
-    both = estimate(spec(parallel__strategy="zero3", parallel__sequence_parallel_size=2, **given), TWO_H100, LLAMA_8B)
-    one, two = ({row.name: row.bytes for row in found.rows} for found in (alone, both))
+    alone = estimate(spec(parallel__strategy="zero3", **run_spec), TWO_H100, LLAMA_8B)
+    both = estimate(
+        spec(parallel__strategy="zero3", parallel__sequence_parallel_size=2, **run_spec), TWO_H100, LLAMA_8B
+    )
+    one, two = ({row.name: row.bytes for row in result.rows} for result in (alone, both))
     assert two["Activations"] == pytest.approx(one["Activations"] / 2, rel=0.01)
 
 
@@ -396,26 +411,26 @@ def test_only_the_selected_gpus_of_a_mixed_machine_count() -> None:
     """A T4 (Turing, 16 GiB) next to an H100: its memory, and its missing bf16 and attention kernels, count if used."""
     t4, h100 = replace(T4.gpus[0], id=0), replace(H100.gpus[0], id=1)
     mixed = replace(H100, gpus=(t4, h100))
-    given = {"train__per_device_train_batch_size": 1, "data__max_length": 4096}
-    on_t4, on_h100 = (estimate(spec(launch__devices=(id,), **given), mixed, LLAMA_8B) for id in (0, 1))
+    run_spec = {"train__per_device_train_batch_size": 1, "data__max_length": 4096}
+    on_t4, on_h100 = (estimate(spec(launch__devices=(id,), **run_spec), mixed, LLAMA_8B) for id in (0, 1))
     assert on_t4.capacity_bytes == t4.free_bytes and on_h100.capacity_bytes == h100.free_bytes
-    assert on_h100.rows == estimate(spec(**given), H100, LLAMA_8B).rows
+    assert on_h100.rows == estimate(spec(**run_spec), H100, LLAMA_8B).rows
     assert on_t4.device_bytes > 1.5 * on_h100.device_bytes  # fp32, and scores of grouped-query attention
-    both = {**given, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}
+    both = {**run_spec, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}
     assert estimate(spec(**both), mixed, LLAMA_8B).capacity_bytes == min(t4.free_bytes, h100.free_bytes)
 
 
 @pytest.mark.parametrize(("gib", "fits", "code"), [(80, None, ""), (16, False, "MEM001")])
 def test_unknown_activations_give_a_lower_bound(gib: int, fits: bool | None, code: str) -> None:
     unknown = replace(LLAMA_8B, activations_unknown="the activations of Jamba are not modeled")
-    machine, given = gpus(1, "GPU", gib, (9, 0)), spec(train__optim="sgd")
-    found, known = estimate(given, machine, unknown), estimate(given, machine, LLAMA_8B)
+    machine, run_spec = gpus(1, "GPU", gib, (9, 0)), spec(train__optim="sgd")
+    result, known = estimate(run_spec, machine, unknown), estimate(run_spec, machine, LLAMA_8B)
     names = {row.name: row.bytes for row in known.rows}
-    assert found.lower_bound and found.fits is fits and "Jamba" in found.unknown
-    assert all(names.get(row.name, row.bytes) == row.bytes for row in found.rows if row.name != "Gradients")
-    assert {"Frozen parameters", "Trainable parameters", "Gradients"} <= {row.name for row in found.rows}
-    assert 2 * LLAMA_8B.parameters < found.device_bytes < known.device_bytes
-    assert (found.host_bytes, found.disk_bytes) == (known.host_bytes, known.disk_bytes)
-    raised = [f for f in check(given, machine, replace(DEMO, shape=unknown)) if f.code.startswith("MEM")]
+    assert result.lower_bound and result.fits is fits and "Jamba" in result.unknown
+    assert all(names.get(row.name, row.bytes) == row.bytes for row in result.rows if row.name != "Gradients")
+    assert {"Frozen parameters", "Trainable parameters", "Gradients"} <= {row.name for row in result.rows}
+    assert 2 * LLAMA_8B.parameters < result.device_bytes < known.device_bytes
+    assert (result.host_bytes, result.disk_bytes) == (known.host_bytes, known.disk_bytes)
+    raised = [f for f in check(run_spec, machine, replace(DEMO, shape=unknown)) if f.code.startswith("MEM")]
     assert [f.code for f in raised] == ([code] if code else [])
     assert all("at least" in f.message and "Jamba" in f.message for f in raised)

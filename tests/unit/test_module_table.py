@@ -1,4 +1,4 @@
-"""Module tables: as ModelShapes, against the closed formulas; the client of the worker, with workers that misbehave.
+"""Module tables as ModelShapes, compared with the closed formulas; the client of the worker, with workers that fail.
 
 The real worker, and every architecture of transformers, are in tests/process/test_describe_model.py.
 """
@@ -43,11 +43,11 @@ from backend.rules.examples import gpus
 from backend.train import describe_model
 from backend.train.describe_model import describe
 
-RECORDED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "module_tables.json").read_text())
+RECORDED_TABLES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "module_tables.json").read_text())
 
 # --- Against the closed formulas ---
 
-MORE: list[tuple[str, dict[str, Any]]] = [
+MORE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True}),
     ("llama", {"mlp_bias": True, "num_key_value_heads": 8}),
     ("llama", {"head_dim": 24, "tie_word_embeddings": True}),
@@ -68,34 +68,34 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"tie_word_embeddings": False}),
     ("gpt_neox", {"tie_word_embeddings": True}),
 ]
-# The closed formulas do not know the class, leave out a default activation, and count Gemma 2's scores by its name.
-APART = {"architecture", "activation", "supports_sdpa", "layer", "non_layer_modules"}
+# Fields that the closed formulas do not set, or set differently.
+DIFFERENT_FIELDS = {"architecture", "activation", "supports_sdpa", "layer", "non_layer_modules"}
 
 
-def both(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
+def both_shapes(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
     config, _ = built(kind, more)
     return from_config(config), shape_from_table(describe(config), config)
 
 
-@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
-def test_every_leaf_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
-    closed, read = both(kind, more)
+@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE_CASES])
+def test_modules_match_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
+    closed, read = both_shapes(kind, more)
     assert Counter(read.all_modules()) == Counter(closed.all_modules())
     assert (read.non_layer_modules[0], read.non_layer_modules[-1]) == (
         closed.non_layer_modules[0],
         closed.non_layer_modules[-1],
     )
     for part in fields(ModelShape):
-        if part.name not in APART:
+        if part.name not in DIFFERENT_FIELDS:
             assert getattr(read, part.name) == getattr(closed, part.name), part.name
     assert (read.parameters, read.head) == (closed.parameters, closed.head)
     assert set(read.lora_target_names) == set(closed.lora_target_names)
     assert read.with_score_head.parameters == closed.with_score_head.parameters
 
 
-@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE])
-def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
-    closed, read = both(kind, more)
+@pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE_CASES])
+def test_trainable_parameters_match_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
+    closed, read = both_shapes(kind, more)
     embedding = closed.non_layer_modules[0].path.rpartition(".")[2]
     methods = [
         {"method.kind": "full"},
@@ -126,36 +126,34 @@ def test_what_is_trainable_is_that_of_the_closed_formula(kind: str, more: dict[s
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize("changes", [{}, {"method.kind": "full"}, {"method.quantization": "nf4"}])
-def test_the_memory_estimate_is_that_of_the_closed_formula(
-    kind: str, more: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    closed, read = both(kind, more)
+def test_memory_estimate_matches_the_closed_formula(kind: str, more: dict[str, Any], changes: dict[str, Any]) -> None:
+    closed, read = both_shapes(kind, more)
     machine = gpus(1, "H100", 80, (9, 0))
-    found, known = (estimate(edit(RunSpec(), changes), machine, shape).rows for shape in (read, closed))
+    result, known = (estimate(edit(RunSpec(), changes), machine, shape).rows for shape in (read, closed))
     if kind not in ("gemma2", "gemma3_text"):  # their order of norms differs, which no sum depends on
-        assert [row.name for row in found] == [row.name for row in known]
-    assert sum(row.bytes for row in found) == sum(row.bytes for row in known)
+        assert [row.name for row in result] == [row.name for row in known]
+    assert sum(row.bytes for row in result) == sum(row.bytes for row in known)
 
 
 # --- Other architectures, from recorded tables ---
 
 
 def recorded(kind: str) -> ModelShape:
-    return shape_from_table(RECORDED[kind]["table"], RECORDED[kind]["config"])
+    return shape_from_table(RECORDED_TABLES[kind]["table"], RECORDED_TABLES[kind]["config"])
 
 
 def test_the_recorded_tables_are_current() -> None:
-    for kind, row in RECORDED.items():
+    for kind, row in RECORDED_TABLES.items():
         assert describe(row["config"]) == {**row["table"], "transformers": row["table"]["transformers"]}, kind
     assert describe_model.FORMAT == FORMAT
 
 
 @pytest.mark.parametrize("kind", ["starcoder2", "deepseek_v3", "mamba", "gptj", "gpt_oss"])
-def test_parameters_are_those_of_the_model(kind: str) -> None:
+def test_parameters_match_the_model(kind: str) -> None:
     shape = recorded(kind)
     assert (
         shape.parameters
-        == RECORDED[kind]["table"]["parameters"]
+        == RECORDED_TABLES[kind]["table"]["parameters"]
         == sum(leaf.parameters for leaf in shape.all_modules())
     )
     assert hash(shape) == hash(recorded(kind)) and shape == recorded(kind)
@@ -174,14 +172,14 @@ def test_layers_of_two_kinds() -> None:
     assert (shape.intermediate, shape.gated_mlp) == (48, True)
 
 
-def test_names_that_peft_takes_for_experts_reach_no_linear_layer() -> None:
+def test_expert_target_names_do_not_match_linear_layers() -> None:
     leaves = {leaf.path: leaf for leaf in recorded("deepseek_v3").all_modules() if not leaf.stacked}
     assert not leaves["model.layers.0.mlp.gate_proj"].accepts_lora and leaves["model.layers.0.mlp.gate_proj"].is_linear
     assert not leaves["model.layers.1.mlp.shared_experts.up_proj"].is_targeted_by("up_proj")
     assert leaves["model.layers.1.self_attn.q_b_proj"].accepts_lora
 
 
-def test_experts_that_peft_does_not_know_carry_no_adapter() -> None:
+def test_experts_unknown_to_peft_have_no_adapter() -> None:
     shape = recorded("gpt_oss")
     experts = [leaf for leaf in shape.layer if leaf.stacked]
     assert len(experts) == 2 and not any(leaf.accepts_lora or leaf.target_names for leaf in experts)
@@ -190,12 +188,12 @@ def test_experts_that_peft_does_not_know_carry_no_adapter() -> None:
     assert not shape.supports_sdpa and shape.has_sliding_window
 
 
-def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -> None:
+def test_state_space_model_has_parameters_but_unknown_activations() -> None:
     shape = recorded("mamba")
     assert shape.parameters > 0 and (shape.heads, shape.layers_path) == (0, "backbone.layers")
     assert "not modeled" in shape.activations_unknown
-    found = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
-    assert found.lower_bound and found.fits is None and found.unknown == shape.activations_unknown
+    result = estimate(RunSpec(), gpus(1, "H100", 80, (9, 0)), shape)
+    assert result.lower_bound and result.fits is None and result.unknown == shape.activations_unknown
     assert not next(leaf for leaf in shape.layer if leaf.path.endswith("out_proj")).accepts_lora  # peft refuses it
     assert trainable_parameters(RunSpec(), shape) > 0
     assert (
@@ -205,29 +203,29 @@ def test_a_state_space_model_is_counted_though_its_activations_are_not_known() -
     )
 
 
-def test_attention_without_sdpa_keeps_its_scores() -> None:
+def test_attention_without_sdpa_saves_its_scores() -> None:
     machine, spec = gpus(1, "H100", 80, (9, 0)), edit(RunSpec(), {"data.max_length": 2048})
     shape = recorded("gptj")
-    asked = edit(spec, {"model.attn_implementation": "eager"})
+    threads = edit(spec, {"model.attn_implementation": "eager"})
     assert not shape.supports_sdpa
-    assert estimate(spec, machine, shape).device_bytes == estimate(asked, machine, shape).device_bytes
+    assert estimate(spec, machine, shape).device_bytes == estimate(threads, machine, shape).device_bytes
 
 
 @pytest.mark.parametrize(("kind", "word"), [("bert", "an encoder"), ("t5", "an encoder-decoder model")])
-def test_what_is_no_causal_language_model_says_so(kind: str, word: str) -> None:
+def test_not_a_causal_language_model(kind: str, word: str) -> None:
     with pytest.raises(UnknownArchitecture, match=f"{kind} is {word}, not a causal language model"):
         recorded(kind)
 
 
-def test_a_table_that_lacks_something_is_unknown() -> None:
-    row = RECORDED["starcoder2"]
+def test_incomplete_table_is_an_unknown_architecture() -> None:
+    row = RECORDED_TABLES["starcoder2"]
     for name in ("facts", "layers", "non_layer_modules", "expert_targets"):
         with pytest.raises(UnknownArchitecture, match="could not be read completely"):
             shape_from_table({k: v for k, v in row["table"].items() if k != name}, row["config"])
 
 
 def test_dtype_and_quantization_come_from_the_config() -> None:
-    row = RECORDED["starcoder2"]
+    row = RECORDED_TABLES["starcoder2"]
     packed = {"quant_method": "gptq", "bits": 4, "group_size": 64}
     shape = shape_from_table(row["table"], {**row["config"], "dtype": "bfloat16", "quantization_config": packed})
     assert (shape.dtype, shape.weight_bits, shape.group_size) == ("bfloat16", 4, 64)
@@ -235,7 +233,7 @@ def test_dtype_and_quantization_come_from_the_config() -> None:
     assert cache_key({**row["config"], "vocab_size": 301}) != cache_key(row["config"])
 
 
-def test_configs_that_cannot_be_read_say_why() -> None:
+def test_invalid_configs_give_a_reason() -> None:
     for config, word in (
         ({}, "no model_type"),
         ({"model_type": "nonsense"}, "no architecture nonsense"),
@@ -249,17 +247,17 @@ def test_configs_that_cannot_be_read_say_why() -> None:
             describe(config)
 
 
-# --- The client, with a worker that is no model builder ---
+# --- The client, with a fake worker ---
 
 TABLE = {"format": FORMAT, "kind": "decoder"}
-SAYS = """
+FAKE_WORKER = """
 import json, os, sys, time
 print(json.dumps({"ready": os.getpid()}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     config = request["architecture"]
     if config.get("do") == "crash":
-        print("deep trouble", file=sys.stderr)
+        print("fake failure", file=sys.stderr)
         os._exit(7)
     if config.get("do") == "signal":
         os.kill(os.getpid(), 9)
@@ -267,30 +265,30 @@ for line in sys.stdin:
         os._exit(3)
     if config.get("do") == "sleep":
         time.sleep(60)
-    if config.get("do") == "babble":
+    if config.get("do") == "no-json":
         print("no json", flush=True)
         continue
     answer = {"error": "it is broken"} if config.get("do") == "error" else {"result": TABLE}
     print(json.dumps({"id": request["id"], **answer}), flush=True)
 """
-Make = Callable[..., ModuleTables]
+MakeTables = Callable[..., ModuleTables]
 
 
-def gone(pid: int | None, seconds: float = 5.0) -> bool:
-    """Whether the process has ended and was waited for."""
-    until = time.monotonic() + seconds
+def process_ended(pid: int | None, seconds: float = 5.0) -> bool:
+    """Whether the process ends and is reaped within `seconds`."""
+    deadline = time.monotonic() + seconds
     while pid and Path(f"/proc/{pid}").exists():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path) -> Iterator[MakeTables]:
     made: list[ModuleTables] = []
 
-    def tables(code: str = SAYS, folder: Path = tmp_path, **more: Any) -> ModuleTables:
+    def tables(code: str = FAKE_WORKER, folder: Path = tmp_path, **more: Any) -> ModuleTables:
         command = (sys.executable, "-c", code.replace("TABLE", repr(TABLE)))
         made.append(ModuleTables(folder, command=command, **more))
         return made[-1]
@@ -299,14 +297,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
     pids = [one.pid for one in made]
     for one in made:
         one.close()
-    assert all(gone(pid) for pid in pids)
+    assert all(process_ended(pid) for pid in pids)
 
 
-def test_a_table_comes_later_and_stays(make: Make, tmp_path: Path) -> None:
+def test_table_is_computed_in_the_background_and_cached(make: MakeTables, tmp_path: Path) -> None:
     tables, config = make(), {"model_type": "a"}
-    began = time.monotonic()
+    start = time.monotonic()
     assert tables.get(config) is None
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - start < 0.5
     assert tables.wait(config, 20) == TABLE
     assert tables.get(config) == TABLE
     pid = tables.pid
@@ -322,70 +320,70 @@ def test_a_table_comes_later_and_stays(make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "word"),
     [
-        ("crash", "exit status 7: deep trouble"),
+        ("crash", "exit status 7: fake failure"),
         ("signal", "signal 9"),
         ("large", "too much CPU memory"),
         ("sleep", "longer than 1 seconds"),
-        ("babble", "no json"),
+        ("no-json", "no json"),
         ("error", "it is broken"),
     ],
 )
-def test_a_worker_that_fails_gives_a_reason_and_the_next_config_a_table(make: Make, do: str, word: str) -> None:
+def test_failed_worker_gives_a_reason_and_is_replaced(make: MakeTables, do: str, word: str) -> None:
     tables = make(seconds=1)
-    found = tables.wait({"do": do}, 20)
-    assert isinstance(found, str) and word in found
-    assert tables.get({"do": do}) == found, "kept in memory"
+    result = tables.wait({"do": do}, 20)
+    assert isinstance(result, str) and word in result
+    assert tables.get({"do": do}) == result, "kept in memory"
     assert tables.wait({"model_type": "a"}, 20) == TABLE
     assert make().get({"do": do}, start=False) is None, "and not on disk"
 
 
-def test_a_worker_that_does_not_start_gives_a_reason(make: Make) -> None:
+def test_worker_that_does_not_start_gives_a_reason(make: MakeTables) -> None:
     assert "start within 0.5 seconds" in str(make("import time; time.sleep(60)", start_seconds=0.5).wait({}, 20))
     assert "exit status 1" in str(make("raise SystemExit(1)").wait({}, 20))
     missing = ModuleTables(Path("/nowhere"), command=("/nowhere/python",))
     assert "No such file" in str(missing.wait({}, 20))
 
 
-def test_waiting_has_an_end(make: Make) -> None:
+def test_wait_times_out(make: MakeTables) -> None:
     tables = make()
-    began = time.monotonic()
+    start = time.monotonic()
     assert "longer than 0.2 seconds" in str(tables.wait({"do": "sleep"}, 0.2))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start < 5
     tables.close()
     assert tables.pid is None
 
 
-def test_an_idle_worker_ends_and_starts_again(make: Make) -> None:
+def test_idle_worker_ends_and_restarts(make: MakeTables) -> None:
     tables = make(idle_seconds=0.2)
     assert tables.wait({"model_type": "a"}, 20) == TABLE
-    until = time.monotonic() + 10
-    while tables.pid and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while tables.pid and time.monotonic() < deadline:
         time.sleep(0.05)
     assert tables.pid is None
     assert tables.wait({"model_type": "b"}, 20) == TABLE
 
 
-def test_a_cache_that_cannot_be_written_is_none(make: Make, tmp_path: Path) -> None:
+def test_unwritable_cache_is_skipped(make: MakeTables, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     tables = make(folder=tmp_path / "file")
     assert tables.wait({"model_type": "a"}, 20) == TABLE
     assert tables.get({"model_type": "a"}) == TABLE
 
 
-def test_many_ask_at_once(make: Make) -> None:
-    tables, found = make(), []
-    asked = [
-        threading.Thread(target=lambda n=n: found.append(tables.wait({"model_type": str(n % 4)}, 20)))
+def test_concurrent_requests(make: MakeTables) -> None:
+    tables, result = make(), []
+    threads = [
+        threading.Thread(target=lambda n=n: result.append(tables.wait({"model_type": str(n % 4)}, 20)))
         for n in range(16)
     ]
-    for thread in asked:
+    for thread in threads:
         thread.start()
-    for thread in asked:
+    for thread in threads:
         thread.join()
-    assert found == [TABLE] * 16 and len(list(tables.folder.glob("*.json"))) == 4
+    assert result == [TABLE] * 16 and len(list(tables.folder.glob("*.json"))) == 4
 
 
-# --- What a check makes of it ---
+# --- Inspection with module tables ---
 
 
 def folder(path: Path, config: dict[str, Any]) -> RunSpec:
@@ -397,62 +395,62 @@ def folder(path: Path, config: dict[str, Any]) -> RunSpec:
 
 
 @pytest.fixture
-def answering(make: Make, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
-    """A worker that gives the recorded tables; checks may start it."""
-    known = {row["config"]["model_type"]: row["table"] for row in RECORDED.values()}
-    tables = make(SAYS.replace('{"result": TABLE}', f'{{"result": {known!r}[config["model_type"]]}}'))
+def recorded_worker(make: MakeTables, monkeypatch: pytest.MonkeyPatch) -> ModuleTables:
+    """A worker that returns the recorded tables; inspection may start it."""
+    known = {row["config"]["model_type"]: row["table"] for row in RECORDED_TABLES.values()}
+    tables = make(FAKE_WORKER.replace('{"result": TABLE}', f'{{"result": {known!r}[config["model_type"]]}}'))
     monkeypatch.setattr(reading, "_tables", lambda folder: tables)
     monkeypatch.setattr("backend.inspect.inspect_examples", lambda *_: {})
     monkeypatch.setenv(SETTING, "on")
     return tables
 
 
-def test_a_check_reads_an_architecture_in_the_background(answering: ModuleTables, tmp_path: Path) -> None:
-    spec = folder(tmp_path / "model", RECORDED["starcoder2"]["config"])
+def test_inspection_reads_an_architecture_in_the_background(recorded_worker: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED_TABLES["starcoder2"]["config"])
     first = inspect_inputs(spec, tmp_path)
     assert first.shape is None and first.architecture_pending
     assert "starcoder2 is being read" in first.shape_unknown_reason
     wait_for_architecture(spec, tmp_path)
-    found = inspect_inputs(spec, tmp_path)
-    assert found.shape is not None and found.shape.parameters == RECORDED["starcoder2"]["table"]["parameters"]
-    assert found.shape is inspect_inputs(spec, tmp_path).shape
-    assert found.module_classes[0] == "Starcoder2DecoderLayer"
-    assert {"c_fc", "layers", "score"} <= found.module_attributes
-    wrong = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
-    assert "MTH002" in {f.code for f in check(wrong, Machine(), inspect_inputs(wrong, tmp_path))}
+    result = inspect_inputs(spec, tmp_path)
+    assert result.shape is not None and result.shape.parameters == RECORDED_TABLES["starcoder2"]["table"]["parameters"]
+    assert result.shape is inspect_inputs(spec, tmp_path).shape
+    assert result.module_classes[0] == "Starcoder2DecoderLayer"
+    assert {"c_fc", "layers", "score"} <= result.module_attributes
+    invalid_spec = edit(spec, {"lora.targets": "custom", "lora.target_modules": ("q_proj", "gate_proj")})
+    assert "MTH002" in {f.code for f in check(invalid_spec, Machine(), inspect_inputs(invalid_spec, tmp_path))}
 
 
-def test_names_of_a_mixtures_experts_come_from_peft(answering: ModuleTables, tmp_path: Path) -> None:
-    spec = folder(tmp_path / "model", RECORDED["deepseek_v3"]["config"])
+def test_expert_target_names_come_from_peft(recorded_worker: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED_TABLES["deepseek_v3"]["config"])
     wait_for_architecture(spec, tmp_path)
     assert inspect_inputs(spec, tmp_path).stacked_modules == ("gate_proj", "up_proj", "down_proj", "gate")
 
 
-def test_an_encoder_is_told_apart(answering: ModuleTables, tmp_path: Path) -> None:
-    spec = folder(tmp_path / "model", RECORDED["bert"]["config"])
+def test_encoder_is_rejected(recorded_worker: ModuleTables, tmp_path: Path) -> None:
+    spec = folder(tmp_path / "model", RECORDED_TABLES["bert"]["config"])
     wait_for_architecture(spec, tmp_path)
     assert inspect_inputs(spec, tmp_path).shape_unknown_reason == "bert is an encoder, not a causal language model"
 
 
-def test_a_known_family_starts_no_worker(answering: ModuleTables, tmp_path: Path) -> None:
+def test_closed_formula_starts_no_worker(recorded_worker: ModuleTables, tmp_path: Path) -> None:
     small = {name: value for name, value in SMALL.items() if "expert" not in name}
     spec = folder(tmp_path / "model", {"model_type": "llama", **small})
     wait_for_architecture(spec, tmp_path)
-    assert inspect_inputs(spec, tmp_path).shape is not None and answering.pid is None
+    assert inspect_inputs(spec, tmp_path).shape is not None and recorded_worker.pid is None
 
 
-def test_code_of_the_models_own_is_not_described(answering: ModuleTables, tmp_path: Path) -> None:
-    config = {**RECORDED["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+def test_remote_code_is_not_described(recorded_worker: ModuleTables, tmp_path: Path) -> None:
+    config = {**RECORDED_TABLES["starcoder2"]["config"], "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     trusted = edit(folder(tmp_path / "model", config), {"model.trust_remote_code": True})
     assert "no formula for the architecture" in inspect_inputs(trusted, tmp_path).shape_unknown_reason
-    assert answering.pid is None
+    assert recorded_worker.pid is None
     wait_for_architecture(folder(tmp_path / "model", config), tmp_path)
     assert inspect_inputs(folder(tmp_path / "model", config), tmp_path).shape is not None, (
         "transformers' own class is used"
     )
 
 
-def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vision_tower_is_counted_with_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {name: value for name, value in SMALL.items() if "expert" not in name}
     text = {"model_type": "gemma3_text", **small}
     tower = {"model_type": "siglip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -464,22 +462,22 @@ def test_a_vision_tower_counts_once_its_table_is_there(tmp_path: Path, monkeypat
             return table or None
 
     monkeypatch.setattr(reading, "_tables", lambda folder: Tables())
-    alone = inspect_inputs(spec, tmp_path).shape
+    text_only = inspect_inputs(spec, tmp_path).shape
     table |= describe(json.loads((tmp_path / "model/config.json").read_text()))
-    whole = inspect_inputs(spec, tmp_path).shape
-    assert alone and whole and alone.parameters == from_config(text).parameters < whole.parameters
-    assert whole.parameters == table["parameters"] and whole.layers_path == "model.language_model.layers"
+    with_tower = inspect_inputs(spec, tmp_path).shape
+    assert text_only and with_tower and text_only.parameters == from_config(text).parameters < with_tower.parameters
+    assert with_tower.parameters == table["parameters"] and with_tower.layers_path == "model.language_model.layers"
 
 
-def test_without_the_worker_nothing_changes(tmp_path: Path) -> None:
+def test_without_worker_or_cache(tmp_path: Path) -> None:
     assert os.environ[SETTING] == "off"  # tests/conftest.py
-    found = inspect_inputs(folder(tmp_path / "model", RECORDED["starcoder2"]["config"]), tmp_path, os.environ)
-    assert found.shape is None
-    assert found.shape_unknown_reason == "Footplate has no formula for the architecture starcoder2"
-    assert "Starcoder2DecoderLayer" in found.module_classes
+    result = inspect_inputs(folder(tmp_path / "model", RECORDED_TABLES["starcoder2"]["config"]), tmp_path, os.environ)
+    assert result.shape is None
+    assert result.shape_unknown_reason == "Footplate has no formula for the architecture starcoder2"
+    assert "Starcoder2DecoderLayer" in result.module_classes
 
 
-def test_a_leaf_without_a_name_is_the_layer_itself() -> None:
+def test_module_without_a_name_is_the_layer() -> None:
     shape = ModelShape(**{**vars_of(recorded("gptj")), "layer": (ModuleSpec("", 3),), "layers": 2})
     assert [leaf.path for leaf in shape.all_modules()[:2]] == ["transformer.h.0", "transformer.h.1"]
 
