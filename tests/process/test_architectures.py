@@ -1,0 +1,331 @@
+"""Every causal language model type of the installed transformers (architectures.py) x method x strategy x stage: what
+passes the checks is launched for two steps and must succeed. docs/architectures.md has one row per type."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import EVEN, LEAK, ODD, Sizes, build, is_causal, model_types, packing_differs, packing_leaks, save
+from fork_server import ForkServer, rank_count
+from report_files import table
+from training_runs import log_text, losses, make_spec, write_plan
+
+from backend.config.options import changes
+from backend.inspect.worker import SETTING
+from backend.machine import Machine, probe
+from backend.paths import HOME
+from backend.preflight import preflight
+from backend.runs import RESULT
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Changes = Mapping[str, Any]
+SEED = os.environ.get("FOOTPLATE_ARCH_SEED", "1")
+CELLS = 8  # of each type
+STEPS = 2
+SHORT: Changes = {
+    "train.max_steps": STEPS,
+    "data.max_samples": 16,
+    "data.max_length": 256,
+    "launch.nproc_per_node": 2,
+}
+METHODS: Mapping[str, Changes] = {
+    "full": {"method.kind": "full"},
+    "LoRA": {"method.kind": "lora"},
+    "QLoRA": {"method.kind": "lora", "method.quantization": "nf4"},
+    "freeze": {"method.kind": "freeze", "method.freeze_trainable_layers": 1},
+}
+STRATEGIES = ("single", "ddp", "zero2", "zero3", "fsdp2")
+STAGES: Mapping[str, Changes] = {
+    "SFT": {"train.stage": "sft"},
+    "packed SFT": {"train.stage": "sft", "data.packing": True},
+    "DPO": {"train.stage": "dpo", "data.builtin": "train-pairs"},
+    "reward": {"train.stage": "reward", "data.builtin": "train-pairs"},
+}
+WORKS, REFUSED, FAILS = "works", "refused", "fails"
+ENCODER = "it trains, but its attention is bidirectional: every position sees the token that it predicts"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; `odd`: sizes that two ranks cannot divide."""
+
+    method: str
+    strategy: str
+    stage: str
+    odd: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.strategy}, {self.stage}{', odd sizes' if self.odd else ''}"
+
+    def changes(self, folder: Path) -> Changes:
+        model = {"model.source": "path", "model.path": str(folder)}
+        strategy = {"parallel.strategy": self.strategy}
+        return {**SHORT, **model, **METHODS[self.method], **strategy, **STAGES[self.stage]}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`WORKS`, `REFUSED` with the codes of the rules, or `FAILS` with the first line of the error."""
+
+    cell: Cell
+    kind: str
+    detail: str = ""
+    spec: str = ""
+
+
+def sample(kind: str, seed: str = SEED, count: int = CELLS) -> list[Cell]:
+    """Combinations in which every method, strategy and stage is about equally frequent."""
+    rng = random.Random(f"{seed} {kind}")
+    columns = [_shuffled(rng, values, count) for values in (METHODS, STRATEGIES, STAGES, (False, True))]
+    return [Cell(*row) for row in zip(*columns, strict=True)]
+
+
+def _shuffled(rng: random.Random, values: Sequence[Any] | Mapping[str, Any], count: int) -> list[Any]:
+    found = [value for _ in range(count) for value in rng.sample(list(values), len(values))][:count]
+    rng.shuffle(found)
+    return found
+
+
+# --- Launches ---
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inspection_worker(cache: Path) -> Any:
+    """The checks may start their worker process, which reads architectures and tokenizes examples."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SETTING, "on")
+        yield
+
+
+@dataclass
+class Models:
+    """The folders of one model type, written when they are needed."""
+
+    kind: str
+    tiny: Path
+    root: Path
+
+    def folder(self, odd: bool) -> Path:
+        """Raises what building the model raises."""
+        folder = self.root / f"{self.kind}-{'odd' if odd else 'even'}"
+        return folder if folder.exists() else save(_built(self.kind, ODD if odd else EVEN), self.tiny, folder)
+
+
+def _built(kind: str, sizes: Sizes) -> Any:
+    model = build(kind, sizes)
+    with torch.no_grad():  # some types can be built with sizes that they cannot run with
+        model.eval()(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
+    return model
+
+
+def outcome(cell: Cell, models: Models, machine: Machine, fork_server: ForkServer) -> Outcome:
+    """Check the combination, and launch it if the checks allow it."""
+    try:
+        folder = models.folder(cell.odd)
+    except Exception:
+        if not cell.odd:
+            raise
+        return outcome(replace(cell, odd=False), models, machine, fork_server)
+    found = preflight(make_spec(cell.changes(folder)), machine, models.root, wait_seconds=60)
+    errors = [f for f in found.findings if f.level == "error"]
+    if errors:
+        texts = " ".join(f"{f.message} {f.reason}" for f in errors)
+        return Outcome(cell, REFUSED, ", ".join(sorted({f.code for f in errors})), texts)
+    run = models.root / f"run-{models.kind}"
+    write_plan(found.plan, run)
+    code = fork_server.run(run, rank_count(found.spec), env=found.plan.env, seconds=120)
+    problem = error_line(run, code) or silent_problem(cell, models)
+    shutil.rmtree(run)
+    return Outcome(cell, FAILS if problem else WORKS, problem, json.dumps(changes(found.spec)))
+
+
+def silent_problem(cell: Cell, models: Models) -> str:
+    """What is wrong with a run that ended well: what it trained is not what was requested."""
+    model = _built(models.kind, ODD if cell.odd else EVEN)
+    if not is_causal(model):
+        return ENCODER
+    leak = packing_leaks(model) if STAGES[cell.stage].get("data.packing") else 0.0
+    return f"packed sequences are not isolated: a logit changes by {leak:.1g}" if leak > LEAK else ""
+
+
+def error_line(run: Path, code: int) -> str:
+    """How the run failed, in one line; '' if it succeeded with a finite loss at every step."""
+    text = log_text(run)
+    if code == 0 and (run / RESULT).exists():
+        values = losses(run)
+        return "" if len(values) == STEPS and None not in values.values() else f"losses {values}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or [""])[-1][:300] + f" (exit {code})"
+
+
+@pytest.fixture(scope="module")
+def machine(root: Path) -> Machine:
+    return probe(root)
+
+
+def outcomes(cells: Sequence[Cell], models: Models, machine: Machine, fork_server: ForkServer) -> list[Outcome]:
+    found = [outcome(cell, models, machine, fork_server) for cell in cells]
+    for odd in (False, True):
+        shutil.rmtree(models.root / f"{models.kind}-{'odd' if odd else 'even'}", ignore_errors=True)
+    gc.collect()
+    return found
+
+
+def failures(kind: str, found: Sequence[Outcome]) -> str:
+    bad = [each for each in found if each.kind == FAILS]
+    return "\n".join(f"{kind}, {each.cell.name}: {each.detail}\n    {each.spec}" for each in bad)
+
+
+# One cell each, in make test: what differs most between architectures.
+FIXED: Sequence[tuple[str, Cell]] = (
+    ("llama", Cell("QLoRA", "fsdp2", "packed SFT", odd=True)),
+    ("qwen3_moe", Cell("LoRA", "zero3", "SFT")),
+    ("gpt2", Cell("full", "ddp", "DPO", odd=True)),
+    ("mamba", Cell("LoRA", "single", "SFT")),
+    ("deepseek_v3", Cell("full", "single", "SFT")),
+    ("gemma3_text", Cell("freeze", "zero2", "DPO", odd=True)),
+    ("bert", Cell("full", "single", "SFT")),
+    ("bart", Cell("full", "single", "SFT")),
+    ("rwkv", Cell("full", "single", "reward")),
+    ("granite", Cell("LoRA", "single", "DPO")),
+    ("opt", Cell("full", "single", "packed SFT")),
+    ("gpt_oss", Cell("full", "single", "packed SFT")),
+)
+# No rule refuses these yet. A fixed one fails here as an unexpected success: delete its line.
+UNREFUSED = {
+    "mamba": "PEFT refuses out_proj for LoRA on all linear layers",
+    "bert": "an encoder",
+    "rwkv": "no sequence classification class",
+    "opt": "packed sequences are not isolated",
+    "gpt_oss": "packed sequences are not isolated",
+}
+
+
+def fixed() -> list[Any]:
+    """The parameters of the test below."""
+    expected = {kind: [pytest.mark.xfail(strict=True, reason=reason)] for kind, reason in UNREFUSED.items()}
+    return [pytest.param(kind, cell, id=kind, marks=expected.get(kind, [])) for kind, cell in FIXED]
+
+
+@pytest.mark.parametrize(("kind", "cell"), fixed())
+def test_fixed_combinations(
+    kind: str, cell: Cell, tiny: Path, root: Path, machine: Machine, fork_server: ForkServer
+) -> None:
+    found = outcomes([cell], Models(kind, tiny, root), machine, fork_server)
+    assert not failures(kind, found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", model_types())
+def test_what_passes_the_checks_runs(
+    kind: str, tiny: Path, root: Path, machine: Machine, fork_server: ForkServer
+) -> None:
+    try:
+        _built(kind, EVEN)
+    except Exception as error:
+        write_row(kind, cannot_build(error))
+        return
+    found = outcomes(sample(kind), Models(kind, tiny, root), machine, fork_server)
+    write_row(kind, row(found))
+    assert not failures(kind, found)
+
+
+# --- Packing ---
+
+
+@pytest.mark.parametrize(("kind", "isolated"), [("llama", True), ("qwen3_moe", True), ("mamba", False), ("opt", False)])
+def test_packed_sequences_are_isolated_where_attention_resets(kind: str, isolated: bool) -> None:
+    """packing_leaks tells the architectures apart."""
+    for implementation in ("eager", "sdpa")[: 1 if kind == "mamba" else 2]:
+        model = build(kind, attn_implementation=implementation)
+        assert (packing_leaks(model) < LEAK) is isolated
+        assert (packing_differs(model) < 1e-4) is isolated
+
+
+# --- The document ---
+
+DOCUMENT = HOME / "docs/architectures.md"
+COLUMNS = ("type", "works", "refused by", "fails", "needs", "cannot be built")
+HEAD = f"""# Architectures
+
+Every model type for which the installed transformers has a causal language model class, built with small sizes and the
+tokenizer of the built-in tiny-llama. Written by `make soak`: for each type, {CELLS} combinations of method (full, LoRA,
+QLoRA with NF4, freeze), strategy (single process, DDP, ZeRO-2, ZeRO-3, FSDP2), stage (SFT, packed SFT, DPO, reward
+model) and sizes (even, or sizes that two ranks cannot divide) are checked, and launched for {STEPS} steps if the checks
+allow it. `FOOTPLATE_ARCH_SEED` selects the combinations.
+
+- **works**: the combinations that were launched and succeeded.
+- **refused by**: the rules ([rules.md](rules.md)) that refused a combination.
+- **fails**: combinations that passed the checks and failed. There should be none.
+- **needs**: packages that are not installed and that the type, or packing with it, needs.
+- **cannot be built**: why transformers cannot build the type from its config.
+
+"""
+
+
+def row(found: Sequence[Outcome]) -> list[str]:
+    """The cells of one type, after its name."""
+    works = [each.cell.name for each in found if each.kind == WORKS]
+    rules: dict[str, list[str]] = {}
+    for each in found:
+        if each.kind == REFUSED:
+            rules.setdefault(each.detail, []).append(each.cell.name)
+    refused = [f"{_links(codes)}: {'; '.join(names)}" for codes, names in sorted(rules.items())]
+    failed = [f"{each.cell.name}: {each.detail}" for each in found if each.kind == FAILS]
+    texts = " ".join(f"{each.detail} {each.spec if each.kind == REFUSED else ''}" for each in found)
+    return [_listed(works), _listed(refused), _listed(failed), packages(texts), ""]
+
+
+def cannot_build(error: Exception) -> list[str]:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ["", "", "", packages(str(error)), f"{type(error).__name__}: {' '.join(lines[:2])}"[:200]]
+
+
+def packages(text: str) -> str:
+    """Packages that an error says are missing."""
+    found = re.findall(r"requires the (\w+) library|without `(\w+)`|pip install (\w+)|[Ii]nstall `(\w+)`", text)
+    return ", ".join(sorted({name for names in found for name in names if name}))
+
+
+def _listed(values: Sequence[str]) -> str:
+    return "<br>".join(value.replace("|", "\\|").replace("<", "&lt;") for value in values)
+
+
+def _links(codes: str) -> str:
+    return ", ".join(f"[{code}]({link})" for code in codes.split(", ") if (link := _anchors().get(code, "rules.md")))
+
+
+def _anchors() -> dict[str, str]:
+    """Rule code -> its heading in rules.md, as Markdown renderers name it."""
+    titles = re.findall(r"(?m)^### (([A-Z]{3}\d{3}) .*)$", (HOME / "docs/rules.md").read_text(encoding="utf-8"))
+    slug = {code: re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title, code in titles}
+    return {code: f"rules.md#{name}" for code, name in slug.items()}
+
+
+def write_row(kind: str, cells: Sequence[str]) -> None:
+    """Write or replace the row of one type."""
+    text = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else ""
+    rows = {name: line for line in text.splitlines() if (name := line[2:].partition(" | ")[0]) in model_types()}
+    rows[kind] = table([kind, *cells], []).splitlines()[0]
+    listed = [line for name, line in sorted(rows.items())]
+    DOCUMENT.write_text(HEAD + "\n".join([table(COLUMNS, []), *listed]) + "\n", encoding="utf-8")
+
+
+def test_the_document_has_only_types_of_the_installed_transformers() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines() if DOCUMENT.exists() else []
+    rows = [line[2:].partition(" | ")[0] for line in lines if line.startswith("| ")][2:]
+    assert set(rows) <= set(model_types())
