@@ -276,6 +276,14 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
     """The loss starts at the first completion token of an example. If max_length truncates every example before that
     token, the training set is empty. A reward model's pairs are not truncated: longer pairs are dropped."""
     facts, stage, limit = case.facts, case.spec.train.stage, case.spec.data.max_length
+    if facts.num_usable is not None:  # all examples were tokenized
+        if facts.num_usable or not facts.token_lengths or facts.num_identical_pairs or facts.unrenderable_examples:
+            return None
+        message = (
+            f"None of the {facts.num_tokenized:,} examples has a trained token within data.max_length ({limit:,} "
+            f"tokens); the longest example has {facts.longest_example:,} tokens."
+        )
+        return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
     trains_completions = stage in registry.PREFERENCE_STAGES or (
         stage == "sft" and case.spec.data.loss_on == "completions"
     )
@@ -294,6 +302,70 @@ def _fitting_max_length(case: Case) -> int:
     enough = 64 * -(-case.facts.longest_example * 5 // (4 * 64))
     most = case.shape.max_positions if case.shape else 0
     return min(enough, most) if most else enough
+
+
+@rule(
+    "DAT018",
+    "error",
+    fields=("data.files", "data.chat_template"),
+    title="The chat template cannot render some examples",
+    source="transformers 5.23 utils/chat_template_utils.py: the Jinja template of the tokenizer raises the error",
+    manual_fix="Change these examples, or set data.chat_template.",
+    fails_on=Example(
+        USER_DATA,
+        facts=replace(
+            USER_DATA_FACTS,
+            unrenderable_examples=(
+                DataIssue(
+                    "data.files",
+                    "data.jsonl, line 3",
+                    "the chat template cannot render it: Conversation roles must alternate user/assistant",
+                    True,
+                ),
+            ),
+        ),
+    ),
+    passes_on=Example(USER_DATA, facts=USER_DATA_FACTS),
+)
+def unrenderable_examples(case: Case) -> Violation | None:
+    """The chat template turns each conversation into text. Many templates raise an error for roles or orders of turns
+    that their model was not trained on, such as a system turn, or two consecutive user turns."""
+    issues = list(case.facts.unrenderable_examples)
+    if not issues:
+        return None
+    fixes = []
+    if "loss_on" in _summary(issues):  # completions cannot be told from prompts
+        fixes.append(Fix("Train on all tokens", {"data.loss_on": "all_tokens"}, False, "prompts are trained on too"))
+    if case.spec.data.chat_template != "chatml":
+        chatml = {"data.chat_template": "chatml"}
+        fixes.append(Fix("Use the ChatML template", chatml, False, "another chat format than the model's own"))
+    return Violation(_summary(issues), tuple(fixes))
+
+
+@rule(
+    "DAT019",
+    "error",
+    fields=("data.files", "data.rejected_column"),
+    title="The chosen and the rejected completion are the same in every pair",
+    source="the examples: a pair of identical completions has no preference, and is dropped",
+    manual_fix="Set data.chosen_column and data.rejected_column to different completions of the prompt.",
+    fails_on=Example(
+        {**USER_DATA, "train.stage": "dpo"},
+        facts=replace(USER_DATA_FACTS, format="pairs", num_tokenized=20, num_usable=0, num_identical_pairs=20),
+    ),
+    passes_on=Example(
+        {**USER_DATA, "train.stage": "dpo"},
+        facts=replace(USER_DATA_FACTS, format="pairs", num_tokenized=20, num_usable=1, num_identical_pairs=19),
+    ),
+)
+def identical_pairs(case: Case) -> str | None:
+    """A preference loss compares the chosen with the rejected completion. Pairs in which both are the same within
+    data.max_length are dropped, so no training example is left."""
+    facts = case.facts
+    if facts.num_usable != 0 or not facts.num_identical_pairs:
+        return None
+    count, limit = facts.num_identical_pairs, case.spec.data.max_length
+    return f"{count:,} of {facts.num_tokenized:,} pairs have identical completions within {limit:,} tokens."
 
 
 @rule(

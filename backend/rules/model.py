@@ -79,6 +79,45 @@ def missing_chat_template(case: Case) -> Violation | None:
 
 
 @rule(
+    "MDL005",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="The tokenizer cannot be loaded",
+    source="transformers 5.23: AutoTokenizer.from_pretrained",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Replace the tokenizer files of the model by those of the original model.",
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(DEMO, tokenizer_problem="The tokenizer of model cannot be loaded: tokenizer.json is not JSON."),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+)
+def unloadable_tokenizer(case: Case) -> str | None:
+    """The model's tokenizer turns every example into token ids. The run loads it first and ends if it cannot."""
+    return case.facts.tokenizer_problem if case.spec.model.source != "builtin" and case.facts.tokenizer_problem else None
+
+
+@rule(
+    "MDL006",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="The tokenizer has more tokens than the model's embedding",
+    source="torch 2.13: nn.Embedding raises an IndexError for an id beyond its size",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Use the tokenizer of this model, or resize the model's embedding and save the model again.",
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, tokenizer_size=128_256)),
+    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, tokenizer_size=49_152)),
+)
+def tokenizer_larger_than_embedding(case: Case) -> str | None:
+    """A token id that the embedding does not have raises an IndexError on a CPU and a device-side assert on a GPU, at
+    the first example that contains the token."""
+    size, shape = case.facts.tokenizer_size, case.shape
+    if case.spec.model.source == "builtin" or shape is None or size <= shape.vocabulary:
+        return None
+    return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."
+
+
+@rule(
     "MDL004",
     "error",
     fields=("data.chat_template_file",),
