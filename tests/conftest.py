@@ -1,4 +1,4 @@
-"""Fixtures that several parts share."""
+"""Fixtures and settings that all tests share."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if CPU:
         pytest.exit(f"CPU={CPU} needs a CPU with {flag}, which this machine does not have.", 4)
     os.environ.update(zip(KERNELS, kernels, strict=True))
 if THREADS and THREADS != "1":
-    # There may be more threads than cores: MKL, and torch with it, would take fewer, and threads that wait would spin.
+    # With more threads than cores, MKL (and torch) would use fewer threads, and waiting threads would spin.
     os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads of torch that wait would burn them
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # xdist workers share the cores, and torch's waiting threads would spin
 os.environ.setdefault("FOOTPLATE_INSPECTION_WORKER", "off")  # no worker process unless a test is about it
 SLOWEST = [
     "test_journeys",
@@ -49,31 +49,31 @@ SLOWEST = [
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take minutes come first where workers share them, or one would go on long after the others."""
+    """With xdist, run the files that take minutes first, so that all workers end at about the same time."""
     if hasattr(config, "workerinput"):
-        rank = {name: place for place, name in enumerate(SLOWEST)}
+        rank = {name: position for position, name in enumerate(SLOWEST)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(SLOWEST)))
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[MakeRun]:
-    """Makes runs whose launcher is a Python program given as text; proves that none of them leaves a process."""
-    made: list[Run] = []
+    """A function that creates runs whose launcher is a Python program; asserts that none of them leaves a process."""
+    created: list[Run] = []
 
     def make(code: str, *arguments: str, python: str = sys.executable, name: str = "try", **env: str) -> Run:
         plan = Plan((python, *arguments, "child.py"), env, {"child.py": code})
-        made.append(Run.create(tmp_path / "runs", name, plan, NOW))
-        return made[-1]
+        created.append(Run.create(tmp_path / "runs", name, plan, NOW))
+        return created[-1]
 
     yield make
-    left = {run.id: found for run in made if (found := processes.run_processes(run.path))}
-    for run in made:
+    leftovers = {run.id: running for run in created if (running := processes.run_processes(run.path))}
+    for run in created:
         processes.terminate(run.path, sigterm_seconds=0)
-    assert not left, f"processes were left behind: {left}"
-    assert not [run.id for run in made if processes.is_locked(run.path)]
+    assert not leftovers, f"processes were left behind: {leftovers}"
+    assert not [run.id for run in created if processes.is_locked(run.path)]
 
 
 @pytest.fixture
 def clean_env() -> dict[str, str]:
-    """What `env -i` leaves, and the way to the shell's tools."""
+    """An empty environment except for PATH."""
     return {"PATH": os.defpath}

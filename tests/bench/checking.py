@@ -14,14 +14,18 @@ TIMES = 20
 
 def measure(folder: Path) -> Iterator[tuple[str, list[float], str]]:
     """(name, values, unit) of each measurement."""
-    here = probe(folder)
-    yield "check of the default spec", [_one(RunSpec(), here, folder) for _ in range(TIMES)], "ms"
-    found = {p.name: (p.spec, p.machine) for p in presets()}
-    yield "check of the presets on their machines", [_one(*found[n], folder) for n in found for _ in range(TIMES)], "ms"
+    this_machine = probe(folder)
+    yield "check of the default spec", [_one(RunSpec(), this_machine, folder) for _ in range(TIMES)], "ms"
+    preset_specs = {p.name: (p.spec, p.machine) for p in presets()}
+    yield (
+        "check of the presets on their machines",
+        [_one(*preset_specs[n], folder) for n in preset_specs for _ in range(TIMES)],
+        "ms",
+    )
     small = machines()["1x24gb"]
     yield (
         "check of the presets on one 24 GB GPU",
-        [_one(s, small, folder) for s, _ in found.values() for _ in range(5)],
+        [_one(s, small, folder) for s, _ in preset_specs.values() for _ in range(5)],
         "ms",
     )
 

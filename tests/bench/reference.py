@@ -22,9 +22,9 @@ rows = [json.loads(line)["messages"] for line in (ASSETS / "trains" / "train.jso
 
 def encode(messages: list[dict]) -> dict:
     """Tokens of a conversation; the loss covers the assistant's turn."""
-    whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:256]
+    input_ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"][:256]
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
-    return {"input_ids": whole, "labels": [-100] * len(prompt) + whole[len(prompt) :]}
+    return {"input_ids": input_ids, "labels": [-100] * len(prompt) + input_ids[len(prompt) :]}
 
 
 def collate(items: list[dict]) -> dict:

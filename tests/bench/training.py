@@ -40,9 +40,9 @@ def case(processes: int) -> RunSpec:
 
 def footplate_run(folder: Path, spec: RunSpec) -> tuple[float, float, list[dict]]:
     """Run `spec`: seconds from Start to the first logged step, seconds in total, and the metrics."""
-    found = preflight(spec, probe(folder), Path.cwd())
+    report = preflight(spec, probe(folder), Path.cwd())
     begin, first = time.time(), 0.0
-    run = Run.create(folder / "runs", "bench", found.plan, datetime.now())
+    run = Run.create(folder / "runs", "bench", report.plan, datetime.now())
     run.start()
     path = run.path / METRICS
     while run.state in ALIVE:
@@ -58,10 +58,10 @@ def first_step(folder: Path) -> Iterator[Measurement]:
     for processes in (1, 2):
         firsts, arounds = [], []
         for _ in range(3):
-            first, whole, points = footplate_run(folder, case(processes))
+            first, total, points = footplate_run(folder, case(processes))
             losses = [p for p in points if "loss" in p]
             firsts.append(first)
-            arounds.append(whole - (losses[-1]["time"] - losses[0]["time"]) * STEPS / (STEPS - 1))
+            arounds.append(total - (losses[-1]["time"] - losses[0]["time"]) * STEPS / (STEPS - 1))
         yield f"Start to first step, {processes} process(es)", firsts, "s"
         yield f"before and after training, {processes} process(es)", arounds, "s"
 

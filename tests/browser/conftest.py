@@ -11,8 +11,8 @@ from backend.paths import HOME
 
 @pytest.fixture
 def server(tmp_path):
-    with serving(tmp_path / "runs") as made:
-        yield made
+    with serving(tmp_path / "runs") as started:
+        yield started
 
 
 @pytest.fixture(scope="module")  # playwright keeps an event loop in this thread until it is left

@@ -1,4 +1,4 @@
-"""Takes the pictures of the README: `python tests/browser/pictures.py [RUNS]`, on an idle machine.
+"""Takes the screenshots of the README: `python tests/browser/pictures.py [RUNS]`, on an idle machine.
 
 RUNS is a folder whose newest run is shown; without it the preset First run is trained first, which takes some minutes.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 from served import CHROMIUM, FLAGS, HOME, serving
 
-FOUND = "#fp-status[data-fresh=yes][data-level=ok]"
-READY = 120_000  # ms
-TRAINED = 3_600_000  # ms
+NO_ERRORS = "#fp-status[data-fresh=yes][data-level=ok]"
+READY_TIMEOUT = 120_000  # ms
+TRAINING_TIMEOUT = 3_600_000  # ms
 
 
 def build(page: Page) -> None:
     """The Build view with a report without errors; spec.yaml instead of the command, which has this machine's paths."""
-    page.wait_for_selector(FOUND, timeout=READY)
+    page.wait_for_selector(NO_ERRORS, timeout=READY_TIMEOUT)
     page.locator("#fp-preview-tabs").get_by_text("spec.yaml").click()
     page.wait_for_timeout(1000)
     page.screenshot(path=HOME / "assets" / "build.png")
@@ -25,8 +25,8 @@ def build(page: Page) -> None:
 
 def run(page: Page) -> None:
     """The Run view of a finished run: results, generations and curves."""
-    page.wait_for_selector('.fp-run[data-state="done"]', timeout=TRAINED)
-    page.wait_for_selector(".fp-plot canvas", timeout=READY)
+    page.wait_for_selector('.fp-run[data-state="done"]', timeout=TRAINING_TIMEOUT)
+    page.wait_for_selector(".fp-plot canvas", timeout=READY_TIMEOUT)
     page.set_viewport_size({"width": 1440, "height": 1288})
     page.wait_for_timeout(2000)
     page.screenshot(path=HOME / "assets" / "run.png")
@@ -38,7 +38,7 @@ def main(runs: Path) -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_context(viewport={"width": 1440, "height": 960}).new_page()
         page.goto(server.url)
-        page.wait_for_selector("body[data-ready]", timeout=READY)
+        page.wait_for_selector("body[data-ready]", timeout=READY_TIMEOUT)
         build(page)
         if newest:
             page.evaluate("id => footplate.showView('run', id)", newest)

@@ -1,4 +1,4 @@
-"""The browser, and the page's server as a user starts it. At the end no process of it or of its runs is left."""
+"""The browser, and the page's server as a process. Asserts at the end that no process of it or of its runs is left."""
 
 import os
 import shutil
@@ -24,19 +24,19 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-MARK = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
+MARKER_VARIABLE = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
 
 
 def marked_processes(mark: str) -> list[int]:
     """Processes whose environment holds `mark`."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 class Server:
@@ -44,7 +44,7 @@ class Server:
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.mark = f"{MARK}={runs}"
+        self.mark = f"{MARKER_VARIABLE}={runs}"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -55,9 +55,9 @@ class Server:
         command = [sys.executable, "-m", "webui", "--port", str(self.port), "--runs", str(self.runs)]
         name, _, value = self.mark.partition("=")
         # One thread: other tests train on the same cores.
-        own = {name: value, "OMP_NUM_THREADS": "1"}
+        variables = {name: value, "OMP_NUM_THREADS": "1"}
         log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child uses it until it ends
-        self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **own}, stdout=log, stderr=log)
+        self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **variables}, stdout=log, stderr=log)
         log.close()
         for _ in range(240):
             if self.process.poll() is not None:
@@ -81,7 +81,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path):
-    """A server over the runs in `folder`; at the end no process of it or of its runs is left."""
+    """A server for the runs in `folder`. Asserts at the end that no process of it or of its runs is left."""
     server = Server(folder)
     server.start()
     yield server

@@ -1,6 +1,6 @@
-"""From a configuration with errors to one that can run, by clicking fixes alone.
+"""Configurations with errors become runnable by clicking only fixes.
 
-One server and one page for all: each configuration is imported as a file, for the machine it was meant for.
+All tests share a server and a page; each configuration is imported as a file, for a described machine.
 """
 
 import json
@@ -12,14 +12,14 @@ from served import serving
 from backend.rules import example_findings
 
 MAX_CLICKS = 4
-CARD = ".fp-finding[data-level=error] .fp-fix button"
+ERROR_FIX_BUTTON = ".fp-finding[data-level=error] .fp-fix button"
 EIGHT_B = "model: {source: hub, hub_id: meta-llama/Llama-3.1-8B-Instruct}\ndata: {source: hub, hub_id: a/b}\n"
 SEVENTY_B = "model: {source: hub, hub_id: meta-llama/Llama-3.3-70B-Instruct}\ndata: {source: hub, hub_id: a/b}\n"
 SMALL = "model: {source: hub, hub_id: Qwen/Qwen3-1.7B}\ndata: {source: hub, hub_id: a/b}\n"
 FULL = "method: {kind: full}\n"
 
 # Name: machine, YAML, the first error.
-STARTS = {
+CONFIGURATIONS = {
     "galore-zero3": (
         "4x80gb",
         SMALL + FULL + "train: {optim: galore_adamw, learning_rate: 0.00002}\n"
@@ -49,7 +49,7 @@ STARTS = {
         EIGHT_B + "train: {use_unsloth: true}\nparallel: {strategy: zero3}\nlaunch: {nproc_per_node: 8}\n",
         "UNS003",
     ),
-    "absurd-rank": ("1x24gb", EIGHT_B + "lora: {r: 4096, init: pissa}\n", "ADP002"),
+    "rank-above-the-hidden-size": ("1x24gb", EIGHT_B + "lora: {r: 4096, init: pissa}\n", "ADP002"),
     "fp16-on-a-cpu": ("laptop", "precision: {compute: fp16}\n", "PRC001"),
     "qlora-fsdp1": ("2x24gb", EIGHT_B + "method: {quantization: nf4}\nparallel: {strategy: fsdp1}\n", "QNT004"),
     "pissa-on-a-quantized-base": ("1x24gb", SMALL + "method: {quantization: nf4}\nlora: {init: pissa}\n", "QNT002"),
@@ -64,8 +64,8 @@ STARTS = {
         "model: {source: path, path: GPT2}\ndata: {max_length: 4096}\n",
         "DAT010",
     ),
-    "seventy-b-on-a-gaming-card": ("1x24gb", SEVENTY_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
-    "eight-b-on-a-gaming-card": ("1x24gb", EIGHT_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
+    "seventy-b-on-24-gb": ("1x24gb", SEVENTY_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
+    "eight-b-on-24-gb": ("1x24gb", EIGHT_B + FULL + "train: {learning_rate: 0.00002}\n", "MEM001"),
     "eight-b-with-ddp": (
         "8x80gb",
         EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nparallel: {strategy: ddp}\nlaunch: {nproc_per_node: 8}\n",
@@ -86,14 +86,14 @@ STARTS = {
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
     """A page that stays open."""
-    place = tmp_path_factory.mktemp("fixes")
+    folder = tmp_path_factory.mktemp("fixes")
     errors = []
-    with serving(place / "runs") as server:
+    with serving(folder / "runs") as server:
         page = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server.url)
         page.wait_for_selector("body[data-ready]", timeout=30_000)
-        page.place = place
+        page.folder = folder
         yield page
         page.context.close()
     assert errors == []
@@ -116,11 +116,11 @@ def report(page):
     return page.locator(".fp-status-text").inner_text(), page.locator("#fp-findings").inner_text()
 
 
-def imported(page, machine, yaml, code):
+def import_yaml(page, machine, yaml, code):
     """Import `yaml` for a machine; the status and the findings."""
     if page.locator("#fp-machine").input_value() != machine:
         page.locator("#fp-machine").select_option(machine)
-    path = page.place / "start.yaml"
+    path = page.folder / "start.yaml"
     path.write_text(yaml)
     page.evaluate("footplate.notify('')")
     page.locator("#fp-import-file").set_input_files(path)
@@ -129,28 +129,28 @@ def imported(page, machine, yaml, code):
     return report(page)
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_fixes_alone_lead_to_a_run(page, gpt2, name):
-    machine, yaml, code = STARTS[name]
-    text, cards = imported(page, machine, yaml.replace("GPT2", str(gpt2)), code)
-    seen, start = [cards], page.locator("#fp-start:visible, #fp-export-plan:visible")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_clicking_fixes_leads_to_a_runnable_spec(page, gpt2, name):
+    machine, yaml, code = CONFIGURATIONS[name]
+    text, cards = import_yaml(page, machine, yaml.replace("GPT2", str(gpt2)), code)
+    findings_seen, start = [cards], page.locator("#fp-start:visible, #fp-export-plan:visible")
     expect(start).to_be_disabled()
     while text.startswith("Cannot run"):
-        assert len(seen) <= MAX_CLICKS, cards
-        page.locator(CARD).first.click()
+        assert len(findings_seen) <= MAX_CLICKS, cards
+        page.locator(ERROR_FIX_BUTTON).first.click()
         text, cards = report(page)
-        assert cards not in seen, "the fix changed nothing"
-        seen.append(cards)
-    assert text.startswith("Can run") and len(seen) > 1
+        assert cards not in findings_seen, "the fix changed nothing"
+        findings_seen.append(cards)
+    assert text.startswith("Can run") and len(findings_seen) > 1
     expect(start).to_be_enabled()
 
 
-def test_all_errors_are_fixed_by_one_button_and_undone_by_another(page):
+def test_apply_all_fixes_and_undo(page):
     yaml = (
         SMALL
         + "parallel: {strategy: zero3}\nlaunch: {nproc_per_node: 4, launcher: python}\nsave: {merge_adapter: true}\n"
     )
-    assert imported(page, "2x24gb", yaml, "STR004")[0].startswith("Cannot run: 3 errors")
+    assert import_yaml(page, "2x24gb", yaml, "STR004")[0].startswith("Cannot run: 3 errors")
     before = page.evaluate("() => footplate.values()")
     page.get_by_role("button", name="Apply all fixes").click()
     note = page.locator(".fp-toast")
@@ -163,18 +163,18 @@ def test_all_errors_are_fixed_by_one_button_and_undone_by_another(page):
     assert page.evaluate("() => footplate.values()") == before
 
 
-def test_errors_without_a_safe_fix_are_named(page):
+def test_errors_without_a_safe_fix_are_listed(page):
     yaml = EIGHT_B + FULL + "train: {learning_rate: 0.00002}\nlaunch: {devices: [3]}\n"
-    imported(page, "1x24gb", yaml, "MEM001")
+    import_yaml(page, "1x24gb", yaml, "MEM001")
     title = example_findings()["MEM001"].title
     page.get_by_role("button", name="Apply safe fixes").click()
     expect(page.locator(".fp-toast")).to_contain_text(f"1 fix applied. Remaining errors: {title.rstrip('.')}.")
     assert report(page)[0].startswith("Cannot run: 1 error")
 
 
-def test_changes_that_make_it_fit_are_a_click_away(page):
+def test_memory_remedies_are_applied_by_a_click(page):
     """Each change is listed with its peak, which the memory bar shows after the click."""
-    imported(page, "8x80gb", *STARTS["eight-b-with-ddp"][1:])
+    import_yaml(page, "8x80gb", *CONFIGURATIONS["eight-b-with-ddp"][1:])
     table = page.locator(".fp-reductions")
     assert table.locator("tr").count() >= 3
     peak = table.locator("td.fp-n").first.inner_text()
@@ -184,8 +184,8 @@ def test_changes_that_make_it_fit_are_a_click_away(page):
     expect(table).to_have_count(0)
 
 
-def test_rules_are_found_by_word_level_and_family(page):
-    """And so is outdated advice."""
+def test_rules_page_filters_by_text_level_and_topic(page):
+    """The filters also apply to outdated advice."""
     rules = page.context.new_page()
     rules.goto(page.url.partition("?")[0] + "rules")
     shown, status = rules.locator("article:visible"), rules.locator(".search [role=status]")

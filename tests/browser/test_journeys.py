@@ -17,16 +17,16 @@ from backend.runs import METRICS, SPEC
 from backend.runs.folder import ALIVE, Run, runs
 from backend.runs.processes import run_processes
 
-SLOW = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
+SLOW_TIMEOUT = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
 
 
-def opened(page, server, query=""):
+def open_page(page, server, query=""):
     page.goto(f"{server.url}/{query}")
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    status(page, "Can run|Cannot run")
+    wait_for_status(page, "Can run|Cannot run")
 
 
-def status(page, pattern):
+def wait_for_status(page, pattern):
     page.wait_for_function(
         "pattern => new RegExp(pattern).test(document.querySelector('#fp-status[data-fresh=yes] .fp-status-text')"
         "?.textContent || 'not yet')",
@@ -34,17 +34,17 @@ def status(page, pattern):
     )
 
 
-def more(page, key):
+def show_more_options(page, key):
     page.locator(f"#fp-section-{key} .fp-more").click()
 
 
-def section(page, key):
+def open_section(page, key):
     head = page.locator(f"#fp-section-{key} .fp-head")
     if head.get_attribute("aria-expanded") == "false":
         head.click()
 
 
-def put(page, name, value):
+def type_value(page, name, value):
     """Type into a field as a user does."""
     field = page.locator(f"#{name.replace('.', '-')} :is(input, textarea)").first
     field.click()
@@ -55,45 +55,45 @@ def put(page, name, value):
 def choose(page, name, value):
     """Click the label of a value, in a menu or in segments."""
     label = dict(by_name()[name].choices)[value]
-    place = page.locator(f"#{name.replace('.', '-')}")
-    if place.locator("input[type=radio]").count():
-        place.get_by_text(label, exact=True).click()
+    field = page.locator(f"#{name.replace('.', '-')}")
+    if field.locator("input[type=radio]").count():
+        field.get_by_text(label, exact=True).click()
     else:
-        place.locator("input").click()
-        place.get_by_role("option", name=label).first.click()
+        field.locator("input").click()
+        field.get_by_role("option", name=label).first.click()
 
 
 def value(page, name):
     return page.evaluate("name => footplate.values()[name]", name)
 
 
-def tiny(page, steps):
+def use_tiny_model(page, steps):
     """Change the preset First run to train the tiny model for `steps`."""
     choose(page, "model.builtin", "tiny-llama")
-    put(page, "train.max_steps", steps)
-    section(page, "evaluation")
-    put(page, "eval.num_generations", 2)
-    put(page, "eval.max_new_tokens", 4)
-    section(page, "checkpoint")
-    put(page, "save.steps", 5)
-    status(page, "^Can run")
+    type_value(page, "train.max_steps", steps)
+    open_section(page, "evaluation")
+    type_value(page, "eval.num_generations", 2)
+    type_value(page, "eval.max_new_tokens", 4)
+    open_section(page, "checkpoint")
+    type_value(page, "save.steps", 5)
+    wait_for_status(page, "^Can run")
 
 
-def started(page, server):
+def start_run(page, server):
     page.click("#fp-start")
-    page.wait_for_url(re.compile("run=2"), timeout=SLOW)
+    page.wait_for_url(re.compile("run=2"), timeout=SLOW_TIMEOUT)
     identity = re.search(r"run=([^&]+)", page.url).group(1)
     return Run(server.runs / identity)
 
 
-def state(page, name, timeout=SLOW):
+def wait_for_state(page, name, timeout=SLOW_TIMEOUT):
     page.wait_for_selector(f'.fp-run[data-state="{name}"]', timeout=timeout)
 
 
-def drawn(page, step):
-    """Wait until a chart's sentence names this step."""
+def wait_for_chart_step(page, step):
+    """Wait until the text of a chart names this step."""
     test = "step => new RegExp(`Latest .* at step ${step}`).test(document.querySelector('#fp-run-page').textContent)"
-    page.wait_for_function(test, arg=str(step), timeout=SLOW)
+    page.wait_for_function(test, arg=str(step), timeout=SLOW_TIMEOUT)
 
 
 def steps_on_disk(run):
@@ -101,29 +101,29 @@ def steps_on_disk(run):
     return [p["step"] for p in map(json.loads, lines) if "loss" in p]
 
 
-def test_a_late_script_is_awaited(server, page):
+def test_page_waits_for_its_scripts(server, page):
     """The page starts only after its scripts have loaded, even if Gradio's are faster."""
     page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
-    opened(page, server)
+    open_page(page, server)
     page.wait_for_selector("#fp-run-page > *", state="attached", timeout=10_000)
     page.wait_for_selector("#fp-runs-page > *", state="attached", timeout=10_000)
 
 
-def test_each_node_has_a_command(server, page):
+def test_preview_has_a_command_per_node(server, page):
     """Options appear for several nodes; an invalid node rank is an error that one click fixes."""
-    opened(page, server)
-    section(page, "launch")
+    open_page(page, server)
+    open_section(page, "launch")
     assert not page.locator("#launch-rendezvous").is_visible()
     choose(page, "parallel.strategy", "ddp")
     assert not page.locator("#launch-master_addr").is_visible()
     choose(page, "launch.rendezvous", "static")
-    status(page, "^Cannot run")
-    put(page, "launch.master_addr", "10.0.0.1")
-    put(page, "launch.node_rank", 5)
-    status(page, "^Cannot run")
+    wait_for_status(page, "^Cannot run")
+    type_value(page, "launch.master_addr", "10.0.0.1")
+    type_value(page, "launch.node_rank", 5)
+    wait_for_status(page, "^Cannot run")
     card = page.locator('.fp-finding[data-code="NOD001"]')
     card.locator(".fp-fix button").click()
-    status(page, "^Can run")
+    wait_for_status(page, "^Can run")
     assert value(page, "launch.node_rank") == 1
     tabs = page.locator("#fp-preview-tabs")
     assert "--node-rank=1" in page.locator("#fp-preview-text").inner_text()
@@ -134,27 +134,27 @@ def test_each_node_has_a_command(server, page):
 
 def test_preset_error_fix_start_reload_results(server, page):
     """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
-    opened(page, server)
+    open_page(page, server)
     assert page.locator("#fp-presets").input_value() == "first-run"
-    tiny(page, 12)
-    section(page, "launch")
-    more(page, "launch")
+    use_tiny_model(page, 12)
+    open_section(page, "launch")
+    show_more_options(page, "launch")
     choose(page, "launch.launcher", "python")
     choose(page, "parallel.strategy", "ddp")
-    status(page, "^Cannot run")
+    wait_for_status(page, "^Cannot run")
     assert page.locator("#fp-start").is_disabled()
     card = page.locator('.fp-finding[data-level="error"]').first
     card.locator(".fp-fix button").first.click()
-    status(page, "^Can run")
+    wait_for_status(page, "^Can run")
     assert (value(page, "launch.launcher"), value(page, "parallel.strategy")) != ("python", "ddp")
     command = page.locator("#fp-preview-text").inner_text()
-    run = started(page, server)
+    run = start_run(page, server)
     assert run.plan().command() == command
-    state(page, "running")
-    drawn(page, "[1-9]")
+    wait_for_state(page, "running")
+    wait_for_chart_step(page, "[1-9]")
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
-    state(page, "done")
+    wait_for_state(page, "done")
     text = page.locator("#fp-run-page").inner_text()
     assert "Exact match" in text
     assert "at step 12" in text
@@ -169,11 +169,11 @@ def test_preset_error_fix_start_reload_results(server, page):
     page.wait_for_selector("#fp-runs-page tr:has-text('first run')", timeout=30_000)
 
 
-def test_a_run_survives_the_server_and_every_point_and_line_is_shown(server, page):
-    opened(page, server)
-    tiny(page, 40)
-    run = started(page, server)
-    drawn(page, "[1-9]")
+def test_run_survives_a_server_crash_and_page_shows_all_points_and_lines(server, page):
+    open_page(page, server)
+    use_tiny_model(page, 40)
+    run = start_run(page, server)
+    wait_for_chart_step(page, "[1-9]")
     server.kill()
     before = len(steps_on_disk(run))
     deadline = time.monotonic() + 60
@@ -181,8 +181,8 @@ def test_a_run_survives_the_server_and_every_point_and_line_is_shown(server, pag
         time.sleep(0.1)
     assert len(steps_on_disk(run)) > before, "the run stopped with the server"
     server.start()
-    state(page, "done")  # the open page reconnected by itself
-    drawn(page, 40)
+    wait_for_state(page, "done")  # the open page reconnected by itself
+    wait_for_chart_step(page, 40)
     assert steps_on_disk(run) == list(range(1, 41))
     series = page.evaluate("id => footplate.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
     assert series == list(range(1, 41))
@@ -194,20 +194,20 @@ def test_a_run_survives_the_server_and_every_point_and_line_is_shown(server, pag
 
 
 def test_stop_with_checkpoint_and_resume(server, page):
-    opened(page, server)
-    tiny(page, 60)
-    run = started(page, server)
-    drawn(page, "[1-9]")
+    open_page(page, server)
+    use_tiny_model(page, 60)
+    run = start_run(page, server)
+    wait_for_chart_step(page, "[1-9]")
     page.get_by_role("button", name="Stop and save").click()
     dialog = page.locator("dialog .fp-dialog-row button").last
     if dialog.count():
         dialog.click()
-    state(page, "stopped")
+    wait_for_state(page, "stopped")
     assert not run_processes(run.path)
     saved = run.checkpoints()
     assert saved and saved[-1] == steps_on_disk(run)[-1] < 60
     page.get_by_role("button", name=re.compile("^Resume")).click()
-    state(page, "done")
+    wait_for_state(page, "done")
     events = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
     assert {"resumed"} == {e["event"] for e in events if "event" in e}
     assert [e["step"] for e in events if "event" in e][-1] == saved[-1]
@@ -215,25 +215,25 @@ def test_stop_with_checkpoint_and_resume(server, page):
 
 
 def test_a_killed_rank_fails_the_run_with_its_cause(server, page):
-    opened(page, server)
-    tiny(page, 500)
-    run = started(page, server)
-    drawn(page, "[1-9]")
+    open_page(page, server)
+    use_tiny_model(page, 500)
+    run = start_run(page, server)
+    wait_for_chart_step(page, "[1-9]")
     commands = {p.pid: Path(f"/proc/{p.pid}/cmdline").read_bytes() for p in run_processes(run.path)}
     ranks = [
         pid for pid, words in commands.items() if words.endswith(b"-m\0backend.train\0.\0") and b".run\0" not in words
     ]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
-    state(page, "failed")
+    wait_for_state(page, "failed")
     assert re.search("SIGKILL|signal 9", page.locator(".fp-failure").inner_text())
     assert not run_processes(run.path)
 
 
 def test_edits_survive_reload_restart_and_second_tab(server, page):
-    opened(page, server)
-    put(page, "lora.r", 77)
-    put(page, "logging.run_name", "my <b>run</b>")
+    open_page(page, server)
+    type_value(page, "lora.r", 77)
+    type_value(page, "logging.run_name", "my <b>run</b>")
     page.wait_for_function("() => document.querySelector('#fp-preview-text').textContent.length > 0")
     page.wait_for_timeout(400)
     server.kill()
@@ -250,8 +250,8 @@ def test_edits_survive_reload_restart_and_second_tab(server, page):
 
 
 def test_hidden_fields_keep_their_values(server, page):
-    opened(page, server)
-    put(page, "lora.r", 33)
+    open_page(page, server)
+    type_value(page, "lora.r", 33)
     choose(page, "method.kind", "full")
     page.wait_for_selector("#lora-r", state="hidden")
     page.wait_for_timeout(300)
@@ -262,16 +262,16 @@ def test_hidden_fields_keep_their_values(server, page):
 
 
 def test_invalid_values_are_named_and_kept(server, page):
-    opened(page, server)
-    put(page, "train.per_device_train_batch_size", 3.7)
-    status(page, "^Cannot run")
+    open_page(page, server)
+    type_value(page, "train.per_device_train_batch_size", 3.7)
+    wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("integer")
     assert page.locator("#train-per_device_train_batch_size").get_attribute("data-level") == "error"
-    put(page, "train.per_device_train_batch_size", 4)
-    status(page, "^Can run")
+    type_value(page, "train.per_device_train_batch_size", 4)
+    wait_for_status(page, "^Can run")
     choose(page, "data.source", "files")
-    put(page, "data.files", "/nowhere/rows.jsonl")
-    status(page, "^Cannot run")
+    type_value(page, "data.files", "/nowhere/rows.jsonl")
+    wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text("/nowhere/rows.jsonl")
 
 
@@ -279,16 +279,16 @@ def test_a_malformed_example_is_named_by_file_and_line(server, page, tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows.write_text("\n".join([json.dumps(good)] * 6 + ['{"messages": ']) + "\n")
-    opened(page, server)
+    open_page(page, server)
     choose(page, "data.source", "files")
-    put(page, "data.files", rows)
-    status(page, "^Cannot run")
+    type_value(page, "data.files", rows)
+    wait_for_status(page, "^Cannot run")
     expect(page.locator("#fp-findings")).to_contain_text(f"{rows}, line 7")
     assert page.locator("#fp-start").is_disabled()
 
 
 def test_import_export_round_trip(server, page, tmp_path):
-    opened(page, server)
+    open_page(page, server)
     path = tmp_path / "mine.yaml"
     path.write_text("train:\n  learning_rate: 0.0007\n  lr_scheduler_type: linear\n")
     page.locator("#fp-import-file").set_input_files(path)
@@ -303,9 +303,9 @@ def test_import_export_round_trip(server, page, tmp_path):
 
 
 @pytest.mark.parametrize("width", [390, 800, 1440])
-def test_nothing_is_wider_than_the_window(server, page, width):
+def test_no_horizontal_scrolling(server, page, width):
     page.set_viewport_size({"width": width, "height": 900})
-    opened(page, server)
+    open_page(page, server)
     for tab in ("build", "runs"):
         page.evaluate("tab => footplate.showView(tab)", tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -314,21 +314,21 @@ def test_nothing_is_wider_than_the_window(server, page, width):
 @pytest.mark.soak
 def test_the_exported_script_gives_the_same_losses(server, page):
     """The preview's script in a clean shell, and run.sh: the same loss at every step as the page's run."""
-    opened(page, server)
-    tiny(page, 6)
+    open_page(page, server)
+    use_tiny_model(page, 6)
     script = page.evaluate("() => footplate.script()")
-    run = started(page, server)
-    state(page, "done")
-    place = re.search(r"^cd (\S+)$", script, re.MULTILINE).group(1)
-    clean = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}", "OMP_NUM_THREADS=1"]
+    run = start_run(page, server)
+    wait_for_state(page, "done")
+    field = re.search(r"^cd (\S+)$", script, re.MULTILINE).group(1)
+    command = ["env", "-i", "PATH=/usr/bin:/bin", f"HOME={os.environ['HOME']}", "OMP_NUM_THREADS=1"]
     if cache := os.environ.get("FOOTPLATE_CACHE"):
-        clean.append(f"FOOTPLATE_CACHE={cache}")
-    subprocess.run([*clean, "bash", "-c", script], check=True, capture_output=True, timeout=180)
+        command.append(f"FOOTPLATE_CACHE={cache}")
+    subprocess.run([*command, "bash", "-c", script], check=True, capture_output=True, timeout=180)
     # The clean shell inherits no CPU and no THREADS of `make`; at a loss near 7, 5e-6 is ten units of the last place.
     first = pytest.approx(losses_of(run.path), rel=0, abs=5e-6)
-    assert losses_of(Path(place)) == first
-    assert (Path(place) / SPEC).read_text() == (run.path / SPEC).read_text()
-    subprocess.run([*clean, run.path / "run.sh", "--from-scratch"], check=True, capture_output=True, timeout=180)
+    assert losses_of(Path(field)) == first
+    assert (Path(field) / SPEC).read_text() == (run.path / SPEC).read_text()
+    subprocess.run([*command, run.path / "run.sh", "--from-scratch"], check=True, capture_output=True, timeout=180)
     assert losses_of(run.path)[-6:] == first
     assert [r.id for r in runs(server.runs)] == [run.id]
 
@@ -344,30 +344,30 @@ def test_switching_strategies_keeps_all_values(server, page):
     def visible(*names):
         return [name for name in names if page.locator(f'[id="{name.replace(".", "-")}"]').is_visible()]
 
-    own = (
+    names_ = (
         "parallel.ddp_find_unused_parameters",
         "parallel.offload_optimizer",
         "parallel.nvme_path",
         "parallel.replicate_size",
     )
-    opened(page, server)
-    section(page, "launch")
-    more(page, "launch")
+    open_page(page, server)
+    open_section(page, "launch")
+    show_more_options(page, "launch")
     choose(page, "parallel.strategy", "ddp")
-    assert visible(*own) == ["parallel.ddp_find_unused_parameters"]
-    put(page, "parallel.bucket_cap_mb", 31)
+    assert visible(*names_) == ["parallel.ddp_find_unused_parameters"]
+    type_value(page, "parallel.bucket_cap_mb", 31)
     choose(page, "parallel.strategy", "zero3")
-    assert visible(*own) == ["parallel.offload_optimizer"]
+    assert visible(*names_) == ["parallel.offload_optimizer"]
     choose(page, "parallel.offload_optimizer", "nvme")
-    assert visible(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
-    put(page, "parallel.nvme_path", "/nowhere")
-    status(page, "^Cannot run")
+    assert visible(*names_) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    type_value(page, "parallel.nvme_path", "/nowhere")
+    wait_for_status(page, "^Cannot run")
     page.wait_for_selector('.fp-finding:has-text("folder /nowhere")', timeout=30_000)
     choose(page, "parallel.strategy", "fsdp2")
-    assert visible(*own) == ["parallel.replicate_size"]
-    put(page, "parallel.replicate_size", 2)
+    assert visible(*names_) == ["parallel.replicate_size"]
+    type_value(page, "parallel.replicate_size", 2)
     choose(page, "parallel.strategy", "zero3")
-    assert visible(*own) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    assert visible(*names_) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     assert (
         page.locator('[id="parallel-nvme_path"] input, [id="parallel-nvme_path"] textarea').input_value() == "/nowhere"
     )
@@ -379,11 +379,11 @@ def test_switching_strategies_keeps_all_values(server, page):
     assert value(page, "parallel.bucket_cap_mb") == 31
 
 
-def test_module_names_of_the_model_are_a_click_away(page, server):
-    opened(page, server)
+def test_module_names_are_inserted_by_a_click(page, server):
+    open_page(page, server)
     choose(page, "model.builtin", "tiny-llama")
     choose(page, "lora.targets", "custom")
-    status(page, "Cannot run")
+    wait_for_status(page, "Cannot run")
     names = page.locator("#lora-target_modules .fp-names")
     expect(names.get_by_role("button")).to_have_text(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -391,7 +391,7 @@ def test_module_names_of_the_model_are_a_click_away(page, server):
     names.evaluate("(box) => [...box.children].filter((b) => /[qv]_proj/.test(b.textContent)).map((b) => b.click())")
     page.wait_for_function("() => footplate.values()['lora.target_modules'] === 'q_proj, v_proj'")
     expect(names.get_by_role("button", name="q_proj")).to_have_attribute("aria-pressed", "true")
-    status(page, "Can run")
+    wait_for_status(page, "Can run")
     names.get_by_role("button", name="q_proj").click()
     expect(page.locator("#lora-target_modules input")).to_have_value("v_proj")
 
@@ -399,11 +399,11 @@ def test_module_names_of_the_model_are_a_click_away(page, server):
 def test_a_run_can_be_planned_for_a_cluster(page, server):
     """The preset's machine is a click away; then the run is exported instead of started, the report is about that
     machine, and so is the comparison of strategies."""
-    opened(page, server)
+    open_page(page, server)
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
     page.get_by_role("button", name="Plan for its machine").click()
     page.wait_for_function("() => /^On eight GPUs/.test(document.querySelector('.fp-status-more').textContent)")
-    status(page, "Can run")
+    wait_for_status(page, "Can run")
     expect(page.locator("#fp-start")).to_be_hidden()
     expect(page.locator("#fp-preset-about button")).to_have_count(0)
     with page.expect_download() as download:
@@ -429,16 +429,16 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
     expect(page.locator("#fp-export-plan")).to_be_hidden()
 
 
-def test_pasted_text_counts(page, server):
+def test_pasted_text_is_used(page, server):
     """Text that arrives without a key stroke: pasted, dropped or completed by the browser."""
-    opened(page, server)
+    open_page(page, server)
     choose(page, "model.source", "hub")
-    status(page, "Cannot run")
+    wait_for_status(page, "Cannot run")
     page.locator("#model-hub_id input").click()
     page.keyboard.insert_text("Qwen/Qwen3-8B")
     page.wait_for_function("() => footplate.values()['model.hub_id'] === 'Qwen/Qwen3-8B'")
     page.wait_for_function("() => !document.querySelector('[data-code=MDL002]')")
-    put(page, "train.per_device_train_batch_size", 3)
+    type_value(page, "train.per_device_train_batch_size", 3)
     page.wait_for_function("() => footplate.values()['train.per_device_train_batch_size'] === 3")
     assert value(page, "model.hub_id") == "Qwen/Qwen3-8B"
     page.locator("#model-hub_id input").fill("")

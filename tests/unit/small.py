@@ -1,4 +1,4 @@
-"""The app around a minimal page, which is fast to build."""
+"""A test client of the app with a minimal page, which is fast to build."""
 
 import gradio as gr
 from starlette.testclient import TestClient

@@ -28,43 +28,43 @@ SLEEPER = "#!/bin/sh\necho sleeping\nexec sleep 600\n"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A runs folder, and a program that sleeps in place of Python: no run trains anything."""
-    folder = tmp_path_factory.mktemp("place")
+def app_folder(tmp_path_factory):
+    """A folder for runs, and a fake Python that only sleeps, so that no run trains."""
+    folder = tmp_path_factory.mktemp("app")
     (folder / "python").write_text(SLEEPER)
     (folder / "python").chmod(0o755)
     (folder / "runs").mkdir()
     return folder
 
 
-def app(place):
-    machine = Machine(python=str(place / "python"))
-    return client(place / "runs", detect_machine=lambda _: machine)
+def app(app_folder):
+    machine = Machine(python=str(app_folder / "python"))
+    return client(app_folder / "runs", detect_machine=lambda _: machine)
 
 
 @pytest.fixture(scope="module")
-def one(place):
-    with app(place) as found:
-        yield found
-    for run in (place / "runs").glob("2*"):
+def api(app_folder):
+    with app(app_folder) as response_body:
+        yield response_body
+    for run in (app_folder / "runs").glob("2*"):
         processes.terminate(run)
         assert not processes.run_processes(run)
 
 
 @pytest.fixture
-def run(place):
+def run(app_folder):
     """A run that was created but never started, with a spec and a log."""
-    made = Run.create(
-        place / "runs", "made", Plan(("true",), {"A": "1"}, {SPEC: "train:\n  max_steps: 7\n"}), datetime.now()
+    new_run = Run.create(
+        app_folder / "runs", "made", Plan(("true",), {"A": "1"}, {SPEC: "train:\n  max_steps: 7\n"}), datetime.now()
     )
-    (made.path / LOG).write_text("".join(f"line {i}\n" for i in range(1000)))
-    yield made
-    if made.path.exists():
-        made.delete()
+    (new_run.path / LOG).write_text("".join(f"line {i}\n" for i in range(1000)))
+    yield new_run
+    if new_run.path.exists():
+        new_run.delete()
 
 
-def check(one, values, **options):
-    response = one.post("/api/check", json={"values": values, "seq": 1, **options})
+def check(api, values, **options):
+    response = api.post("/api/check", json={"values": values, "seq": 1, **options})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -72,8 +72,8 @@ def check(one, values, **options):
 # -- Build view ----------------------------------------------------------------------------------------------
 
 
-def test_check_reports_everything(one):
-    report = check(one, VALUES)
+def test_check_report_is_complete(api):
+    report = check(api, VALUES)
     assert report["seq"] == 1 and report["title"] == "From a test" and report["invalid"] == []
     assert report["status"]["level"] in ("ok", "warning") and report["status"]["text"].startswith("Can run")
     assert "backend.train" in report["preview"]["command"] and report["preview"]["files"][0]["name"] == SPEC
@@ -83,8 +83,8 @@ def test_check_reports_everything(one):
     assert report["memory"]["device_label"]
 
 
-def test_check_without_values_uses_the_defaults(one):
-    assert check(one, {})["preview"]["command"] == check(one, values_of_defaults())["preview"]["command"]
+def test_check_without_values_uses_the_defaults(api):
+    assert check(api, {})["preview"]["command"] == check(api, values_of_defaults())["preview"]["command"]
 
 
 def values_of_defaults():
@@ -107,28 +107,28 @@ def values_of_defaults():
         ("", 1),
     ],
 )
-def test_an_invalid_value_is_named_and_the_rest_is_checked(one, name, value):
+def test_an_invalid_value_is_named_and_the_rest_is_checked(api, name, value):
     shown = {"model.source": "path"} if name == "model.trust_remote_code" else {}
-    report = check(one, {**VALUES, **shown, name: value})
+    report = check(api, {**VALUES, **shown, name: value})
     assert [p["field"] for p in report["invalid"]] == [name] and report["invalid"][0]["message"]
     assert report["status"]["level"] == "invalid"
     assert report["preview"]["command"] and report["memory"] and report["title"] == "From a test"
 
 
-def test_several_invalid_values_are_all_named(one):
+def test_several_invalid_values_are_all_named(api):
     wrong = {"train.learning_rate": "x", "train.per_device_train_batch_size": -1, "train.no_such": 1, "what": 2}
-    report = check(one, {**VALUES, **wrong})
+    report = check(api, {**VALUES, **wrong})
     assert {p["field"] for p in report["invalid"]} == set(wrong)
     assert "4 invalid values" in report["status"]["text"]
 
 
-def test_an_invalid_value_in_a_hidden_field_is_ignored(one):
-    assert check(one, {**VALUES, "train.duration": "epochs", "train.max_steps": None})["invalid"] == []
-    assert check(one, {**VALUES, "train.duration": "steps", "train.max_steps": None})["invalid"]
+def test_an_invalid_value_in_a_hidden_field_is_ignored(api):
+    assert check(api, {**VALUES, "train.duration": "epochs", "train.max_steps": None})["invalid"] == []
+    assert check(api, {**VALUES, "train.duration": "steps", "train.max_steps": None})["invalid"]
 
 
-def test_findings_come_with_fixes_that_fit_the_form(one):
-    report = check(one, {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.launcher": "python"})
+def test_findings_come_with_fixes_that_fit_the_form(api):
+    report = check(api, {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "launch.launcher": "python"})
     errors = [f for f in report["findings"] if f["level"] == "error"]
     assert errors and report["status"]["level"] == "error"
     fixes = [fix for finding in errors for fix in finding["fixes"]]
@@ -137,32 +137,37 @@ def test_findings_come_with_fixes_that_fit_the_form(one):
         assert fix["label"] and fix["safe"] in (True, False)
         for part in fix["diff"]:
             assert part["name"] in fix["patch"] and part["label"] == by_name()[part["name"]].label
-        assert not check(one, {**VALUES, **fix["patch"]})["invalid"]
+        assert not check(api, {**VALUES, **fix["patch"]})["invalid"]
 
 
-def test_all_safe_fixes_are_one_patch(one):
+def test_all_safe_fixes_are_one_patch(api):
     """Applied together they leave the errors without a safe fix; a spec that can run stays unchanged."""
     wrong = {**VALUES, "parallel.strategy": "zero3", "save.merge_adapter": True, "precision.compute": "fp16"}
-    found = one.post("/api/fix", json={"values": wrong}).json()
-    assert found["patch"] == {"launch.launcher": "torchrun", "save.merge_adapter": False} and found["count"] == 2
-    assert [part["name"] for part in found["diff"]] == ["save.merge_adapter", "launch.launcher"]
-    assert found["remaining"] == ["fp16 training is not supported on a CPU"]
-    remaining = [f["title"] for f in check(one, {**wrong, **found["patch"]})["findings"] if f["level"] == "error"]
-    assert remaining == found["remaining"]
-    nothing = one.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
+    response_body = api.post("/api/fix", json={"values": wrong}).json()
+    assert (
+        response_body["patch"] == {"launch.launcher": "torchrun", "save.merge_adapter": False}
+        and response_body["count"] == 2
+    )
+    assert [part["name"] for part in response_body["diff"]] == ["save.merge_adapter", "launch.launcher"]
+    assert response_body["remaining"] == ["fp16 training is not supported on a CPU"]
+    remaining = [
+        f["title"] for f in check(api, {**wrong, **response_body["patch"]})["findings"] if f["level"] == "error"
+    ]
+    assert remaining == response_body["remaining"]
+    nothing = api.post("/api/fix", json={"values": VALUES, "machine": "8x80gb"}).json()
     assert (nothing["patch"], nothing["diff"], nothing["count"], nothing["remaining"]) == ({}, [], 0, [])
-    assert one.post("/api/fix", json={"values": VALUES, "machine": "9x9gb"}).status_code == 404
+    assert api.post("/api/fix", json={"values": VALUES, "machine": "9x9gb"}).status_code == 404
 
 
-def test_presets_import_export(one):
-    found = one.get("/api/presets").json()
-    assert found and {"name", "title", "about", "machine"} == set(found[0])
-    values = one.get(f"/api/presets/{found[0]['name']}").json()["values"]
+def test_presets_import_export(api):
+    response_body = api.get("/api/presets").json()
+    assert response_body and {"name", "title", "about", "machine"} == set(response_body[0])
+    values = api.get(f"/api/presets/{response_body[0]['name']}").json()["values"]
     assert set(values) == {option.name for option in options()}
-    yaml = one.post("/api/export", json={"values": values}).json()["yaml"]
-    assert one.post("/api/import", json={"yaml": yaml}).json()["values"] == values
+    yaml = api.post("/api/export", json={"values": values}).json()["yaml"]
+    assert api.post("/api/import", json={"yaml": yaml}).json()["values"] == values
     for name in ("no-such", "..%2f..%2fpyproject", "%00"):
-        assert one.get(f"/api/presets/{name}").status_code == 404
+        assert api.get(f"/api/presets/{name}").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -176,37 +181,37 @@ def test_presets_import_export(one):
         ("\x00", "YAML"),
     ],
 )
-def test_invalid_yaml_is_a_sentence(one, yaml, part):
-    response = one.post("/api/import", json={"yaml": yaml})
+def test_invalid_yaml_error(api, yaml, part):
+    response = api.post("/api/import", json={"yaml": yaml})
     assert response.status_code == 422 and part in response.json()["error"]
 
 
-def test_export_names_the_invalid_option(one):
-    response = one.post("/api/export", json={"values": {"train.per_device_train_batch_size": "x"}})
+def test_export_names_the_invalid_option(api):
+    response = api.post("/api/export", json={"values": {"train.per_device_train_batch_size": "x"}})
     assert response.status_code == 422 and response.json()["field"] == "train.per_device_train_batch_size"
 
 
-def test_machines(one):
-    here, *others = one.get("/api/machines").json()
+def test_machines(api):
+    here, *others = api.get("/api/machines").json()
     assert here["name"] == "" and "no GPU" in here["label"]
     assert {"1x24gb", "8x80gb", "2x8x80gb"} <= {machine["name"] for machine in others}
-    wanted = {preset["name"]: preset["machine"] for preset in one.get("/api/presets").json()}
+    wanted = {preset["name"]: preset["machine"] for preset in api.get("/api/presets").json()}
     assert wanted["first-run"] == "" and wanted["two-nodes"] == "2x8x80gb"
 
 
-def test_a_run_can_be_checked_for_another_machine(one):
+def test_a_run_can_be_checked_for_another_machine(api):
     eight = {**VALUES, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8, "launch.launcher": "torchrun"}
     body = {"values": eight, "draft": "", "seq": 1}
-    here, there = (one.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
+    here, there = (api.post("/api/check", json={**body, "machine": name}).json() for name in ("", "8x80gb"))
     assert (here["place"], there["place"]) == ("", "eight 80 GB GPUs")
     assert there["memory"]["capacity_bytes"] == 80 * 2**30 and here["memory"]["capacity_bytes"] != 80 * 2**30
     assert ["CUDA_VISIBLE_DEVICES" in report["preview"]["command"] for report in (here, there)] == [False, True]
-    response = one.post("/api/check", json={**body, "machine": "9x9gb"})
+    response = api.post("/api/check", json={**body, "machine": "9x9gb"})
     assert response.status_code == 404 and "8x80gb" in response.json()["error"]
 
 
-def test_rules_page(one):
-    page = one.get("/rules")
+def test_rules_page(api):
+    page = api.get("/rules")
     assert page.headers["content-type"].startswith("text/html")
     assert page.text.count("<article") == len(RULES) + len(OUTDATED) and "footplate/page.css" in page.text
     for rule in RULES:
@@ -219,21 +224,21 @@ def test_rules_page(one):
 # -- drafts ------------------------------------------------------------------------------------------------------
 
 
-def test_drafts_survive_a_restart(place, one):
+def test_drafts_survive_a_restart(app_folder, api):
     typed = {**VALUES, "train.learning_rate": "2e-"}
-    check(one, typed, draft="d1")
-    with app(place) as another:
-        assert another.get("/api/drafts/d1").json()["values"] == typed
-    check(one, VALUES, draft="d1")
-    assert one.get("/api/drafts/d1").json()["values"] == VALUES
-    assert one.get("/api/drafts/d2").status_code == 404
+    check(api, typed, draft="d1")
+    with app(app_folder) as second_app:
+        assert second_app.get("/api/drafts/d1").json()["values"] == typed
+    check(api, VALUES, draft="d1")
+    assert api.get("/api/drafts/d1").json()["values"] == VALUES
+    assert api.get("/api/drafts/d2").status_code == 404
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/b", ".hidden", "a" * 65, "a\x00b", "\u00e9"])
-def test_draft_names_stay_in_their_folder(place, one, name):
-    response = one.post("/api/check", json={"values": {}, "draft": name})
+def test_draft_names_stay_in_their_folder(app_folder, api, name):
+    response = api.post("/api/check", json={"values": {}, "draft": name})
     assert response.status_code == 400 and "draft" in response.json()["error"]
-    assert not list(place.glob("**/x*"))
+    assert not list(app_folder.glob("**/x*"))
 
 
 def test_drafts_are_limited_in_number_and_size(tmp_path):
@@ -267,15 +272,15 @@ def test_drafts_are_limited_in_number_and_size(tmp_path):
         (b'{"values": {}}', "application/json; charset=utf-8", 200),
     ],
 )
-def test_bodies(one, body, kind, status):
-    response = one.post("/api/check", content=body, headers={"content-type": kind})
+def test_request_bodies(api, body, kind, status):
+    response = api.post("/api/check", content=body, headers={"content-type": kind})
     assert response.status_code == status
     assert status == 200 or response.json()["error"]
 
 
-def test_unknown_routes_and_methods(one):
+def test_unknown_routes_and_methods(api):
     for method, path in (("GET", "/api/nothing"), ("GET", "/api/check"), ("PUT", "/api/runs"), ("DELETE", "/api/runs")):
-        response = one.request(method, path)
+        response = api.request(method, path)
         assert response.status_code == 404 and "api/" in response.json()["error"]
 
 
@@ -285,14 +290,14 @@ PARTS = ["", "log", "log.txt", "metrics", "series", "metrics.csv", "report.png",
 
 @pytest.mark.parametrize("name", IDS)
 @pytest.mark.parametrize("part", PARTS)
-def test_unknown_ids_are_404(one, name, part):
-    response = one.get(f"/api/runs/{name}/{part}".rstrip("/"))
+def test_unknown_ids_are_404(api, name, part):
+    response = api.get(f"/api/runs/{name}/{part}".rstrip("/"))
     assert response.status_code == 404
-    assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 404
-    assert one.delete(f"/api/runs/{name}").status_code == 404
+    assert api.post(f"/api/runs/{name}/stop", json={}).status_code == 404
+    assert api.delete(f"/api/runs/{name}").status_code == 404
 
 
-def test_an_internal_error_is_a_sentence_with_an_id(capsys):
+def test_internal_error_has_an_id_and_no_details(capsys):
     response = requests.error_response(KeyError("secret"))
     sentence = json.loads(response.body)["error"]
     assert response.status_code == 500 and "secret" not in sentence
@@ -300,7 +305,7 @@ def test_an_internal_error_is_a_sentence_with_an_id(capsys):
     assert sentence.rpartition(" ")[2].strip(".") in err and "secret" in err
 
 
-def test_a_full_disk_is_a_sentence():
+def test_full_disk_error():
     response = requests.error_response(OSError(28, "No space left on device"))
     assert response.status_code == 507 and "full" in json.loads(response.body)["error"]
 
@@ -320,56 +325,56 @@ def ended(path, seconds=20):
         time.sleep(0.05)
 
 
-def test_a_key_makes_one_run(place, one):
+def test_idempotency_key_creates_one_run(app_folder, api):
     body = {"values": VALUES, "key": "key-0123456789"}
-    first = one.post("/api/runs", json=body)
+    first = api.post("/api/runs", json=body)
     assert first.status_code == 201, first.text
     name = first.json()["id"]
-    assert one.post("/api/runs", json=body).json()["id"] == name
-    with app(place) as another:  # a retry after a restart
-        assert another.post("/api/runs", json=body).json()["id"] == name
-    assert name.endswith("from-a-test") and len(list((place / "runs").glob("*from-a-test*"))) == 1
+    assert api.post("/api/runs", json=body).json()["id"] == name
+    with app(app_folder) as second_app:  # a retry after a restart
+        assert second_app.post("/api/runs", json=body).json()["id"] == name
+    assert name.endswith("from-a-test") and len(list((app_folder / "runs").glob("*from-a-test*"))) == 1
 
-    shown = one.get(f"/api/runs/{name}").json()
+    shown = api.get(f"/api/runs/{name}").json()
     assert shown["summary"]["state"] in ("starting", "running") and shown["can"]["stop"] and not shown["can"]["delete"]
     assert shown["spec"]["model.builtin"] == "tiny-llama" and "tiny-llama" in shown["yaml"]
-    assert str(place / "python") in shown["command"] and shown["failure"] is None
-    memory = check(one, VALUES)["memory"]
+    assert str(app_folder / "python") in shown["command"] and shown["failure"] is None
+    memory = check(api, VALUES)["memory"]
     assert shown["estimate"]["device_bytes"] == shown["estimate"]["measured_bytes"] == memory["device_bytes"]
     assert shown["estimate"]["rows"] == memory["rows"]
-    assert one.delete(f"/api/runs/{name}").status_code == 409
-    assert one.post(f"/api/runs/{name}/resume", json={}).status_code == 409
-    assert one.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
-    stopped = one.post(f"/api/runs/{name}/stop", json={"save": True})
+    assert api.delete(f"/api/runs/{name}").status_code == 409
+    assert api.post(f"/api/runs/{name}/resume", json={}).status_code == 409
+    assert api.post(f"/api/runs/{name}/stop", json={"save": "yes"}).status_code == 400
+    stopped = api.post(f"/api/runs/{name}/stop", json={"save": True})
     assert stopped.json()["summary"]["state"] == "stopping"
-    ended(place / "runs" / name)
-    assert not processes.run_processes(place / "runs" / name)
-    assert one.get(f"/api/runs/{name}").json()["can"]["resume"]
-    assert one.post(f"/api/runs/{name}/stop", json={}).status_code == 409
+    ended(app_folder / "runs" / name)
+    assert not processes.run_processes(app_folder / "runs" / name)
+    assert api.get(f"/api/runs/{name}").json()["can"]["resume"]
+    assert api.post(f"/api/runs/{name}/stop", json={}).status_code == 409
 
-    values = one.get(f"/api/runs/{name}/values").json()["values"]
+    values = api.get(f"/api/runs/{name}/values").json()["values"]
     assert values["model.builtin"] == "tiny-llama" and set(values) == set(by_name())
-    assert one.delete(f"/api/runs/{name}").status_code == 200
-    assert one.get(f"/api/runs/{name}").status_code == 404
-    assert one.post("/api/runs", json=body).status_code == 409
+    assert api.delete(f"/api/runs/{name}").status_code == 200
+    assert api.get(f"/api/runs/{name}").status_code == 404
+    assert api.post("/api/runs", json=body).status_code == 409
 
 
-def test_an_interrupted_start_is_continued(place, one, run):
-    (place / "runs" / ".keys").mkdir(exist_ok=True)
-    (place / "runs" / ".keys" / "interrupted-key").write_text(run.id)
-    assert one.post("/api/runs", json={"values": VALUES, "key": "interrupted-key"}).json()["id"] == run.id
+def test_an_interrupted_start_is_continued(app_folder, api, run):
+    (app_folder / "runs" / ".keys").mkdir(exist_ok=True)
+    (app_folder / "runs" / ".keys" / "interrupted-key").write_text(run.id)
+    assert api.post("/api/runs", json={"values": VALUES, "key": "interrupted-key"}).json()["id"] == run.id
     ended(run.path)
     assert run.state == "failed" or run.state == "done"
 
 
 @pytest.mark.parametrize("key", ["short", "../../etc/passwd", "a b c d e f", "x" * 65])
-def test_invalid_keys_are_rejected(one, key):
-    assert one.post("/api/runs", json={"values": VALUES, "key": key}).status_code == 400
+def test_invalid_keys_are_rejected(api, key):
+    assert api.post("/api/runs", json={"values": VALUES, "key": key}).status_code == 400
 
 
-def test_a_run_with_errors_is_not_started(place, one):
-    before = sorted((place / "runs").iterdir())
-    wrong = one.post(
+def test_a_run_with_errors_is_not_started(app_folder, api):
+    before = sorted((app_folder / "runs").iterdir())
+    wrong = api.post(
         "/api/runs", json={"values": {**VALUES, "train.per_device_train_batch_size": "x"}, "key": "not-valid-1"}
     )
     assert (
@@ -377,62 +382,62 @@ def test_a_run_with_errors_is_not_started(place, one):
         and wrong.json()["field"] == "train.per_device_train_batch_size"
         and wrong.json()["invalid"]
     )
-    refused = one.post("/api/runs", json={"values": {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2}})
+    refused = api.post("/api/runs", json={"values": {**VALUES, "parallel.strategy": "ddp", "launch.nproc_per_node": 2}})
     assert refused.status_code == 422 and any(f["level"] == "error" for f in refused.json()["findings"])
-    assert [p for p in (place / "runs").iterdir() if p.name[0] != "."] == [p for p in before if p.name[0] != "."]
+    assert [p for p in (app_folder / "runs").iterdir() if p.name[0] != "."] == [p for p in before if p.name[0] != "."]
 
 
-def test_the_list_is_204_when_unchanged(one, run):
-    first = one.get("/api/runs")
+def test_the_list_is_204_when_unchanged(api, run):
+    first = api.get("/api/runs")
     assert first.json()["runs"][0]["id"] == run.id
-    assert one.get(f"/api/runs?have={first.json()['etag']}").status_code == 204
+    assert api.get(f"/api/runs?have={first.json()['etag']}").status_code == 204
     run.delete()
-    assert one.get(f"/api/runs?have={first.json()['etag']}").status_code == 200
+    assert api.get(f"/api/runs?have={first.json()['etag']}").status_code == 200
 
 
-def test_log_by_bytes(one, run):
+def test_log_by_bytes(api, run):
     base = f"/api/runs/{run.id}/log"
     path = run.path / LOG
-    whole = path.read_text()
-    last = one.get(base).json()
-    assert last == {"t": whole, "s": 0, "o": len(whole), "more": False}
-    assert one.get(f"{base}?off={len(whole)}").status_code == 204
+    complete_log = path.read_text()
+    last = api.get(base).json()
+    assert last == {"t": complete_log, "s": 0, "o": len(complete_log), "more": False}
+    assert api.get(f"{base}?off={len(complete_log)}").status_code == 204
     with path.open("a") as file:
         file.write("gr\u00fc\u00df dich\n")
-    more = one.get(f"{base}?off={len(whole)}").json()
+    more = api.get(f"{base}?off={len(complete_log)}").json()
     assert more["t"] == "gr\u00fc\u00df dich\n" and more["o"] == path.stat().st_size
-    assert one.get(f"{base}?before=700").json()["o"] == 700
-    assert one.get(f"{base}?before=0").json() == {"t": "", "s": 0, "o": 0, "more": False}
+    assert api.get(f"{base}?before=700").json()["o"] == 700
+    assert api.get(f"{base}?before=0").json() == {"t": "", "s": 0, "o": 0, "more": False}
     for bad in ("off=x", "before=1e3", "rank=first", "off=99999999999999999999999"):
-        assert one.get(f"{base}?{bad}").status_code in (200, 400)
+        assert api.get(f"{base}?{bad}").status_code in (200, 400)
     path.write_text("replaced\n")
-    again = one.get(f"{base}?off={more['o']}").json()
+    again = api.get(f"{base}?off={more['o']}").json()
     assert (again["t"], again["s"], again["o"]) == ("replaced\n", 0, 9)
     path.unlink()
-    assert one.get(base).status_code == 204
-    assert one.get(f"{base}.txt").status_code == 404
+    assert api.get(base).status_code == 204
+    assert api.get(f"{base}.txt").status_code == 404
 
 
-def test_a_long_log_is_complete_in_parts(one, run):
+def test_a_long_log_is_complete_in_parts(api, run):
     lines = "".join(f"[default{i % 2}]:{i} {'x' * 80}\n" for i in range(12_000))
     (run.path / LOG).write_text(lines)
     base = f"/api/runs/{run.id}/log"
     text, offset, more = "", 0, True
     while more:
-        piece = one.get(f"{base}?off={offset}").json()
+        piece = api.get(f"{base}?off={offset}").json()
         assert piece["s"] == offset
         text, offset, more = text + piece["t"], piece["o"], piece["more"]
     assert text == lines
-    piece = one.get(base).json()
+    piece = api.get(base).json()
     assert 60_000 < len(piece["t"]) <= 64 * 1024
     text = piece["t"]
     while piece["s"]:
-        piece = one.get(f"{base}?before={piece['s']}").json()
+        piece = api.get(f"{base}?before={piece['s']}").json()
         text = piece["t"] + text
     assert text == lines
-    assert one.get(f"{base}.txt").text == lines
-    odd = one.get(f"{base}.txt?rank=1").text
-    assert odd.count("\n") == 6000 and odd.startswith("1 x")
+    assert api.get(f"{base}.txt").text == lines
+    rank_log = api.get(f"{base}.txt?rank=1").text
+    assert rank_log.count("\n") == 6000 and rank_log.startswith("1 x")
 
 
 def write_points(run, points):
@@ -440,69 +445,69 @@ def write_points(run, points):
         file.writelines(orjson.dumps(point) + b"\n" for point in points)
 
 
-def test_metrics_series_csv_and_image(one, run):
+def test_metrics_series_csv_and_image(api, run):
     base = f"/api/runs/{run.id}"
-    assert one.get(f"{base}/metrics").status_code == 204
-    assert one.get(f"{base}/series").json()["series"] == {}
+    assert api.get(f"{base}/metrics").status_code == 204
+    assert api.get(f"{base}/series").json()["series"] == {}
     write_points(run, [{"step": i, "time": 1.0 * i, "loss": 5 / i, "learning_rate": 1e-3} for i in range(1, 3001)])
     write_points(run, [{"step": 3000, "time": 1.0, "eval_loss": 0.5}, {"step": 3001, "time": 2.0, "loss": math.nan}])
-    first = one.get(f"{base}/metrics?off=0").json()
+    first = api.get(f"{base}/metrics?off=0").json()
     assert len(first["points"]) == 3002 and first["o"] == (run.path / METRICS).stat().st_size
-    assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
+    assert api.get(f"{base}/metrics?off={first['o']}").status_code == 204
     with (run.path / METRICS).open("a") as file:
         file.write('{"step": 3002, "ti')  # half a line: it is being written
-    assert one.get(f"{base}/metrics?off={first['o']}").status_code == 204
+    assert api.get(f"{base}/metrics?off={first['o']}").status_code == 204
     with (run.path / METRICS).open("a") as file:
         file.write('me": 3.0, "loss": 1.0}\n')
-    assert one.get(f"{base}/metrics?off={first['o']}").json()["points"] == [{"step": 3002, "time": 3.0, "loss": 1.0}]
+    assert api.get(f"{base}/metrics?off={first['o']}").json()["points"] == [{"step": 3002, "time": 3.0, "loss": 1.0}]
 
-    drawn = one.get(f"{base}/series?n=200").json()
+    drawn = api.get(f"{base}/series?n=200").json()
     assert 50 < len(drawn["series"]["loss"]["x"]) <= 260
     assert drawn["series"]["eval_loss"] == {"x": [3000], "y": [0.5]}
     assert drawn["max"]["loss"] == 5 and drawn["last"]["loss"] == 1.0
-    assert one.get(f"{base}/series?have={drawn['etag']}").status_code == 204
-    part = one.get(f"{base}/series?x0=100&x1=200").json()["series"]["loss"]["x"]
+    assert api.get(f"{base}/series?have={drawn['etag']}").status_code == 204
+    part = api.get(f"{base}/series?x0=100&x1=200").json()["series"]["loss"]["x"]
     assert part == list(range(99, 202))
-    assert one.get(f"{base}/series?x0=left").status_code == 400
+    assert api.get(f"{base}/series?x0=left").status_code == 400
 
-    rows = list(csv.DictReader(io.StringIO(one.get(f"{base}/metrics.csv").text)))
+    rows = list(csv.DictReader(io.StringIO(api.get(f"{base}/metrics.csv").text)))
     assert len(rows) == 3003 and rows[0]["loss"] == "5.0"
     (run.path / RESULT).write_text('{"exact_match_before": 0.0, "exact_match_after": 0.9, "eval_loss": 0.5}')
-    image = one.get(f"{base}/report.png")
+    image = api.get(f"{base}/report.png")
     assert image.headers["content-type"] == "image/png" and image.content.startswith(b"\x89PNG")
 
 
-def test_an_image_without_metrics(one, run):
-    assert one.get(f"/api/runs/{run.id}/report.png").content.startswith(b"\x89PNG")
+def test_an_image_without_metrics(api, run):
+    assert api.get(f"/api/runs/{run.id}/report.png").content.startswith(b"\x89PNG")
 
 
-def test_spec_is_the_stored_file(one, run):
-    response = one.get(f"/api/runs/{run.id}/spec.yaml")
+def test_spec_is_the_stored_file(api, run):
+    response = api.get(f"/api/runs/{run.id}/spec.yaml")
     assert response.text == "train:\n  max_steps: 7\n" and f'{run.id}.yaml"' in response.headers["content-disposition"]
 
 
-def test_a_broken_run_is_still_shown(one, run):
+def test_a_broken_run_is_still_shown(api, run):
     (run.path / SPEC).write_text("train: {gone: 1}\n")
     (run.path / METRICS).write_bytes(b"\xff\xfe no json\n")
-    shown = one.get(f"/api/runs/{run.id}").json()
+    shown = api.get(f"/api/runs/{run.id}").json()
     assert shown["spec"] == {} and shown["yaml"].startswith("train")
-    assert one.get(f"/api/runs/{run.id}/values").status_code == 422
+    assert api.get(f"/api/runs/{run.id}/values").status_code == 422
     (run.path / SPEC).unlink()
-    assert one.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
+    assert api.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
 
 
-def test_the_list_reads_an_ended_run_once(place):
-    root = place / "many"
+def test_list_reads_an_ended_run_once(app_folder):
+    root = app_folder / "many"
     root.mkdir()
     for i in range(3):
-        made = Run.create(root, f"r{i}", Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
-        (made.path / "lock").write_text("supervisor")
-        (made.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
-    asked = []
-    summaries = RunSummaries(root, lambda run: asked.append(run.id) or run.summary())
+        new_run = Run.create(root, f"r{i}", Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
+        (new_run.path / "lock").write_text("supervisor")
+        (new_run.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
+    read_ids = []
+    summaries = RunSummaries(root, lambda run: read_ids.append(run.id) or run.summary())
     first = summaries.all()
-    assert [s["state"] for s in first] == ["done"] * 3 and len(asked) == 3
-    assert summaries.all() == first and len(asked) == 3
+    assert [s["state"] for s in first] == ["done"] * 3 and len(read_ids) == 3
+    assert summaries.all() == first and len(read_ids) == 3
     time.sleep(0.01)
-    (Path(made.path) / "state.json").write_text('{"started": 1.0, "ended": 3.0, "end": "failed"}')
-    assert {s["state"] for s in summaries.all()} == {"done", "failed"} and len(asked) == 4
+    (Path(new_run.path) / "state.json").write_text('{"started": 1.0, "ended": 3.0, "end": "failed"}')
+    assert {s["state"] for s in summaries.all()} == {"done", "failed"} and len(read_ids) == 4

@@ -72,15 +72,15 @@ def test_bound_to_all_addresses_accepts_addresses_but_not_names():
     assert everywhere.get("/", headers={"host": "evil.example"}).status_code == 421
 
 
-SAME = {"origin": HOME}
+SAME_ORIGIN = {"origin": HOME}
 
 
 @pytest.mark.parametrize(
     ("method", "headers", "status"),
     [
         ("POST", {}, 200),  # a program of the user, not a browser
-        ("POST", SAME, 200),
-        ("DELETE", SAME, 200),
+        ("POST", SAME_ORIGIN, 200),
+        ("DELETE", SAME_ORIGIN, 200),
         ("POST", {"origin": HOME, "sec-fetch-site": "same-origin"}, 200),
         ("POST", {"origin": "http://evil.example"}, 403),
         ("DELETE", {"origin": "http://evil.example"}, 403),
@@ -106,8 +106,8 @@ def test_origin(method, headers, status):
     assert status == 200 or response.json()["error"]
 
 
-def receive_text(one, headers):
-    with one.websocket_connect(f"ws://{headers.get('host', '127.0.0.1:7860')}/ws", headers=headers) as websocket:
+def receive_text(http, headers):
+    with http.websocket_connect(f"ws://{headers.get('host', '127.0.0.1:7860')}/ws", headers=headers) as websocket:
         return websocket.receive_text()
 
 
@@ -166,8 +166,8 @@ def login(clock):
     return Login(PASSWORD, b"k" * 32, clock)
 
 
-def log_in(one, password=PASSWORD, following="", **more):
-    return one.post(f"/login?next={following}", data={"password": password}, **more)
+def log_in(http, password=PASSWORD, next_page="", **more):
+    return http.post(f"/login?next={next_page}", data={"password": password}, **more)
 
 
 def test_nothing_is_visible_without_login(login):
@@ -178,38 +178,38 @@ def test_nothing_is_visible_without_login(login):
         assert (response.status_code, response.text) == (303, "")
         assert response.headers["location"].lstrip("./") == f"login?next={back}"
     for method in ("GET", "POST", "DELETE", "OPTIONS"):
-        response = anonymous.request(method, "/gradio_api/anything", headers=SAME)
+        response = anonymous.request(method, "/gradio_api/anything", headers=SAME_ORIGIN)
         assert response.status_code == 401
         assert "Not logged in" in response.json()["error"]
     with pytest.raises(WebSocketDisconnect):
-        receive_text(anonymous, SAME)
+        receive_text(anonymous, SAME_ORIGIN)
 
 
 def test_login_returns_to_the_requested_page(login):
-    one = client(login=login)
-    shown = one.get("/login?next=%3Frun%3Dx")
+    http = client(login=login)
+    shown = http.get("/login?next=%3Frun%3Dx")
     assert shown.status_code == 200 and "<form" in shown.text and 'data-back="./?run=x"' in shown.text
-    assert one.head("/login").status_code == 200
-    assert log_in(one, "wrong").status_code == 401
-    assert one.get("/").status_code == 401
-    response = log_in(one, following="%3Frun%3Dx", headers=SAME)
+    assert http.head("/login").status_code == 200
+    assert log_in(http, "wrong").status_code == 401
+    assert http.get("/").status_code == 401
+    response = log_in(http, next_page="%3Frun%3Dx", headers=SAME_ORIGIN)
     assert (response.status_code, response.headers["location"]) == (303, "./?run=x")
     cookie = response.headers["set-cookie"]
     assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower() and "Max-Age" in cookie
-    assert one.get("/").text == "0 bytes"
-    assert receive_text(one, SAME | {"cookie": cookie.partition(";")[0]}) == "connected"
-    assert one.head("/login").status_code == 204
-    assert one.get("/login?next=rules").headers["location"] == "./rules"
+    assert http.get("/").text == "0 bytes"
+    assert receive_text(http, SAME_ORIGIN | {"cookie": cookie.partition(";")[0]}) == "connected"
+    assert http.head("/login").status_code == 204
+    assert http.get("/login?next=rules").headers["location"] == "./rules"
 
 
 @pytest.mark.parametrize(
     "place", ["//evil.example", "https:%2F%2Fevil.example", "%5C%5Cevil.example", "%0d%0aset-cookie:a"]
 )
 def test_login_redirects_only_to_this_site(login, place):
-    one = client(login=login)
-    location = log_in(one, following=place).headers["location"]
+    http = client(login=login)
+    location = log_in(http, next_page=place).headers["location"]
     assert location.startswith("./") and "\n" not in location
-    assert str(one.build_request("GET", f"{HOME}/login").url.join(location)).startswith(HOME + "/")
+    assert str(http.build_request("GET", f"{HOME}/login").url.join(location)).startswith(HOME + "/")
 
 
 def test_login_page_escapes_its_parameters(login):
@@ -218,7 +218,7 @@ def test_login_page_escapes_its_parameters(login):
 
 
 def test_cookie_is_checked(login, clock):
-    one = client(login=login)
+    http = client(login=login)
     good = login.create_session()
     expires, _, signature = good.partition(".")
     bad = [
@@ -234,11 +234,11 @@ def test_cookie_is_checked(login, clock):
     for session in bad:
         assert not login.is_valid(session), session
     for session in bad[:-1]:
-        assert one.get("/", headers={"cookie": f"{login.cookie}={session}"}).status_code == 401
-    assert one.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 200
-    assert one.get("/", headers={"cookie": f"a b=c; \x01; {login.cookie}"}).status_code == 401
+        assert http.get("/", headers={"cookie": f"{login.cookie}={session}"}).status_code == 401
+    assert http.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 200
+    assert http.get("/", headers={"cookie": f"a b=c; \x01; {login.cookie}"}).status_code == 401
     clock.now += 31 * 24 * 3600
-    assert one.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 401
+    assert http.get("/", headers={"cookie": f"{login.cookie}={good}"}).status_code == 401
 
 
 def test_session_survives_a_restart_but_not_a_new_password(tmp_path):
@@ -252,17 +252,17 @@ def test_session_survives_a_restart_but_not_a_new_password(tmp_path):
 
 
 def test_wrong_passwords_are_throttled(login, clock):
-    one = client(login=login)
-    assert [log_in(one, "wrong").status_code for _ in range(5)] == [401] * 5
-    response = log_in(one)
+    http = client(login=login)
+    assert [log_in(http, "wrong").status_code for _ in range(5)] == [401] * 5
+    response = log_in(http)
     assert response.status_code == 429 and response.headers["retry-after"] == "1"
     clock.now += 1
-    assert log_in(one, "wrong").status_code == 401
-    assert log_in(one).headers["retry-after"] == "2"
+    assert log_in(http, "wrong").status_code == 401
+    assert log_in(http).headers["retry-after"] == "2"
     other = client(login=login, client=("10.0.0.2", 1))
     assert log_in(other).status_code == 303
     clock.now += 2
-    assert log_in(one).status_code == 303
+    assert log_in(http).status_code == 303
     assert log_in(client(login=login), "wrong").status_code == 401  # the count restarts after a correct password
 
 
@@ -276,9 +276,9 @@ def test_throttling_is_bounded(login, clock):
 
 
 def test_login_rejects_cross_site_requests(login):
-    one = client(login=login)
-    assert log_in(one, headers={"origin": "http://evil.example"}).status_code == 403
-    assert log_in(one, headers={"host": "evil.example"}).status_code == 421
+    http = client(login=login)
+    assert log_in(http, headers={"origin": "http://evil.example"}).status_code == 403
+    assert log_in(http, headers={"host": "evil.example"}).status_code == 421
 
 
 def test_without_a_password_there_is_no_login():

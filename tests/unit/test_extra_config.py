@@ -19,11 +19,11 @@ KNOWN = replace(DEMO, shape=TINY, module_classes=("LlamaDecoderLayer", "LlamaMLP
 ZERO2, ZERO3, ZERO0, ZERO1, FSDP2, FSDP1 = (
     {"parallel.strategy": name} for name in ("zero2", "zero3", "zero0", "zero1", "fsdp2", "fsdp1")
 )
-HOSTED = {**ZERO2, "parallel.offload_optimizer": "cpu"}
-HALF = {"bf16_master_weights_and_grads": True}
-SHORT = {**HALF, "bf16_optimizer_states": True}
-LONG = {"data_types": {"grad_accum_dtype": "fp32"}}
-LOOSE = {"train.max_grad_norm": 0.0}
+ZERO2_OFFLOAD = {**ZERO2, "parallel.offload_optimizer": "cpu"}
+BF16_MASTER_WEIGHTS = {"bf16_master_weights_and_grads": True}
+BF16_STATES = {**BF16_MASTER_WEIGHTS, "bf16_optimizer_states": True}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+NO_CLIPPING = {"train.max_grad_norm": 0.0}
 
 
 def codes(field: str, given: dict[str, Any], patch: dict[str, Any]) -> set[str]:
@@ -38,24 +38,24 @@ def zero(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("code", "given", "patch", "raised"),
     [
-        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), HOSTED, True),
-        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 1.0}), HOSTED, False),
-        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {**HOSTED, **ZERO3}, False),
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), ZERO2_OFFLOAD, True),
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 1.0}), ZERO2_OFFLOAD, False),
+        ("STR040", zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {**ZERO2_OFFLOAD, **ZERO3}, False),
         ("STR040", {"gradient_allreduce_op": "SUM"}, ZERO3, True),
         ("STR040", {"gradient_allreduce_op": "sum"}, ZERO2, False),
         ("STR040", {"gradient_allreduce_op": "sum", "prescale_gradients": True}, ZERO2, False),
         ("STR040", {"gradient_allreduce_op": "mean", "prescale_gradients": True}, ZERO2, True),
         ("STR040", zero(compute_grad_norm=False), ZERO2, True),
-        ("STR040", zero(compute_grad_norm=False), {**ZERO2, **LOOSE}, False),
-        ("STR040", zero(compute_grad_norm=False), {**ZERO3, **LOOSE}, True),
-        ("STR040", zero(compute_grad_norm=False), {**HOSTED, **LOOSE}, True),
-        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO1, **LOOSE}, True),
-        ("STR040", {**zero(compute_grad_norm=False), **LONG}, {**ZERO2, **LOOSE}, False),
-        ("STR040", {"bf16": HALF}, ZERO2, True),
-        ("STR040", {"bf16": HALF}, HOSTED, False),
-        ("STR040", {"bf16": SHORT}, ZERO2, False),
-        ("STR040", {"bf16": SHORT}, HOSTED, True),
-        ("STR040", {"bf16": SHORT}, ZERO0, True),
+        ("STR040", zero(compute_grad_norm=False), {**ZERO2, **NO_CLIPPING}, False),
+        ("STR040", zero(compute_grad_norm=False), {**ZERO3, **NO_CLIPPING}, True),
+        ("STR040", zero(compute_grad_norm=False), {**ZERO2_OFFLOAD, **NO_CLIPPING}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **FP32_GRADIENTS}, {**ZERO1, **NO_CLIPPING}, True),
+        ("STR040", {**zero(compute_grad_norm=False), **FP32_GRADIENTS}, {**ZERO2, **NO_CLIPPING}, False),
+        ("STR040", {"bf16": BF16_MASTER_WEIGHTS}, ZERO2, True),
+        ("STR040", {"bf16": BF16_MASTER_WEIGHTS}, ZERO2_OFFLOAD, False),
+        ("STR040", {"bf16": BF16_STATES}, ZERO2, False),
+        ("STR040", {"bf16": BF16_STATES}, ZERO2_OFFLOAD, True),
+        ("STR040", {"bf16": BF16_STATES}, ZERO0, True),
         ("STR040", {"bf16": {"bf16_optimizer_states": True}}, ZERO2, True),
         ("STR040", {"fp16": {"fp16_master_weights_and_grads": True}}, ZERO2, True),
         ("STR040", {"data_types": {"param_dtype": "fp16"}}, ZERO2, True),

@@ -61,12 +61,12 @@ TRACE = """\
 PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:3"
 
 
-def say(folder: Path, log: str, **state: Any) -> Failure:
+def diagnose_log(folder: Path, log: str, **state: Any) -> Failure:
     (folder / LOG).write_text(log)
     return diagnose(folder, 0, {"exit_code": 1, **state})
 
 
-def record(folder: Path, rank: int, traceback: str, when: int, attempt: int = 0) -> None:
+def write_error_file(folder: Path, rank: int, traceback: str, when: int, attempt: int = 0) -> None:
     path = folder / f"ranks/id_x/attempt_{attempt}/{rank}/error.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"message": {"message": "m", "extraInfo": {"py_callstack": traceback}}}))
@@ -74,7 +74,7 @@ def record(folder: Path, rank: int, traceback: str, when: int, attempt: int = 0)
 
 
 def test_the_root_cause_is_found_in_the_interleaved_log_of_ranks(tmp_path: Path) -> None:
-    failure = say(tmp_path, TRACE + REPORT.format(code=1, said="x"))
+    failure = diagnose_log(tmp_path, TRACE + REPORT.format(code=1, said="x"))
     assert failure.rank == 1 and failure.sentence == "Rank 1 failed with ValueError: row 7 cannot be used"
     assert failure.traceback.splitlines()[:3] == [
         "Traceback (most recent call last):",
@@ -85,47 +85,49 @@ def test_the_root_cause_is_found_in_the_interleaved_log_of_ranks(tmp_path: Path)
 
 
 def test_the_first_error_file_of_this_start_counts(tmp_path: Path) -> None:
-    record(tmp_path, 0, PEER, when=300)
-    record(tmp_path, 1, "Traceback (most recent call last):\nZeroDivisionError: division by zero", when=200)
-    record(tmp_path, 3, "Traceback (most recent call last):\nKeyError: 'old'", when=100)
+    write_error_file(tmp_path, 0, PEER, when=300)
+    write_error_file(tmp_path, 1, "Traceback (most recent call last):\nZeroDivisionError: division by zero", when=200)
+    write_error_file(tmp_path, 3, "Traceback (most recent call last):\nKeyError: 'old'", when=100)
     (tmp_path / LOG).write_text(REPORT.format(code=1, said="x"))
     failure = diagnose(tmp_path, 150, {"exit_code": 1})
     assert failure.rank == 1 and "ZeroDivisionError" in failure.sentence
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:
-    record(tmp_path, 0, "Traceback (most recent call last):\nbackend.train.run_log.TrainError: Row 7 is empty.", when=5)
+    write_error_file(
+        tmp_path, 0, "Traceback (most recent call last):\nbackend.train.run_log.TrainError: Row 7 is empty.", when=5
+    )
     (tmp_path / "ranks/id_x/attempt_0/0/error.json").rename(tmp_path / "error.json")
-    failure = say(tmp_path, "Row 7 is empty.\n")
+    failure = diagnose_log(tmp_path, "Row 7 is empty.\n")
     assert failure.rank is None and failure.sentence == "Row 7 is empty." and "TrainError" in failure.traceback
 
 
 def test_a_killed_rank_comes_before_ranks_that_lost_the_connection(tmp_path: Path) -> None:
-    record(tmp_path, 0, PEER, when=300)
+    write_error_file(tmp_path, 0, PEER, when=300)
     report = REPORT.format(code=-9, said="Signal 9 (SIGKILL) received by PID 6946")
-    failure = say(tmp_path, report)
+    failure = diagnose_log(tmp_path, report)
     assert failure.rank == 1 and "Rank 1 was killed (SIGKILL) by a user" in failure.sentence
-    assert "ran out of CPU memory" in say(tmp_path, report, oom_kills=1).sentence
+    assert "ran out of CPU memory" in diagnose_log(tmp_path, report, oom_kills=1).sentence
     assert "train.per_device_train_batch_size" in failure.help
 
 
 def test_a_crash_in_native_code(tmp_path: Path) -> None:
-    assert say(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was terminated by SIGSEGV."
+    assert diagnose_log(tmp_path, REPORT.format(code=-11, said="x")).sentence == "Rank 1 was terminated by SIGSEGV."
     watchdog = "[default1]:[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n"
-    failure = say(tmp_path, watchdog + REPORT.format(code=-6, said="x"))
+    failure = diagnose_log(tmp_path, watchdog + REPORT.format(code=-6, said="x"))
     assert failure.fields == ("parallel.ddp_timeout",) and failure.rank == 1
 
 
 def test_the_launcher_itself(tmp_path: Path) -> None:
-    assert say(tmp_path, "hi\n", exit_code=7).sentence == "The launcher exited with code 7."
-    assert "The launcher was killed (SIGKILL)" in say(tmp_path, "", exit_code=-signal.SIGKILL).sentence
-    assert say(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was terminated by SIGTERM."
-    assert say(tmp_path, "", cause="x cannot be started: No such file.").sentence.startswith("x cannot")
+    assert diagnose_log(tmp_path, "hi\n", exit_code=7).sentence == "The launcher exited with code 7."
+    assert "The launcher was killed (SIGKILL)" in diagnose_log(tmp_path, "", exit_code=-signal.SIGKILL).sentence
+    assert diagnose_log(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was terminated by SIGTERM."
+    assert diagnose_log(tmp_path, "", cause="x cannot be started: No such file.").sentence.startswith("x cannot")
     assert diagnose(tmp_path / "nowhere", 0, {}).sentence == "The run ended before it wrote its result."
 
 
 def test_only_the_last_start_counts(tmp_path: Path) -> None:
-    failure = say(
+    failure = diagnose_log(
         tmp_path, "---- started a ----\nModuleNotFoundError: No module named 'x'\n\n---- started b ----\nhi\n"
     )
     assert "exited with code 1" in failure.sentence
@@ -170,13 +172,13 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
     ],
 )
 def test_known_failures(tmp_path: Path, said: str, sentence: str, field: str) -> None:
-    failure = say(tmp_path, f'Traceback (most recent call last):\n  File "x.py", line 1, in y\n{said}\n')
+    failure = diagnose_log(tmp_path, f'Traceback (most recent call last):\n  File "x.py", line 1, in y\n{said}\n')
     assert sentence in failure.sentence and said in failure.traceback
     assert not field or any(field in name for name in failure.fields)
 
 
 def test_a_stale_build_lock(tmp_path: Path) -> None:
-    failure = say(tmp_path, "Using /root/.cache/torch_extensions/py311_cpu as PyTorch extensions root...\n")
+    failure = diagnose_log(tmp_path, "Using /root/.cache/torch_extensions/py311_cpu as PyTorch extensions root...\n")
     assert "DeepSpeed operator" in failure.sentence and "lock" in failure.help
 
 

@@ -20,7 +20,7 @@ from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
 from backend.runs import Plan
 
-EIGHT = Machine("cuda", tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i in range(8)), cores=64)
+EIGHT_H100 = Machine("cuda", tuple(Gpu(i, "H100", 80 * GIB, 80 * GIB, (9, 0)) for i in range(8)), cores=64)
 
 
 @dataclass(frozen=True)
@@ -33,51 +33,51 @@ class GuideCase:
     node: str = ""
 
 
-def planned(case: GuideCase) -> Plan:
-    return plan(edit(RunSpec(), case.patch), EIGHT)
+def plan_case(case: GuideCase) -> Plan:
+    return plan(edit(RunSpec(), case.patch), EIGHT_H100)
 
 
-def assert_matches(case: GuideCase, found: Mapping[str, Any]) -> None:
+def assert_matches(case: GuideCase, actual: Mapping[str, Any]) -> None:
     """Everything found is expected or a listed difference, and every listed difference exists."""
-    names = case.expected.keys() | found.keys()
-    differ = {name for name in names if case.expected.get(name, "absent") != found.get(name, "absent")}
-    assert differ == set(case.differences), {name: (case.expected.get(name), found.get(name)) for name in differ}
+    names = case.expected.keys() | actual.keys()
+    differ = {name for name in names if case.expected.get(name, "absent") != actual.get(name, "absent")}
+    assert differ == set(case.differences), {name: (case.expected.get(name), actual.get(name)) for name in differ}
 
 
-def flags(made: Plan, node: str) -> dict[str, str]:
+def flags(plan_: Plan, node: str) -> dict[str, str]:
     """The launcher, its flags (with underscores: launchers accept both spellings), and the program."""
-    argv = list(made.other_nodes[node] if node else made.argv)
+    argv = list(plan_.other_nodes[node] if node else plan_.argv)
     start = argv.index("-m") + 1
-    found = {"launcher": argv[start]}
+    actual = {"launcher": argv[start]}
     while argv[start := start + 1].startswith("-") and argv[start] not in ("-m", "--module"):
         name, _, value = argv[start].lstrip("-").partition("=")
-        found[name.replace("-", "_")] = value
-    return {**found, "program": " ".join(argv[start:])}
+        actual[name.replace("-", "_")] = value
+    return {**actual, "program": " ".join(argv[start:])}
 
 
 # --- Commands ---
 
 DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 8}
-TWO = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "192.168.0.1", "launch.master_port": 29500}
-SAME = {
+TWO_NODES = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "192.168.0.1", "launch.master_port": 29500}
+LAUNCHER_DIFFERENCES = {
     "launcher": "the launcher's module, started with the Python environment that was checked",
     "program": "Footplate's trainer, which reads its options from spec.yaml",
 }
-LOGGED = {"log_dir": "the output of each rank is saved", "tee": "and copied to the run's log"}
-QUIET = {
+LOG_FLAGS = {"log_dir": "the output of each rank is saved", "tee": "and copied to the run's log"}
+DEEPSPEED_FLAGS = {
     "no_local_rank": "the trainer reads it from the environment",
     "log_level": "fewer log lines from the launcher",
 }
-ACCELERATE = {**SAME, **LOGGED}
+ACCELERATE_DIFFERENCES = {**LAUNCHER_DIFFERENCES, **LOG_FLAGS}
 COMMANDS = {
     "torchrun on one node": GuideCase(
         DDP,
         {"launcher": "torchrun", "standalone": "", "nnodes": "1", "nproc_per_node": "8", "program": "src/train.py"},
-        {**SAME, **LOGGED, "nnodes": "--standalone means one node"},
+        {**LAUNCHER_DIFFERENCES, **LOG_FLAGS, "nnodes": "--standalone means one node"},
     ),
     **{
         f"torchrun, node {rank} of two": GuideCase(
-            TWO,
+            TWO_NODES,
             {
                 "launcher": "torchrun",
                 "master_port": "29500",
@@ -87,7 +87,7 @@ COMMANDS = {
                 "master_addr": "192.168.0.1",
                 "program": "train.py",
             },
-            {**SAME, **LOGGED},
+            {**LAUNCHER_DIFFERENCES, **LOG_FLAGS},
             f"node-{rank}" if rank else "",
         )
         for rank in (0, 1)
@@ -95,12 +95,16 @@ COMMANDS = {
     "accelerate on one node": GuideCase(
         {**DDP, "launch.launcher": "accelerate"},
         {"launcher": "accelerate launch", "config_file": "accelerate_singleNode_config.yaml", "program": "train.py"},
-        {**ACCELERATE, "config_file": "the file next to the plan"},
+        {**ACCELERATE_DIFFERENCES, "config_file": "the file next to the plan"},
     ),
     "accelerate, node 1 of two": GuideCase(
-        {**TWO, "launch.launcher": "accelerate"},
+        {**TWO_NODES, "launch.launcher": "accelerate"},
         {"launcher": "accelerate launch", "config_file": "accelerate_multiNode_config.yaml", "program": "train.py"},
-        {**ACCELERATE, "config_file": "the file next to the plan", "machine_rank": "one file for all nodes"},
+        {
+            **ACCELERATE_DIFFERENCES,
+            "config_file": "the file next to the plan",
+            "machine_rank": "one file for all nodes",
+        },
         "node-1",
     ),
     "deepspeed on GPU 1": GuideCase(
@@ -112,15 +116,15 @@ COMMANDS = {
         },
         {"launcher": "deepspeed", "include": "localhost:1", "program": "your_program.py --deepspeed ds_config.json"},
         {
-            **SAME,
-            **QUIET,
+            **LAUNCHER_DIFFERENCES,
+            **DEEPSPEED_FLAGS,
             "master_port": "deepspeed's default, written out: launch.master_port changes it",
             "hostfile": "/dev/null: deepspeed would read an existing /job/hostfile",
         },
     ),
     "deepspeed by a hostfile": GuideCase(
         {
-            **TWO,
+            **TWO_NODES,
             "parallel.strategy": "zero3",
             "launch.nproc_per_node": 4,
             "launch.launcher": "deepspeed",
@@ -128,8 +132,8 @@ COMMANDS = {
         },
         {"launcher": "deepspeed", "hostfile": "hostfile", "program": "your_program.py --deepspeed ds_config.json"},
         {
-            **SAME,
-            **QUIET,
+            **LAUNCHER_DIFFERENCES,
+            **DEEPSPEED_FLAGS,
             "no_ssh": "each node is started separately: over ssh, stopping would end every run on the other hosts",
             "node_rank": "the rank of this node",
             "master_addr": "without ssh, deepspeed does not ask node 0 for it",
@@ -142,16 +146,16 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands(name: str) -> None:
     case = COMMANDS[name]
-    assert_matches(case, flags(planned(case), case.node))
+    assert_matches(case, flags(plan_case(case), case.node))
 
 
 def test_hostfile_matches_the_guide() -> None:
-    made = planned(COMMANDS["deepspeed by a hostfile"])
-    assert made.files["hostfile"] == "worker-1 slots=4\nworker-2 slots=4\n"
+    plan_ = plan_case(COMMANDS["deepspeed by a hostfile"])
+    assert plan_.files["hostfile"] == "worker-1 slots=4\nworker-2 slots=4\n"
 
 
 # The guide passes training options in the command; Footplate writes them to spec.yaml. The option for each.
-TRAINING = {
+TRAINING_OPTIONS = {
     "stage": ("train.stage", "sft"),
     "model_name_or_path": ("model.hub_id", "meta-llama/Meta-Llama-3-8B-Instruct"),
     "dataset": ("data.hub_id", "alpaca_en_demo"),
@@ -165,8 +169,8 @@ TRAINING = {
     "num_train_epochs": ("train.num_train_epochs", 2.0),
     "bf16": ("precision.compute", "bf16"),
 }
-NEEDED = {"model.source": "hub", "data.source": "hub", "save.strategy": "steps", "train.duration": "epochs"}
-WITHOUT = {
+REQUIRED_OPTIONS = {"model.source": "hub", "data.source": "hub", "save.strategy": "steps", "train.duration": "epochs"}
+NO_EQUIVALENT = {
     "do_train": "a run trains",
     "template": "the model's own chat template",
     "output_dir": "the run folder",
@@ -176,16 +180,16 @@ WITHOUT = {
 
 
 def test_training_options_have_an_equivalent() -> None:
-    assert not TRAINING.keys() & WITHOUT.keys()
-    spec = edit(RunSpec(), {**DDP, **NEEDED, **dict(TRAINING.values())})
-    written = yaml.safe_load(plan(spec, EIGHT).files["spec.yaml"])
+    assert not TRAINING_OPTIONS.keys() & NO_EQUIVALENT.keys()
+    spec = edit(RunSpec(), {**DDP, **REQUIRED_OPTIONS, **dict(TRAINING_OPTIONS.values())})
+    written = yaml.safe_load(plan(spec, EIGHT_H100).files["spec.yaml"])
     read = edit(RunSpec(), {f"{part}.{key}": value for part, keys in written.items() for key, value in keys.items()})
-    assert {name: get(read, name) for name, _ in TRAINING.values()} == dict(TRAINING.values())
+    assert {name: get(read, name) for name, _ in TRAINING_OPTIONS.values()} == dict(TRAINING_OPTIONS.values())
 
 
 # --- accelerate's configuration file ---
 
-FILE = {
+ACCELERATE_FILE = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": True,
     "distributed_type": "MULTI_GPU",
@@ -204,12 +208,19 @@ FILE = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
-MEETING = {"main_process_ip": "192.168.0.1", "main_process_port": 29500}
+RENDEZVOUS = {"main_process_ip": "192.168.0.1", "main_process_port": 29500}
 NO_TPU = dict.fromkeys(("tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "accelerate's defaults; TPUs are not supported")
-CHECKED = {"debug": "off: it compares shapes before each collective, for debugging"}
-HALF = {"precision.compute": "fp16", "launch.launcher": "accelerate"}
-ENGINE = {**FILE, **MEETING, "debug": False, "distributed_type": "DEEPSPEED", "num_machines": 2, "num_processes": 16}
-ENGINE |= {
+DEBUG_OFF = {"debug": "off: it compares shapes before each collective, for debugging"}
+FP16_ACCELERATE = {"precision.compute": "fp16", "launch.launcher": "accelerate"}
+DEEPSPEED_ACCELERATE_FILE = {
+    **ACCELERATE_FILE,
+    **RENDEZVOUS,
+    "debug": False,
+    "distributed_type": "DEEPSPEED",
+    "num_machines": 2,
+    "num_processes": 16,
+}
+DEEPSPEED_ACCELERATE_FILE |= {
     f"deepspeed_config.{key}": value
     for key, value in {
         "deepspeed_multinode_launcher": "standard",
@@ -221,18 +232,20 @@ ENGINE |= {
     }.items()
 }
 IN_JSON = "in deepspeed.json; accelerate refuses it in both files"
-YAML = {
+ACCELERATE_CASES = {
     "one node": GuideCase(
-        {**DDP, **HALF},
-        FILE,
-        {**NO_TPU, **CHECKED, "main_process_port": "0 picks a free port, so that two runs do not collide"},
+        {**DDP, **FP16_ACCELERATE},
+        ACCELERATE_FILE,
+        {**NO_TPU, **DEBUG_OFF, "main_process_port": "0 picks a free port, so that two runs do not collide"},
     ),
     "two nodes": GuideCase(
-        {**TWO, **HALF}, {**FILE, **MEETING, "num_machines": 2, "num_processes": 16}, {**NO_TPU, **CHECKED}
+        {**TWO_NODES, **FP16_ACCELERATE},
+        {**ACCELERATE_FILE, **RENDEZVOUS, "num_machines": 2, "num_processes": 16},
+        {**NO_TPU, **DEBUG_OFF},
     ),
     "two nodes with DeepSpeed": GuideCase(
-        {**TWO, **HALF, "parallel.strategy": "zero3", "train.gradient_accumulation_steps": 8},
-        {key: value for key, value in ENGINE.items() if key != "gpu_ids"},
+        {**TWO_NODES, **FP16_ACCELERATE, "parallel.strategy": "zero3", "train.gradient_accumulation_steps": 8},
+        {key: value for key, value in DEEPSPEED_ACCELERATE_FILE.items() if key != "gpu_ids"},
         {
             **NO_TPU,
             "gpu_ids": "all GPUs in CUDA_VISIBLE_DEVICES",
@@ -248,21 +261,23 @@ YAML = {
 }
 
 
-@pytest.mark.parametrize("name", YAML)
+@pytest.mark.parametrize("name", ACCELERATE_CASES)
 def test_accelerate_files(name: str) -> None:
-    assert_matches(YAML[name], flat(yaml.safe_load(planned(YAML[name]).files["accelerate.yaml"])))
+    assert_matches(
+        ACCELERATE_CASES[name], flat(yaml.safe_load(plan_case(ACCELERATE_CASES[name]).files["accelerate.yaml"]))
+    )
 
 
 def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
+        actual |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return actual
 
 
 # --- DeepSpeed's configuration file ---
 
-SHARED = {
+COMMON_KEYS = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -276,7 +291,7 @@ SHARED = {
     "fp16.min_loss_scale": 1,
     "bf16.enabled": "auto",
 }
-BUCKETS = {
+ZERO2_KEYS = {
     "allgather_partitions": True,
     "allgather_bucket_size": 5e8,
     "overlap_comm": True,
@@ -285,7 +300,7 @@ BUCKETS = {
     "contiguous_gradients": True,
     "round_robin_gradients": True,
 }
-STAGE_3 = {
+ZERO3_KEYS = {
     "overlap_comm": True,
     "contiguous_gradients": True,
     "sub_group_size": 1e9,
@@ -298,16 +313,16 @@ STAGE_3 = {
 }
 DEFAULT = "DeepSpeed's default is the same"
 BUCKET = "parallel.bucket_cap_mb: 25 MB, as DDP's"
-SCALING = {f"fp16.{key}": DEFAULT for key in ("loss_scale", "loss_scale_window", "initial_scale_power")}
-SCALING |= {f"fp16.{key}": DEFAULT for key in ("hysteresis", "min_loss_scale")}
-SMALLER = {
+LOSS_SCALE_DIFFERENCES = {f"fp16.{key}": DEFAULT for key in ("loss_scale", "loss_scale_window", "initial_scale_power")}
+LOSS_SCALE_DIFFERENCES |= {f"fp16.{key}": DEFAULT for key in ("hysteresis", "min_loss_scale")}
+ZERO2_DIFFERENCES = {
     "allgather_partitions": DEFAULT,
     "reduce_scatter": DEFAULT,
     "allgather_bucket_size": BUCKET,
     "reduce_bucket_size": BUCKET,
     "round_robin_gradients": "off, DeepSpeed's default: it distributes copying gradients to the CPU over ranks",
 }
-LATER = {
+ZERO3_DIFFERENCES = {
     **dict.fromkeys(("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"), DEFAULT),
     "reduce_bucket_size": BUCKET,
     "allgather_bucket_size": BUCKET,
@@ -316,29 +331,29 @@ LATER = {
 }
 OPTIMIZER, WEIGHTS = "parallel.offload_optimizer", "parallel.offload_param"
 OFFLOADS = {OPTIMIZER: "offload_optimizer", WEIGHTS: "offload_param"}
-IN_RAM = {"device": "cpu", "pin_memory": True}
+CPU_OFFLOAD = {"device": "cpu", "pin_memory": True}
 
 
 def zero(stage: int, expected: Mapping[str, Any], differences: Mapping[str, str], *offloaded: str) -> GuideCase:
     """A case for one ZeRO stage: the guide's keys of zero_optimization, the differences, and the offloaded options."""
-    inside = {"stage": stage, **expected}
-    inside |= {f"{OFFLOADS[option]}.{key}": value for option in offloaded for key, value in IN_RAM.items()}
+    zero_keys = {"stage": stage, **expected}
+    zero_keys |= {f"{OFFLOADS[option]}.{key}": value for option in offloaded for key, value in CPU_OFFLOAD.items()}
     return GuideCase(
         {**DDP, "parallel.strategy": f"zero{stage}", **dict.fromkeys(offloaded, "cpu")},
-        {**SHARED, **{f"zero_optimization.{key}": value for key, value in inside.items()}},
-        {**SCALING, **{f"zero_optimization.{key}": why for key, why in differences.items()}},
+        {**COMMON_KEYS, **{f"zero_optimization.{key}": value for key, value in zero_keys.items()}},
+        {**LOSS_SCALE_DIFFERENCES, **{f"zero_optimization.{key}": why for key, why in differences.items()}},
     )
 
 
-JSON = {
-    "ZeRO-0": zero(0, BUCKETS, SMALLER),
-    "ZeRO-2": zero(2, BUCKETS, SMALLER),
-    "ZeRO-2 with offload": zero(2, BUCKETS, SMALLER, OPTIMIZER),
-    "ZeRO-3": zero(3, STAGE_3, LATER),
-    "ZeRO-3 with offload": zero(3, STAGE_3, LATER, OPTIMIZER, WEIGHTS),
+DEEPSPEED_CASES = {
+    "ZeRO-0": zero(0, ZERO2_KEYS, ZERO2_DIFFERENCES),
+    "ZeRO-2": zero(2, ZERO2_KEYS, ZERO2_DIFFERENCES),
+    "ZeRO-2 with offload": zero(2, ZERO2_KEYS, ZERO2_DIFFERENCES, OPTIMIZER),
+    "ZeRO-3": zero(3, ZERO3_KEYS, ZERO3_DIFFERENCES),
+    "ZeRO-3 with offload": zero(3, ZERO3_KEYS, ZERO3_DIFFERENCES, OPTIMIZER, WEIGHTS),
 }
 
 
-@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize("name", DEEPSPEED_CASES)
 def test_deepspeed_files(name: str) -> None:
-    assert_matches(JSON[name], flat(json.loads(planned(JSON[name]).files["deepspeed.json"])))
+    assert_matches(DEEPSPEED_CASES[name], flat(json.loads(plan_case(DEEPSPEED_CASES[name]).files["deepspeed.json"])))

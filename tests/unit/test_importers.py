@@ -40,19 +40,19 @@ OFFLOADED = {
 
 
 def test_deepspeed_config_round_trip() -> None:
-    spec, kept = importers.import_config(json.dumps(OFFLOADED), RunSpec())
-    found = changes(spec)
-    assert found["parallel.strategy"] == "zero3"
-    assert (found["parallel.offload_optimizer"], found["parallel.offload_param"]) == ("nvme", "cpu")
-    assert (found["parallel.nvme_path"], found["parallel.nvme_buffer_count"]) == ("/nvme", 6)
+    spec, remaining = importers.import_config(json.dumps(OFFLOADED), RunSpec())
+    options_set = changes(spec)
+    assert options_set["parallel.strategy"] == "zero3"
+    assert (options_set["parallel.offload_optimizer"], options_set["parallel.offload_param"]) == ("nvme", "cpu")
+    assert (options_set["parallel.nvme_path"], options_set["parallel.nvme_buffer_count"]) == ("/nvme", 6)
     assert (
-        found["train.per_device_train_batch_size"],
-        found["train.gradient_accumulation_steps"],
-        found["train.max_grad_norm"],
+        options_set["train.per_device_train_batch_size"],
+        options_set["train.gradient_accumulation_steps"],
+        options_set["train.max_grad_norm"],
     ) == (2, 8, 0.5)
-    assert (found["precision.compute"], found["parallel.pin_memory"]) == ("bf16", False)
-    assert (found["parallel.aio_block_size_kb"], found["parallel.aio_queue_depth"]) == (256, 32)
-    assert set(kept) == {
+    assert (options_set["precision.compute"], options_set["parallel.pin_memory"]) == ("bf16", False)
+    assert (options_set["parallel.aio_block_size_kb"], options_set["parallel.aio_queue_depth"]) == (256, 32)
+    assert set(remaining) == {
         "fp16.loss_scale",
         "fp16.initial_scale_power",
         "zero_optimization.sub_group_size",
@@ -66,7 +66,7 @@ def test_deepspeed_config_round_trip() -> None:
     )
 
 
-OWN = {
+FOOTPLATE_CONFIG = {
     "zero_optimization": {"stage": 2},
     "optimizer": {
         "type": "AdamW",
@@ -81,9 +81,9 @@ OWN = {
 
 def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     """As extra config they would replace the options, which a rule reports as an error."""
-    spec, kept = importers.import_config(json.dumps(OWN), RunSpec())
+    spec, remaining = importers.import_config(json.dumps(FOOTPLATE_CONFIG), RunSpec())
     train = spec.train
-    assert (kept, spec.parallel.extra_config) == ([], "")
+    assert (remaining, spec.parallel.extra_config) == ([], "")
     assert (train.optim, train.learning_rate, train.weight_decay) == ("adamw_torch", 3e-5, 0.1)
     assert (train.adam_beta1, train.adam_beta2, train.adam_epsilon) == (0.8, 0.99, 1e-8)
     assert (train.lr_scheduler_type, train.warmup_steps, train.duration, train.max_steps) == (
@@ -104,9 +104,9 @@ def test_deepspeed_optimizer_and_scheduler_become_options() -> None:
     ],
 )
 def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str, Any], kept: list[str] | None) -> None:
-    spec, found = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
+    spec, options_set = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}, **block}), RunSpec())
     assert merge.parse(spec.parallel.extra_config) == block
-    assert found == (kept if kept is not None else merge.paths(block))
+    assert options_set == (kept if kept is not None else merge.paths(block))
     assert spec.train.learning_rate == (1e-4 if "Lion" in str(block) else RunSpec().train.learning_rate)
 
 
@@ -121,8 +121,8 @@ def test_blocks_without_an_equivalent_option_become_extra_config(block: dict[str
 )
 def test_global_batch_size_is_kept(said: dict[str, Any], size: int, accumulation: int, kept: list[str]) -> None:
     """64 on two processes. If the options cannot give 64, the key is kept and a rule reports the mismatch."""
-    spec, found = importers.import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
-    assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, found) == (
+    spec, options_set = importers.import_config(json.dumps({"train_batch_size": 64, **said}), RunSpec())
+    assert (spec.train.per_device_train_batch_size, spec.train.gradient_accumulation_steps, options_set) == (
         size,
         accumulation,
         kept,
@@ -131,8 +131,8 @@ def test_global_batch_size_is_kept(said: dict[str, Any], size: int, accumulation
 
 def test_a_second_import_keeps_what_the_first_set() -> None:
     spec, _ = importers.import_config(json.dumps(OFFLOADED), RunSpec())
-    again, kept = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}}), spec)
-    assert (again.parallel.strategy, again.train.gradient_accumulation_steps, kept) == ("zero2", 8, [])
+    again, remaining = importers.import_config(json.dumps({"zero_optimization": {"stage": 2}}), spec)
+    assert (again.parallel.strategy, again.train.gradient_accumulation_steps, remaining) == ("zero2", 8, [])
     assert again.parallel.extra_config == ""
 
 
@@ -160,31 +160,31 @@ ACCELERATE: dict[str, Any] = {
 
 
 def test_accelerate_config_becomes_options() -> None:
-    spec, kept = importers.import_config(yaml.safe_dump(ACCELERATE), RunSpec())
-    found = changes(spec)
-    assert (found["parallel.strategy"], found["launch.launcher"]) == ("fsdp2", "accelerate")
-    assert (found.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
-    assert (found["launch.master_addr"], found["launch.master_port"], found["launch.node_rank"]) == (
+    spec, remaining = importers.import_config(yaml.safe_dump(ACCELERATE), RunSpec())
+    options_set = changes(spec)
+    assert (options_set["parallel.strategy"], options_set["launch.launcher"]) == ("fsdp2", "accelerate")
+    assert (options_set.get("launch.nnodes", spec.launch.nnodes), spec.launch.nproc_per_node) == (2, 8)
+    assert (options_set["launch.master_addr"], options_set["launch.master_port"], options_set["launch.node_rank"]) == (
         "10.0.0.1",
         29501,
         1,
     )
-    assert found["parallel.transformer_layer_cls_to_wrap"] == ("LlamaDecoderLayer", "LlamaMLP")
-    assert found["parallel.cpu_offload"] and found["train.activation_checkpointing"]
+    assert options_set["parallel.transformer_layer_cls_to_wrap"] == ("LlamaDecoderLayer", "LlamaMLP")
+    assert options_set["parallel.cpu_offload"] and options_set["train.activation_checkpointing"]
     assert not spec.parallel.reshard_after_forward
     assert (spec.parallel.state_dict_type, spec.precision.compute) == ("sharded", "bf16")
-    assert set(kept) == {"debug", "tpu_env"}
+    assert set(remaining) == {"debug", "tpu_env"}
     assert yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["debug"] is True
 
 
 def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
     """Both fsdp.json, which the Trainer reads, and accelerate.yaml disable it."""
-    theirs = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
-    spec, kept = importers.import_config(yaml.safe_dump(theirs), RunSpec())
-    assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in kept
+    config = {**ACCELERATE, "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": False}}
+    spec, remaining = importers.import_config(yaml.safe_dump(config), RunSpec())
+    assert "fsdp_config.fsdp_cpu_ram_efficient_loading" not in remaining
     assert json.loads(engine_of(spec.parallel.strategy).config_text(spec))["cpu_ram_efficient_loading"] is False
-    said = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
-    assert said["fsdp_cpu_ram_efficient_loading"] is False
+    fsdp_config = yaml.safe_load(accelerate_config.text(spec, resolve(spec, Machine())))["fsdp_config"]
+    assert fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
 
 
 @pytest.mark.parametrize(

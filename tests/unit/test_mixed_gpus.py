@@ -1,4 +1,4 @@
-"""Machines with GPUs of different generations: what counts is the GPUs that a run uses, not what the machine has.
+"""Machines with GPUs of different generations: the rules check the GPUs that a run uses, not all GPUs of the machine.
 
 Selecting the capable GPU by `launch.devices` raises nothing, selecting the old one does, and so does the default
 selection, which is the first ones. Every rule is compared with a machine that has only the selected GPUs.
@@ -47,7 +47,7 @@ def findings(patch: Mapping[str, Any], on: Machine, facts: Any = DEMO) -> tuple[
     return check(edit(RunSpec(), patch), on, facts)
 
 
-def estimated(spec: RunSpec, on: Machine, facts: Any) -> Estimate:
+def estimate(spec: RunSpec, on: Machine, facts: Any) -> Estimate:
     return Case(spec, on, facts).estimate
 
 
@@ -190,7 +190,7 @@ def test_precision_auto_is_the_same_everywhere(patch: dict[str, Any], dtype: str
     assert json.loads(files["resolved.json"])["compute_dtype"] == dtype
     assert ResolvedRun.from_json(files["resolved.json"]).compute_dtype == dtype
     explicit = edit(spec, {"precision.compute": dtype})
-    estimates = [estimated(each, T4_H100, DEMO) for each in (spec, explicit)]
+    estimates = [estimate(each, T4_H100, DEMO) for each in (spec, explicit)]
     assert estimates[0] == estimates[1]
     flash = {**patch, "model.attn_implementation": "flash_attention_2"}
     assert ("KRN004" in codes(flash, T4_H100)) is (dtype == "fp32")
@@ -202,7 +202,7 @@ def test_the_estimate_is_that_of_the_selected_gpu(model: Any) -> None:
     spec = edit(RunSpec(), {"precision.compute": "bf16", "launch.devices": (1,)})
     alone = replace(T4_H100, gpus=T4_H100.gpus[1:])
     facts = replace(DEMO, shape=model)
-    assert estimated(spec, T4_H100, facts) == estimated(spec, alone, facts)
+    assert estimate(spec, T4_H100, facts) == estimate(spec, alone, facts)
 
 
 # --- All rules ---
@@ -211,8 +211,8 @@ def test_the_estimate_is_that_of_the_selected_gpu(model: Any) -> None:
 ABOUT_DEVICE_IDS = {"LCH002", "LCH003", "LCH004", "LCH005", "LCH006", "NOD012"}
 
 
-def said(found: tuple[Finding, ...]) -> list[tuple[str, ...]]:
-    """What a person reads of findings, but for the fixes, which may use GPUs that are not selected."""
+def finding_texts(found: tuple[Finding, ...]) -> list[tuple[str, ...]]:
+    """The texts of findings without the fixes, which may use GPUs that are not selected."""
     return [(f.code, f.level, f.title, f.message, f.reason) for f in found if f.code not in ABOUT_DEVICE_IDS]
 
 
@@ -227,7 +227,7 @@ def test_findings_are_those_of_a_machine_with_the_selected_gpus(
     alone = replace(on, gpus=tuple(g for g in on.gpus if g.id in devices))
     patch = {**example.patch, "launch.device": "auto", "launch.devices": devices, "launch.nproc_per_node": len(devices)}
     facts = example.facts or DEMO
-    assert said(findings(patch, on, facts)) == said(findings(patch, alone, facts))
+    assert finding_texts(findings(patch, on, facts)) == finding_texts(findings(patch, alone, facts))
 
 
 # Functions that need all GPUs of the machine: device ids, and fixes that propose other GPUs.

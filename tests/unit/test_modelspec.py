@@ -1,4 +1,4 @@
-"""Shapes from config.json, against what transformers and peft count on models without storage."""
+"""Model shapes from config.json, compared with the counts of transformers and peft on the meta device."""
 
 from __future__ import annotations
 
@@ -33,54 +33,56 @@ SMALL = {
     "moe_intermediate_size": 48,
 }
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
-ELSE = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
-MORE: dict[str, list[dict[str, Any]]] = {
+MOE_FIELDS = {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
+CONFIG_VARIANTS: dict[str, list[dict[str, Any]]] = {
     "llama": [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
     "qwen2": [{}, {"tie_word_embeddings": True}],
     "gpt2": [{}, {"n_inner": 200}],
     "gpt_neox": [{}, {"attention_bias": False}],
     "phi": [{"num_key_value_heads": 8}],
 }
-CASES = [(kind, more) for kind in ARCHITECTURES for more in MORE.get(kind, [{}])]
+CASES = [(kind, more) for kind in ARCHITECTURES for more in CONFIG_VARIANTS.get(kind, [{}])]
 
 
-def built(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def build_model(kind: str, more: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """A config as it is saved, and a model of it on the meta device."""
-    wide = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "mixtral", "qwen3_moe")
-    drop = {*(() if kind in wide else ("head_dim",)), *(() if kind in MIXTURES else ELSE)}
+    with_head_dim = ("llama", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "mixtral", "qwen3_moe")
+    drop = {*(() if kind in with_head_dim else ("head_dim",)), *(() if kind in MIXTURES else MOE_FIELDS)}
     config = AutoConfig.for_model(kind, **{k: v for k, v in {**SMALL, **more}.items() if k not in drop})
     with torch.device("meta"):
         return config.to_dict(), AutoModelForCausalLM.from_config(config)
 
 
-def count(model: Any, trainable: bool = False) -> int:
+def count_parameters(model: Any, trainable: bool = False) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_parameters_are_exact(kind: str, more: dict[str, Any]) -> None:
-    config, model = built(kind, more)
+    config, model = build_model(kind, more)
     shape = from_config(config)
-    assert shape.parameters == count(model)
+    assert shape.parameters == count_parameters(model)
     names = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert {leaf.path for leaf in shape.all_modules() if leaf.parameters} <= names
     assert names - {leaf.path for leaf in shape.all_modules()} == set()
 
 
 # peft warns of tied weights, GPT-2's transposed layers and stacked experts; none of it changes a count.
-CALM = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning")
+IGNORE_LIBRARY_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
+)
 
 
-@CALM
+@IGNORE_LIBRARY_WARNINGS
 @pytest.mark.parametrize(("kind", "more"), CASES)
 @pytest.mark.parametrize("targets", ["all-linear", "attention", "custom", "every"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool) -> None:
-    said, model = built(kind, more)
+    said, model = build_model(kind, more)
     shape = from_config(said)
     names = {"custom": shape.lora_target_names[:2], "every": shape.lora_target_names}.get(targets, ())
-    asked = "custom" if names else targets
-    lora = Lora(r=4, targets=asked, target_modules=names, use_dora=dora)
+    lora_targets = "custom" if names else targets
+    lora = Lora(r=4, targets=lora_targets, target_modules=names, use_dora=dora)
     wanted = {leaf.path for leaf in lora_modules(lora, shape)}
     modules: Any = "all-linear" if targets == "all-linear" else sorted(wanted)
     if names:
@@ -91,13 +93,13 @@ def test_lora_is_exact(kind: str, more: dict[str, Any], targets: str, dora: bool
             get_peft_model(model, config)
         return
     adapter = get_peft_model(model, config)
-    assert trainable_parameters(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+    assert trainable_parameters(RunSpec(lora=lora), shape) == count_parameters(adapter, trainable=True)
 
 
-@CALM
+@IGNORE_LIBRARY_WARNINGS
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -> None:
-    config, model = built(kind, more)
+    config, model = build_model(kind, more)
     shape = from_config(config)
     embedding = shape.non_layer_modules[0].path.rpartition(".")[2]
     for layers, also in ((2, ()), (-1, (embedding,)), (0, (shape.non_layer_modules[-2].path.rpartition(".")[2],))):
@@ -105,24 +107,24 @@ def test_modules_to_save_and_freeze_are_exact(kind: str, more: dict[str, Any]) -
         chosen = set(adapters._unfrozen_modules(RunSpec(method=method), model))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(name == n or name.startswith(f"{n}.") for n in chosen))
-        assert trainable_parameters(RunSpec(method=method), shape) == count(model, trainable=True)
+        assert trainable_parameters(RunSpec(method=method), shape) == count_parameters(model, trainable=True)
     lora = Lora(r=2, modules_to_save=(embedding, "lm_head"))
     adapter = get_peft_model(
         model,
         LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", modules_to_save=[embedding, "lm_head"]),
     )
-    assert trainable_parameters(RunSpec(lora=lora), shape) == count(adapter, trainable=True)
+    assert trainable_parameters(RunSpec(lora=lora), shape) == count_parameters(adapter, trainable=True)
 
 
 @pytest.mark.parametrize("name", registry.BUILTIN_MODELS)
-def test_builtin_models_are_known_before_they_are_made(name: str) -> None:
+def test_builtin_models_are_known_before_they_are_created(name: str) -> None:
     row = registry.BUILTIN_MODELS[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.config))
-    assert from_config(row.config).parameters == row.parameters == count(model)
+    assert from_config(row.config).parameters == row.parameters == count_parameters(model)
 
 
-def test_known_models_have_their_known_size() -> None:
+def test_published_models_have_their_published_size() -> None:
     qwen = {
         "model_type": "qwen2",
         "num_hidden_layers": 24,
@@ -162,7 +164,7 @@ def test_known_models_have_their_known_size() -> None:
         ({"model_type": "qwen3_moe", "num_experts": 8, "decoder_sparse_step": 2}, "experts in only some layers"),
     ],
 )
-def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> None:
+def test_unknown_architectures_give_a_reason(config: dict[str, Any], word: str) -> None:
     with pytest.raises(UnknownArchitecture, match=word):
         from_config(config)
 
@@ -182,10 +184,10 @@ def test_what_cannot_be_counted_says_why(config: dict[str, Any], word: str) -> N
         ({"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"]}, True),
     ],
 )
-def test_windows_of_attention_are_those_of_the_library(config: dict[str, Any], slides: bool) -> None:
+def test_sliding_windows_match_transformers(config: dict[str, Any], slides: bool) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
     assert from_config({**small, "intermediate_size": 8, **config}).has_sliding_window == slides
-    made = AutoConfig.for_model(**small, **config)
-    types = getattr(made, "layer_types", None)
-    window = getattr(made, "sliding_window", None)
+    config_object = AutoConfig.for_model(**small, **config)
+    types = getattr(config_object, "layer_types", None)
+    window = getattr(config_object, "sliding_window", None)
     assert (any(name != "full_attention" for name in types) if types else bool(window)) == slides

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from specs import estimate
-from test_modelspec import CASES, SMALL, built
+from test_modelspec import CASES, SMALL, build_model
 
 from backend.config import RunSpec
 from backend.config.options import edit
@@ -73,7 +73,7 @@ DIFFERENT_FIELDS = {"architecture", "activation", "supports_sdpa", "layer", "non
 
 
 def both_shapes(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
-    config, _ = built(kind, more)
+    config, _ = build_model(kind, more)
     return from_config(config), shape_from_table(describe(config), config)
 
 

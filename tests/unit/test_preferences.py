@@ -17,25 +17,25 @@ from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
 
 DATA = Data()
-SAID = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
-ASKED, RIGHT, WRONG = ({"role": role, "content": content} for role, content in SAID)
-ELSEWHERE = {"role": "user", "content": "Where?"}
+MESSAGES = (("user", "When?"), ("assistant", "Nine."), ("assistant", "Ten."))
+PROMPT, CHOSEN, REJECTED = ({"role": role, "content": content} for role, content in MESSAGES)
+OTHER_PROMPT = {"role": "user", "content": "Where?"}
 HUMAN, GPT, OTHER = ({"from": r, "value": c} for r, c in (("human", "When?"), ("gpt", "Nine."), ("gpt", "Ten.")))
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "When?", "chosen": "Nine.", "rejected": "Ten."},
-    "messages": {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]},
-    "one turn each": {"messages": [ASKED], "chosen": RIGHT, "rejected": WRONG},
-    "whole conversations": {"chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
-    "UltraFeedback": {"prompt": "When?", "messages": [], "chosen": [ASKED, RIGHT], "rejected": [ASKED, WRONG]},
+    "messages": {"prompt": [PROMPT], "chosen": [CHOSEN], "rejected": [REJECTED]},
+    "one turn each": {"messages": [PROMPT], "chosen": CHOSEN, "rejected": REJECTED},
+    "whole conversations": {"chosen": [PROMPT, CHOSEN], "rejected": [PROMPT, REJECTED]},
+    "UltraFeedback": {"prompt": "When?", "messages": [], "chosen": [PROMPT, CHOSEN], "rejected": [PROMPT, REJECTED]},
     "ShareGPT ranking": {"conversations": [HUMAN], "chosen": GPT, "rejected": OTHER},
     "Alpaca ranking": {"instruction": "When?", "input": "", "chosen": "Nine.", "rejected": "Ten."},
-    "a cell of JSON": {"prompt": "When?", "chosen": json.dumps([RIGHT]), "rejected": json.dumps([WRONG])},
+    "a cell of JSON": {"prompt": "When?", "chosen": json.dumps([CHOSEN]), "rejected": json.dumps([REJECTED])},
 }  # fmt: skip
 LABELS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "When?", "completion": "Nine.", "label": True},
-    "messages": {"prompt": [ASKED], "completion": [RIGHT], "label": 1},
+    "messages": {"prompt": [PROMPT], "completion": [CHOSEN], "label": 1},
     "ShareGPT": {"conversations": [HUMAN, GPT], "kto_tag": True},
-    "OpenAI": {"messages": [ASKED, RIGHT], "label": "true"},
+    "OpenAI": {"messages": [PROMPT, CHOSEN], "label": "true"},
     "Alpaca": {"instruction": "When?", "output": "Nine.", "kto_tag": True},
 }
 STAGES = [name for name, row in registry.STAGES.items() if "pairs" in row.formats]
@@ -46,20 +46,20 @@ def test_every_layout_of_pairs_is_converted_alike(name: str) -> None:
     for stage in STAGES:
         assert detect_format(PAIRS[name], registry.STAGES[stage].formats) == "pairs"
     found = convert(PAIRS[name], "pairs", DATA)
-    assert found == {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
-    assert [(row["completion"], row["label"]) for row in unpair(found)] == [([RIGHT], True), ([WRONG], False)]
+    assert found == {"prompt": [PROMPT], "chosen": [CHOSEN], "rejected": [REJECTED]}
+    assert [(row["completion"], row["label"]) for row in unpair(found)] == [([CHOSEN], True), ([REJECTED], False)]
 
 
 @pytest.mark.parametrize("name", LABELS)
 def test_every_layout_of_labeled_completions_is_converted_alike(name: str) -> None:
     assert detect_format(LABELS[name], registry.STAGES["kto"].formats) == "labels"
     found = convert(LABELS[name], "labels", DATA)
-    assert found == {"prompt": [ASKED], "completion": [RIGHT], "label": True}
+    assert found == {"prompt": [PROMPT], "completion": [CHOSEN], "label": True}
     assert unpair(found) == [found]
 
 
 def test_the_stage_decides_between_two_matching_formats() -> None:
-    both = {**PAIRS["UltraFeedback"], "messages": [ASKED, RIGHT]}
+    both = {**PAIRS["UltraFeedback"], "messages": [PROMPT, CHOSEN]}
     assert detect_format(both, registry.STAGES["sft"].formats) == "messages"
     assert detect_format(LABELS["texts"], registry.STAGES["sft"].formats) == "prompt_completion"
     assert detect_format(PAIRS["texts"], registry.STAGES["sft"].formats) == "pairs", (
@@ -69,21 +69,25 @@ def test_the_stage_decides_between_two_matching_formats() -> None:
 
 def test_conversations_share_an_implicit_prompt() -> None:
     later = {"role": "user", "content": "Sure?"}
-    row = {"chosen": [ASKED, RIGHT, later, RIGHT], "rejected": [ASKED, RIGHT, later, WRONG]}
-    assert convert(row, "pairs", DATA) == {"prompt": [ASKED, RIGHT, later], "chosen": [RIGHT], "rejected": [WRONG]}
-    same = {"chosen": [ASKED, RIGHT], "rejected": [ASKED, RIGHT]}
-    assert convert(same, "pairs", DATA)["rejected"] == [RIGHT]
+    row = {"chosen": [PROMPT, CHOSEN, later, CHOSEN], "rejected": [PROMPT, CHOSEN, later, REJECTED]}
+    assert convert(row, "pairs", DATA) == {
+        "prompt": [PROMPT, CHOSEN, later],
+        "chosen": [CHOSEN],
+        "rejected": [REJECTED],
+    }
+    same = {"chosen": [PROMPT, CHOSEN], "rejected": [PROMPT, CHOSEN]}
+    assert convert(same, "pairs", DATA)["rejected"] == [CHOSEN]
 
 
 def test_system_prompt_tools_and_column_options() -> None:
     data = Data(system_prompt="Be brief.", prompt_column="q", chosen_column="a", rejected_column="b")
     found = convert({"q": "When?", "a": "Nine.", "b": "Ten.", "tools": '[{"name": "clock"}]'}, "pairs", data)
-    assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]
-    assert (found["chosen"], found["tools"]) == ([RIGHT], [{"name": "clock"}])
+    assert found["prompt"] == [{"role": "system", "content": "Be brief."}, PROMPT]
+    assert (found["chosen"], found["tools"]) == ([CHOSEN], [{"name": "clock"}])
     row = {"question": "When?", "system": "Row's.", "chosen": "Nine.", "rejected": "Ten."}
     assert convert(row, "pairs", Data(system_prompt="Be brief."))["prompt"] == [
         {"role": "system", "content": "Row's."},
-        ASKED,
+        PROMPT,
     ]
     marked = Data(label_column="ok", completion_column="said")
     assert convert({"prompt": "When?", "said": "Nine.", "ok": "0"}, "labels", marked)["label"] is False
@@ -94,8 +98,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pairs", {"chosen": "b", "rejected": "c"}, "no prompt column prompt; its columns are"),
     ("pairs", {"prompt": "a", "chosen": "", "rejected": "c"}, "column chosen is empty"),
     ("pairs", {"prompt": "a", "chosen": 3, "rejected": "c"}, "column chosen contains a number"),
-    ("pairs", {"prompt": "a", "chosen": [ASKED], "rejected": [WRONG]}, "column chosen begins with a user turn"),
-    ("pairs", {"chosen": [ASKED, RIGHT], "rejected": [ELSEWHERE, WRONG]}, "different prompts"),
+    ("pairs", {"prompt": "a", "chosen": [PROMPT], "rejected": [REJECTED]}, "column chosen begins with a user turn"),
+    ("pairs", {"chosen": [PROMPT, CHOSEN], "rejected": [OTHER_PROMPT, REJECTED]}, "different prompts"),
     ("labels", {"prompt": "a", "completion": "b", "label": "maybe"}, "'maybe'; expected true or false"),
     ("labels", {"prompt": "a", "completion": "b"}, "no column label"),
     ("labels", {"conversations": [HUMAN], "kto_tag": True}, "its prompt does not end with an assistant turn"),

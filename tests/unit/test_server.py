@@ -12,36 +12,36 @@ from webui.auth import Login
 
 
 def test_page_static_and_rules(tmp_path):
-    with client(tmp_path) as one:
-        assert "gradio" in one.get("/").text
-        icon = one.get("/footplate/icon.svg")
+    with client(tmp_path) as http:
+        assert "gradio" in http.get("/").text
+        icon = http.get("/footplate/icon.svg")
         assert icon.status_code == 200 and icon.headers["cache-control"] == "no-cache"
-        again = one.get("/footplate/icon.svg", headers={"if-none-match": icon.headers["etag"]})
+        again = http.get("/footplate/icon.svg", headers={"if-none-match": icon.headers["etag"]})
         assert again.status_code == 304
-        script = one.get(f"/footplate/{pages.SCRIPT}")
+        script = http.get(f"/footplate/{pages.SCRIPT}")
         assert "javascript" in script.headers["content-type"]
         for name in re.findall(r'from "\./(\w+\.js)"', script.text):
-            assert one.get(f"/footplate/{name}").status_code == 200, name
+            assert http.get(f"/footplate/{name}").status_code == 200, name
         for path in ("/footplate/../server.py", "/footplate/%2e%2e/server.py", "/footplate/..%2fserver.py"):
-            assert one.get(path).status_code == 404
-        assert one.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)
+            assert http.get(path).status_code == 404
+        assert http.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)
         for path in ("/docs", "/openapi.json", "/redoc"):
-            assert one.get(path).status_code == 404
+            assert http.get(path).status_code == 404
 
 
 def test_gradio_sends_no_cors_headers(tmp_path):
-    with client(tmp_path, hosts=["box.lan"]) as one:
-        response = one.get("/config", headers={"host": "box.lan", "origin": "http://evil.example"})
+    with client(tmp_path, hosts=["box.lan"]) as http:
+        response = http.get("/config", headers={"host": "box.lan", "origin": "http://evil.example"})
         assert response.status_code == 403 and "access-control-allow-origin" not in response.headers
 
 
 def test_every_route_requires_the_login(tmp_path):
     login = Login("correct horse", b"k" * 32)
-    with client(tmp_path, login=login) as one:
+    with client(tmp_path, login=login) as http:
         for path in ("/", "/config", "/theme.css", "/footplate/icon.svg", "/rules", "/api/runs", "/gradio_api/info"):
-            assert one.get(path, follow_redirects=False).status_code == 401, path
-        one.cookies.set(login.cookie, login.create_session())
-        assert one.get("/api/runs").json()["runs"] == []
+            assert http.get(path, follow_redirects=False).status_code == 401, path
+        http.cookies.set(login.cookie, login.create_session())
+        assert http.get("/api/runs").json()["runs"] == []
 
 
 def startup_error(capsys, *argv, **environment):
