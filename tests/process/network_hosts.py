@@ -127,7 +127,7 @@ def two_hosts() -> Iterator[tuple[NetworkHost, NetworkHost]]:
             ip("-n", host.namespace, "link", "set", interface, "up")
             host.start_init()
         yield first_host, second_host
-        leftovers = {host.number: host.processes() for host in (first_host, second_host) if host.first}
+        leftovers = {host.number: host.processes() for host in (first_host, second_host) if host.init_pid}
     finally:
         for host in (first_host, second_host):
             host.remove()

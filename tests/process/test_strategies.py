@@ -57,8 +57,8 @@ class Case:
 
     changes: Mapping[str, Any]
     engine: str
-    weights: int = 1
-    optimizer_state_summary: int = 1
+    weight_shards: int = 1
+    state_shards: int = 1
     ranks: int = 2
     zero_stage: int = 0
     optimizer_class: str = "AdamW"
@@ -187,8 +187,10 @@ def test_each_rank_holds_its_shard(one_process: Path, trained: TrainedRuns, name
             case.optimizer_class,
         )
         assert rank["backend"] == "gloo"
-        assert rank["local_parameters"] == pytest.approx(parameters / case.weights, rel=0.01)
-        assert rank["local_optimizer_elements"] == pytest.approx(2 * parameters / case.state, rel=0.01), "two moments"
+        assert rank["local_parameters"] == pytest.approx(parameters / case.weight_shards, rel=0.01)
+        assert rank["local_optimizer_elements"] == pytest.approx(2 * parameters / case.state_shards, rel=0.01), (
+            "two moments"
+        )
     if case.engine == "FSDP":
         assert [rank["loaded_bytes"] for rank in run_result["ranks"]] == [4 * parameters, *[0] * (case.ranks - 1)], (
             "only rank 0 read the file"
@@ -202,7 +204,7 @@ def test_lora_losses_match_one_process(one_process_lora: Path, trained: TrainedR
     parameters = result(one_process_lora)["parameters"]
     assert result(folder)["trainable_parameters"] == result(one_process_lora)["trainable_parameters"]
     for rank in result(folder)["ranks"]:
-        assert rank["local_parameters"] == pytest.approx(parameters / case.weights, rel=0.01), (
+        assert rank["local_parameters"] == pytest.approx(parameters / case.weight_shards, rel=0.01), (
             "frozen weights are sharded too"
         )
 
@@ -470,9 +472,9 @@ def test_generations_match_one_process(trained: TrainedRuns, name: str) -> None:
     assert result(folder)["samples"] == expected
     assert losses(folder) == same_losses(losses(single), REORDERING_TOLERANCE)
     local_parameters = [rank["local_parameters"] for rank in result(folder)["ranks"]]
-    assert local_parameters == [pytest.approx(result(single)["parameters"] / case.weights, rel=0.01)] * case.ranks, (
-        "weights are sharded again after generation"
-    )
+    assert (
+        local_parameters == [pytest.approx(result(single)["parameters"] / case.weight_shards, rel=0.01)] * case.ranks
+    ), "weights are sharded again after generation"
 
 
 @pytest.mark.parametrize("name", soak_except(("fsdp2", "tensor-fsdp2", "zero3"), ("fsdp2", "zero3")))
