@@ -1,4 +1,4 @@
-"""The documents are true: generated ones are current, commands parse and print what is shown, options and links exist.
+"""The documents: generated ones are current, commands parse and print the shown output, options and links exist.
 
 `UPDATE_GOLDEN=1 pytest tests/test_docs.py` writes the output of the commands into the documents.
 """
@@ -27,14 +27,14 @@ from backend.preflight import preflight
 from backend.registry import STAGES
 from backend.rules.examples import EQUIPPED_TWO
 
-WRITTEN = [
+DOCUMENTS = [
     HOME / name for name in ("README.md", "CONTRIBUTING.md", "docs/getting-started.md", "docs/guide.md", "docs/cli.md")
 ]
 PYPROJECT = tomllib.loads((HOME / "pyproject.toml").read_text())
-# Their output depends on nothing but their arguments, if they name a machine.
-PURE = {"check", "plan", "estimate", "presets", "rules"}
-CUT = "..."  # the rest of an output is not shown
-LINES = 12  # that are shown then
+# Commands whose output depends only on their arguments, if these name a machine.
+DETERMINISTIC_COMMANDS = {"check", "plan", "estimate", "presets", "rules"}
+OMITTED = "..."  # stands for the rest of an output
+SHOWN_LINES = 12  # shown before OMITTED
 
 
 def in_docs(path: Path) -> str:
@@ -50,11 +50,15 @@ def commands(block: str) -> list[tuple[str, str]]:
     return [tuple(part.partition("\n")[::2]) for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
 
 
-SHOWN = [
-    (path, line, output) for path in WRITTEN for block in fenced(path, "console") for line, output in commands(block)
+CONSOLE_COMMANDS = [
+    (path, line, output) for path in DOCUMENTS for block in fenced(path, "console") for line, output in commands(block)
 ]
-FOOTPLATE = [(path, line, output) for path, line, output in SHOWN if line.startswith("footplate ")]
-OUTPUTS = [(path, line, output) for path, line, output in FOOTPLATE if path.stem == "cli" and line.split()[1] in PURE]
+FOOTPLATE_COMMANDS = [(path, line, output) for path, line, output in CONSOLE_COMMANDS if line.startswith("footplate ")]
+CHECKED_OUTPUTS = [
+    (path, line, output)
+    for path, line, output in FOOTPLATE_COMMANDS
+    if path.stem == "cli" and line.split()[1] in DETERMINISTIC_COMMANDS
+]
 
 
 @pytest.mark.parametrize("name", sorted(generated()))
@@ -62,16 +66,18 @@ def test_generated_documents_are_current(name):
     assert (HOME / name).read_text() == generated()[name], "run `make docs`"
 
 
-@pytest.mark.parametrize(("path", "line", "output"), FOOTPLATE, ids=[f"{p.stem}: {line}" for p, line, _ in FOOTPLATE])
+@pytest.mark.parametrize(
+    ("path", "line", "output"), FOOTPLATE_COMMANDS, ids=[f"{p.stem}: {line}" for p, line, _ in FOOTPLATE_COMMANDS]
+)
 def test_commands_parse(path, line, output):
     parser().parse_args(shlex.split(line)[1:])
 
 
-@pytest.mark.parametrize(("path", "line", "output"), OUTPUTS, ids=[line for _, line, _ in OUTPUTS])
-def test_outputs_are_those_of_the_commands(path, line, output):
+@pytest.mark.parametrize(("path", "line", "output"), CHECKED_OUTPUTS, ids=[line for _, line, _ in CHECKED_OUTPUTS])
+def test_shown_outputs_are_current(path, line, output):
     printed = run(line)
-    cut = output.endswith(f"{CUT}\n")
-    shown = "".join(printed.splitlines(keepends=True)[:LINES]) + f"{CUT}\n" if cut else printed
+    cut = output.endswith(f"{OMITTED}\n")
+    shown = "".join(printed.splitlines(keepends=True)[:SHOWN_LINES]) + f"{OMITTED}\n" if cut else printed
     if os.environ.get("UPDATE_GOLDEN"):
         text = path.read_text()
         path.write_text(text.replace(f"$ {line}\n{output}```", f"$ {line}\n{shown}```"))
@@ -92,7 +98,7 @@ def test_every_command_is_documented():
     assert set(re.findall(r"^## (\w+)$", (HOME / "docs/cli.md").read_text(), re.MULTILINE)) == set(subcommands.choices)
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=in_docs)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=in_docs)
 def test_options_exist(path):
     sections = "|".join(RunSpec.model_fields)
     files = {"py", "md", "yaml", "json", "jsonl", "txt", "sh", "toml", "png"}
@@ -108,7 +114,7 @@ def test_options_exist(path):
     assert set(unknown) <= allowed
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=in_docs)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=in_docs)
 def test_yaml_examples_are_specs(path):
     for block in fenced(path, "yaml"):
         yaml_specs.load(block)
@@ -124,8 +130,8 @@ def test_data_examples_have_their_formats():
         assert convert(example, name, Data())
 
 
-@pytest.mark.parametrize("path", [*WRITTEN, HOME / "docs/design.md"], ids=in_docs)
-def test_links_lead_somewhere(path):
+@pytest.mark.parametrize("path", [*DOCUMENTS, HOME / "docs/design.md"], ids=in_docs)
+def test_links_exist(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         name, _, anchor = target.partition("#")
         if "://" in name:
@@ -139,7 +145,7 @@ def test_links_lead_somewhere(path):
             )
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=in_docs)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=in_docs)
 def test_make_targets_exist(path):
     targets = set(re.findall(r"^(\w+):", (HOME / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|\$ )(?:\w+=\S+ )?make (\w+)", path.read_text())) <= targets
@@ -185,7 +191,7 @@ METHODS |= {"full": {"method.kind": "full"}}
 
 
 @pytest.mark.parametrize("strategy", SUPPORT)
-def test_the_table_of_the_readme_is_what_the_rules_say(strategy):
+def test_readme_table_matches_the_rules(strategy):
     table = re.search(r"\| strategy \|.*?\n\n", (HOME / "README.md").read_text(), re.DOTALL).group()
     columns, _, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.strip().splitlines()]
     row = dict(zip(columns, next(row for row in rows if row[0].startswith(strategy)), strict=True))

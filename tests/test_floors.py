@@ -1,4 +1,4 @@
-"""The house holds: who may import whom, where heavy libraries live, and how long a file or function may be."""
+"""Import layers of the packages, where training libraries may be imported, and the sizes of files and functions."""
 
 import ast
 import re
@@ -11,9 +11,9 @@ import pytest
 HOME = Path(__file__).resolve().parent.parent
 FILES = sorted([*HOME.glob("backend/**/*.py"), *HOME.glob("webui/**/*.py")])
 
-# A module may import what stands lower; tenths are steps within a floor. A name covers what is below it, the
+# A module may import modules of lower layers; tenths are steps within a layer. A name covers its submodules; the
 # longest name decides.
-FLOORS = {
+LAYERS = {
     "webui": 9,
     "backend.__main__": 8.1,
     "backend.cli": 8,
@@ -41,20 +41,26 @@ FLOORS = {
     "backend.paths": 0,
     "backend.runs": 0,
 }
-# Imported by nobody. It may import what it reads, and the rules, which it runs on its own machine.
-TRAIN_MAY = {"backend.train", "backend.config", "backend.registry", "backend.paths", "backend.data", "backend.runs"}
-TRAIN_MAY |= {"backend.resolve", "backend.engines", "backend.inspect", "backend.machine", "backend.rules"}
+# backend.train is imported by no other package. It may import the spec, the data, and the rules that it runs.
+TRAIN_MAY_IMPORT = {
+    "backend.train",
+    "backend.config",
+    "backend.registry",
+    "backend.paths",
+    "backend.data",
+    "backend.runs",
+}
+TRAIN_MAY_IMPORT |= {"backend.resolve", "backend.engines", "backend.inspect", "backend.machine", "backend.rules"}
 # Modules that compare names of engines, ZeRO stages or FSDP versions instead of asking an engine, outside of the
-# modules of an engine itself. Adding an engine means looking at each of them; there were 31 before engines were
-# classes.
+# modules of an engine itself. Each of them must be reviewed when an engine is added.
 COMPARES_ENGINES = re.compile(
     r"\.engine (?:==|!=|in|not in) |registry\.(?:DEEPSPEED|FSDP)\b"
     r"|\.(?:zero_stage|fsdp_version) (?:==|!=|>=|<|in|not in) |parallel\.strategy (?:==|!=|in) "
 )
-OF_ONE_ENGINE = ("backend/engines/", "backend/train/engines/", "backend/rules/distributed/", "backend/registry/")
-MODULES_COMPARING = 13
-HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
-PAGE = {"gradio", "fastapi", "starlette", "uvicorn", "matplotlib"}
+ENGINE_FOLDERS = ("backend/engines/", "backend/train/engines/", "backend/rules/distributed/", "backend/registry/")
+MAX_MODULES_COMPARING = 13
+TRAINING_LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
+PAGE_LIBRARIES = {"gradio", "fastapi", "starlette", "uvicorn", "matplotlib"}
 
 
 def module(path):
@@ -62,9 +68,9 @@ def module(path):
     return name.removesuffix(".__init__")
 
 
-def room(name):
-    """The longest entry of FLOORS that covers `name`."""
-    return max((f for f in FLOORS if name == f or name.startswith(f + ".")), key=len, default=None)
+def layer_entry(name):
+    """The longest name in LAYERS that covers `name`."""
+    return max((f for f in LAYERS if name == f or name.startswith(f + ".")), key=len, default=None)
 
 
 def imports(path):
@@ -83,37 +89,41 @@ def test_files_found():
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
-def test_imports_go_down(path):
+def test_imports_only_lower_layers(path):
     name = module(path)
     if name in ("backend",) or name.startswith("backend.train"):
         return
-    own = room(name)
-    assert own is not None, f"{name} has no floor: add it to FLOORS and to docs/design.md"
+    entry = layer_entry(name)
+    assert entry is not None, f"{name} has no layer: add it to LAYERS and to docs/design.md"
     for target in imports(path):
         if not target.startswith(("backend", "webui")) or target == "backend":
             continue
-        assert not target.startswith("backend.train"), f"{name} imports {target}: train is imported by nobody"
-        other = room(target)
-        inside = other == own
-        assert other is not None and (inside or FLOORS[other] < FLOORS[own]), f"{name} imports {target}"
+        assert not target.startswith("backend.train"), (
+            f"{name} imports {target}: no other package may import backend.train"
+        )
+        target_entry = layer_entry(target)
+        same_entry = target_entry == entry
+        assert target_entry is not None and (same_entry or LAYERS[target_entry] < LAYERS[entry]), (
+            f"{name} imports {target}"
+        )
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if "train" in p.parts], ids=module)
-def test_train_imports_only_what_it_reads(path):
+def test_train_imports_only_allowed_packages(path):
     for target in imports(path):
         if target.startswith(("backend", "webui")) and target != "backend":
-            assert any(target == may or target.startswith(may + ".") for may in TRAIN_MAY), target
+            assert any(target == may or target.startswith(may + ".") for may in TRAIN_MAY_IMPORT), target
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
-def test_heavy_libraries_live_in_train(path):
-    found = {target.partition(".")[0] for target in imports(path)}
+def test_training_libraries_are_imported_in_train_only(path):
+    packages = {target.partition(".")[0] for target in imports(path)}
     if "train" not in path.parts:
-        assert not found & HEAVY
+        assert not packages & TRAINING_LIBRARIES
     if path.parts[len(HOME.parts)] == "backend":
-        assert not found & PAGE
+        assert not packages & PAGE_LIBRARIES
     if "runs" in path.parts and "backend" in path.parts:
-        assert found <= set(sys.stdlib_module_names) | {"backend"}
+        assert packages <= set(sys.stdlib_module_names) | {"backend"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
@@ -127,24 +137,24 @@ def test_sizes(path):
 
 @pytest.mark.parametrize("path", sorted(HOME.glob("webui/static/*.*s")), ids=lambda p: p.name)
 def test_scripts_and_styles(path):
-    """As Python: at most 700 lines of at most 120 characters. Scripts are type-checked by `make check`."""
+    """The limits of Python files: 700 lines of 120 characters. `make check` type-checks the scripts."""
     lines = path.read_text().splitlines()
     assert len(lines) <= 700, "more than 700 lines: split the file by concept"
     assert max(map(len, lines)) <= 120, "format it: tests/js/check.sh --write"
     assert path.suffix != ".js" or lines[0] == "// @ts-check"
 
 
-def test_page_loads_nothing_heavy():
+def test_page_imports_no_training_libraries():
     code = "import sys, webui.server, backend.__main__; print(*{n.partition('.')[0] for n in sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HOME, check=True).stdout
     assert "webui" in out.split()
-    assert not set(out.split()) & (HEAVY | {"matplotlib"})
+    assert not set(out.split()) & (TRAINING_LIBRARIES | {"matplotlib"})
 
 
-def test_engines_are_asked_and_not_compared():
-    found = []
+def test_few_modules_compare_engines():
+    modules = []
     for path in FILES:
         name = path.relative_to(HOME).as_posix()
-        if not name.startswith(OF_ONE_ENGINE) and COMPARES_ENGINES.search(path.read_text()):
-            found.append(name)
-    assert len(found) <= MODULES_COMPARING, found
+        if not name.startswith(ENGINE_FOLDERS) and COMPARES_ENGINES.search(path.read_text()):
+            modules.append(name)
+    assert len(modules) <= MAX_MODULES_COMPARING, modules
