@@ -147,7 +147,7 @@ def outcome(cell: Cell, models: Models, machine: Machine, fork_server: ForkServe
     run = models.root / f"run-{models.kind}"
     write_plan(found.plan, run)
     code = fork_server.run(run, rank_count(found.spec), env=found.plan.env, seconds=120)
-    problem = error_line(run, code) or silent_problem(cell, models)
+    problem = error_line(run, code).replace(str(folder), f"the {models.kind} model") or silent_problem(cell, models)
     shutil.rmtree(run)
     return Outcome(cell, FAILS if problem else WORKS, problem, json.dumps(changes(found.spec)))
 
@@ -169,7 +169,7 @@ def error_line(run: Path, code: int) -> str:
         return "" if len(values) == STEPS and None not in values.values() else f"losses {values}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank\d\]: )?[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or [""])[-1][:300] + f" (exit {code})"
+    return re.sub(r"^\[rank\d\]: ", "", (errors or lines or [f"exit status {code}"])[-1])[:300]
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +185,11 @@ def outcomes(cells: Sequence[Cell], models: Models, machine: Machine, fork_serve
     return found
 
 
-def failures(kind: str, found: Sequence[Outcome]) -> str:
+def fail_for(kind: str, found: Sequence[Outcome]) -> None:
+    """Fail the test with the specs that passed the checks and failed, if there are any."""
     bad = [each for each in found if each.kind == FAILS]
-    return "\n".join(f"{kind}, {each.cell.name}: {each.detail}\n    {each.spec}" for each in bad)
+    if bad:
+        pytest.fail("\n".join(f"{kind}, {o.cell.name}: {o.detail}\n    {o.spec}" for o in bad), pytrace=False)
 
 
 # One cell each, in make test: what differs most between architectures.
@@ -226,7 +228,7 @@ def test_fixed_combinations(
     kind: str, cell: Cell, tiny: Path, root: Path, machine: Machine, fork_server: ForkServer
 ) -> None:
     found = outcomes([cell], Models(kind, tiny, root), machine, fork_server)
-    assert not failures(kind, found)
+    fail_for(kind, found)
 
 
 @pytest.mark.soak
@@ -241,7 +243,7 @@ def test_what_passes_the_checks_runs(
         return
     found = outcomes(sample(kind), Models(kind, tiny, root), machine, fork_server)
     write_row(kind, row(found))
-    assert not failures(kind, found)
+    fail_for(kind, found)
 
 
 # --- Packing ---
