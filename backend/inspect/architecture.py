@@ -18,7 +18,14 @@ from typing import Any
 
 from backend import registry
 from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
-from backend.modelspec import SCORE, ModelShape, UnknownArchitecture, from_config
+from backend.modelspec import (
+    NO_SEQUENCE_CLASSIFICATION,
+    SCORE,
+    ModelShape,
+    NotCausalLM,
+    UnknownArchitecture,
+    from_config,
+)
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
 
@@ -61,23 +68,18 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
         if has_custom_code and trusted:
             return {"shape_unknown_reason": str(error)}
         return {"stacked_modules": stacked, **_read_table(config, environment, str(error), has_custom_code)}
+    facts = {
+        "shape_unknown_reason": "",
+        "stacked_modules": stacked,
+        "has_sequence_classification": shape.model_type not in NO_SEQUENCE_CLASSIFICATION,
+    }
     table = _tables(cache_folder(environment)).get(config, start=_composite(config) and may_start(environment))
     if not isinstance(table, Mapping) or not _built(table):
-        return {
-            "shape": shape,
-            "shape_unknown_reason": "",
-            "module_classes": _classes(model_type),
-            "stacked_modules": stacked,
-        }
+        return {**facts, "shape": shape, "module_classes": _classes(model_type)}
     if _composite(config):
         with suppress(UnknownArchitecture):
             shape = _shape(table, config)
-    return {
-        "shape": shape,
-        "shape_unknown_reason": "",
-        "module_classes": tuple(table["class_names"]),
-        "stacked_modules": stacked,
-    }
+    return {**facts, "shape": shape, "module_classes": tuple(table["class_names"])}
 
 
 def await_architecture(config: Config, environment: Mapping[str, str], seconds: float) -> None:
@@ -109,8 +111,13 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
         }
         if table["expert_fused"]:
             known["stacked_modules"] = _stacked(table)
+        known["has_sequence_classification"] = bool(table["sequence_classification"])
+        known["lora_refused"] = tuple(table["lora_refused"])
     try:
         return {"shape": _shape(table, config), "shape_unknown_reason": "", **known}
+    except NotCausalLM as error:
+        problem = f"The model type of config.json is not supported: {error}."
+        return {"shape_unknown_reason": str(error), "architecture_problem": problem, **known}
     except UnknownArchitecture as error:
         return {"shape_unknown_reason": str(error), **known}
 

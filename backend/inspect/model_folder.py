@@ -13,17 +13,22 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
+from backend.inspect.weights import INDEX, WeightsError, mismatch, pointer_problem, weight_shapes
 from backend.paths import model_folder
 
 # Model types whose vision and audio towers AutoModelForCausalLM loads too; transformers 5.23
 # models/auto/modeling_auto.py.
 MULTIMODAL_CAUSAL_LM = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "phi4_multimodal")
+# The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
+WEIGHT_FILES = {"model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}
 
 
 def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The InputFacts about the model, with the scalar head that a reward model has."""
     facts = _model_facts(spec, base, environment)
+    if spec.model.source == "path" and not facts.get("model_problem") and facts.get("shape"):
+        facts = {**facts, "weights_problem": _weights_problem(base / Path(spec.model.path).expanduser(), facts)}
     if registry.STAGES[spec.train.stage].is_reward_model and facts.get("shape"):
         facts = {**facts, "shape": facts["shape"].with_score_head}
     return facts
@@ -96,7 +101,30 @@ def _folder_facts(folder: Path) -> dict[str, Any]:
         config = (folder / "config.json").stat() if (folder / "config.json").is_file() else None
     except OSError:
         return {"shape_unknown_reason": "the folder does not exist", "model_problem": f"{folder} does not exist."}
-    return _cached_folder_facts(folder, modified_ns, config.st_mtime_ns if config else 0)
+    facts = _cached_folder_facts(folder, modified_ns, config.st_mtime_ns if config else 0)
+    return {**facts, "model_problem": facts["model_problem"] or _unreadable_files(folder)}
+
+
+def _weights_problem(folder: Path, facts: Mapping[str, Any]) -> str:
+    """How the weights differ from config.json, a sentence; '' if they do not, or if it cannot be known."""
+    if facts.get("quant_method"):
+        return ""  # packed weights have other shapes
+    with suppress(WeightsError):
+        found = weight_shapes(folder)
+        return mismatch(found, facts["shape"]) if found else ""
+    return ""
+
+
+def _unreadable_files(folder: Path) -> str:
+    """What is wrong with the weight files or the tokenizer's, a sentence; '' for nothing."""
+    try:
+        weight_shapes(folder)
+        tokenizer = (folder / name for name in sorted(TOKENIZER_FILES) if (folder / name).is_file())
+        return next(filter(None, map(pointer_problem, tokenizer)), "")
+    except WeightsError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}."
 
 
 @lru_cache(maxsize=64)
@@ -116,7 +144,7 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
-        problem = f"{folder / 'config.json'} cannot be read: {error}."
+        problem = pointer_problem(folder / "config.json") or f"{folder / 'config.json'} cannot be read: {error}."
         return {"shape_unknown_reason": "config.json cannot be read", "model_problem": problem}
     has_towers = bool({"vision_config", "audio_config"} & config.keys())
     return {
@@ -131,8 +159,8 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
 def _missing_files(folder: Path) -> str:
     """Which files a model folder lacks, a sentence; '' for none."""
     names = {path.name for path in folder.iterdir()}
-    if not any(name.endswith((".safetensors", ".bin")) and "adapter" not in name for name in names):
-        return f"{folder} contains no weights (*.safetensors)."
+    if not names & WEIGHT_FILES:
+        return f"{folder} contains no weights (model.safetensors, or {INDEX} and its shards)."
     if not names & TOKENIZER_FILES:
         return f"{folder} contains no tokenizer (tokenizer.json)."
     return ""

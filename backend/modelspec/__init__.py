@@ -7,7 +7,13 @@ trains. Tested against the counts of transformers and peft.
 
 from __future__ import annotations
 
-from backend.modelspec.architectures import ARCHITECTURES, UnknownArchitecture, from_config
+from backend.modelspec.architectures import (
+    ARCHITECTURES,
+    NO_SEQUENCE_CLASSIFICATION,
+    NotCausalLM,
+    UnknownArchitecture,
+    from_config,
+)
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
 from backend.modelspec.trainable import (
     count_equal_tensors,
@@ -18,6 +24,18 @@ from backend.modelspec.trainable import (
 )
 
 __all__ = [
-    "ARCHITECTURES", "SCORE", "ModelShape", "ModuleSpec", "UnknownArchitecture", "count_equal_tensors", "from_config",
-    "lora_modules", "matches", "trainable_parameters", "trainable_tensors", "unfrozen_modules",
+    "ARCHITECTURES",
+    "NO_SEQUENCE_CLASSIFICATION",
+    "SCORE",
+    "ModelShape",
+    "ModuleSpec",
+    "NotCausalLM",
+    "UnknownArchitecture",
+    "count_equal_tensors",
+    "from_config",
+    "lora_modules",
+    "matches",
+    "trainable_parameters",
+    "trainable_tensors",
+    "unfrozen_modules",
 ]  # fmt: skip

@@ -12,8 +12,16 @@ from backend.modelspec.modules import ModelShape, ModuleSpec
 Config = Mapping[str, Any]
 
 
+# Of the architectures below, those for which transformers 5.23 has no sequence classification model.
+NO_SEQUENCE_CLASSIFICATION = ("granite", "olmoe")
+
+
 class UnknownArchitecture(ValueError):
     """The parameters of this config cannot be counted; the message is the reason, as the end of a sentence."""
+
+
+class NotCausalLM(UnknownArchitecture):
+    """The config is that of a model that AutoModelForCausalLM does not train as a decoder."""
 
 
 def from_config(config: Config) -> ModelShape:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from backend.modelspec.architectures import UnknownArchitecture, prequantized
+from backend.modelspec.architectures import NotCausalLM, UnknownArchitecture, prequantized
 from backend.modelspec.modules import ModelShape, ModuleSpec
 
 Table = Mapping[str, Any]
@@ -38,11 +38,13 @@ SEVERAL_ATTENTIONS = re.compile(
 def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model of `table`; `config` is its config.json. Raises UnknownArchitecture."""
     kind = str(table.get("model_type"))
+    if table.get("kind") == "unknown":
+        raise NotCausalLM(f"transformers {table.get('transformers')} has no architecture {kind}")
     if table.get("kind") != "decoder":
         what = KINDS.get(str(table.get("kind")), KINDS["other"])
-        raise UnknownArchitecture(f"{kind} is {what}, not a causal language model")
+        raise NotCausalLM(f"{kind} is {what}, not a causal language model")
     if not table.get("causal_lm"):
-        raise UnknownArchitecture(f"transformers has no causal language model for {kind}")
+        raise NotCausalLM(f"transformers has no causal language model for {kind}")
     try:
         return TableReader(table, config).shape()
     except (KeyError, IndexError, TypeError) as error:

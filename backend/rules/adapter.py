@@ -250,3 +250,31 @@ def lora_on_every_expert(case: Case) -> str | None:
         return None
     count = trainable_parameters(case.spec, shape)
     return f"The adapters cover {shape.experts} experts in each layer: {count:,} trainable parameters."
+
+
+@rule(
+    "ADP010",
+    "error",
+    fields=("lora.targets", "lora.target_modules"),
+    title="PEFT does not support LoRA on some layers of this architecture",
+    source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers",
+    fails_on=Example(facts=replace(DEMO, lora_refused=("out_proj",))),
+    passes_on=Example(
+        {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, facts=replace(DEMO, lora_refused=("out_proj",))
+    ),
+)
+def lora_on_unsupported_layers(case: Case) -> Violation | None:
+    """The kernels of Mamba layers read the weights of these linear layers directly, so adapters on them would have no
+    effect. PEFT raises an error for them, also if lora.targets is all-linear."""
+    lora, refused = case.spec.lora, case.facts.lora_refused
+    if not _uses_lora(case) or not refused or lora.targets == "attention":
+        return None
+    targeted = refused if lora.targets == "all-linear" else tuple(n for n in lora.target_modules if n in refused)
+    if not targeted:
+        return None
+    all_linear = case.shape.lora_target_names if case.shape else ()
+    wanted = all_linear if lora.targets == "all-linear" else lora.target_modules
+    kept = tuple(name for name in wanted if name not in refused)
+    patch = {"lora.targets": "custom", "lora.target_modules": kept}
+    fixes = (Fix("Adapt all other linear layers", patch, False, "fewer adapted layers"),) if kept else ()
+    return Violation(f"PEFT refuses adapters on {names(targeted)}.", fixes)

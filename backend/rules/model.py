@@ -94,7 +94,8 @@ def missing_chat_template(case: Case) -> Violation | None:
 )
 def unloadable_tokenizer(case: Case) -> str | None:
     """The model's tokenizer turns every example into token ids. The run loads it first and ends if it cannot."""
-    return case.facts.tokenizer_problem if case.spec.model.source != "builtin" and case.facts.tokenizer_problem else None
+    problem = case.facts.tokenizer_problem
+    return problem if problem and case.spec.model.source != "builtin" else None
 
 
 @rule(
@@ -115,6 +116,59 @@ def tokenizer_larger_than_embedding(case: Case) -> str | None:
     if case.spec.model.source == "builtin" or shape is None or size <= shape.vocabulary:
         return None
     return f"The tokenizer has {size:,} tokens, and the model's embedding is for {shape.vocabulary:,} tokens."
+
+
+@rule(
+    "MDL007",
+    "error",
+    fields=("model.path",),
+    title="The weights do not match config.json",
+    source="transformers 5.23 modeling_utils.py: from_pretrained initializes missing weights at random, and refuses "
+    "weights of another size",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Copy config.json and the weight files of one model into the folder.",
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(
+            DEMO,
+            weights_problem="config.json describes 30 decoder layers, and the weight files have no weights for layer "
+            "24: they do not belong to the same model.",
+        ),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+)
+def weights_do_not_match_config(case: Case) -> str | None:
+    """The weights of a layer that is not in the files are initialized at random, which transformers only logs. Weights
+    of another size cannot be loaded."""
+    return case.facts.weights_problem if case.spec.model.source == "path" and case.facts.weights_problem else None
+
+
+@rule(
+    "MDL008",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="The model is not a causal language model",
+    source="transformers 5.23 models/auto/modeling_auto.py: the model types of AutoModelForCausalLM",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Use a decoder model, which is trained to predict the next token.",
+    fails_on=Example(
+        LOCAL_MODEL,
+        facts=replace(
+            DEMO,
+            shape=None,
+            shape_unknown_reason="bert is an encoder, not a causal language model",
+            architecture_problem="The model type of config.json is not supported: bert is an encoder, not a causal "
+            "language model.",
+        ),
+    ),
+    passes_on=Example(LOCAL_MODEL),
+)
+def not_a_causal_language_model(case: Case) -> str | None:
+    """All training stages train a decoder, in which a token attends only to the tokens before it. An encoder such as
+    BERT also attends to the token that it should predict, so its loss means nothing. AutoModelForCausalLM does not load
+    encoder-decoder models such as T5."""
+    problem = case.facts.architecture_problem
+    return problem if problem and case.spec.model.source != "builtin" else None
 
 
 @rule(

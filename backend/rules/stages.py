@@ -136,6 +136,28 @@ def kto_batch_size_one(case: Case) -> Violation | None:
 
 
 @rule(
+    "STG009",
+    "error",
+    fields=("train.stage", "model.path", "model.hub_id"),
+    title="The architecture has no reward model",
+    source="transformers 5.23 models/auto/modeling_auto.py: the model types of AutoModelForSequenceClassification",
+    fixes=(Fix("Use DPO, which needs no reward model", {"train.stage": "dpo"}, False, "another objective"),),
+    fails_on=Example(
+        {"train.stage": "reward", "data.builtin": "train-pairs"}, facts=replace(DEMO, has_sequence_classification=False)
+    ),
+    passes_on=Example({"train.stage": "reward", "data.builtin": "train-pairs"}),
+)
+def no_sequence_classification_head(case: Case) -> str | None:
+    """A reward model is AutoModelForSequenceClassification with one label. transformers has that class for many
+    architectures, but not for all."""
+    is_reward_model = registry.STAGES[case.spec.train.stage].is_reward_model
+    if not is_reward_model or case.facts.has_sequence_classification is not False:
+        return None
+    name = case.shape.model_type if case.shape else "this architecture"
+    return f"transformers has no sequence classification model for {name}."
+
+
+@rule(
     "STG004",
     "error",
     fields=("preference.label_smoothing", "preference.dpo_loss_type"),

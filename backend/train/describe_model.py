@@ -56,6 +56,9 @@ class Refused(ValueError):
 
 def describe(config: Mapping[str, Any], folder: str = "") -> dict[str, Any]:
     """The module table of `config`. `folder`: run the code of this model folder (trust_remote_code). Raises Refused."""
+    kind = str(config.get("model_type") or "")
+    if kind and kind not in CONFIG_MAPPING and "auto_map" not in config and not folder:
+        return {"format": FORMAT, "transformers": transformers.__version__, "model_type": kind, "kind": "unknown"}
     made = _config(config, folder)
     known = folder or type(made) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     scores = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(made), None)
@@ -86,10 +89,11 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
         if not kind:
             raise Refused("config.json has no model_type")
-        if kind not in CONFIG_MAPPING:
-            own = "auto_map" in config
-            more = "; the model's own code (auto_map) is not run" if own else ""
-            raise Refused(f"transformers {transformers.__version__} has no architecture {kind}{more}")
+        if kind not in CONFIG_MAPPING:  # with auto_map: known to its own code, which is not run
+            raise Refused(
+                f"transformers {transformers.__version__} has no architecture {kind}; the model's own code (auto_map) "
+                "is not run"
+            )
         made = CONFIG_MAPPING[kind].from_dict({k: v for k, v in config.items() if k not in IGNORED})
         layers = _fact(made.get_text_config(decoder=True), "num_hidden_layers")
     except Refused:

@@ -105,7 +105,7 @@ def gpt2(tmp_path):
         "model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50_257, "n_positions": 1024,
     }))  # fmt: skip
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # without tensors
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     return tmp_path
 

@@ -351,8 +351,8 @@ def test_estimate_command_waits_for_the_worker(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(small_config("starcoder2")))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (model / "tokenizer.json").touch()
     (tmp_path / "spec.yaml").write_text(f"model: {{source: path, path: {model}}}\n")
     environment = {**os.environ, "FOOTPLATE_CACHE": str(tmp_path / "cache"), "FOOTPLATE_INSPECTION_WORKER": "on"}
     words = [sys.executable, "-m", "backend", "estimate", str(tmp_path / "spec.yaml"), "--json"]

@@ -35,6 +35,7 @@ SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
 # Rules that refuse a run which would succeed, but would silently ignore what its options say.
 SILENT_CHANGES = {
     "PRC001": "the libraries ignore fp16 on a CPU",
+    "OPT002": "bitsandbytes pages only the state of tensors with 100,000 elements or more; smaller ones need no GPU",
     "OPT005": "every micro-batch is an optimizer step",
     "QNT005": "the merged weights are rounded to 4 bits again",
     "LCH010": "the launcher overrides the variable on each rank",

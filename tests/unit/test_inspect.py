@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specs import spec
+from specs import NO_TENSORS, spec
 
 from backend import registry
 from backend.config import RunSpec
@@ -181,7 +181,7 @@ def model(folder: Path, **config: Any) -> Path:
     folder.mkdir()
     base = {**registry.BUILTIN_MODELS["tiny-llama"].config, **config}
     (folder / "config.json").write_text(json.dumps(base))
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     (folder / "tokenizer.json").touch()
     return folder
 
@@ -215,7 +215,7 @@ def test_model_folder(tmp_path: Path) -> None:
 def test_module_names_of_a_moe_are_read_from_its_source(tmp_path: Path) -> None:
     """Without a shape, only the source can tell before the run that a module name is wrong."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "tokenizer.json").touch()
     mixture = {"model.source": "path", "model.path": str(tmp_path)}
     facts = inspect_inputs(edit(RunSpec(), mixture), tmp_path)

@@ -38,7 +38,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import NO_REMEDY
 
-COUNT = 230
+COUNT = 234
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -191,8 +191,19 @@ MACHINES = (
 FACTS = (
     DEMO,
     replace(DEMO, min_prompt_tokens=900, token_lengths=(1000,)),
-    replace(DEMO, tokenizer_size=200_000, num_tokenized=9, num_usable=0, num_identical_pairs=9),
-    replace(DEMO, tokenizer_problem="It is broken.", unrenderable_examples=(DataIssue("data.files", "a", "b", True),)),
+    replace(
+        DEMO,
+        lora_refused=("q_proj",),
+        has_sequence_classification=False,
+        tokenizer_problem="It is broken.",
+        tokenizer_size=200_000,
+        weights_problem="They differ.",
+        architecture_problem="It is an encoder.",
+        unrenderable_examples=(DataIssue("data.files", "a", "b", True),),
+        num_tokenized=9,
+        num_usable=0,
+        num_identical_pairs=9,
+    ),
     InputFacts(),
     InputFacts(shape=GPT2, shape_unknown_reason="", num_examples=0, num_validation_examples=0, token_lengths=(0,)),
     InputFacts(

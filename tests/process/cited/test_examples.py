@@ -153,7 +153,7 @@ def facts_with_tokenizer(spec: RunSpec, folder: Path) -> InputFacts:
     return InputFacts(**{**vars(inspect_inputs(spec, folder)), **_facts(found, spec)})
 
 
-@cites("DAT018", "DAT019", "MDL005", "MDL006")
+@cites("DAT018", "MDL005", "MDL006")
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_inputs_are_named_before_the_run_fails(
     name: str, tmp_path: Path, tiny: Path, fork_server: ForkServer

@@ -1,0 +1,150 @@
+"""Inspection of a model's weight files without reading a tensor: Git LFS pointers, truncated files, missing shards.
+
+Imports modelspec. A .safetensors file begins with the length of its header (8 bytes, little-endian), then
+the header, a JSON object that gives dtype, shape and position of each tensor
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from backend.modelspec import ModelShape
+
+INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class WeightsError(Exception):
+    """What is wrong with a weight file; the message is a sentence that names the file."""
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file contains a Git LFS pointer instead of its content. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def weight_shapes(folder: Path) -> Shapes | None:
+    """The shape of each tensor of a model folder, as from_pretrained finds them: model.safetensors, else the shards of
+    its index. None if the weights are not in safetensors files. Raises WeightsError."""
+    if (folder / "model.safetensors").is_file():
+        return _shapes(folder / "model.safetensors")
+    if not (folder / INDEX).is_file():
+        _check_other_files(folder)
+        return None
+    found: dict[str, tuple[int, ...]] = {}
+    for shard, names in _shards(folder / INDEX).items():
+        if not (folder / shard).is_file():
+            raise WeightsError(f"{folder / shard} is missing; {INDEX} lists {len(names):,} tensors in it.")
+        shapes = _shapes(folder / shard)
+        if absent := sorted(names - shapes.keys()):
+            raise WeightsError(f"{folder / shard} does not contain {_listed(absent)}, which {INDEX} lists in it.")
+        found |= {name: shapes[name] for name in names}
+    return found
+
+
+def _shards(index: Path) -> dict[str, set[str]]:
+    """Shard -> names of its tensors."""
+    shards: dict[str, set[str]] = {}
+    try:
+        for name, shard in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            shards.setdefault(str(shard), set()).add(name)
+    except OSError as error:
+        raise WeightsError(f"{index} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(pointer_problem(index) or f"{index} has no weight_map of tensors.") from error
+    return shards
+
+
+def _shapes(path: Path) -> Shapes:
+    try:
+        stat = path.stat()
+        return _cached_shapes(path, stat.st_mtime_ns, stat.st_size)
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+@lru_cache(maxsize=512)
+def _cached_shapes(path: Path, modified_ns: int, size: int) -> Shapes:
+    """The tensors in one .safetensors file; its modification time and size are keys of the cache."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
+    try:
+        tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise WeightsError(pointer_problem(path) or f"{path} is not a valid safetensors file.") from error
+    complete = 8 + length + end
+    if size < complete:
+        raise WeightsError(f"{path} is truncated: it has {size:,} of {complete:,} bytes. Download it again.")
+    if size > complete:
+        raise WeightsError(f"{path} has {size - complete:,} bytes after its last tensor. Download it again.")
+    return shapes
+
+
+def _check_other_files(folder: Path) -> None:
+    """Raise WeightsError if a weight file of another kind is a Git LFS pointer."""
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.bin")):
+        if problem := pointer_problem(path):
+            raise WeightsError(problem)
+
+
+def pointer_problem(path: Path) -> str:
+    """The sentence about a file that is a Git LFS pointer; '' if it is none."""
+    if not is_lfs_pointer(path):
+        return ""
+    return f"{path} is a Git LFS pointer, not the file itself. Run git lfs pull in its folder."
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3:,} more tensors" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def mismatch(found: Shapes, shape: ModelShape) -> str:
+    """How the weights differ from the model that config.json describes, a sentence; '' if they do not: a layer without
+    weights, or a module with another number of elements. Modules that from_pretrained renames are not compared."""
+    sizes = Counter[str]()
+    for name, dimensions in found.items():
+        sizes[name.rpartition(".")[0]] += math.prod(dimensions)
+    prefix = _prefix(sizes, shape)
+    if prefix is None:
+        return ""
+    layers = {match.group(1) for name in sizes if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
+    if absent := [number for number in range(shape.layers) if str(number) not in layers]:
+        return (
+            f"config.json describes {shape.layers} decoder layers, and the weight files have no weights for layer "
+            f"{absent[0]}: they do not belong to the same model."
+        )
+    for module in shape.all_modules():
+        path = module.path.replace(shape.layers_path, prefix, 1)
+        if module.parameters and not module.stacked and sizes.get(path, module.parameters) != module.parameters:
+            return (
+                f"{path} has {sizes[path]:,} elements in the weight files, and {module.parameters:,} according to "
+                "config.json: they do not belong to the same model."
+            )
+    return ""
+
+
+def _prefix(sizes: Mapping[str, int], shape: ModelShape) -> str | None:
+    """The path of the decoder layers in the weight files: a base model is saved without the prefix of its language
+    model, and a multimodal model with a longer one. None if there are no such names."""
+    first = shape.layer[0].path if shape.layer else ""
+    ends = [f"{shape.layers_path}.0.{first}", f"{shape.layers_path.partition('.')[2]}.0.{first}"]
+    for end in ends:
+        for name in sizes:
+            if first and (name == end or name.endswith(f".{end}")):
+                return name.removesuffix(f".0.{first}")
+    return None

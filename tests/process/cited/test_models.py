@@ -1,0 +1,69 @@
+"""Model folders and architectures: what transformers and peft do with those that the rules refuse."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from backend.modelspec import ARCHITECTURES, NO_SEQUENCE_CLASSIFICATION
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 99}
+
+
+@cites("MDL007")
+def test_missing_weights_are_initialized_at_random(tmp_path: Path, tiny: Path) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if ".layers.3." not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    name = "model.layers.3.mlp.up_proj.weight"
+    assert name in loaded and not loaded[name].equal(weights[name])
+    wider = {name: torch.cat([weight, weight]) for name, weight in weights.items()}
+    save_file(wider, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"(?i)mismatch"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@cites("MDL008")
+def test_an_encoder_sees_the_token_that_it_should_predict() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **BERT)).eval()
+    ids = torch.arange(5, 15)[None]
+    changed = ids.clone()
+    changed[0, -1] = 50
+    with torch.no_grad():
+        before, after = (model(tokens).logits[0, 0] for tokens in (ids, changed))
+    assert (before - after).abs().max() > 1e-4, "the first position depends on the last token"
+    assert "t5" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("t5"))
+
+
+@cites("STG009")
+def test_architectures_without_a_sequence_classification_model() -> None:
+    lacking = {kind for kind in ARCHITECTURES if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+    assert lacking == {*NO_SEQUENCE_CLASSIFICATION}
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_config(AutoConfig.for_model("granite"))
+
+
+@cites("ADP010")
+def test_peft_refuses_some_layers_of_mamba() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, vocab_size=99)
+    model = AutoModelForCausalLM.from_config(config)
+    for targets in ("all-linear", ["out_proj"]):
+        with pytest.raises(ValueError, match="out_proj"):
+            get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
