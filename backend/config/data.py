@@ -71,7 +71,7 @@ class Data(Section):
     loss_on: Annotated[Literal["completions", "all_tokens"], Ui("Loss on", when=SFT)] = "completions"
     """Tokens that contribute to the SFT loss: those of every assistant turn or completion (usual), or all of the
     example."""
-    max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Max sequence length", unit="tokens")] = 512
+    max_length: Annotated[int, Field(ge=8, le=4_194_304), Ui("Max length", unit="tokens")] = 512
     """Longer examples are truncated, split (pretraining) or dropped (reward model); longer needs more memory. 1024 to
     8192 is usual."""
     packing: Annotated[bool, Ui("Packing", when=NEXT_TOKEN)] = False

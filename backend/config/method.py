@@ -23,9 +23,7 @@ class Method(Section):
 
     kind: Annotated[str, *one_of(registry.METHODS), Ui("Fine-tuning method")] = "lora"
     """Which parameters are trained: LoRA adapters, some of the layers, or all. This determines most of the memory."""
-    quantization: Annotated[str, *one_of(registry.QUANTIZATIONS), Ui("Quantization of the base model", when=LORA)] = (
-        "none"
-    )
+    quantization: Annotated[str, *one_of(registry.QUANTIZATIONS), Ui("Quantization", when=LORA)] = "none"
     """Loads the frozen base weights in 4 or 8 bits (QLoRA): much less memory, somewhat slower. Adapters are not
     quantized."""
     bnb_4bit_use_double_quant: Annotated[

@@ -272,7 +272,7 @@ def _batches(case: Case) -> Iterator[Change]:
 def _lengths(case: Case) -> Iterator[Change]:
     length, halvings = case.spec.data.max_length // 2, 1
     while length >= MIN_MAX_LENGTH:
-        label = f"Max sequence length of {counted(length, 'token')}"
+        label = f"Max length of {counted(length, 'token')}"
         fix = Fix(label, {"data.max_length": length}, False, "truncates longer examples")
         yield Change("length", fix, effect=40 + 5 * halvings)
         length, halvings = length // 2, halvings + 1
