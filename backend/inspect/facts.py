@@ -30,6 +30,7 @@ class InputFacts:
     tokenizer.
     """
 
+    model_type: str = ""  # of config.json
     shape: ModelShape | None = None
     shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
     architecture_problem: str = ""  # why the model is not a causal language model

@@ -37,7 +37,10 @@ def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> 
 def _model_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     facts = dict(_file_facts(spec, base, environment))
     config = facts.pop("config", None)
-    return {**read_architecture(config, environment, spec.model.trust_remote_code), **facts} if config else facts
+    if not config:
+        return facts
+    architecture = read_architecture(config, environment, spec.model.trust_remote_code)
+    return {"model_type": str(config.get("model_type") or ""), **architecture, **facts}
 
 
 def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Path | None:

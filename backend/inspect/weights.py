@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -115,36 +114,34 @@ def _listed(names: list[str]) -> str:
 
 def mismatch(found: Shapes, shape: ModelShape) -> str:
     """How the weights differ from the model that config.json describes, a sentence; '' if they do not: a layer without
-    weights, or a module with another number of elements. Modules that from_pretrained renames are not compared."""
-    sizes = Counter[str]()
-    for name, dimensions in found.items():
-        sizes[name.rpartition(".")[0]] += math.prod(dimensions)
-    prefix = _prefix(sizes, shape)
+    weights, or a linear layer of another size. Layers that from_pretrained renames are not compared."""
+    prefix = _prefix(found, shape)
     if prefix is None:
         return ""
-    layers = {match.group(1) for name in sizes if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
+    layers = {match.group(1) for name in found if (match := re.match(rf"{re.escape(prefix)}\.(\d+)\.", name))}
     if absent := [number for number in range(shape.layers) if str(number) not in layers]:
         return (
             f"config.json describes {shape.layers} decoder layers, and the weight files have no weights for layer "
             f"{absent[0]}: they do not belong to the same model."
         )
     for module in shape.all_modules():
-        path = module.path.replace(shape.layers_path, prefix, 1)
-        if module.parameters and not module.stacked and sizes.get(path, module.parameters) != module.parameters:
+        name = f"{module.path.replace(shape.layers_path, prefix, 1)}.weight"
+        elements, expected = math.prod(found.get(name, ())), module.in_features * module.out_features
+        if name in found and module.is_linear and elements != expected:
             return (
-                f"{path} has {sizes[path]:,} elements in the weight files, and {module.parameters:,} according to "
-                "config.json: they do not belong to the same model."
+                f"{name} has {elements:,} elements in the weight files, and {expected:,} according to config.json: "
+                "they do not belong to the same model."
             )
     return ""
 
 
-def _prefix(sizes: Mapping[str, int], shape: ModelShape) -> str | None:
+def _prefix(found: Shapes, shape: ModelShape) -> str | None:
     """The path of the decoder layers in the weight files: a base model is saved without the prefix of its language
-    model, and a multimodal model with a longer one. None if there are no such names."""
-    first = shape.layer[0].path if shape.layer else ""
+    model, and a multimodal model with a longer one. None if no name, or more than one, could be it."""
+    first = next((f"{module.path}.weight" for module in shape.layer if module.is_linear), "")
     ends = [f"{shape.layers_path}.0.{first}", f"{shape.layers_path.partition('.')[2]}.0.{first}"]
-    for end in ends:
-        for name in sizes:
-            if first and (name == end or name.endswith(f".{end}")):
-                return name.removesuffix(f".0.{first}")
-    return None
+    names = [end for end in ends if end in found][:1]
+    names = names or [name for name in found if name.endswith(tuple(f".{end}" for end in ends))]
+    if len(names) > 1:  # a vision or audio tower has layers too
+        names = [name for name in names if "language_model" in name]
+    return names[0].removesuffix(f".0.{first}") if first and len(names) == 1 else None

@@ -12,6 +12,7 @@ from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PA
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS
 from backend.registry.optimizers import OPTIMIZERS
+from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
 from backend.registry.stages import (
     DATASETS,
@@ -57,6 +58,8 @@ __all__ = [
     "NEXT_TOKEN_STAGES",
     "OFFLOADS",
     "OPTIMIZERS",
+    "PACKING_ISOLATED",
+    "PACKING_NEEDS_CONV1D",
     "PREFERENCE_STAGES",
     "PREQUANTIZED",
     "QUANTIZATIONS",

@@ -10,7 +10,8 @@ from dataclasses import replace
 from backend import registry
 from backend.inspect import DataIssue
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
-from backend.rules.examples import DEMO, GPT2, H100, USER_DATA, USER_DATA_FACTS, with_data_issue
+from backend.rules.common_fixes import NO_PACKING
+from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
 NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
@@ -425,6 +426,55 @@ def group_by_length_with_packing(case: Case) -> str | None:
     if not case.spec.data.packing or case.spec.train.train_sampling_strategy != "group_by_length":
         return None
     return "data.packing is on and train.train_sampling_strategy is group_by_length."
+
+
+MAMBA = replace(DEMO, shape=None, model_type="mamba")
+PACKED = {**LOCAL_MODEL, "data.packing": True}
+
+
+@rule(
+    "DAT020",
+    "error",
+    fields=("data.packing",),
+    title="This architecture does not isolate packed sequences",
+    source="verified with transformers 5.23, trl 1.16: tokens of a packed sequence change the logits of the next one",
+    fixes=(NO_PACKING,),
+    fails_on=Example(PACKED, facts=MAMBA),
+    passes_on=Example({**PACKED, "data.packing": False}, facts=MAMBA),
+)
+def packing_without_isolation(case: Case) -> str | None:
+    """Packing concatenates several examples. The position ids tell attention where each example starts, and some
+    architectures ignore them: state-space and convolution layers, ALiBi, or attention with a mask of its own. Each
+    example would then be trained with the examples before it as its context."""
+    types = {case.facts.model_type, case.shape.model_type if case.shape else ""} - {""}
+    if not case.spec.data.packing or not types or types & (registry.PACKING_ISOLATED | registry.PACKING_NEEDS_CONV1D):
+        return None
+    return f"data.packing is on, and packed sequences of {case.facts.model_type or types.pop()} are not isolated."
+
+
+@rule(
+    "DAT021",
+    "error",
+    fields=("data.packing",),
+    title="Packing needs the package causal_conv1d for this architecture",
+    source="transformers 5.23: causal_conv1d_fn can't keep packed sequences apart without causal_conv1d",
+    fixes=(NO_PACKING,),
+    manual_fix="Install causal_conv1d, which needs a CUDA GPU.",
+    fails_on=Example(PACKED, facts=replace(MAMBA, model_type="qwen3_next")),
+    passes_on=Example(
+        PACKED,
+        replace(H100, versions={**H100.versions, "causal_conv1d": "1.5"}),
+        replace(MAMBA, model_type="qwen3_next"),
+    ),
+)
+def packing_without_causal_conv1d(case: Case) -> str | None:
+    """The convolution layers of this architecture separate packed sequences only with the kernels of causal_conv1d."""
+    types = {case.facts.model_type, case.shape.model_type if case.shape else ""}
+    if not case.spec.data.packing or not types & registry.PACKING_NEEDS_CONV1D:
+        return None
+    if case.machine.versions.get("causal_conv1d"):
+        return None
+    return "data.packing is on, and causal_conv1d is not installed."
 
 
 MAX_PACKED_TOKENS = 8192

@@ -95,7 +95,9 @@ def missing_chat_template(case: Case) -> Violation | None:
 def unloadable_tokenizer(case: Case) -> str | None:
     """The model's tokenizer turns every example into token ids. The run loads it first and ends if it cannot."""
     problem = case.facts.tokenizer_problem
-    return problem if problem and case.spec.model.source != "builtin" else None
+    if case.spec.model.source == "builtin" or case.facts.model_problem:  # incomplete_model_folder says more
+        return None
+    return problem or None
 
 
 @rule(

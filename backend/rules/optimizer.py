@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.memory.optimizer_state import OptimizerState
+from backend.modelspec import lora_modules
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
@@ -454,7 +455,7 @@ def projection_targets_not_found(case: Case) -> Violation | None:
     The blocks of GPT-2 have no nn.Linear layers: they use Conv1D."""
     train, shape, row = case.spec.train, case.shape, _optimizer(case)
     unlisted = train.optim_targets == "custom" and not train.optim_target_modules  # projection_targets_missing
-    if row.state_layout != "low_rank" or shape is None or case.spec.method.kind == "lora" or unlisted:
+    if row.state_layout != "low_rank" or shape is None or unlisted:
         return None
     if _projected_layers(case):
         return None
@@ -470,7 +471,9 @@ def _projected_layers(case: Case) -> list[str]:
         return []
     # GPT-2's layers are Conv1D, except for the output layer; a tied output layer is part of the embeddings.
     linear = [leaf.path for leaf in shape.all_modules() if leaf.is_linear and leaf.parameters]
-    if shape.model_type == "gpt2":
+    if case.spec.method.kind == "lora":  # the adapters are nn.Linear, whatever the layer is; the rest is frozen
+        linear = [f"{leaf.path}.lora_A" for leaf in lora_modules(case.spec.lora, shape)]
+    elif shape.model_type == "gpt2":
         linear = [path for path in linear if path == shape.head]
     if train.optim_targets == "all-linear":
         return linear

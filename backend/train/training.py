@@ -36,7 +36,7 @@ from backend.train.callbacks import CheckpointCallback, ProgressCallback, prefer
 from backend.train.context import TrainContext
 from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
-from backend.train.patches import accelerate_fsdp2_addresses
+from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
 from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import ChatTokenizer
 
@@ -147,6 +147,7 @@ def _trainer(
     context.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
     trainer = trainers.build_trainer(spec, config, weights, tokens, prepared, callbacks, reference)
+    trl_precompute_hooks.apply(trainer)
     trainer.context = context
     trained, count = model.count_parameters(trainer.model)
     context.run_log.info(f"Trainable parameters: {trained:,} of {count:,} ({trained / count:.2%}).")

@@ -12,7 +12,16 @@ import pytest
 import torch
 from datasets import Dataset
 from fork_server import ForkServer, write_run
-from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, read_metrics, result, same_losses
+from training_runs import (
+    REORDERING_TOLERANCE,
+    log_text,
+    losses,
+    make_spec,
+    read_metrics,
+    result,
+    same_losses,
+    soak_except,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 from untrained_models import tokenizer
@@ -149,6 +158,26 @@ EQUIVALENT = {
         {"preference__precompute_ref_log_probs": True, "parallel__strategy": "fsdp2"},
     ),
 }
+
+
+@pytest.mark.parametrize("stage", soak_except(["dpo", "kto"], ("kto",)))
+def test_generation_ends_after_a_precomputed_reference_with_zero3(
+    root: Path, fork_server: ForkServer, stage: str
+) -> None:
+    """The engine of the reference pass must not stay on the model: the ranks generate different numbers of tokens."""
+    options = {
+        "train__stage": stage,
+        "data__builtin": "train-pairs",
+        "method__kind": "full",
+        "parallel__strategy": "zero3",
+        "preference__precompute_ref_log_probs": True,
+        "eval__num_generations": 3,
+        "eval__per_device_eval_batch_size": 1,
+    }
+    folder = root / f"generations-{stage}"
+    write_run(folder, make_spec({name.replace("__", "."): value for name, value in options.items()}))
+    assert fork_server.run(folder, 2, seconds=90) == 0, log_text(folder)
+    assert len(result(folder)["samples"]) == 3
 
 
 @pytest.mark.parametrize("name", EQUIVALENT)

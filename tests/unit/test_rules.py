@@ -38,7 +38,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import NO_REMEDY
 
-COUNT = 234
+COUNT = 236
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -193,6 +193,7 @@ FACTS = (
     replace(DEMO, min_prompt_tokens=900, token_lengths=(1000,)),
     replace(
         DEMO,
+        model_type="mamba",
         lora_refused=("q_proj",),
         has_sequence_classification=False,
         tokenizer_problem="It is broken.",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
+from backend.rules.common_fixes import NO_PACKING
 from backend.rules.distributed.examples import LLAMA_8B_FACTS
 from backend.rules.examples import DEMO, GPT2, TWO_H100
 from backend.rules.stages import DPO
@@ -20,7 +21,6 @@ NO_SEQUENCE_PARALLEL = Fix(
 NO_CONTEXT_PARALLEL = Fix(
     "Disable context parallelism", {"parallel.context_parallel_size": 1}, cost="long sequences take more memory"
 )
-NO_PACKING = Fix("Disable packing", {"data.packing": False}, cost="more padding tokens, slower")
 SDPA = Fix("Use SDPA attention", {"model.attn_implementation": "sdpa"})
 
 

@@ -121,7 +121,9 @@ INVALID = {
     ),
     "tokenizer larger than the embedding": Invalid("MDL006", "4,7", change_model=enlarge_tokenizer),
     "tokenizer file cut off": Invalid("MDL005", "tokenizer", change_model=truncate_tokenizer),
-    "tokenizer file is a Git LFS pointer": Invalid("MDL005", "tokenizer", change_model=pointer_instead_of_tokenizer),
+    "tokenizer file is a Git LFS pointer": Invalid(
+        "MDL001", "Git LFS pointer", change_model=pointer_instead_of_tokenizer
+    ),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import build, packing_leaks
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -67,3 +68,12 @@ def test_peft_refuses_some_layers_of_mamba() -> None:
     for targets in ("all-linear", ["out_proj"]):
         with pytest.raises(ValueError, match="out_proj"):
             get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+
+
+@cites("DAT020", "DAT021")
+def test_some_architectures_do_not_isolate_packed_sequences() -> None:
+    """tests/process/test_architectures.py measures all of them."""
+    assert packing_leaks(build("llama")) == 0
+    assert packing_leaks(build("mamba")) > 1e-3
+    with pytest.raises(ValueError, match="without `causal_conv1d`"):
+        packing_leaks(build("qwen3_next"))

@@ -1,0 +1,31 @@
+"""The engine that TRL computes reference log-probabilities with leaves its hooks on the trained model under ZeRO-3.
+
+trainer/dpo_trainer.py and kto_trainer.py, `_precompute_ref_logps`: with precompute_ref_log_probs and no reference
+model, TRL wraps the model in a second DeepSpeed engine. Its hooks gather the weights in every later forward pass too.
+When TRL gathers the whole model for generation, it removes only the hooks of the training engine. Without the patch,
+ranks that generate different numbers of tokens wait for one another forever.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from trl import DPOTrainer
+from trl.models.utils import remove_hooks
+
+LIBRARY, SEEN_IN = "trl", "1.16.0"
+
+
+def apply(trainer: Any) -> None:
+    """Remove the hooks of the second engine, which is not needed once the trainer is constructed."""
+    engine = getattr(trainer, "_precompute_engine", None)
+    if engine is not None and engine.zero_optimization_partition_weights():
+        remove_hooks(engine)
+        trainer._precompute_engine = None
+
+
+def obsolete() -> bool:
+    """Whether TRL has no second engine, or removes its hooks."""
+    source = inspect.getsource(DPOTrainer)
+    return "_precompute_engine" not in source or "remove_hooks" in source
