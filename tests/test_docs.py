@@ -198,7 +198,7 @@ def test_readme_table_matches_the_rules(strategy):
     for method, changes in METHODS.items():
         stages = [stage for stage in STAGES if all(allowed({**changes, **more}, stage) for more in SUPPORT[strategy])]
         assert row[method] == ("yes" if stages else "no"), (method, stages)
-        if stages and row["stages"] == "SFT, pre-training":
+        if stages and row["stages"] == "SFT, pretraining":
             assert stages == ["sft", "pretraining"]
         elif stages:
             excluded = {"reward"} if f"no reward model with {method}" in row["stages"] else set()

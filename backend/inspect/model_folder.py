@@ -74,7 +74,8 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
         if folder is None:
             config = registry.HUB_CONFIGS.get(model.hub_id.lower())
             known = {"config": config} if config else {"shape_unknown_reason": "the model is not downloaded yet"}
-            return {**known, "is_downloaded": False}
+            template = registry.has_chat_template(model.hub_id)
+            return {**known, "has_chat_template": template, "is_downloaded": False}
         facts = _folder_facts(folder)  # the run downloads files that the cache does not have
         return {**facts, "model_problem": "", "is_downloaded": not facts.get("model_problem")}
     if not model.path:

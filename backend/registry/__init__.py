@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
-from backend.registry.hub_models import HUB_CONFIGS
+from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
@@ -81,6 +81,7 @@ __all__ = [
     "Quantization",
     "Stage",
     "Strategy",
+    "has_chat_template",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {

@@ -118,6 +118,17 @@ def _named() -> Iterator[tuple[str, dict[str, Any]]]:
 HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {name.lower(): config for name, config in _named()}
 
 
+def has_chat_template(name: str) -> bool | None:
+    """Whether the tokenizer of a model in the table has a chat template: instruction-tuned models have one, and so have
+    Qwen's base models. None if it is not known. Source: the tokenizer_config.json of each model on the Hub."""
+    name = name.lower()
+    if name not in HUB_CONFIGS:
+        return None
+    if name.startswith("qwen/") or "instruct" in name:
+        return True
+    return False if name.startswith(("meta-llama/", "mistralai/")) else None
+
+
 def siblings(name: str) -> list[str]:
     """Smaller models of the same organization, model type and suffix (such as -Instruct), largest first; of several
     models of a size, the last one in the table."""

@@ -518,7 +518,7 @@ PLAIN_TEXT = replace(USER_DATA_FACTS, format="text", columns=("text",))
     source="the examples: plain text does not mark any part as a completion",
     fixes=(
         Fix("Train on all tokens", {"data.loss_on": "all_tokens"}),
-        Fix("Use the pre-training stage", {"train.stage": "pretraining"}, False, "no chat format"),
+        Fix("Use the pretraining stage", {"train.stage": "pretraining"}, False, "no chat format"),
     ),
     fails_on=Example({**USER_DATA, "data.format": "text"}, facts=PLAIN_TEXT),
     passes_on=Example({**USER_DATA, "data.format": "text", "data.loss_on": "all_tokens"}, facts=PLAIN_TEXT),

@@ -71,10 +71,10 @@ def missing_chat_template(case: Case) -> Violation | None:
     data, facts = case.spec.data, case.facts
     if case.spec.train.stage == "pretraining" or data.chat_template != "model" or facts.has_chat_template is not False:
         return None
-    if facts.format == "text":
+    if (facts.format if data.format == "auto" else data.format) == "text":
         return None
     plain_text = Fix("Train on plain text", {"train.stage": "pretraining"}, safe=False, cost="no chat format")
-    message = "data.chat_template is model, the model's tokenizer has no template, and the examples are conversations."
+    message = f"data.chat_template is model, and the tokenizer of {case.spec.model.name} has no chat template."
     return Violation(message, (plain_text,) if case.spec.train.stage == "sft" else ())
 
 

@@ -57,7 +57,7 @@ def _accepted(stage: registry.Stage) -> str:
 )
 def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
     """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
-    and pre-training need one completion or a text."""
+    and pretraining need one completion or a text."""
     data, stage = case.spec.data, _stage(case)
     format = registry.DATASETS[data.builtin].format
     if data.source != "builtin" or format in stage.formats:
@@ -83,7 +83,7 @@ def builtin_dataset_for_other_stage(case: Case) -> Violation | None:
 )
 def data_format_for_other_stage(case: Case) -> Violation | None:
     """Preference stages need two completions for each prompt, or a label for each completion. Supervised fine-tuning
-    and pre-training need one completion or a text."""
+    and pretraining need one completion or a text."""
     data, stage = case.spec.data, _stage(case)
     format = data.format if data.format != "auto" else case.facts.format
     if data.source == "builtin" or not format or format in stage.formats:
