@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from backend.data.chat import Example, InvalidExample
 from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns, to_text
-from backend.data.preferences import PREFERENCES, unpair
+from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, read_examples
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "detect_format",
     "example_problem",
     "expand",
+    "label_problem",
     "read_examples",
     "required_columns",
     "to_text",

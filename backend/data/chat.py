@@ -166,6 +166,15 @@ def optional_text(example: Example, column: str) -> str:
     return value or ""
 
 
+def check_unicode(converted: Mapping[str, Any]) -> None:
+    """Raise InvalidExample for half of a surrogate pair, which JSON can escape but no tokenizer can encode."""
+    try:
+        json.dumps(converted, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        raise InvalidExample(f"contains {character!r}, half of a surrogate pair, which is not a character") from None
+
+
 def parse_json(value: Any) -> Any:
     """The value of a JSON text, or the value itself: CSV columns can only contain text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):

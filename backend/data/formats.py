@@ -56,6 +56,12 @@ def example_problem(example: Example, format: str, data: Data) -> str | None:
 def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences; else
     {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
+    found = _convert(example, format, data)
+    chat.check_unicode(found)
+    return found
+
+
+def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     if not isinstance(example, Mapping):
         raise InvalidExample(f"is {chat.type_name(example)}; expected an object with named columns")
     if format in PREFERENCES:

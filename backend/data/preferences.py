@@ -121,16 +121,31 @@ def _first(example: Example, configured: str, usual: Sequence[str]) -> str:
 
 
 def _label(value: Any, column: str) -> bool:
-    text = str(value).strip().lower()
+    text = _label_text(value)
     if text not in TRUE + FALSE:
         raise InvalidExample(f"column {column} contains {value!r}; expected true or false")
     return text in TRUE
 
 
+def _label_text(value: Any) -> str:
+    """A label as one of TRUE or FALSE where it is one; CSV and Parquet files may contain 1.0 and 0.0."""
+    return str(value).strip().lower().removesuffix(".0")
+
+
 def _is_labeled(example: Example) -> bool:
     label = example.get(_first(example, "", LABELS))
     has_prompt = any(name in example for name in PROMPTS)
-    return has_prompt and str(label).strip().lower() in TRUE + FALSE
+    return has_prompt and _label_text(label) in TRUE + FALSE
+
+
+def label_problem(example: Example) -> str:
+    """Why an example that has a prompt, a completion and a label column is not labeled data, as the end of a sentence;
+    '' if it is something else."""
+    has_parts = any(name in example for name in PROMPTS) and any(name in example for name in COMPLETIONS)
+    column = _first(example, "", LABELS)
+    if not has_parts or column not in example or _is_labeled(example):
+        return ""
+    return f"column {column} contains {example[column]!r}; expected true or false"
 
 
 PREFERENCES: Mapping[str, Format] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import Data, RunSpec
-from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, read_examples
+from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, label_problem, read_examples
 from backend.inspect.facts import DataIssue
 from backend.paths import ASSETS
 
@@ -190,7 +190,8 @@ class _Inspection:
         if not self.format:
             columns = ", ".join(self.columns)
             message = f"matches no data format by its columns ({columns}); set data.format and the column options"
-            self.issues.append((str(self.path), message, False))
+            label = label_problem(example) if "labels" in self.formats else ""
+            self.issues.append((f"{self.path}, line {line}" if label else str(self.path), label or message, False))
             return False
         texts = _texts(example)
         self.characters += sum(map(len, texts))

@@ -125,5 +125,6 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
     if found["has_chat_template"] is not None:
         facts["has_chat_template"] = found["has_chat_template"]
     if found["token_lengths"]:
-        facts["token_lengths"] = tuple(sorted(found["token_lengths"]))
+        lengths = sorted(found["token_lengths"])
+        facts["token_lengths"] = (*lengths, found["longest"]) if found["longest"] > lengths[-1] else tuple(lengths)
     return facts

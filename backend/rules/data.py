@@ -390,6 +390,8 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
     limit = case.spec.data.max_length
     if not most or limit <= most:
         return None
+    if case.facts.all_tokenized and case.facts.longest_example <= most:  # no position beyond the last one is used
+        return None
     return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))
 
 

@@ -47,6 +47,7 @@ class PreferenceTokenizer:
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
         counts["tokens"] += sum(len(prompt) + len(completion) for completion in completions)
+        counts["longest_sequences"] += len(prompt) + max(map(len, completions))
         room = self.max_length - len(prompt)
         if any(len(completion) > room for completion in completions):
             if self.stage == "reward":  # the reward may depend on what would be cut off

@@ -56,7 +56,8 @@ class ExampleFacts:
     usable: int = 0  # training examples with a trained token
     complete: bool = False
     issues: list[tuple[str, str]] = field(default_factory=list)
-    token_lengths: list[int] = field(default_factory=list)
+    token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
+    longest: int = 0  # of all examples that were tokenized
     counts: Counter[str] = field(default_factory=Counter)
 
     def as_json(self) -> dict[str, Any]:
@@ -83,8 +84,10 @@ def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: Ex
             continue
         found.counts += counts
         found.usable += is_training and any(len(values) for values in columns.values())
-        if len(found.token_lengths) < MAX_LENGTHS and counts["tokens"]:
-            found.token_lengths.append(counts["tokens"])
+        if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
+            found.longest = max(found.longest, length)
+            if len(found.token_lengths) < MAX_LENGTHS:
+                found.token_lengths.append(length)
     found.complete = True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from backend.config import Data
 from backend.data import (
     DEFAULTS,
     DataFileError,
+    InvalidExample,
     convert,
     detect_format,
     example_problem,
@@ -216,3 +218,17 @@ def test_glob_patterns_are_expanded_in_order_without_duplicates(tmp_path: Path) 
         expand(["*.csv"], tmp_path)
     with pytest.raises(DataFileError, match="does not exist"):
         expand(["c.csv"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [{"text": "a\ud83d"}, {"messages": [{"role": "user", "content": "\udc00"}, {"role": "assistant", "content": "b"}]}],
+)
+def test_half_of_a_surrogate_pair_is_named(example: dict[str, Any]) -> None:
+    """JSON can escape it, and no tokenizer can encode it."""
+    with pytest.raises(InvalidExample, match="half of a surrogate pair"):
+        convert(example, "text" if "text" in example else "messages", Data())
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert convert(json.loads('{"text": "\\ud83d\\ude00"}'), "text", Data()) == {"text": "\U0001f600"}

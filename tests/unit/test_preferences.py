@@ -11,7 +11,7 @@ from specs import estimate, spec
 
 from backend import registry
 from backend.config import Data
-from backend.data import convert, detect_format, example_problem, unpair
+from backend.data import convert, detect_format, example_problem, label_problem, unpair
 from backend.inspect import inspect_inputs
 from backend.rules import check
 from backend.rules.examples import H100, LAPTOP, LLAMA_8B
@@ -152,3 +152,16 @@ def test_memory_of_preference_stages() -> None:
     assert device(train__stage="orpo")["Logits and loss"] > 2**30, "whole logits"
     assert "Logits and loss" not in device(train__stage="reward")
     assert LLAMA_8B.with_score_head.parameters == LLAMA_8B.parameters - 128_256 * 4096 + 4096
+
+
+@pytest.mark.parametrize(("label", "expected"), [(1.0, True), (0.0, False), ("1.0", True), (1, True), ("False", False)])
+def test_numbers_of_a_table_are_labels(label: object, expected: bool) -> None:
+    example = {"prompt": "a", "completion": "b", "label": label}
+    assert detect_format(example, ("labels",)) == "labels"
+    assert convert(example, "labels", Data())["label"] is expected
+
+
+@pytest.mark.parametrize("label", ["good", 2, None])
+def test_another_label_is_named(label: object) -> None:
+    assert "expected true or false" in label_problem({"prompt": "a", "completion": "b", "label": label})
+    assert not label_problem({"prompt": "a", "completion": "b", "category": label})
