@@ -61,8 +61,8 @@ def lora_config(spec: RunSpec, model: nn.Module) -> LoraConfig:
     """peft's config of the adapter. Raises TrainError."""
     full = list(spec.lora.modules_to_save)
     _require_known("lora.modules_to_save", full, [name for name, _ in model.named_modules()], model)
-    packed = [name for name, module in model.named_modules() if quantized.is_quantized(module)]
-    if wrong := [suffix for suffix in full if any(f".{suffix}." in f".{name}." for name in packed)]:
+    quantized_modules = [name for name, module in model.named_modules() if quantized.is_quantized(module)]
+    if wrong := [suffix for suffix in full if any(f".{suffix}." in f".{name}." for name in quantized_modules)]:
         raise TrainError(f"lora.modules_to_save: {', '.join(wrong)} is quantized and cannot be trained. Remove it.")
     return LoraConfig(
         task_type="SEQ_CLS" if registry.STAGES[spec.train.stage].is_reward_model else "CAUSAL_LM",

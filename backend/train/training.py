@@ -70,20 +70,21 @@ def train_in_phases(context: TrainContext) -> None:
     source = _source(context)
     tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(context, tokens)
-    asked = (
+    prompts = (
         generation_eval.eval_prompts(ChatTokenizer.create(tokens, True), prepared.eval_examples)
         if prepared.eval_examples
         else []
     )
-    exam = generation_eval.GenerationEvalCallback(
+    generation = generation_eval.GenerationEvalCallback(
         context,
         generation_eval.Generator.create(
             spec, tokens, group, device.DTYPES[context.run.compute_dtype], context.run.tensor_parallel_size
         ),
-        asked,
+        prompts,
     )
-    reporter, keeper = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
-    exam.trainer = trainer = _trainer(context, config, source, tokens, prepared, [exam, reporter, keeper])
+    progress, checkpoint = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
+    callbacks = [generation, progress, checkpoint]
+    generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
     start = _start(context)
     lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers
@@ -92,13 +93,13 @@ def train_in_phases(context: TrainContext) -> None:
     start = universal_checkpoint.convert_if_resized(context, trainer, start)
     trainer.train(resume_from_checkpoint=str(start) if start else None)
     device.synchronize(context.run.device)
-    if keeper.stopped:
+    if checkpoint.stopped:
         run_log.info(f"Stopped after step {trainer.state.global_step}.")
         return
     trainer.finalize_weights()
-    result = _result(trainer, time.time() - reporter.began, reporter.tokens, counts)
+    result = _result(trainer, time.time() - progress.began, progress.tokens, counts)
     _save(context, trainer, tokens, source)
-    _finish(context, trainer, result | exam.evaluate_after())
+    _finish(context, trainer, result | generation.evaluate_after())
 
 
 def _source(context: TrainContext) -> model.ModelSource:

@@ -153,16 +153,16 @@ def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) 
     path, ended = run.path / LOG, run.state not in ALIVE
     only = rank if rank >= 0 else None
     if before is not None:
-        return _log_piece(log_before(path, max(0, before), rank=only))
+        return _log_chunk(log_before(path, max(0, before), rank=only))
     if off < 0:
-        piece = tail(path, ended, rank=only)
-        return _log_piece(piece, more=False) if piece.end else no_content()
-    piece = since(path, off, ended, rank=only)
-    return no_content() if piece.end == off else _log_piece(piece)
+        chunk = tail(path, ended, rank=only)
+        return _log_chunk(chunk, more=False) if chunk.end else no_content()
+    chunk = since(path, off, ended, rank=only)
+    return no_content() if chunk.end == off else _log_chunk(chunk)
 
 
-def _log_piece(piece: LogChunk, more: bool | None = None) -> dict[str, Any]:
-    return {"t": piece.text, "s": piece.start, "o": piece.end, "more": piece.more if more is None else more}
+def _log_chunk(chunk: LogChunk, more: bool | None = None) -> dict[str, Any]:
+    return {"t": chunk.text, "s": chunk.start, "o": chunk.end, "more": chunk.more if more is None else more}
 
 
 def points(run: PathRun, off: int = 0) -> Any:
@@ -195,9 +195,9 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
         return FileResponse(run.path / LOG, media_type="text/plain; charset=utf-8", filename=f"{run.id}.log.txt")
     parts, offset, more = [], 0, True
     while more:
-        piece = since(run.path / LOG, offset, ended=True, rank=rank)
-        parts.append(piece.text)
-        offset, more = piece.end, piece.more
+        chunk = since(run.path / LOG, offset, ended=True, rank=rank)
+        parts.append(chunk.text)
+        offset, more = chunk.end, chunk.more
     return _download("".join(parts), f"{run.id}.rank{rank}.log.txt", "text/plain; charset=utf-8")
 
 
