@@ -205,6 +205,8 @@ FIXED: Sequence[tuple[str, Cell]] = (
     ("mamba", Cell("LoRA", "single", "SFT")),
     ("deepseek_v3", Cell("full", "single", "SFT")),
     ("gemma3_text", Cell("freeze", "zero2", "DPO", odd=True)),
+    ("granitemoe", Cell("full", "single", "SFT")),
+    ("phimoe", Cell("full", "zero2", "SFT", odd=True)),
     ("bert", Cell("full", "single", "SFT")),
     ("bart", Cell("full", "single", "SFT")),
     ("rwkv", Cell("full", "single", "reward")),
