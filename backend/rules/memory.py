@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.config import RunSpec
+from backend.config.options import edit
 from backend.machine import GIB
 from backend.memory import Estimate
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
@@ -19,6 +20,7 @@ LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
 DEFAULT_PEAK = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
 OPTIMIZER_OFFLOAD = {**FULL, "parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu"}
+HOST_PEAK = Case(edit(RunSpec(), OPTIMIZER_OFFLOAD), TWO_H100, LLAMA_8B_FACTS).estimate.host_bytes
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 POSSIBLE_EXCESS = 1.25  # remedies up to this multiple of the free memory are offered if none fits for certain
 NO_REMEDY = "No combination of options fits: use a smaller model or a machine with more memory."
@@ -83,6 +85,32 @@ def host_out_of_memory(case: Case) -> Violation | None:
     found, free = case.estimate, case.machine.ram_free_bytes
     if not found.capacity_bytes or found.host_bytes <= CLEAR_EXCESS * free:
         return None
+    return _exceeded_host_ram(case)
+
+
+@rule(
+    "MEM004",
+    "warning",
+    fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
+    title="The run may not fit into host RAM",
+    source=SOURCE,
+    manual_fix="Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with "
+    "more RAM.",
+    fails_on=Example(OPTIMIZER_OFFLOAD, replace(TWO_H100, ram_free_bytes=HOST_PEAK - 1), LLAMA_8B_FACTS),
+    passes_on=Example(OPTIMIZER_OFFLOAD, replace(TWO_H100, ram_free_bytes=HOST_PEAK), LLAMA_8B_FACTS),
+    at_start=True,
+)
+def possible_host_out_of_memory(case: Case) -> Violation | None:
+    """The estimate of host RAM exceeds what is free, by less than its uncertainty. When RAM runs out, the kernel kills
+    processes without an error message."""
+    found, free = case.estimate, case.machine.ram_free_bytes
+    if not found.capacity_bytes or not free < found.host_bytes <= CLEAR_EXCESS * free:
+        return None
+    return _exceeded_host_ram(case)
+
+
+def _exceeded_host_ram(case: Case) -> Violation:
+    found, free = case.estimate, case.machine.ram_free_bytes
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
     candidates = (
         FSDP2,

@@ -283,9 +283,11 @@ def test_memory_of_a_cpu_run_is_that_of_a_process() -> None:
 
 def test_host_memory() -> None:
     patch = {**FULL, **ZERO3, "launch.nproc_per_node": 8, "parallel.offload_optimizer": "cpu"}
-    limit = case(patch, replace(EIGHT, ram_free_bytes=10**15)).estimate.host_bytes / CLEAR_EXCESS
-    assert finding("MEM003", patch, replace(EIGHT, ram_free_bytes=int(limit) + 1)) is None
-    assert finding("MEM003", patch, replace(EIGHT, ram_free_bytes=int(limit) - 1)) is not None
+    peak = case(patch, replace(EIGHT, ram_free_bytes=10**15)).estimate.host_bytes
+    limit = int(peak / CLEAR_EXCESS)
+    for free, code in ((peak, ""), (peak - 1, "MEM004"), (limit + 1, "MEM004"), (limit - 1, "MEM003")):
+        machine = replace(EIGHT, ram_free_bytes=free)
+        assert [each for each in ("MEM003", "MEM004") if finding(each, patch, machine)] == [code] * bool(code), free
     assert limit > GIB
 
 
