@@ -50,6 +50,10 @@ IGNORED = (
 )  # fmt: skip
 
 
+# Types of AutoModelForCausalLM whose attention is bidirectional, and that AutoModelForMaskedLM does not know.
+BIDIRECTIONAL = ("bert-generation", "cpmant", "xlnet")
+
+
 class Refused(ValueError):
     """There is no table for this config; the message is the reason."""
 
@@ -116,7 +120,8 @@ def _kind(made: Any) -> str:
     auto, kind = modeling_auto, type(made)
     if getattr(made, "is_encoder_decoder", False):
         return "encoder-decoder"
-    if kind in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(made, "is_decoder", False):
+    is_encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING or made.model_type in BIDIRECTIONAL
+    if is_encoder and not getattr(made, "is_decoder", False):
         return "encoder"
     if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map"):
         return "decoder"

@@ -402,7 +402,7 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
     open_page(page, server)
     page.locator("#fp-presets").select_option("full-8b-fsdp2")
     page.get_by_role("button", name="Plan for its machine").click()
-    page.wait_for_function("() => /^On eight GPUs/.test(document.querySelector('.fp-status-more').textContent)")
+    page.wait_for_function("() => /^On eight 80 GB GPUs/.test(document.querySelector('.fp-status-more').textContent)")
     wait_for_status(page, "Can run")
     expect(page.locator("#fp-start")).to_be_hidden()
     expect(page.locator("#fp-preset-about button")).to_have_count(0)

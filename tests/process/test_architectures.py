@@ -267,6 +267,16 @@ def test_packing_is_allowed_where_sequences_are_isolated(kind: str) -> None:
     assert isolated is (kind in PACKING_ISOLATED)
 
 
+@pytest.mark.parametrize("kind", soak_except(model_types(), (*SAMPLE, "bert", "cpmant", "xlnet")))
+def test_bidirectional_types_are_described_as_encoders(kind: str) -> None:
+    try:
+        model = build(kind)
+    except Exception as error:
+        pytest.skip(f"cannot be built: {error}")
+    described = describe(model.config.to_dict())["kind"]
+    assert (described == "encoder") is not is_causal(model)
+
+
 # --- Weight files ---
 
 
