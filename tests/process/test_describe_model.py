@@ -44,7 +44,7 @@ DECODERS = (
     "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt_bigcode", "gpt_neo", "gpt_oss",
     "gptj", "granitemoehybrid", "hunyuan_v1_moe", "jamba", "jetmoe", "lfm2", "llama4_text", "longcat_flash",
     "minimax", "mpt", "nemotron", "olmo3", "opt", "phimoe", "qwen2_moe", "qwen3_next", "recurrent_gemma",
-    "rwkv", "starcoder2", "xglm", "xlnet", "zamba2",
+    "rwkv", "starcoder2", "xglm", "zamba2",
 )  # fmt: skip
 NO_LORA = ("mamba", "falcon_h1", "nemotron_h")  # peft refuses their out_proj
 # Fields that a default config lacks.
