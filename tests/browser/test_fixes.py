@@ -159,6 +159,7 @@ def test_apply_all_fixes_and_undo(page):
     assert report(page)[0].startswith("Can run")
     expect(page.get_by_role("button", name="Apply all fixes")).to_be_hidden()
     note.get_by_role("button", name="Undo").click()
+    expect(page.locator("#fp-status")).to_contain_text("Cannot run: 3 errors")
     assert report(page)[0].startswith("Cannot run: 3 errors")
     assert page.evaluate("() => footplate.values()") == before
 
