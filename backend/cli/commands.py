@@ -29,7 +29,7 @@ from backend.rules import Finding, Fix
 WIDTH, INDENT = 110, " " * 9
 UNSAFE = "changes the training result"
 
-ARCHITECTURE_SECONDS = 30  # to read the architecture of a model that no check has seen yet
+INSPECTION_SECONDS = 30  # for a model and examples that no check has inspected yet
 
 
 def print_json(value: Any) -> None:
@@ -60,7 +60,7 @@ def target_machine(arguments: argparse.Namespace) -> Machine:
 
 def run_preflight(arguments: argparse.Namespace) -> Report:
     """The preflight report of SPEC on the machine."""
-    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=ARCHITECTURE_SECONDS)
+    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=INSPECTION_SECONDS)
 
 
 def check(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import ARCHITECTURE_SECONDS, print_findings, print_json, read_spec, report_json
+from backend.cli.commands import INSPECTION_SECONDS, print_findings, print_json, read_spec, report_json
 from backend.machine import probe
 from backend.preflight import preflight
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow wait until it ends."""
-    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd(), wait_seconds=ARCHITECTURE_SECONDS)
+    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd(), wait_seconds=INSPECTION_SECONDS)
     if not report.can_run and not arguments.skip_checks:
         if arguments.json:
             print_json({"error": report.verdict, **report_json(report)})

@@ -1,7 +1,7 @@
 """Data formats: reading files, detecting the format of an example, validating it, converting it.
 
-Imports config. Training and inspection use the same code, so both report the same problems. reading: files; chat:
-conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions.
+Imports config, paths. Training and inspection use the same code, so both report the same problems. reading: files;
+chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from backend.data.chat import Example, InvalidExample
 from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns, to_text
 from backend.data.preferences import PREFERENCES, label_problem, unpair
-from backend.data.reading import SUFFIXES, DataFileError, expand, read_examples
+from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples
 
 __all__ = [
     "DEFAULTS",
@@ -22,6 +22,7 @@ __all__ = [
     "detect_format",
     "example_problem",
     "expand",
+    "file_patterns",
     "label_problem",
     "read_examples",
     "required_columns",

@@ -1,4 +1,7 @@
-"""Data files: path and glob expansion, and reading of .jsonl, .json, .csv and .parquet files, example by example."""
+"""Data files: which ones a run reads, and reading of .jsonl, .json, .csv and .parquet files, example by example.
+
+Imports config, paths.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from backend.config import Data
 from backend.data.chat import Example, type_name
+from backend.paths import ASSETS
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -24,6 +29,15 @@ class DataFileError(ValueError):
     def __init__(self, path: str | Path, line: int, message: str) -> None:
         super().__init__(f"{path}, line {line}: {message}" if line else f"{path}: {message}")
         self.path, self.line, self.message = str(path), line, message
+
+
+def file_patterns(data: Data) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(training, validation) files of a run, as paths and glob patterns. A dataset on the Hub has no training files."""
+    if data.source == "builtin":
+        folder = ASSETS / data.builtin
+        return (str(folder / "train.jsonl"),), (str(folder / "validation.jsonl"),)
+    train = data.files if data.source == "files" else ()
+    return train, data.validation_files if data.validation == "files" else ()
 
 
 def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:

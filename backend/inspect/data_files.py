@@ -17,9 +17,17 @@ from typing import Any
 
 from backend import registry
 from backend.config import Data, RunSpec
-from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, label_problem, read_examples
+from backend.data import (
+    DataFileError,
+    InvalidExample,
+    convert,
+    detect_format,
+    expand,
+    file_patterns,
+    label_problem,
+    read_examples,
+)
 from backend.inspect.facts import DataIssue
-from backend.paths import ASSETS
 
 MAX_BYTES = 64 * 2**20
 MAX_SECONDS = 0.2
@@ -63,14 +71,14 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
     if data.source == "hub":
         return {}
     deadline = time.monotonic() + MAX_SECONDS
+    options = ("data.files", "data.validation_files")
+    read_as = data
     if data.source == "builtin":
-        folder, defaults = ASSETS / data.builtin, Data()
-        train = _files((str(folder / "train.jsonl"),), "data.builtin", defaults, formats, base, deadline)
-        validation = _files((str(folder / "validation.jsonl"),), "data.builtin", defaults, formats, base, deadline)
-    else:
-        train = _files(data.files, "data.files", data, formats, base, deadline)
-        names = data.validation_files if data.validation == "files" else ()
-        validation = _files(names, "data.validation_files", data, formats, base, deadline)
+        options, read_as = ("data.builtin", "data.builtin"), Data()
+    train, validation = (
+        _files(names, option, read_as, formats, base, deadline)
+        for names, option in zip(file_patterns(data), options, strict=True)
+    )
     first = next((facts for facts in train[0] if facts.columns), None)
     format = next((facts.format for facts in train[0] if facts.format), "")
     # KTO trains on two labeled completions for each pair.

@@ -1,6 +1,6 @@
 """Inspection of the examples with the model's tokenizer and chat template, in the worker process.
 
-Imports registry, config, data, facts, model_folder, worker. A check requests a few seconds of tokenization and does not
+Imports config, data, paths, facts, model_folder, worker. A check requests a few seconds of tokenization and does not
 wait for it; the command line and Start wait, and give it more time. The result is kept until a file changes.
 """
 
@@ -10,17 +10,18 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from backend.config import RunSpec
-from backend.data import DataFileError, expand
+from backend.data import DataFileError, expand, file_patterns
 from backend.inspect.facts import DataIssue
 from backend.inspect.model_folder import local_folder
 from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
-from backend.paths import ASSETS, cache_folder
+from backend.paths import cache_folder
 
-FORMAT = 1  # as in backend.train.tokenize_examples
+FORMAT = 2  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
 CHECK_SECONDS, START_SECONDS = 5.0, 30.0  # of tokenization
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
@@ -86,10 +87,8 @@ def _inspected(spec: RunSpec) -> dict[str, Any]:
 
 def _data_files(spec: RunSpec) -> tuple[str, ...]:
     data = spec.data
-    if data.source == "builtin":
-        return (str(ASSETS / data.builtin / "*.jsonl"),)
     template = (data.chat_template_file,) if data.chat_template == "file" and data.chat_template_file else ()
-    return (*data.files, *(data.validation_files if data.validation == "files" else ()), *template)
+    return (*chain(*file_patterns(data)), *template)
 
 
 def _files(patterns: tuple[str, ...], base: Path) -> list[tuple[str, int, int]]:
@@ -121,6 +120,7 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
         "all_tokenized": found["complete"],
         "num_usable": found["usable"] if found["complete"] else None,
         "num_identical_pairs": found["counts"].get("identical", 0),
+        "num_unmarked": found["counts"].get("unmarked", 0),
     }
     if found["has_chat_template"] is not None:
         facts["has_chat_template"] = found["has_chat_template"]

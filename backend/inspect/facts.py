@@ -61,6 +61,7 @@ class InputFacts:
     all_tokenized: bool = False
     num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_tokenized
     num_identical_pairs: int = 0  # chosen and rejected completion are the same, so the pair is dropped
+    num_unmarked: int = 0  # their completions cannot be told from their prompts, with this chat template or tokenizer
     template_problem: str = ""  # of the chat template file
     checkpoint_problem: str = ""  # of save.resume_path
     nvme_problem: str = ""  # of parallel.nvme_path

@@ -13,7 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
-from backend.inspect.weights import INDEX, WeightsError, mismatch, pointer_problem, weight_shapes
+from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
 from backend.paths import model_folder
 
 # Model types whose vision and audio towers AutoModelForCausalLM loads too; transformers 5.23
@@ -27,8 +27,9 @@ TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The InputFacts about the model, with the scalar head that a reward model has."""
     facts = _model_facts(spec, base, environment)
-    if spec.model.source == "path" and not facts.get("model_problem") and facts.get("shape"):
-        facts = {**facts, "weights_problem": _weights_problem(base / Path(spec.model.path).expanduser(), facts)}
+    folder = local_folder(spec, base, environment)
+    if spec.model.source == "path" and folder and not facts.get("model_problem") and facts.get("shape"):
+        facts = {**facts, "weights_problem": _weights_problem(folder, facts)}
     if registry.STAGES[spec.train.stage].is_reward_model and facts.get("shape"):
         facts = {**facts, "shape": facts["shape"].with_score_head}
     return facts
@@ -48,8 +49,9 @@ def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> P
     model = spec.model
     if model.source == "hub":
         return _hub_cache_folder(model.hub_id, model.revision, environment)
-    folder = model_folder(model.builtin, environment) if model.source == "builtin" else base / Path(model.path)
-    return folder if model.source == "builtin" or model.path else None
+    if model.source == "builtin":
+        return model_folder(model.builtin, environment)
+    return base / Path(model.path).expanduser() if model.path else None
 
 
 def wait_for_architecture(
@@ -63,14 +65,12 @@ def wait_for_architecture(
 
 def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:
     """The InputFacts that follow from the model's files, and under `config` its config.json if there is one."""
-    model = spec.model
+    model, folder = spec.model, local_folder(spec, base, environment)
     if model.source == "builtin":
         builtin = registry.BUILTIN_MODELS[model.builtin]
-        exists = (model_folder(model.builtin, environment) / "config.json").is_file()
-        is_downloaded = exists or not builtin.download_bytes
+        is_downloaded = bool(folder and (folder / "config.json").is_file()) or not builtin.download_bytes
         return {"config": builtin.config, "has_chat_template": True, "is_downloaded": is_downloaded}
     if model.source == "hub":
-        folder = _hub_cache_folder(model.hub_id, model.revision, environment)
         if folder is None:
             config = registry.HUB_CONFIGS.get(model.hub_id.lower())
             known = {"config": config} if config else {"shape_unknown_reason": "the model is not downloaded yet"}
@@ -78,12 +78,12 @@ def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Ma
             return {**known, "has_chat_template": template, "is_downloaded": False}
         facts = _folder_facts(folder)  # the run downloads files that the cache does not have
         return {**facts, "model_problem": "", "is_downloaded": not facts.get("model_problem")}
-    if not model.path:
+    if folder is None:
         return {
             "shape_unknown_reason": "model.path is empty",
             "model_problem": "model.path is empty: set the folder that contains the model's config.json.",
         }
-    return _folder_facts(base / Path(model.path).expanduser())
+    return _folder_facts(folder)
 
 
 def _hub_cache_folder(hub_id: str, revision: str, environment: Mapping[str, str]) -> Path | None:
@@ -112,10 +112,9 @@ def _folder_facts(folder: Path) -> dict[str, Any]:
 def _weights_problem(folder: Path, facts: Mapping[str, Any]) -> str:
     """How the weights differ from config.json, a sentence; '' if they do not, or if it cannot be known."""
     if facts.get("quant_method"):
-        return ""  # packed weights have other shapes
-    with suppress(WeightsError):
-        found = weight_shapes(folder)
-        return mismatch(found, facts["shape"]) if found else ""
+        return ""  # quantized weights have other shapes
+    with suppress(WeightsError, OSError):  # reported by _unreadable_files
+        return weights_mismatch(folder, facts["shape"])
     return ""
 
 

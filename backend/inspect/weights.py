@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -21,21 +22,40 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 Shapes = Mapping[str, tuple[int, ...]]
+FileState = tuple[tuple[str, int, int], ...]  # name, modification time in ns, size; a key of the caches
 
 
 class WeightsError(Exception):
     """What is wrong with a weight file; the message is a sentence that names the file."""
 
 
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file contains a Git LFS pointer instead of its content. Raises OSError."""
-    with path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
-
-
 def weight_shapes(folder: Path) -> Shapes | None:
     """The shape of each tensor of a model folder, as from_pretrained finds them: model.safetensors, else the shards of
-    its index. None if the weights are not in safetensors files. Raises WeightsError."""
+    its index. None if the weights are not in safetensors files. Cached until a file of the folder changes. Raises
+    WeightsError, OSError."""
+    return _weight_shapes(folder, _file_state(folder))
+
+
+def weights_mismatch(folder: Path, shape: ModelShape) -> str:
+    """How the weights of `folder` differ from the model that config.json describes, a sentence; '' if they do not, or
+    if they are not in safetensors files. Cached as `weight_shapes`. Raises WeightsError, OSError."""
+    return _weights_mismatch(folder, _file_state(folder), shape)
+
+
+def _file_state(folder: Path) -> FileState:
+    with os.scandir(folder) as entries:
+        stats = ((entry.name, entry.stat()) for entry in entries)
+        return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+
+
+@lru_cache(maxsize=16)
+def _weights_mismatch(folder: Path, files: FileState, shape: ModelShape) -> str:
+    found = _weight_shapes(folder, files)
+    return _mismatch(found, shape) if found else ""
+
+
+@lru_cache(maxsize=16)
+def _weight_shapes(folder: Path, files: FileState) -> Shapes | None:
     if (folder / "model.safetensors").is_file():
         return _shapes(folder / "model.safetensors")
     if not (folder / INDEX).is_file():
@@ -66,19 +86,14 @@ def _shards(index: Path) -> dict[str, set[str]]:
 
 
 def _shapes(path: Path) -> Shapes:
+    """The tensors in one .safetensors file."""
     try:
-        stat = path.stat()
-        return _cached_shapes(path, stat.st_mtime_ns, stat.st_size)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-@lru_cache(maxsize=512)
-def _cached_shapes(path: Path, modified_ns: int, size: int) -> Shapes:
-    """The tensors in one .safetensors file; its modification time and size are keys of the cache."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= min(size, MAX_HEADER_BYTES) else b""
     try:
         tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
@@ -101,10 +116,11 @@ def _check_other_files(folder: Path) -> None:
 
 
 def pointer_problem(path: Path) -> str:
-    """The sentence about a file that is a Git LFS pointer; '' if it is none."""
-    if not is_lfs_pointer(path):
-        return ""
-    return f"{path} is a Git LFS pointer, not the file itself. Run git lfs pull in its folder."
+    """The sentence about a file that is a Git LFS pointer; '' if it is none. Raises OSError."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    sentence = f"{path} is a Git LFS pointer, not the file itself. Run git lfs pull in its folder."
+    return sentence if is_pointer else ""
 
 
 def _listed(names: list[str]) -> str:
@@ -112,9 +128,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def mismatch(found: Shapes, shape: ModelShape) -> str:
-    """How the weights differ from the model that config.json describes, a sentence; '' if they do not: a layer without
-    weights, or a linear layer of another size. Layers that from_pretrained renames are not compared."""
+def _mismatch(found: Shapes, shape: ModelShape) -> str:
+    """A layer without weights, or a linear layer of another size. Layers that from_pretrained renames are not
+    compared."""
     prefix = _prefix(found, shape)
     if prefix is None:
         return ""

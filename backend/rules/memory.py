@@ -24,6 +24,9 @@ HOST_PEAK = Case(edit(RunSpec(), OPTIMIZER_OFFLOAD), TWO_H100, LLAMA_8B_FACTS).e
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
 POSSIBLE_EXCESS = 1.25  # remedies up to this multiple of the free memory are offered if none fits for certain
 NO_REMEDY = "No combination of options fits: use a smaller model or a machine with more memory."
+LESS_HOST_RAM = (
+    "Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with more RAM."
+)
 MORE_DEVICE_MEMORY = "more memory on the devices"
 SOURCE = "the estimate: closed formulas, verified with measured peaks"
 
@@ -73,8 +76,7 @@ def possible_device_out_of_memory(case: Case) -> Violation | None:
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="The run does not fit into host RAM",
     source=SOURCE,
-    manual_fix="Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with "
-    "more RAM.",
+    manual_fix=LESS_HOST_RAM,
     fails_on=Example(OPTIMIZER_OFFLOAD, SMALL_RAM, LLAMA_8B_FACTS),
     passes_on=Example(OPTIMIZER_OFFLOAD, TWO_H100, LLAMA_8B_FACTS),
     at_start=True,
@@ -94,8 +96,7 @@ def host_out_of_memory(case: Case) -> Violation | None:
     fields=("parallel.strategy", "parallel.offload_optimizer", "parallel.cpu_offload"),
     title="The run may not fit into host RAM",
     source=SOURCE,
-    manual_fix="Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with "
-    "more RAM.",
+    manual_fix=LESS_HOST_RAM,
     fails_on=Example(OPTIMIZER_OFFLOAD, replace(TWO_H100, ram_free_bytes=HOST_PEAK - 1), LLAMA_8B_FACTS),
     passes_on=Example(OPTIMIZER_OFFLOAD, replace(TWO_H100, ram_free_bytes=HOST_PEAK), LLAMA_8B_FACTS),
     at_start=True,

@@ -1,6 +1,6 @@
 """Examples -> token ids with labels: read, split, rendered with the chat template, tokenized, truncated, and counted.
 
-Imports registry, data, config, paths, preference_data, templates, run_log.
+Imports registry, data, config, preference_data, templates, run_log.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from backend.data import (
     convert,
     detect_format,
     expand,
+    file_patterns,
     read_examples,
     to_text,
     unpair,
 )
-from backend.paths import ASSETS
 from backend.train.preference_data import Columns, PreferenceTokenizer, add_kl_completions, as_conversation
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
@@ -60,17 +60,13 @@ class PreparedData:
 def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
     """(training examples, validation examples), in an order that train.seed decides. Raises TrainError."""
     data, seed = spec.data, spec.train.seed
-    if data.source == "builtin":
-        train, validation = (
-            _read_files(spec, [ASSETS / data.builtin / f"{part}.jsonl"]) for part in ("train", "validation")
-        )
-    else:
-        train = _read_hub(spec) if data.source == "hub" else _read_files(spec, _expand(data.files, "data.files"))
-        validation = []
-        if data.validation == "files":
-            validation = _read_files(spec, _expand(data.validation_files, "data.validation_files"))
-        elif data.validation == "split":
-            train, validation = _split(train, data.validation_split, seed)
+    train_files, validation_files = file_patterns(data)
+    train = _read_hub(spec) if data.source == "hub" else _read_files(spec, train_files, "data.files")
+    validation = []
+    if data.source == "builtin" or data.validation == "files":
+        validation = _read_files(spec, validation_files, "data.validation_files")
+    elif data.validation == "split":
+        train, validation = _split(train, data.validation_split, seed)
     if spec.train.stage == "kto":
         train, validation = (
             [ConvertedExample(example.location, value) for example in part for value in unpair(example.value)]
@@ -95,14 +91,11 @@ def _split(
     return train, [example for number, example in enumerate(examples) if number in chosen]
 
 
-def _expand(files: Sequence[str], option: str) -> list[Path]:
+def _read_files(spec: RunSpec, files: Sequence[str], option: str) -> list[ConvertedExample]:
     try:
-        return expand(files)
+        paths = expand(files)
     except DataFileError as error:
         raise TrainError(f"{option}: {error}.") from error
-
-
-def _read_files(spec: RunSpec, paths: Iterable[Path]) -> list[ConvertedExample]:
     located = ((f"{path}, line {line}", row) for path in paths for line, row in read_examples(path))
     try:
         return list(_convert(spec, located))

@@ -30,7 +30,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-FORMAT = 2  # raise it when the table changes: it is part of the cache key
+from backend.inspect.architecture import FORMAT
+
 MAX_LAYERS = 2000
 # Attributes of the text config that ModelShape and the rules use. transformers maps the older names (n_embd, n_head)
 # to these.

@@ -51,6 +51,10 @@ class UnsupportedConversation(ValueError):
     """A conversation that the chat template cannot render; the message says why."""
 
 
+class UnmarkedCompletions(UnsupportedConversation):
+    """Completions that cannot be told from their prompts in the rendered text. All tokens could be trained on."""
+
+
 def chatml(tokenizer: Any) -> str:
     """The ChatML template for this tokenizer."""
     known = "<|im_end|>" in tokenizer.get_vocab()
@@ -149,7 +153,7 @@ class ChatTokenizer:
             before = self._render(messages[:number], tools, add_generation_prompt=True)
             after = self._render(messages[: number + 1], tools)
             if not (after.startswith(before) and whole.startswith(after)):
-                raise UnsupportedConversation(
+                raise UnmarkedCompletions(
                     "the chat template rewrites earlier messages, so completions cannot be told from prompts; set "
                     "data.loss_on to all_tokens, or use a data.chat_template_file with {% generation %} markers"
                 )
@@ -157,7 +161,7 @@ class ChatTokenizer:
         try:
             encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
-            raise UnsupportedConversation(
+            raise UnmarkedCompletions(
                 "this tokenizer is not a fast tokenizer and has no character offsets, so completions cannot be told "
                 "from prompts; set data.loss_on to all_tokens"
             ) from error

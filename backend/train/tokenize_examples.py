@@ -1,7 +1,7 @@
 """Inspection of the examples with the model's tokenizer and chat template, as the run will render and tokenize them.
 
-Imports registry, config, data, paths, model, train.data, run_log. Called by `backend.train.worker`; what it finds is
-shown before the run starts. It never downloads anything.
+Imports registry, config, data, inspect, model, train.data, run_log, templates. Called by `backend.train.worker`; what
+it finds is shown before the run starts. It never downloads anything.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.data import DataFileError, InvalidExample, convert, detect_format, expand, read_examples, unpair
-from backend.paths import ASSETS
+from backend.data import (
+    DataFileError,
+    InvalidExample,
+    convert,
+    detect_format,
+    expand,
+    file_patterns,
+    read_examples,
+    unpair,
+)
+from backend.inspect.examples import FORMAT
 from backend.train import model
 from backend.train.data import ConvertedExample, tokenizer_for
 from backend.train.run_log import TrainError
+from backend.train.templates import UnmarkedCompletions
 
-FORMAT = 1  # raise it when the result changes: it is part of the cache key
 MAX_ISSUES = 3
 MAX_LENGTHS = 2000
 BATCH = 16  # examples between two looks at the clock
@@ -79,6 +88,7 @@ def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: Ex
         try:
             columns, counts = to_columns([example])
         except TrainError as error:
+            found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
             if len(found.issues) < MAX_ISSUES:
                 found.issues.append((example.location, str(error).removeprefix(f"{example.location}: ").rstrip(".")))
             continue
@@ -94,12 +104,7 @@ def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: Ex
 def _examples(spec: RunSpec, base: Path) -> Iterator[tuple[bool, ConvertedExample]]:
     """(whether it is a training example, the example), for examples that can be read and converted; the others are
     reported by the inspection of the data files."""
-    data = spec.data
-    if data.source == "builtin":
-        train, validation = ([str(ASSETS / data.builtin / f"{part}.jsonl")] for part in ("train", "validation"))
-    else:
-        train, validation = list(data.files), list(data.validation_files if data.validation == "files" else ())
-    for is_training, files in ((True, train), (False, validation)):
+    for is_training, files in zip((True, False), file_patterns(spec.data), strict=True):
         for path in expand(files, base):
             yield from ((is_training, example) for example in _converted(spec, path))
 

@@ -154,9 +154,8 @@ def _trainer(
     context.run_log.info(f"Trainable parameters: {trained:,} of {count:,} ({trained / count:.2%}).")
     context.group.agree()
     if context.group.rank == 0:
-        shutil.rmtree(
-            context.folder / PREPARED, ignore_errors=True
-        )  # memory-mapped files stay readable until the last rank closes them
+        # The memory-mapped files stay readable until the last rank closes them.
+        shutil.rmtree(context.folder / PREPARED, ignore_errors=True)
     return trainer
 
 

@@ -1,8 +1,8 @@
 """`python -m backend.train.worker`: answers the inspection's requests that need torch, transformers or a tokenizer.
 
-Imports describe_model, tokenize_examples. The client is `backend.inspect.worker`. Requests come on stdin and responses
-go to stdout, one JSON object per line: {"id": ..., "architecture": {...config.json}} or {"id": ..., "examples": {...}},
-and {"id": ..., "result": {...}} or {"id": ..., "error": "reason"}. The process ends when stdin closes, when its parent
+Imports inspect.worker (its client), describe_model, tokenize_examples. Requests come on stdin and responses go to
+stdout, one JSON object per line: {"id": ..., "architecture": {...config.json}} or {"id": ..., "examples": {...}}, and
+{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}. The process ends when stdin closes, when its parent
 process ends, when it takes too much memory, or after --idle seconds without a request.
 """
 
@@ -22,10 +22,10 @@ from typing import Any, TextIO
 import psutil
 import transformers
 
+from backend.inspect.worker import TOO_LARGE
 from backend.train import describe_model
 
 MAX_BYTES = 6 * 2**30  # of this process; a config.json with absurd sizes must not exhaust the host's memory
-TOO_LARGE = 3  # exit status when MAX_BYTES is exceeded
 
 
 def serve(idle: float) -> None:

@@ -22,7 +22,7 @@ from report_files import table
 from training_runs import log_text, losses, make_spec, soak_except, write_plan
 
 from backend.config.options import changes
-from backend.inspect.weights import mismatch, weight_shapes
+from backend.inspect.weights import weights_mismatch
 from backend.inspect.worker import SETTING
 from backend.machine import Machine, probe
 from backend.modelspec import UnknownArchitecture, from_config
@@ -296,7 +296,7 @@ def test_saved_weights_match_their_config(kind: str, tmp_path: Path) -> None:
             shape = shape_from_table(describe(config), config)
         except (UnknownArchitecture, Refused) as error:
             pytest.skip(f"refused: {error}")
-    assert not mismatch(weight_shapes(tmp_path) or {}, shape)
+    assert not weights_mismatch(tmp_path, shape)
 
 
 # --- The document ---

@@ -28,7 +28,7 @@ from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
-ARCHITECTURE_SECONDS = 15  # to read the architecture of a model that no check has seen yet
+INSPECTION_SECONDS = 15  # for a model and examples that no check has inspected yet
 
 
 def _valid_key(key: str) -> str:
@@ -94,7 +94,7 @@ def _run_of_key(state: AppState, key: str) -> Run | None:
 
 def _create(state: AppState, body: StartRequest) -> Run:
     spec, problems = parse_form(body.values)
-    report = run_preflight(state, spec, wait_seconds=ARCHITECTURE_SECONDS)
+    report = run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
     findings = findings_json(report, spec)
     if problems:
         invalid = [{"field": p.field, "message": p.message} for p in problems]

@@ -166,6 +166,8 @@ def test_invalid_inputs_are_named_before_the_run_fails(
     errors = {finding.code: finding.message for finding in found if finding.level == "error"}
     assert [*errors] == [case.code], errors
     assert re.search(case.words, errors[case.code]), errors
+    patched = {option for finding in found for fix in finding.fixes for option in fix.patch}
+    assert ("data.loss_on" in patched) == (name == "template that rewrites earlier turns")
     code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
     assert code == 1, log
 
