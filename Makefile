@@ -46,14 +46,15 @@ test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/pytest -m "alone and not soak and not gpu" || failed=1; \
 	exit $$failed
 
-soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.md
+soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.md, architectures.md
 	$(BIN)/pytest -m soak
 
 # The tests that train, with each instruction set that this CPU has and one thread, then with two and four threads.
 # Losses must agree within rounding with any of them, not to the last bit.
 has = $(shell grep -qw $(1) /proc/cpuinfo && echo $(2))
 CPUS = default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
-TRAIN := optimizers strategies stages methods quantized precisions training loading mixtures labels effects
+TRAIN := optimizers strategies preference_stages methods quantized precisions training rank0_loading mixture_of_experts \
+	loss_labels option_effects
 soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with more threads
 	@trap 'exit 130' INT; failed=0; \
 	for each in $(CPUS:%=%/1) $(lastword $(CPUS))/2 $(lastword $(CPUS))/4; do \
