@@ -231,3 +231,10 @@ def test_no_file_names_the_machine_it_was_written_on():
     files = [p for p in files if not {".venv", ".git", "runs", "node_modules"} & set(p.relative_to(HOME).parts)]
     assert len(files) > 50
     assert not [(p, w) for p in files for w in words if w in p.read_text(errors="replace")]
+
+
+def test_make_names_existing_test_modules():
+    names = re.search(r"^TRAIN := ((?:.*\\\n)*.*)", (HOME / "Makefile").read_text(), re.MULTILINE)
+    assert names is not None
+    for name in names.group(1).replace("\\", "").split():
+        assert (HOME / f"tests/process/test_{name}.py").exists(), name
