@@ -256,16 +256,18 @@ def lora_on_every_expert(case: Case) -> str | None:
     "ADP010",
     "error",
     fields=("lora.targets", "lora.target_modules"),
-    title="PEFT does not support LoRA on some layers of this architecture",
-    source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers",
+    title="Some linear layers of this architecture cannot have a LoRA adapter",
+    source="peft 0.21 tuners_utils.py, _check_lora_target_modules_mamba: out_proj and conv1d of Mamba layers; "
+    "tuners/lora/layer.py, Linear.forward: the output of the layer must be a tensor",
     fails_on=Example(facts=replace(DEMO, lora_refused=("out_proj",))),
     passes_on=Example(
         {"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, facts=replace(DEMO, lora_refused=("out_proj",))
     ),
 )
 def lora_on_unsupported_layers(case: Case) -> Violation | None:
-    """The kernels of Mamba layers read the weights of these linear layers directly, so adapters on them would have no
-    effect. PEFT raises an error for them, also if lora.targets is all-linear."""
+    """An adapter adds its output to the output of a linear layer. The kernels of Mamba layers read the weight of
+    out_proj without calling the layer, and routers that are linear layers return several tensors. PEFT raises an error
+    for such layers, also if lora.targets is all-linear."""
     lora, refused = case.spec.lora, case.facts.lora_refused
     if not _uses_lora(case) or not refused or lora.targets == "attention":
         return None
@@ -277,4 +279,4 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     kept = tuple(name for name in wanted if name not in refused)
     patch = {"lora.targets": "custom", "lora.target_modules": kept}
     fixes = (Fix("Adapt all other linear layers", patch, False, "fewer adapted layers"),) if kept else ()
-    return Violation(f"PEFT refuses adapters on {names(targeted)}.", fixes)
+    return Violation(f"PEFT cannot put adapters on {names(targeted)} of this architecture.", fixes)

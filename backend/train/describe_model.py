@@ -186,8 +186,24 @@ def _described(model: Any) -> dict[str, Any]:
         "flash_attention": bool(model._supports_flash_attn),
         "flex_attention": bool(model._supports_flex_attn),
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
-        **_peft(own, linear, modules),
+        **(peft := _peft(own, linear, modules)),
+        "lora_refused": sorted({*peft["lora_refused"], *_unusual_linear(model)}),
     }
+
+
+def _unusual_linear(model: Any) -> set[str]:
+    """Names of linear layers that do not return one tensor of their `out_features`, such as routers. An adapter adds
+    its output to that of the layer, so it cannot be put on them."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+            try:
+                output = module(torch.empty(1, 1, module.in_features, dtype=module.weight.dtype, device="meta"))
+            except Exception:  # its input has another shape
+                output = None
+            if not isinstance(output, torch.Tensor) or output.shape != (1, 1, module.out_features):
+                found.add(name.rpartition(".")[2])
+    return found
 
 
 def _input_embeddings(model: Any) -> Any:
@@ -283,7 +299,7 @@ def _classes(model: nn.Module, stack: str) -> list[str]:
 
 def _peft(kind: str, linear: set[str], modules: list[dict[str, Any]]) -> dict[str, Any]:
     """How peft treats this model type. `expert_targets`: names by which it adapts stacked experts and the router, and
-    the parameter each stands for; `lora_refused`: linear layers on which it refuses LoRA."""
+    the parameter each stands for; `lora_refused`: linear layers of Mamba on which it refuses LoRA."""
     mixture = kind in {*_MODEL_TO_CONVERSION_PATTERN, "mixtral", "qwen2_moe"}
     if not mixture and not any(entry["class"] == "Conv1d" for entry in modules):
         return {"expert_targets": {}, "expert_fused": {}, "lora_refused": []}

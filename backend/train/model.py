@@ -23,7 +23,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
 from backend.train.device import DTYPES
-from backend.train.patches import bitsandbytes_cpu_layout, tensor_parallel_save
+from backend.train.patches import bitsandbytes_cpu_layout, llama4_base_model, tensor_parallel_save
 from backend.train.run_log import TrainError
 
 Build = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, dtype, further arguments
@@ -92,6 +92,7 @@ def load(
     kernels.apply_liger(spec, model)
     unsloth.check_kernels(spec, model)
     bitsandbytes_cpu_layout.apply(model)
+    llama4_base_model.apply(model)
     embeddings, known = model.get_input_embeddings().num_embeddings, max(tokenizer.get_vocab().values()) + 1
     if known > embeddings:
         raise TrainError(

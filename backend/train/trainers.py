@@ -18,7 +18,13 @@ from backend.runs import CHECKPOINTS
 from backend.train import kernels, optimizers, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
-from backend.train.patches import trl_adapter_dtype, trl_expert_count, trl_loss_positions, trl_router_logits
+from backend.train.patches import (
+    trl_adapter_dtype,
+    trl_expert_count,
+    trl_loss_positions,
+    trl_missing_router,
+    trl_router_logits,
+)
 
 SCHEDULER_ARGUMENTS = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
@@ -115,6 +121,7 @@ def build_trainer(
     if config.device.type == "cpu":
         trl_loss_positions.apply()
     trl_expert_count.apply(model)
+    trl_missing_router.apply(config, model)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model):
         trainer = trl_trainers.trainer_class(spec.train.stage)(
             model=model,

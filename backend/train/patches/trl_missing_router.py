@@ -1,0 +1,47 @@
+"""TRL adds the router loss to every model whose config has `output_router_logits`.
+
+trl/trainer/utils.py, `_fused_forward`: it gives the router logits to Mixtral's loss. Dense variants of mixtures
+(Granite 4, Jamba, Doge) have no routers, so there are no logits; Doge's mixture has logits of another shape. Without the patch
+training of these models fails in the first step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+LIBRARY, SEEN_IN = "trl", "1.16.0"
+OTHER_LOSS = ("doge",)  # the only causal types in transformers 5.23 whose load_balancing_loss_func is not Mixtral's
+
+
+def apply(config: Any, model: Any) -> None:
+    """Disable the router loss in the trainer's config if it cannot be computed for this model."""
+    if hasattr(config, "router_aux_loss_coef") and not has_router_loss(model):
+        config.router_aux_loss_coef = 0.0
+
+
+def has_router_loss(model: Any) -> bool:
+    """Whether the model can record router logits that Mixtral's loss accepts."""
+    if model.config.get_text_config().model_type in OTHER_LOSS:
+        return False
+    routers = tuple(_router_classes(model))
+    return not routers or any(isinstance(module, routers) for module in model.modules())
+
+
+def _router_classes(model: Any) -> Iterator[type]:
+    """Classes whose outputs transformers records as router logits (utils/output_capturing.py)."""
+    for module in model.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorded if isinstance(recorded, (list, tuple)) else (recorded,):
+            target = getattr(recorder, "target_class", recorder)
+            if isinstance(target, type):
+                yield target
+
+
+def obsolete() -> bool:
+    """Whether TRL's condition for the router loss asks for more than the attribute of the config."""
+    trainer = importlib.import_module("trl.trainer.sft_trainer").SFTTrainer
+    condition = 'hasattr(text_config, "output_router_logits") and self.router_aux_loss_coef != 0.0'
+    return condition not in inspect.getsource(trainer.__init__)
