@@ -99,7 +99,10 @@ def _config(config: Mapping[str, Any], folder: str) -> Any:
                 f"transformers {transformers.__version__} has no architecture {kind}; the model's own code (auto_map) "
                 "is not run"
             )
-        made = CONFIG_MAPPING[kind].from_dict({k: v for k, v in config.items() if k not in IGNORED})
+        config_class = CONFIG_MAPPING[kind]
+        values = {k: v for k, v in config.items() if k not in IGNORED}
+        # save_pretrained writes an infinite number as {"__float__": "Infinity"}.
+        made = config_class.from_dict(config_class._decode_special_floats(values))
         layers = _fact(made.get_text_config(decoder=True), "num_hidden_layers")
     except Refused:
         raise

@@ -77,6 +77,22 @@ def both_shapes(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape
     return from_config(config), shape_from_table(describe(config), config)
 
 
+def test_infinite_numbers_of_a_saved_config_are_read() -> None:
+    """save_pretrained writes {"__float__": "Infinity"}, in config.json of every Mamba 2 model."""
+    tables = [
+        describe({"model_type": "mamba2", "num_hidden_layers": 1, "time_step_limit": limit})
+        for limit in ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
+    ]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])
+def test_linear_layers_that_return_several_tensors_have_no_adapter(kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    table = describe({"model_type": kind, **sizes, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 99})
+    assert table["lora_refused"] == ["router"]
+
+
 @pytest.mark.parametrize(("kind", "more"), [*CASES, *MORE_CASES])
 def test_modules_match_the_closed_formula(kind: str, more: dict[str, Any]) -> None:
     closed, read = both_shapes(kind, more)

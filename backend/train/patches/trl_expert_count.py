@@ -17,7 +17,8 @@ def apply(model: Any) -> None:
     """Let `num_experts` of the model's config be another name of `num_local_experts`. It is not saved."""
     config = model.config.get_text_config()
     if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
-        type(config).attribute_map = {**type(config).attribute_map, "num_experts": "num_local_experts"}
+        names = type(config).attribute_map
+        type(config).attribute_map = {**names, "num_experts": names.get("num_local_experts", "num_local_experts")}
 
 
 def obsolete() -> bool:

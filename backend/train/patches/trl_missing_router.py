@@ -1,8 +1,8 @@
 """TRL adds the router loss to every model whose config has `output_router_logits`.
 
 trl/trainer/utils.py, `_fused_forward`: it gives the router logits to Mixtral's loss. Dense variants of mixtures
-(Granite 4, Jamba, Doge) have no routers, so there are no logits; Doge's mixture has logits of another shape. Without the patch
-training of these models fails in the first step.
+(Granite 4, Jamba, Doge) have no routers, so there are no logits; Doge's mixture has logits of another shape. Without
+the patch training of these models fails in the first step.
 """
 
 from __future__ import annotations
