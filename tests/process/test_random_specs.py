@@ -30,7 +30,8 @@ from backend.rules import RULES, Case, Finding
 from backend.rules.autofix import autofix
 from backend.runs import RESULT, processes
 
-LAUNCHED_PER_SEED, REFUSED_PER_SEED = 100, 30  # per seed
+LAUNCHED_PER_SEED = int(os.environ.get("FOOTPLATE_FUZZ_LAUNCHES", 100))
+REFUSED_PER_SEED = LAUNCHED_PER_SEED * 3 // 10
 SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
 # Rules that refuse a run which would succeed, but would silently ignore what its options say.
 SILENT_CHANGES = {
