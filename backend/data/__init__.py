@@ -6,8 +6,16 @@ chat: conversations; formats: one completion per example; preferences: chosen an
 
 from __future__ import annotations
 
-from backend.data.chat import Example, InvalidExample
-from backend.data.formats import DEFAULTS, convert, detect_format, example_problem, required_columns, to_text
+from backend.data.chat import Example, InvalidExample, printable
+from backend.data.formats import (
+    DEFAULTS,
+    convert,
+    detect_format,
+    detection_problem,
+    example_problem,
+    required_columns,
+    to_text,
+)
 from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples
 
@@ -20,10 +28,12 @@ __all__ = [
     "InvalidExample",
     "convert",
     "detect_format",
+    "detection_problem",
     "example_problem",
     "expand",
     "file_patterns",
     "label_problem",
+    "printable",
     "read_examples",
     "required_columns",
     "to_text",

@@ -32,6 +32,7 @@ ROLES = {
     },
 }
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
 
 
 class InvalidExample(ValueError):
@@ -69,14 +70,17 @@ def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidExample(f"turn {number} is {type_name(value)}; expected an object {{{role_key}, {content_key}}}")
     if role_key not in value:
-        keys = ", ".join(str(key) for key in value)
-        raise InvalidExample(f"turn {number} has no key {role_key}; its keys are {keys}")
-    name, roles = str(value[role_key]), ROLES[turn_format]
-    if name not in roles:
-        raise InvalidExample(f"turn {number} has the unknown role {name!r}; supported roles are {', '.join(roles)}")
-    role, calls = roles[name], value.get("tool_calls")
-    if name == "function_call":
-        calls = _calls(value.get(content_key), number)
+        raise InvalidExample(f"turn {number} has no key {role_key}; its keys are {column_names(value)}")
+    name, roles = value[role_key], ROLES[turn_format]
+    if not isinstance(name, str) or name not in roles:
+        shown = f"unknown role {shorten(name)!r}" if isinstance(name, str) else f"role {type_name(name)}"
+        raise InvalidExample(f"turn {number} has the {shown}; supported roles are {', '.join(roles)}")
+    role = roles[name]
+    calls = _calls(value.get(content_key), number) if name == "function_call" else _tool_calls(value, number)
+    if content_key not in value and not calls:
+        raise InvalidExample(f"turn {number} has no key {content_key}; its keys are {column_names(value)}")
+    if role == "user" and value.get(content_key) is None:
+        raise InvalidExample(f"the {content_key} of turn {number} is null; expected text")
     content = "" if name == "function_call" else _content(value.get(content_key), number, content_key)
     if role == "assistant" and not content.strip() and not calls:
         raise InvalidExample(f"turn {number} is an empty assistant turn")
@@ -93,15 +97,32 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": dict(call)} for call in calls]
 
 
+def _tool_calls(value: Mapping[str, Any], number: int) -> list[dict[str, Any]]:
+    """OpenAI's tool calls of a turn; a call may also be the function itself."""
+    calls = parse_json(value.get("tool_calls")) or []
+    if not isinstance(calls, list):
+        raise InvalidExample(f"tool_calls of turn {number} is {type_name(calls)}; expected a list")
+    found = []
+    for call in calls:
+        function = call.get("function") or call if isinstance(call, Mapping) else call
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidExample(f"a tool call of turn {number} has no function with a name")
+        found.append(dict(call) if call.get("function") else {"type": "function", "function": dict(function)})
+    return found
+
+
 def _content(value: Any, number: int, key: str) -> str:
     """Text, or OpenAI's list of text parts; None (next to tool calls) is empty."""
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
-        other = [str(part.get("type")) for part in value if part.get("type") != "text"]
+        other = [shorten(part.get("type")) for part in value if part.get("type") != "text"]
         if other:
             raise InvalidExample(f"turn {number} has a content part of type {other[0]}; only text parts are supported")
-        return "".join(str(part.get("text", "")) for part in value)
+        wrong = [type_name(part.get("text")) for part in value if not isinstance(part.get("text"), str)]
+        if wrong:
+            raise InvalidExample(f"a content part of turn {number} is {wrong[0]}; expected text")
+        return "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise InvalidExample(f"the {key} of turn {number} is {type_name(value)}; expected text")
     return value
@@ -129,9 +150,18 @@ def with_system_prompt(turns: Turns, system: str) -> Turns:
 
 
 def tools(example: Example) -> dict[str, Any]:
-    """{"tools"} if the example has some."""
+    """{"tools"} if the example has some. Raises InvalidExample."""
     found = parse_json(example.get("tools"))
-    return {"tools": found} if isinstance(found, list) and found else {}
+    if not found or (isinstance(found, str) and found.lstrip()[:1] not in ("[", "{")):
+        return {}  # text is a column of another purpose that happens to have this name
+    if isinstance(found, str):
+        raise InvalidExample("column tools is not valid JSON; expected a list of tools")
+    if not isinstance(found, list):
+        raise InvalidExample(f"column tools contains {type_name(found)}; expected a list of tools")
+    wrong = [type_name(tool) for tool in found if not isinstance(tool, Mapping)]
+    if wrong:
+        raise InvalidExample(f"column tools contains {wrong[0]} in its list; expected an object for each tool")
+    return {"tools": found}
 
 
 def require_columns(example: Example, names: Iterable[str]) -> None:
@@ -143,9 +173,27 @@ def require_columns(example: Example, names: Iterable[str]) -> None:
         )
 
 
-def column_names(example: Example) -> str:
+def column_names(example: Example, with_types: bool = False) -> str:
     """The names of an example's columns, for a message."""
-    return ", ".join(str(name) for name in example) or "none"
+    shown = []
+    for name in list(example)[:MAX_COLUMNS]:
+        text = shorten(name)
+        text = text if text.isprintable() and text == text.strip() else repr(text)
+        kind = type_name(example[name]).removeprefix("a ").removeprefix("an ")
+        shown.append(f"{text}: {kind}" if with_types else text)
+    more = f" and {len(example) - MAX_COLUMNS:,} more" if len(example) > MAX_COLUMNS else ""
+    return (", ".join(shown) or "none") + more
+
+
+def printable(text: str) -> str:
+    """The text with halves of surrogate pairs escaped: they cannot be written as UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def shorten(value: Any) -> str:
+    """The beginning of a value as text, for a message."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def required_text(example: Example, column: str) -> str:
@@ -180,7 +228,7 @@ def parse_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -198,5 +246,6 @@ def type_name(value: Any) -> str:
         list: "a list",
         tuple: "a list",
         dict: "an object",
+        bytes: "binary data",
     }
     return words.get(type(value), f"a {type(value).__name__}")

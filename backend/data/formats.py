@@ -11,7 +11,7 @@ from typing import Any
 from backend.config import Data
 from backend.data import chat
 from backend.data.chat import Example, InvalidExample, Turns
-from backend.data.preferences import PREFERENCES
+from backend.data.preferences import PREFERENCES, label_problem
 
 DEFAULTS = {
     "messages": {"messages_column": "messages"},
@@ -23,10 +23,20 @@ DEFAULTS = {
 
 
 def detect_format(example: Example, preferred: Iterable[str] = ()) -> str | None:
-    """The format of `example` by its column names and value types. `preferred` formats are tried first; None if none
-    matches."""
+    """The format of `example` by its column names and value types. `preferred` formats, those that the stage accepts,
+    are tried first; None if none matches."""
+    preferred = tuple(preferred)
+    if "labels" in preferred and label_problem(example):
+        return None  # not a prompt with a completion: the label is wrong
     formats = dict.fromkeys((*preferred, *PREFERENCES, *DEFAULTS))
     return next((format for format in formats if _matches(example, format)), None)
+
+
+def detection_problem(example: Example, formats: Iterable[str]) -> str:
+    """Why `detect_format` finds no format; `formats` are those that the stage accepts."""
+    label = label_problem(example) if "labels" in formats else ""
+    columns = chat.column_names(example, with_types=True)
+    return label or f"matches no data format by its columns ({columns}); set data.format and the column options"
 
 
 def _matches(example: Example, format: str) -> bool:

@@ -123,8 +123,13 @@ def _first(example: Example, configured: str, usual: Sequence[str]) -> str:
 def _label(value: Any, column: str) -> bool:
     text = _label_text(value)
     if text not in TRUE + FALSE:
-        raise InvalidExample(f"column {column} contains {value!r}; expected true or false")
+        raise InvalidExample(_wrong_label(value, column))
     return text in TRUE
+
+
+def _wrong_label(value: Any, column: str) -> str:
+    shown = repr(chat.shorten(value)) if isinstance(value, str) else chat.shorten(value)
+    return f"column {column} contains {'null' if value is None else shown}; expected true or false"
 
 
 def _label_text(value: Any) -> str:
@@ -145,7 +150,7 @@ def label_problem(example: Example) -> str:
     column = _first(example, "", LABELS)
     if not has_parts or column not in example or _is_labeled(example):
         return ""
-    return f"column {column} contains {example[column]!r}; expected true or false"
+    return _wrong_label(example[column], column)
 
 
 PREFERENCES: Mapping[str, Format] = {

@@ -9,17 +9,32 @@ import csv
 import glob
 import importlib
 import json
+import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from backend.config import Data
-from backend.data.chat import Example, type_name
+from backend.data.chat import Example, shorten, type_name
 from backend.paths import ASSETS
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+ICONV = "convert it, for example with iconv -f {} -t utf-8"
+# The first bytes of files that often have the wrong suffix, or are not the data at all.
+CONTENTS: tuple[tuple[tuple[bytes, ...], str], ...] = (
+    ((b"version https://git-lfs.github.com/spec/",), "is a Git LFS pointer, not the file itself; run git lfs pull"),
+    ((b"\x1f\x8b",), "is compressed with gzip; decompress it"),
+    ((b"\x28\xb5\x2f\xfd",), "is compressed with zstd; decompress it"),
+    ((b"\xfd7zXZ\x00",), "is compressed with xz; decompress it"),
+    ((b"PK\x03\x04",), "is a zip archive or an Excel workbook; extract it, or export it as CSV"),
+    (tuple(bytes([0x80, version]) for version in range(2, 6)), "is a Python pickle; save it as .jsonl or .parquet"),
+    ((b"\xff\xfe", b"\xfe\xff"), f"is UTF-16 text; {ICONV.format('utf-16')}"),
+)
+HTML = (b"<!doctype html", b"<html")
 
 
 class DataFileError(ValueError):
@@ -44,8 +59,11 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     """The files that paths and glob patterns match, without duplicates; relative ones are resolved against `base`."""
     found: dict[Path, None] = {}
     for name in files:
-        pattern = str((base or Path()) / Path(name).expanduser())
-        paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
+        try:
+            paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        except OSError as error:  # such as a name that is too long, because it is the data itself
+            raise DataFileError(shorten(name), 0, f"cannot be read: {error.strerror or error}") from None
         if not paths:
             raise DataFileError(name, 0, "matches no file" if glob.has_magic(name) else "does not exist")
         found.update(dict.fromkeys(map(Path, paths)))
@@ -59,9 +77,17 @@ def read_examples(path: Path, limit: int = 0) -> Iterator[tuple[int, Example]]:
     """
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise DataFileError(path, 0, f"has an unsupported file type; supported are {', '.join(SUFFIXES)}")
     try:
+        if path.is_dir():
+            suffix = path.suffix or ".jsonl"
+            raise DataFileError(path, 0, f"is a folder; list its files instead, such as {path}/*{suffix}")
+        if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+            raise DataFileError(path, 0, "is not a regular file")
+        if reader is None:
+            hint = "; decompress it" if path.suffix.lower() in COMPRESSED else ""
+            raise DataFileError(path, 0, f"has an unsupported file type{hint}; supported are {', '.join(SUFFIXES)}")
+        if problem := _content_problem(path):
+            raise DataFileError(path, 0, problem)
         for count, (line, example) in enumerate(reader(path), 1):
             if not isinstance(example, Mapping):
                 raise DataFileError(path, line, f"is {type_name(example)}; expected an object with named columns")
@@ -69,9 +95,40 @@ def read_examples(path: Path, limit: int = 0) -> Iterator[tuple[int, Example]]:
             if count == limit:
                 return
     except UnicodeDecodeError:
-        raise DataFileError(path, 0, "is not UTF-8 text; convert it with iconv -t utf-8") from None
+        raise _encoding_error(path) from None
     except OSError as error:
         raise DataFileError(path, 0, f"cannot be read: {error.strerror or error}") from None
+
+
+def _content_problem(path: Path) -> str:
+    """What a file is, if its first bytes are not those of its suffix; '' if they may be. Raises OSError."""
+    with path.open("rb") as file:
+        head = file.read(512)
+    for starts, problem in CONTENTS:
+        if head.startswith(starts):
+            return problem
+    if head.startswith(b"PAR1") and path.suffix.lower() != ".parquet":
+        return "is a Parquet file; rename it to .parquet"
+    if head.lstrip().lower().startswith(HTML):
+        return "is an HTML page, not data: the download may have failed, or needs a login"
+    if len(head) > 1 and (head[0] == 0) != (head[1] == 0):
+        return f"is UTF-16 text; {ICONV.format('utf-16le' if head[0] else 'utf-16be')}"
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if path.suffix.lower() == ".jsonl" and first == b"[":
+        return "contains a JSON list, and a .jsonl file has one object per line; rename it to .json"
+    return ""
+
+
+def _encoding_error(path: Path) -> DataFileError:
+    """The first line of a file that is not UTF-8, and its first invalid byte."""
+    with path.open("rb") as file:
+        for line, text in enumerate(file, 1):
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                byte = f"byte {text[error.start]:#04x} in column {error.start + 1}"
+                return DataFileError(path, line, f"is not UTF-8 text: {byte}; {ICONV.format('windows-1252')}")
+    return DataFileError(path, 0, "is not UTF-8 text")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -81,25 +138,27 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 yield line, json.loads(text)
-            except ValueError as error:
-                raise DataFileError(path, line, f"is not valid JSON: {_reason(error)}") from None
+            except (ValueError, RecursionError) as error:
+                hint = "; a .jsonl file has one object per line" if text.strip() == "{" else ""
+                raise DataFileError(path, line, _json_problem(error, text) + hint) from None
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     """A list of examples, or {"data": [...]}; decoded element by element, so that the line of each example is known."""
     text = path.read_text(encoding="utf-8-sig")
-    begin = _LIST.match(text)
-    if begin is None:
+    at = _list_start(text)
+    if not at:
         raise DataFileError(
             path, 0, 'must contain a list of examples, or {"data": [...]}; one object per line is a .jsonl file'
         )
-    at, line, counted, more = begin.end(), 1, 0, False
+    line, counted, more = 1, 0, False
     while text[at : at + 1] != "]" or more:
         line, counted = line + text.count("\n", counted, at), at
         try:
             row, at = _DECODER.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise DataFileError(path, error.lineno, f"is not valid JSON: {_reason(error)}") from None
+        except (ValueError, RecursionError) as error:
+            place = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            raise DataFileError(path, place, _json_problem(error, text)) from None
         yield line, row
         at = _skip(text, at)
         more = text[at : at + 1] == ","
@@ -107,13 +166,35 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
             raise DataFileError(path, text.count("\n", 0, at) + 1, "is not valid JSON: a comma or ] is missing")
         at = _skip(text, at + 1) if more else at
     rest = _skip(text, at + 1)
-    if "{" not in begin.group() and rest < len(text):
+    if text.lstrip()[:1] == "[" and rest < len(text):
         raise DataFileError(path, text.count("\n", 0, rest) + 1, "is not valid JSON: there is text after the list")
 
 
-_LIST = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[\s*')
 _BLANK = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
+
+
+def _list_start(text: str) -> int:
+    """The position of the first element of the list of examples, which is the whole text or the value of the key data;
+    0 without one."""
+    at = _skip(text, 0)
+    if text[at : at + 1] == "[":
+        return _skip(text, at + 1)
+    more = text[at : at + 1] == "{"
+    try:
+        while more:
+            key, at = _DECODER.raw_decode(text, _skip(text, at + 1))
+            at = _skip(text, at)
+            value = _skip(text, at + 1)
+            if text[at : at + 1] != ":":
+                return 0
+            if key == "data":
+                return _skip(text, value + 1) if text[value : value + 1] == "[" else 0
+            at = _skip(text, _DECODER.raw_decode(text, value)[1])
+            more = text[at : at + 1] == ","
+    except (ValueError, RecursionError):
+        pass
+    return 0
 
 
 def _skip(text: str, at: int) -> int:
@@ -125,18 +206,42 @@ def _skip(text: str, at: int) -> int:
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default limit of 128 KiB is shorter than some completions
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        line = 2
+        reader, line = csv.reader(file, strict=True), 1
+        names: list[str] = []
         try:
-            for row in reader:
-                if None in row:
-                    columns = len(reader.fieldnames or ())
-                    message = f"has more fields than the {columns} columns of line 1; quote fields that contain commas"
-                    raise DataFileError(path, line, message)
-                yield line, row
+            for fields in reader:
+                if names and fields:
+                    if problem := _row_problem(len(fields), len(names)):
+                        raise DataFileError(path, line, problem)
+                    yield line, dict(zip(names, fields, strict=True))
+                elif fields:
+                    names = fields
+                    if problem := _header_problem(names):
+                        raise DataFileError(path, line, problem)
                 line = reader.line_num + 1
         except csv.Error as error:
             raise DataFileError(path, line, f"is not valid CSV: {error}") from None
+
+
+def _row_problem(fields: int, columns: int) -> str:
+    """Why a row with so many fields does not fit the header; '' if it does."""
+    if fields == columns:
+        return ""
+    wrong, cause = ("more", "commas") if fields > columns else ("fewer", "line breaks")
+    return f"has {wrong} fields ({fields}) than the header has columns ({columns}); quote fields that contain {cause}"
+
+
+def _header_problem(names: list[str]) -> str:
+    """Why these column names are not a header; '' if they are."""
+    separator = next((each for each in (";", "\t") if len(names) == 1 and each in names[0]), "")
+    if separator:
+        return f"has columns that are separated by {separator!r}; separate them with commas"
+    return _duplicate_problem(names)
+
+
+def _duplicate_problem(names: Iterable[str]) -> str:
+    twice = next((name for name, count in Counter(names).items() if count > 1 and name), "")
+    return f"has two columns {shorten(twice)}" if twice else ""
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
@@ -147,16 +252,31 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         number = 0
         with parquet.ParquetFile(path) as file:
+            if problem := _duplicate_problem(file.schema_arrow.names):
+                raise DataFileError(path, 0, problem)
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except ValueError as error:  # pyarrow's errors are ValueErrors
-        raise DataFileError(path, 0, f"is not a valid Parquet file: {error}") from None
+    except DataFileError:
+        raise
+    except UnicodeDecodeError:
+        raise DataFileError(path, 0, "contains text that is not UTF-8") from None
+    except importlib.import_module("pyarrow").ArrowException as error:
+        raise DataFileError(path, 0, f"is not a valid Parquet file: {str(error).rstrip('.')}") from None
+    except (ValueError, OverflowError) as error:  # such as a time after the year 9999
+        raise DataFileError(path, 0, f"contains a value that Python cannot represent: {error}") from None
 
 
-def _reason(error: ValueError) -> str:
-    """The message of the json module with the column only: the location already has the line."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg[:1].lower()}{error.msg[1:]} (column {error.colno})"
-    return str(error)
+def _json_problem(error: Exception, text: str) -> str:
+    """What is wrong with JSON: the message of the json module with the column only, since the location has the line."""
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"contains a number with more than {sys.get_int_max_str_digits()} digits"
+    reason = f"{error.msg[:1].lower()}{error.msg[1:]} (column {error.colno})"
+    if text.startswith("\ufeff"):
+        reason = "it begins with a byte order mark; remove it"
+    elif "\0" in text[error.pos : error.pos + 1]:
+        reason = f"it contains a NUL byte (column {error.colno})"
+    return f"is not valid JSON: {reason}"

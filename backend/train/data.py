@@ -25,6 +25,7 @@ from backend.data import (
     InvalidExample,
     convert,
     detect_format,
+    detection_problem,
     expand,
     file_patterns,
     read_examples,
@@ -121,7 +122,7 @@ def _convert(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[
         if format == "auto":
             format = detect_format(row, stage.formats) or ""
             if not format:
-                raise TrainError(f"{location}: no known format has the columns {', '.join(row)}. Set data.format.")
+                raise TrainError(f"{location}: {detection_problem(row, stage.formats)}.")
         if format not in stage.formats:
             option = "data.builtin" if spec.data.source == "builtin" else "data.format"
             raise TrainError(
