@@ -13,7 +13,7 @@ from typing import Any
 from backend import registry
 from backend.config import RunSpec
 from backend.config.options import effective
-from backend.inspect import InputFacts, inspect_inputs, resolve_paths, wait_for_worker
+from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
@@ -89,17 +89,45 @@ class Report:
         if shape:
             count = trainable_parameters(self.spec, shape)
             parts.append(f"{_short(count)} of {_short(shape.parameters)} parameters trainable")
-        if self.facts.num_tokenized and not self.facts.all_tokenized:
-            parts.append(f"the first {counted(self.facts.num_tokenized, 'example')} checked")
         return "; ".join(parts)
 
+    @property
+    def checked(self) -> str:
+        """How many examples were checked, such as "first 12,400 of 50,000 examples checked"; '' if none can be."""
+        facts = self.facts
+        done = "checked" if facts.tokenizer_size else "read"
+        if facts.examples_problem:
+            return f"examples not checked: {facts.examples_problem}"
+        if not facts.num_checked:
+            return "no examples checked yet" if facts.examples_pending else ""
+        if facts.all_checked:
+            return f"all {counted(facts.num_checked, 'example')} {done}"
+        return f"{self._first_examples} {done}"
 
-def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0) -> Report:
+    @property
+    def unchecked_note(self) -> str:
+        """A sentence about examples that were not checked in time; '' if there are none."""
+        facts = self.facts
+        if facts.examples_problem:
+            return f"The examples were not checked: {facts.examples_problem}."
+        if not facts.examples_pending:
+            return ""
+        if not facts.num_checked:
+            return "The examples were not checked in time; a run checks them while it prepares its data."
+        return f"The {self._first_examples} were checked; a run checks the rest while it prepares its data."
+
+    @property
+    def _first_examples(self) -> str:
+        count, total = self.facts.num_checked, self.facts.num_in_files
+        return f"first {count:,} of {total:,} examples" if total > count else f"first {counted(count, 'example')}"
+
+
+def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0, show: Show = no_show) -> Report:
     """Inspect, check, estimate and plan. Relative paths in `spec` are relative to `base`. Never raises for the values
     of a spec. Waits up to `wait_seconds` for the worker process, which reads an architecture without a closed formula
-    and tokenizes the examples."""
+    and all examples; `show` gets its progress as a text."""
     if wait_seconds:
-        wait_for_worker(resolve_paths(effective(spec), base), base, seconds=wait_seconds)
+        wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
     case = build_case(spec, machine, base)
     launch_plan = plan(case.spec, machine, run=case.run)
     return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), launch_plan)

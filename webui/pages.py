@@ -74,6 +74,7 @@ REPORT = """
   <section class="fp-status" id="fp-status" data-level="checking" role="status" aria-live="polite">
     <p class="fp-status-text">Checking</p>
     <p class="fp-status-more"></p>
+    <p class="fp-status-examples" aria-live="off"></p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.cli import docs as documents
+from backend.cli.status_line import StatusLine
 from backend.config import Launch, RunSpec
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
@@ -29,7 +30,7 @@ from backend.rules import Finding, Fix
 WIDTH, INDENT = 110, " " * 9
 UNSAFE = "changes the training result"
 
-INSPECTION_SECONDS = 30  # for a model and examples that no check has inspected yet
+INSPECTION_SECONDS = 600  # for a model and examples that no check has inspected yet
 
 
 def print_json(value: Any) -> None:
@@ -60,7 +61,13 @@ def target_machine(arguments: argparse.Namespace) -> Machine:
 
 def run_preflight(arguments: argparse.Namespace) -> Report:
     """The preflight report of SPEC on the machine."""
-    return preflight(read_spec(arguments), target_machine(arguments), Path.cwd(), wait_seconds=INSPECTION_SECONDS)
+    return wait_for_preflight(read_spec(arguments), target_machine(arguments))
+
+
+def wait_for_preflight(spec: RunSpec, machine: Machine) -> Report:
+    """The preflight report of `spec`, with all examples checked; shows the progress on stderr."""
+    with StatusLine() as line:
+        return preflight(spec, machine, Path.cwd(), INSPECTION_SECONDS, line.show)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -74,15 +81,22 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """The verdict, the machine and every finding with its reason and fixes."""
-    findings = [asdict(finding) for finding in report.findings]
-    machine = describe(report.machine)
-    return {"can_run": report.can_run, "verdict": report.verdict, "machine": machine, "findings": findings}
+    """The verdict, the machine, how many examples were checked, and every finding with its reason and fixes."""
+    facts = report.facts
+    return {
+        "can_run": report.can_run,
+        "verdict": report.verdict,
+        "machine": describe(report.machine),
+        "examples": {"checked": facts.num_checked, "all_checked": facts.all_checked, "note": report.unchecked_note},
+        "findings": [asdict(finding) for finding in report.findings],
+    }
 
 
 def print_findings(report: Report) -> None:
     """Print the verdict, then each finding with its reason and fixes."""
     print(f"{report.verdict} ({describe(report.machine)})")
+    if report.unchecked_note:
+        print(report.unchecked_note)
     for finding in report.findings:
         print("", *_finding_lines(finding), sep="\n")
 

@@ -14,9 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import INSPECTION_SECONDS, print_findings, print_json, read_spec, report_json
+from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
-from backend.preflight import preflight
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
 from backend.runs.metrics import Metrics, since
@@ -28,13 +27,15 @@ POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 def run(arguments: argparse.Namespace) -> int:
     """Start a run and print its id; with --follow wait until it ends."""
-    report = preflight(read_spec(arguments), probe(Path.cwd()), Path.cwd(), wait_seconds=INSPECTION_SECONDS)
+    report = wait_for_preflight(read_spec(arguments), probe(Path.cwd()))
     if not report.can_run and not arguments.skip_checks:
         if arguments.json:
             print_json({"error": report.verdict, **report_json(report)})
         else:
             print_findings(report)
         return 1
+    if report.unchecked_note:
+        print(report.unchecked_note, file=sys.stderr)
     plan = report.plan
     if not report.can_run:  # the trainer must not refuse what the user has chosen to start
         plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})

@@ -17,20 +17,33 @@ from backend.config.processes import rendezvous_port
 from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.disk import inspect_nvme_folder
-from backend.inspect.examples import inspect_examples, wait_for_examples
+from backend.inspect.examples import inspect_examples, merge_facts, wait_for_examples
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config
 from backend.inspect.model_folder import inspect_model, wait_for_architecture
 from backend.inspect.ports import inspect_port
+from backend.inspect.worker import Show, no_show
 
-__all__ = ["DataIssue", "InputFacts", "download_config", "inspect_inputs", "resolve_paths", "wait_for_worker"]
+__all__ = [
+    "DataIssue",
+    "InputFacts",
+    "Show",
+    "download_config",
+    "inspect_inputs",
+    "no_show",
+    "resolve_paths",
+    "wait_for_worker",
+]
+
+
+ARCHITECTURE_SECONDS = 30.0  # to wait for the architecture of a model
 
 
 def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
     """`spec` with every relative path resolved against `base`: a run's working directory is its own folder."""
 
     def absolute(text: str) -> str:
-        return os.path.normpath(base / Path(text).expanduser()) if text else text
+        return os.path.normpath(base / os.path.expanduser(text)) if text else text
 
     patch: dict[str, Any] = {
         name: absolute(value)
@@ -51,10 +64,9 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
 
 def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
     """Inspect every file that `spec` names; relative paths are resolved against `base`. Never raises."""
+    model, data = inspect_model(spec, base, environment), inspect_data_files(spec, base)
     return InputFacts(
-        **inspect_model(spec, base, environment)
-        | inspect_data_files(spec, base)
-        | inspect_examples(spec, base, environment),
+        **merge_facts(model | data, inspect_examples(spec, base, environment)),
         template_problem=_template_problem(spec.data, base),
         checkpoint_problem=checkpoint_problem(spec, base),
         **inspect_nvme_folder(spec, base),
@@ -63,14 +75,15 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
 
 
 def wait_for_worker(
-    spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
+    spec: RunSpec, base: Path, seconds: float, show: Show = no_show, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Wait until the worker process has read the model's architecture and tokenized the examples, at most `seconds`, so
-    that `inspect_inputs` knows them. For callers that can wait: the command line and Start."""
+    """Wait until the worker process has read the model's architecture and all examples, at most `seconds`, so that
+    `inspect_inputs` knows them. `show` gets the progress as a text. For callers that can wait: the command line and
+    Start."""
     until = time.monotonic() + seconds
     inspect_examples(spec, base, environment)  # starts it, next to the architecture
-    wait_for_architecture(spec, base, environment, seconds)
-    wait_for_examples(spec, base, environment, until - time.monotonic())
+    wait_for_architecture(spec, base, environment, min(seconds, ARCHITECTURE_SECONDS), show)
+    wait_for_examples(spec, base, environment, until - time.monotonic(), show)
 
 
 def _template_problem(data: Data, base: Path) -> str:

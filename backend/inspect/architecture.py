@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
+from backend.inspect.worker import Result, Show, WorkerCache, installed_versions, may_start, no_show
 from backend.modelspec import (
     NO_SEQUENCE_CLASSIFICATION,
     SCORE,
@@ -44,9 +44,10 @@ class ModuleTables(WorkerCache):
         """The table, or the reason why there is none, or None while it is being built."""
         return self.find(cache_key(config), {"architecture": config}, start)
 
-    def wait(self, config: Config, timeout: float = 30.0) -> Result | str:
+    def wait(self, config: Config, timeout: float = 30.0, show: Show = no_show) -> Result | str:
         """As `get`, but waits for at most `timeout` seconds."""
-        return self.wait_for(cache_key(config), {"architecture": config}, timeout)
+        request = {"architecture": config}
+        return self.wait_for(cache_key(config), request, timeout, lambda _: show("Reading the model's architecture"))
 
 
 def cache_key(config: Config) -> str:
@@ -82,14 +83,14 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
     return {**facts, "shape": shape, "module_classes": tuple(table["class_names"])}
 
 
-def await_architecture(config: Config, environment: Mapping[str, str], seconds: float) -> None:
+def await_architecture(config: Config, environment: Mapping[str, str], seconds: float, show: Show = no_show) -> None:
     """Wait until `read_architecture` knows this config, at most `seconds`."""
     with suppress(UnknownArchitecture):
         from_config(config)
         if not _composite(config):
             return
     if may_start(environment):
-        _tables(cache_folder(environment)).wait(config, seconds)
+        _tables(cache_folder(environment)).wait(config, seconds, show)
 
 
 def _read_table(config: Config, environment: Mapping[str, str], reason: str, has_custom_code: bool) -> dict[str, Any]:

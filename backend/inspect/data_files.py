@@ -1,7 +1,8 @@
 """Inspection of data files: format, columns, number of examples, token lengths, invalid examples.
 
-Imports registry, config, data, paths. An inspection reads at most 64 MiB and 0.2 s of examples; the rest is counted or
-estimated. Results are cached until a file's size or modification time changes.
+Imports registry, config, data, paths. An inspection reads at most 64 MiB and 0.2 s of examples, since the form waits
+for it; the rest is counted or estimated, and read by the worker process (`examples.py`). Results are cached until a
+file's size or modification time changes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from backend.data import (
     InvalidExample,
     convert,
     detect_format,
+    detection_problem,
     expand,
     file_patterns,
-    label_problem,
+    printable,
     read_examples,
 )
 from backend.inspect.facts import DataIssue
@@ -34,6 +36,7 @@ MAX_SECONDS = 0.2
 MAX_ISSUES = 3  # per file
 MAX_LENGTHS = 2000  # per file
 TURN_TOKENS = 3  # special tokens of a chat template around a turn, in addition to those that _count_tokens adds
+NO_EXAMPLES = "contains no examples"
 SINGLE_TOKEN = re.compile(r"[^\sA-Za-z]")
 
 
@@ -54,6 +57,8 @@ class _FileFacts:
 
     num_examples: int
     count_is_exact: bool
+    num_read: int
+    all_read: bool
     format: str
     columns: tuple[str, ...]
     token_lengths: tuple[int, ...]
@@ -93,6 +98,8 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
             per_example * sum(facts.num_examples for facts in validation[0]) if validation[0] else None
         ),
         "counts_are_exact": all(facts.count_is_exact for facts in (*train[0], *validation[0])),
+        "num_checked": per_example * sum(facts.num_read for facts in (*train[0], *validation[0])),
+        "all_checked": all(facts.all_read for facts in (*train[0], *validation[0])),
         "token_lengths": tuple(sorted(length for facts in train[0] for length in facts.token_lengths)),
         "min_prompt_tokens": min((facts.min_prompt_tokens for facts in train[0]), default=0),
         "label_counts": labels,
@@ -103,27 +110,29 @@ def _files(
     names: tuple[str, ...], field: str, data: Data, formats: tuple[str, ...], base: Path, deadline: float
 ) -> tuple[list[_FileFacts], list[DataIssue]]:
     """The facts and issues of the files that paths and glob patterns match; `field` is the option that lists them."""
-    found: list[_FileFacts] = []
+    found: dict[Path, _FileFacts] = {}
     issues: list[DataIssue] = []
     columns = tuple(getattr(data, name) for name in COLUMN_OPTIONS)
     read_as = _ReadAs(formats, data.format, columns, data.system_prompt)
     for name in names:
         try:
             for path in expand([name], base):
-                stat = path.stat()
-                if path.is_dir():
-                    issues.append(
-                        DataIssue(field, name, f"is a folder; list its files instead, such as {name}/*.jsonl")
-                    )
+                if path in found:
                     continue
-                facts = _file(path, stat.st_mtime_ns, stat.st_size, read_as, deadline)
-                found.append(facts)
+                stat = path.stat()
+                found[path] = facts = _file(path, stat.st_mtime_ns, stat.st_size, read_as, deadline)
                 issues += [DataIssue(field, *issue) for issue in facts.issues]
+                if not facts.issues and not facts.num_examples and facts.count_is_exact:
+                    issues.append(DataIssue(field, str(path), NO_EXAMPLES))
+                if read_as.format == "auto" and facts.format:  # the run detects it from the first example of all files
+                    read_as = replace(read_as, format=facts.format)
         except DataFileError as error:
-            issues.append(DataIssue(field, name, error.message))
+            issues.append(DataIssue(field, error.path, error.message))
         except OSError as error:
             issues.append(DataIssue(field, name, f"cannot be read: {error.strerror or error}"))
-    return found, issues
+    if any(facts.format and facts.num_examples for facts in found.values()):  # the run reads the other files
+        issues = [issue for issue in issues if issue.message != NO_EXAMPLES]
+    return list(found.values()), issues
 
 
 _CACHE: dict[tuple[Any, ...], _FileFacts] = {}
@@ -141,29 +150,31 @@ def _file(path: Path, modified_ns: int, size: int, read_as: _ReadAs, deadline: f
 
 def _inspect_file(path: Path, size: int, read_as: _ReadAs, deadline: float) -> _FileFacts:
     if path.suffix.lower() == ".json" and size > MAX_BYTES:
-        return _FileFacts(0, False, "", (), (), 0, (0, 0), ())  # a .json file can only be parsed as a whole
+        return _FileFacts(0, False, 0, False, "", (), (), 0, (0, 0), ())  # a .json file can only be parsed as a whole
     columns = dict(zip(COLUMN_OPTIONS, read_as.columns, strict=True))
     data = Data().model_copy(update={**columns, "system_prompt": read_as.system_prompt})
     inspection = _Inspection(path, data, read_as.formats, "" if read_as.format == "auto" else read_as.format)
-    is_exact = True
+    is_exact = all_read = True
     try:
         for line, example in read_examples(path):
             if not inspection.add(line, example):
+                all_read = False
                 break
             if inspection.count >= 50 and (time.monotonic() > deadline or inspection.characters > MAX_BYTES):
-                is_exact = False
+                is_exact = all_read = False
                 break
     except DataFileError as error:
         location = f"{path}, line {error.line}" if error.line else str(path)
         inspection.issues.append((location, error.message, bool(error.line)))
+        all_read = False
     count = inspection.count
     if not is_exact:
         count = _count_examples(path, size, inspection.count, inspection.characters)
-    if not count and not inspection.issues:
-        inspection.issues.append((str(path), "contains no examples", False))
     return _FileFacts(
         count,
         is_exact,
+        inspection.count,
+        all_read,
         inspection.format,
         inspection.columns,
         tuple(inspection.token_lengths),
@@ -193,13 +204,11 @@ class _Inspection:
     def add(self, line: int, example: Mapping[str, Any]) -> bool:
         """Inspect one example; False if the rest of the file need not be read."""
         self.count += 1
-        self.columns = self.columns or tuple(str(name) for name in example)
+        self.columns = self.columns or tuple(printable(str(name)) for name in example)
         self.format = self.format or detect_format(example, self.formats) or ""
         if not self.format:
-            columns = ", ".join(self.columns)
-            message = f"matches no data format by its columns ({columns}); set data.format and the column options"
-            label = label_problem(example) if "labels" in self.formats else ""
-            self.issues.append((f"{self.path}, line {line}" if label else str(self.path), label or message, False))
+            problem = detection_problem(example, self.formats)
+            self.issues.append((f"{self.path}, line {line}", problem, False))
             return False
         texts = _texts(example)
         self.characters += sum(map(len, texts))
@@ -245,7 +254,7 @@ def _count_examples(path: Path, size: int, count: int, characters: int) -> int:
     """Examples of a file that was not read to its end: the lines of a .jsonl file up to 256 MiB, else extrapolated."""
     if path.suffix.lower() == ".jsonl" and size <= 4 * MAX_BYTES:
         with suppress(OSError), path.open("rb") as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+            return max(count, sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b"")))
     return max(count, round(count * size / max(1, characters)))
 
 
@@ -258,10 +267,14 @@ def _count_tokens(texts: list[str]) -> int:
 
 
 def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _texts(part)]
-    if isinstance(value, list | tuple):
-        return [text for part in value for text in _texts(part)]
-    return []
+    """All texts in a value, also in nested ones."""
+    found, remaining = [], [value]
+    while remaining:  # not recursive: JSON may be nested deeper than Python's stack
+        part = remaining.pop()
+        if isinstance(part, str):
+            found.append(part)
+        elif isinstance(part, Mapping):
+            remaining += part.values()
+        elif isinstance(part, list | tuple):
+            remaining += part
+    return found

@@ -1,7 +1,7 @@
-"""Inspection of the examples with the model's tokenizer and chat template, in the worker process.
+"""Inspection of all examples in the worker process, with the model's tokenizer and chat template where it has them.
 
-Imports config, data, paths, facts, model_folder, worker. A check requests a few seconds of tokenization and does not
-wait for it; the command line and Start wait, and give it more time. The result is kept until a file changes.
+Imports config, data, paths, data_files, facts, model_folder, worker. A check requests it and shows what is known so
+far; the command line and Start wait for it. The result is kept until a file changes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.data import DataFileError, expand, file_patterns
-from backend.inspect.facts import DataIssue
+from backend.inspect.data_files import inspect_data_files
+from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.model_folder import local_folder
-from backend.inspect.worker import Result, WorkerCache, installed_versions, may_start
+from backend.inspect.worker import Result, Show, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
 
-FORMAT = 2  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
-CHECK_SECONDS, START_SECONDS = 5.0, 30.0  # of tokenization
+FORMAT = 3  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -34,49 +34,62 @@ class ExampleReports(WorkerCache):
 
 @lru_cache(maxsize=8)
 def _reports(folder: Path) -> ExampleReports:
-    return ExampleReports(folder, seconds=START_SECONDS + 60)
+    return ExampleReports(folder, seconds=120)  # until the first progress report; the libraries load in 5 s
 
 
 def inspect_examples(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The InputFacts that the tokenizer knows; {} if they cannot be known, or not yet. Returns at once."""
+    """The InputFacts that the worker has found so far; {} if nothing can be found. Returns at once."""
     request = _request(spec, base, environment)
     if request is None:
         return {}
-    reports = _reports(cache_folder(environment))
-    found = reports.find(_key(request, START_SECONDS), {}, start=False)
-    if not isinstance(found, Mapping):
-        start = may_start(environment)
-        found = reports.find(_key(request, CHECK_SECONDS), _body(request, CHECK_SECONDS), start)
-        if found is None:
-            return {"examples_pending": start}
-    return {} if isinstance(found, str) else _facts(found, spec)
+    reports, start = _reports(cache_folder(environment)), may_start(environment)
+    found = reports.find(_key(request), _body(request), start)
+    if isinstance(found, str):
+        return {"examples_problem": found}
+    if found is None:
+        progress = reports.progress(_key(request))
+        facts = _facts(progress, spec) if progress else {"num_checked": 0, "all_checked": False}
+        return {**facts, "examples_pending": True} if start else {}
+    return _facts(found, spec)
 
 
-def wait_for_examples(spec: RunSpec, base: Path, environment: Mapping[str, str], seconds: float) -> None:
-    """Wait until `inspect_examples` knows all examples, or as many as can be tokenized in START_SECONDS; at most
-    `seconds`. For callers that can wait: the command line and Start."""
+def merge_facts(facts: Mapping[str, Any], examples: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts, replaced by those of `inspect_examples`, which finds again what `inspect_data_files` has found."""
+    issues = dict.fromkeys((*facts.get("data_issues", ()), *examples.get("data_issues", ())))
+    return {**facts, **examples, "data_issues": tuple(issues)}
+
+
+def wait_for_examples(spec: RunSpec, base: Path, environment: Mapping[str, str], seconds: float, show: Show) -> None:
+    """Wait until `inspect_examples` knows all examples, at most `seconds`. `show` gets the progress as a text."""
     request = _request(spec, base, environment)
     if request is None or not may_start(environment):
         return
-    reports = _reports(cache_folder(environment))
-    quick = reports.find(_key(request, CHECK_SECONDS), {}, start=False)
-    if not (isinstance(quick, Mapping) and quick["complete"]):
-        reports.wait_for(_key(request, START_SECONDS), _body(request, START_SECONDS), seconds)
+
+    def show_progress(progress: Result) -> None:
+        if progress:
+            checked = f"{progress['num_train'] + progress['num_validation']:,}"
+            show(f"Checked {checked}{f' of {total:,}' if total else ''} examples")
+        else:
+            show("Loading the tokenizer" if request["folder"] else "Reading the examples")
+
+    total = InputFacts(**inspect_data_files(spec, base)).num_in_files
+    _reports(cache_folder(environment)).wait_for(_key(request), _body(request), seconds, show_progress)
 
 
 def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the worker needs and the result depends on; None where nothing can be inspected before the run: data on the
-    Hub, a model that is not downloaded, a tokenizer with custom code (which is not run while a form is filled in)."""
+    """What the worker needs and the result depends on; None for data on the Hub, and where `inspect_data_files` finds
+    as much. Without a `folder`, examples are only read: the model is not downloaded, or its tokenizer has custom code,
+    which is not run while a form is filled in."""
     folder = local_folder(spec, base, environment)
-    if spec.data.source == "hub" or folder is None or spec.model.trust_remote_code:
-        return None
     try:
-        data, model = _files(_data_files(spec), base), _files(TOKENIZER_FILES, folder)
+        data = _files(_data_files(spec), base)
+        model = _files(TOKENIZER_FILES, folder) if folder and not spec.model.trust_remote_code else []
     except (OSError, DataFileError):
         return None  # reported by the inspection of the files
-    if not data or not model:
+    if spec.data.source == "hub" or not data or (not model and inspect_data_files(spec, base)["counts_are_exact"]):
         return None
-    return {"spec": _inspected(spec), "base": str(base), "folder": str(folder), "files": [*data, *model]}
+    place = str(folder) if model else ""
+    return {"spec": _inspected(spec), "base": str(base), "folder": place, "files": [*data, *model]}
 
 
 def _inspected(spec: RunSpec) -> dict[str, Any]:
@@ -100,28 +113,37 @@ def _files(patterns: tuple[str, ...], base: Path) -> list[tuple[str, int, int]]:
     return found
 
 
-def _key(request: Mapping[str, Any], seconds: float) -> str:
+def _key(request: Mapping[str, Any]) -> str:
     versions = installed_versions("transformers", "tokenizers", "trl", "jinja2")
-    text = json.dumps([FORMAT, versions, request, seconds], sort_keys=True, default=str)
+    text = json.dumps([FORMAT, versions, request], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _body(request: Mapping[str, Any], seconds: float) -> Result:
-    return {"examples": {name: request[name] for name in ("spec", "base", "folder")} | {"seconds": seconds}}
+def _body(request: Mapping[str, Any]) -> Result:
+    return {"examples": {name: request[name] for name in ("spec", "base", "folder")}}
 
 
 def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
     option = "data.builtin" if spec.data.source == "builtin" else "data.files"
+    validation = "data.builtin" if spec.data.source == "builtin" else "data.validation_files"
     facts: dict[str, Any] = {
         "tokenizer_problem": found["problem"],
         "tokenizer_size": found["vocabulary"],
-        "unrenderable_examples": tuple(DataIssue(option, place, text, True) for place, text in found["issues"]),
-        "num_tokenized": found["checked"],
-        "all_tokenized": found["complete"],
-        "num_usable": found["usable"] if found["complete"] else None,
+        "data_issues": tuple(
+            DataIssue(option if is_training else validation, place, text, is_example)
+            for is_training, place, text, is_example in found["data_issues"]
+        ),
+        "unrenderable_examples": tuple(DataIssue(option, place, text, True) for place, text in found["unrenderable"]),
+        "num_checked": found["num_train"] + found["num_validation"],
+        "all_checked": found["complete"],
+        "num_usable": found["usable"] if found["complete"] and found["tokenized"] else None,
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
     }
+    if found["complete"]:
+        facts |= {"num_examples": found["num_train"], "counts_are_exact": True}
+        if file_patterns(spec.data)[1]:
+            facts["num_validation_examples"] = found["num_validation"]
     if found["has_chat_template"] is not None:
         facts["has_chat_template"] = found["has_chat_template"]
     if found["token_lengths"]:

@@ -1,10 +1,11 @@
-"""InputFacts: what is known about a run's input files before the run. Imports config, modelspec."""
+"""InputFacts: what is known about a run's input files before the run. Imports config, data, modelspec."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from backend.config import Data
+from backend.data import printable
 from backend.modelspec import ModelShape
 
 
@@ -19,7 +20,7 @@ class DataIssue:
     is_example: bool = False  # one example of a readable file
 
     def __str__(self) -> str:
-        return f"{self.location}: {self.message}"
+        return printable(f"{self.location}: {self.message}")
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class InputFacts:
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
     token_lengths: tuple[int, ...] = ()  # of the examples that were read, ascending
     min_prompt_tokens: int = 0  # tokens before the first completion, of the example that has the fewest
-    examples_pending: bool = False  # a worker process is tokenizing the examples
+    examples_pending: bool = False  # a worker process is reading and tokenizing the examples
     tokenizer_problem: str = ""  # why the tokenizer cannot be loaded
     tokenizer_size: int = 0  # the tokenizer's largest token id + 1; 0 if unknown
     unrenderable_examples: tuple[DataIssue, ...] = ()  # the chat template raises an error for them
-    num_tokenized: int = 0  # examples that were tokenized with the model's tokenizer; token_lengths are then exact
-    all_tokenized: bool = False
-    num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_tokenized
+    num_checked: int = 0  # examples that were read, and tokenized where the tokenizer is on this machine
+    all_checked: bool = False  # each data file was read to its end
+    examples_problem: str = ""  # why the worker process could not check the examples, the end of a sentence
+    num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_checked
     num_identical_pairs: int = 0  # chosen and rejected completion are the same, so the pair is dropped
     num_unmarked: int = 0  # their completions cannot be told from their prompts, with this chat template or tokenizer
     template_problem: str = ""  # of the chat template file
@@ -70,6 +72,11 @@ class InputFacts:
     free_port: int = 0  # the next free port, where `port_in_use` is set
     module_classes: tuple[str, ...] = ()  # class names of the model's modules, layers first; empty if unknown
     module_attributes: frozenset[str] = frozenset()  # without a shape: all attribute names that modules have
+
+    @property
+    def num_in_files(self) -> int:
+        """Examples in the training and validation files; 0 if unknown."""
+        return (self.num_examples or 0) + (self.num_validation_examples or 0)
 
     @property
     def longest_example(self) -> int:

@@ -14,6 +14,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
 from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
+from backend.inspect.worker import Show, no_show
 from backend.paths import model_folder
 
 # Model types whose vision and audio towers AutoModelForCausalLM loads too; transformers 5.23
@@ -55,12 +56,16 @@ def local_folder(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> P
 
 
 def wait_for_architecture(
-    spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ, seconds: float = 30.0
+    spec: RunSpec,
+    base: Path,
+    environment: Mapping[str, str] = os.environ,
+    seconds: float = 30.0,
+    show: Show = no_show,
 ) -> None:
     """Wait until the architecture of the model of `spec` has been read, at most `seconds`, so that `inspect_inputs`
     knows it. For callers that can wait: the command line and Start."""
     if config := _file_facts(spec, base, environment).get("config"):
-        await_architecture(config, environment, seconds)
+        await_architecture(config, environment, seconds, show)
 
 
 def _file_facts(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> Mapping[str, Any]:

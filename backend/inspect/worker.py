@@ -2,7 +2,7 @@
 
 Imports nothing of Footplate, and none of those libraries: the worker process imports them (`backend.train.worker`). It
 starts with the first request that is not cached, answers one request after another, and ends after a few idle minutes
-or along with this process.
+or along with this process. While it works on a long request it reports its progress.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 Result = Mapping[str, Any]
+Show = Callable[[str], None]  # gets the progress as a text, while a caller waits
 
 COMMAND = (sys.executable, "-m", "backend.train.worker")
 HOME = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SETTING = "FOOTPLATE_INSPECTION_WORKER"
 MAX_IN_MEMORY = 128  # results and error messages
+SHOW_SECONDS = 0.25  # between two calls of `show` while a caller waits
+ABANDONED_SECONDS = 5.0  # without anybody asking for a request; the page asks every 2 seconds
 TOO_LARGE = 3  # exit status of a worker that took too much memory
 
 
 def may_start(environment: Mapping[str, str]) -> bool:
     """Whether a worker process may be started: not where FOOTPLATE_INSPECTION_WORKER is off."""
     return environment.get(SETTING, os.environ.get(SETTING)) != "off"
+
+
+def no_show(text: str) -> None:
+    """Show nothing."""
 
 
 class WorkerError(Exception):
@@ -72,12 +79,16 @@ class Worker:
         """Whether the process runs."""
         return self.process is not None and self.process.poll() is None
 
-    def ask(self, request: Result, start_seconds: float, seconds: float) -> dict[str, Any]:
-        """The worker's response; starts the process if needed. Raises WorkerError, after which no process is left."""
+    def ask(
+        self, request: Result, start_seconds: float, seconds: float, proceed: Callable[[Result], bool]
+    ) -> dict[str, Any] | None:
+        """The worker's response; starts the process if needed. `proceed` gets each progress report and decides whether
+        to continue; None if it did not: the next request ends this one. Raises WorkerError, after which no process is
+        left."""
         try:
             if not self.alive:
                 self._start(start_seconds)
-            return self._ask(request, seconds)
+            return self._ask(request, seconds, proceed)
         except WorkerError:
             self.end()
             raise
@@ -102,17 +113,23 @@ class Worker:
         )
         self._line(time.monotonic() + seconds, f"did not start within {seconds:g} seconds")
 
-    def _ask(self, request: Result, seconds: float) -> dict[str, Any]:
+    def _ask(self, request: Result, seconds: float, proceed: Callable[[Result], bool]) -> dict[str, Any] | None:
         assert self.process and self.process.stdin
         number = time.monotonic_ns()
         line = json.dumps({**request, "id": number}, default=str).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):  # it has ended: reading its output reports how
             self.process.stdin.write(line)
+        late = f"took longer than {seconds:g} seconds"
         until = time.monotonic() + seconds
         while True:
-            answer = self._line(until, f"took longer than {seconds:g} seconds")
-            if answer.get("id") == number:
+            answer = self._line(until, late)
+            if answer.get("id") != number:
+                continue
+            if "progress" not in answer:
                 return answer
+            if not proceed(answer["progress"]):
+                return None
+            until, late = time.monotonic() + seconds, f"made no progress for {seconds:g} seconds"
 
     def _line(self, until: float, late: str) -> dict[str, Any]:
         """The next line of its stdout."""
@@ -165,12 +182,26 @@ class Worker:
 
 
 @dataclass
+class _Pending:
+    """A request without a result yet: when somebody last asked for it, and the worker's last progress report."""
+
+    request: Result
+    asked: float
+    progress: Result = field(default_factory=dict)
+
+    @property
+    def abandoned(self) -> bool:
+        return time.monotonic() - self.asked > ABANDONED_SECONDS
+
+
+@dataclass
 class WorkerCache:
     """Results of a worker process: in memory, on disk below `cache_folder`, or from the worker. Thread-safe.
 
     A subclass says what is requested (`request`), what the result depends on (`key`) and names the `task` in messages.
-    `seconds`: time limit for one request; `start_seconds`: for importing the libraries; `idle_seconds`: the worker ends
-    after so long without a request.
+    `seconds`: time limit until the response or the next progress report; `start_seconds`: for importing the libraries;
+    `idle_seconds`: the worker ends after so long without a request. A request that nobody asks for any more, because
+    the spec has changed, is dropped when there is another one.
     """
 
     cache_folder: Path
@@ -179,7 +210,7 @@ class WorkerCache:
     idle_seconds: float = 300.0
     command: Sequence[str] = COMMAND
     _known: OrderedDict[str, Result | str] = field(default_factory=OrderedDict)
-    _waiting: OrderedDict[str, Result] = field(default_factory=OrderedDict)
+    _pending: dict[str, _Pending] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _worker: Worker = field(init=False)
@@ -209,27 +240,38 @@ class WorkerCache:
             self._request(key, request)
         return None
 
-    def wait_for(self, key: str, request: Result, timeout: float) -> Result | str:
-        """As `find`, but waits for the worker, at most `timeout` seconds; the worker then continues."""
-        if (found := self._look_up(key)) is not None:
-            return found
-        self._request(key, request)
+    def wait_for(self, key: str, request: Result, timeout: float, show: Callable[[Result], None]) -> Result | str:
+        """As `find`, but waits for the worker, at most `timeout` seconds; the worker then continues. Meanwhile `show`
+        gets the last progress report, {} before the first one."""
+        until = time.monotonic() + timeout
+        while (found := self.find(key, request)) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                return f"{self.task} takes longer than {timeout:g} seconds"
+            show(self.progress(key))
+            with self._changed:
+                self._changed.wait_for(lambda: key in self._known, min(left, SHOW_SECONDS))
+        return found
+
+    def progress(self, key: str) -> Result:
+        """The worker's last progress report on a pending request; {} without one."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._known, timeout)
-            return self._known.get(key, f"{self.task} takes longer than {timeout:g} seconds")
+            pending = self._pending.get(key)
+            return pending.progress if pending else {}
 
     def close(self) -> None:
         """End the worker. Pending requests are dropped; a later request starts it again."""
         with self._changed:
             self._closed = True
-            self._waiting.clear()
+            self._pending.clear()
             self._changed.notify_all()
-            thread, process = self._thread, self._worker.process
-        if process:
-            with contextlib.suppress(OSError):
-                process.kill()  # the thread that waits for the response reaps the process
-        if thread:
-            thread.join(10)
+            thread = self._thread
+        until = time.monotonic() + 10
+        while thread and thread.is_alive() and time.monotonic() < until:
+            if process := self._worker.process:  # None while it is being started
+                with contextlib.suppress(OSError):
+                    process.kill()  # the thread that waits for the response reaps the process
+            thread.join(0.1)
         with self._changed:
             self._closed = False
 
@@ -244,7 +286,7 @@ class WorkerCache:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-            if key in self._waiting:
+            if key in self._pending:
                 return None
         try:
             result = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
@@ -258,16 +300,16 @@ class WorkerCache:
     def _keep(self, key: str, found: Result | str) -> None:
         with self._changed:
             self._known[key] = found
-            self._waiting.pop(key, None)
+            self._pending.pop(key, None)
             while len(self._known) > MAX_IN_MEMORY:
                 self._known.popitem(last=False)
             self._changed.notify_all()
 
     def _request(self, key: str, request: Result) -> None:
         with self._changed:
-            if key in self._known or key in self._waiting or self._closed:
+            if key in self._known or self._closed:
                 return
-            self._waiting[key] = request
+            self._pending.setdefault(key, _Pending(request, 0.0)).asked = time.monotonic()
             self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._answer, name=self.name, daemon=True)
@@ -277,25 +319,44 @@ class WorkerCache:
         """Send requests to the worker, one after another, and end it when there are none."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed, self.idle_seconds)
-                if self._closed or not self._waiting:
+                self._changed.wait_for(lambda: self._pending or self._closed, self.idle_seconds)
+                if self._closed or not self._pending:
                     self._worker.end()
                     self._thread = None  # under the lock: a later request starts a new thread
                     return
-                key, request = next(iter(self._waiting.items()))
-            found = self._ask(request)
+                key = max(self._pending, key=lambda key: self._pending[key].asked)
+                for other in [other for other, pending in self._pending.items() if other != key and pending.abandoned]:
+                    del self._pending[other]
+                request = self._pending[key].request
+            found = self._ask(key, request)
+            if found is None:
+                with self._changed:
+                    self._pending.pop(key, None)
+                continue
             if not isinstance(found, str):
                 self._store(key, found)
             if not self._closed:
                 self._keep(key, found)
 
-    def _ask(self, request: Result) -> Result | str:
+    def _ask(self, key: str, request: Result) -> Result | str | None:
+        """The result, or the reason why there is none, or None if the request was dropped."""
         try:
-            answer = self._worker.ask(request, self.start_seconds, self.seconds)
+            answer = self._worker.ask(request, self.start_seconds, self.seconds, partial(self._proceed, key))
         except WorkerError as error:
             return str(error)
+        if answer is None:
+            return None
         result = answer.get("result")
         return result if isinstance(result, dict) else str(answer.get("error") or "the worker returned no result")
+
+    def _proceed(self, key: str, progress: Result) -> bool:
+        """Keep a progress report; False if nobody asks for this request any more and there is another one."""
+        with self._changed:
+            pending = self._pending.get(key)
+            if pending is None:
+                return False
+            pending.progress = progress
+            return len(self._pending) == 1 or not pending.abandoned
 
     def _store(self, key: str, result: Result) -> None:
         """Write the result atomically. Without a writable cache it is kept in memory only."""

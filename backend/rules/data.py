@@ -51,7 +51,8 @@ def unreadable_data_file(case: Case) -> Violation | None:
     if not issues:
         return None
     data = case.spec.data
-    kept = tuple(name for name in data.files if not any(issue.location == name for issue in issues))
+    broken = {issue.location.partition(", line ")[0] for issue in issues}
+    kept = tuple(name for name in data.files if name not in broken)
     fixes = [_guessed_format(case)] if case.facts.columns and not case.facts.format else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
@@ -281,7 +282,7 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
         if facts.num_usable or not facts.token_lengths or facts.num_identical_pairs or facts.unrenderable_examples:
             return None
         message = (
-            f"None of the {facts.num_tokenized:,} examples has a trained token within data.max_length ({limit:,} "
+            f"None of the {facts.num_checked:,} examples has a trained token within data.max_length ({limit:,} "
             f"tokens); the longest example has {facts.longest_example:,} tokens."
         )
         return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
@@ -352,11 +353,11 @@ def unrenderable_examples(case: Case) -> Violation | None:
     manual_fix="Set data.chosen_column and data.rejected_column to different completions of the prompt.",
     fails_on=Example(
         {**USER_DATA, "train.stage": "dpo"},
-        facts=replace(USER_DATA_FACTS, format="pairs", num_tokenized=20, num_usable=0, num_identical_pairs=20),
+        facts=replace(USER_DATA_FACTS, format="pairs", num_checked=20, num_usable=0, num_identical_pairs=20),
     ),
     passes_on=Example(
         {**USER_DATA, "train.stage": "dpo"},
-        facts=replace(USER_DATA_FACTS, format="pairs", num_tokenized=20, num_usable=1, num_identical_pairs=19),
+        facts=replace(USER_DATA_FACTS, format="pairs", num_checked=20, num_usable=1, num_identical_pairs=19),
     ),
 )
 def identical_pairs(case: Case) -> str | None:
@@ -366,7 +367,7 @@ def identical_pairs(case: Case) -> str | None:
     if facts.num_usable != 0 or not facts.num_identical_pairs:
         return None
     count, limit = facts.num_identical_pairs, case.spec.data.max_length
-    return f"{count:,} of {facts.num_tokenized:,} pairs have identical completions within {limit:,} tokens."
+    return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 
 
 @rule(
@@ -390,8 +391,8 @@ def _too_many_positions(most: int, case: Case, what: str) -> Violation | None:
     limit = case.spec.data.max_length
     if not most or limit <= most:
         return None
-    if case.facts.all_tokenized and case.facts.longest_example <= most:  # no position beyond the last one is used
-        return None
+    if case.facts.num_usable is not None and case.facts.longest_example <= most:
+        return None  # all examples were tokenized, and no position beyond the last one is used
     return Violation(f"data.max_length is {limit:,}, and the model has {most:,} {what}.", (_max_length_fix(most),))
 
 

@@ -1,4 +1,5 @@
-"""Inspection of the examples with the model's tokenizer and chat template, as the run will render and tokenize them.
+"""Inspection of all examples: they are read and converted, and rendered and tokenized with the model's tokenizer and
+chat template, by the functions that the run uses.
 
 Imports registry, config, data, inspect, model, train.data, run_log, templates. Called by `backend.train.worker`; what
 it finds is shown before the run starts. It never downloads anything.
@@ -8,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,65 +32,89 @@ from backend.train.data import ConvertedExample, tokenizer_for
 from backend.train.run_log import TrainError
 from backend.train.templates import UnmarkedCompletions
 
-MAX_ISSUES = 3
+MAX_ISSUES = 3  # of a data file; and that cannot be rendered
 MAX_LENGTHS = 2000
 BATCH = 16  # examples between two looks at the clock
+REPORT_SECONDS = 0.5  # between two progress reports
 
 
-def inspect(spec: dict[str, Any], base: str, folder: str, seconds: float) -> dict[str, Any]:
+def inspect(
+    spec: dict[str, Any], base: str, folder: str, report: Callable[[dict[str, Any]], None] = lambda facts: None
+) -> dict[str, Any]:
     """Facts about the examples of a spec (sections of a RunSpec; paths are relative to `base`) with the tokenizer in
-    `folder`, from at most `seconds` of tokenization: `problem` of the tokenizer, `issues` (location, reason) of
-    examples that cannot be rendered, `token_lengths`, how many examples have a trained token (`usable`), and whether
-    all were tokenized (`complete`)."""
-    run_spec, found = RunSpec.model_validate(spec), ExampleFacts()
+    `folder`, see ExampleFacts; without a folder they are only read and converted. `report` gets the facts so far."""
+    run_spec, found, tokenizer = RunSpec.model_validate(spec), ExampleFacts(report), None
     try:
-        tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
-        found.vocabulary = max(tokenizer.get_vocab().values()) + 1
-        if run_spec.data.chat_template == "model":
-            found.has_chat_template = bool(tokenizer.chat_template)
-        _tokenize(run_spec, Path(base), tokenizer, time.monotonic() + seconds, found)
+        if folder:
+            tokenizer = model.load_tokenizer(run_spec, model.ModelSource(folder, {"local_files_only": True}))
+            found.vocabulary = max(tokenizer.get_vocab().values()) + 1
+            if run_spec.data.chat_template == "model":
+                found.has_chat_template = bool(tokenizer.chat_template)
     except TrainError as error:
         found.problem = str(error)
+    _inspect_examples(run_spec, Path(base), tokenizer, found)
     return found.as_json()
 
 
 @dataclass
 class ExampleFacts:
-    """The result, while it is collected."""
+    """The result, while it is collected. A location is a file and a line."""
 
-    problem: str = ""
+    report: Callable[[dict[str, Any]], None]
+    problem: str = ""  # of the tokenizer
     has_chat_template: bool | None = None  # of the tokenizer; None where the run sets another one
     vocabulary: int = 0  # the largest token id + 1
-    checked: int = 0
+    num_train: int = 0  # examples that were read
+    num_validation: int = 0
+    complete: bool = True  # each file was read to its end
+    data_issues: list[tuple[bool, str, str, bool]] = field(default_factory=list)  # in training data, location, ...
+    tokenized: int = 0
     usable: int = 0  # training examples with a trained token
-    complete: bool = False
-    issues: list[tuple[str, str]] = field(default_factory=list)
+    unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
     longest: int = 0  # of all examples that were tokenized
     counts: Counter[str] = field(default_factory=Counter)
+    next_report: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """As the client reads it."""
-        return {"format": FORMAT, **vars(self), "counts": dict(self.counts)}
+        facts = {name: value for name, value in vars(self).items() if name not in ("report", "next_report")}
+        return {"format": FORMAT, **facts, "counts": dict(self.counts)}
+
+    def add_examples(self, is_training: bool, count: int) -> None:
+        """Count examples that were read, and report the progress now and then."""
+        if is_training:
+            self.num_train += count
+        else:
+            self.num_validation += count
+        if (self.num_train + self.num_validation) % BATCH < count and time.monotonic() > self.next_report:
+            self.report({**self.as_json(), "complete": False})
+            self.next_report = time.monotonic() + REPORT_SECONDS
 
 
-def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: ExampleFacts) -> None:
+def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleFacts) -> None:
     """Fill `found` from the training examples, then from the validation examples."""
     to_columns: Any = None
-    for is_training, example in _examples(spec, base):
+    for is_training, example in _examples(spec, base, found):
+        if tokenizer is None:
+            continue
         if to_columns is None:
             if found.has_chat_template is False and spec.train.stage != "pretraining" and "text" not in example.value:
-                return  # the rule about a missing chat template says it
-            to_columns = tokenizer_for(spec, tokenizer, [example])
-        if found.checked % BATCH == 0 and time.monotonic() > until:
-            return
-        found.checked += 1
+                tokenizer = None  # the rule about a missing chat template says it
+                continue
+            try:
+                to_columns = tokenizer_for(spec, tokenizer, [example])
+            except TrainError as error:
+                tokenizer, found.problem = None, str(error)
+                continue
+        found.tokenized += 1
         try:
             columns, counts = to_columns([example])
         except TrainError as error:
             found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
-            if len(found.issues) < MAX_ISSUES:
-                found.issues.append((example.location, str(error).removeprefix(f"{example.location}: ").rstrip(".")))
+            if len(found.unrenderable) < MAX_ISSUES:
+                reason = str(error).removeprefix(f"{example.location}: ").rstrip(".")
+                found.unrenderable.append((example.location, reason))
             continue
         found.counts += counts
         found.usable += is_training and any(len(values) for values in columns.values())
@@ -98,29 +122,41 @@ def _tokenize(spec: RunSpec, base: Path, tokenizer: Any, until: float, found: Ex
             found.longest = max(found.longest, length)
             if len(found.token_lengths) < MAX_LENGTHS:
                 found.token_lengths.append(length)
-    found.complete = True
 
 
-def _examples(spec: RunSpec, base: Path) -> Iterator[tuple[bool, ConvertedExample]]:
-    """(whether it is a training example, the example), for examples that can be read and converted; the others are
-    reported by the inspection of the data files."""
-    for is_training, files in zip((True, False), file_patterns(spec.data), strict=True):
+def _examples(spec: RunSpec, base: Path, found: ExampleFacts) -> Iterator[tuple[bool, ConvertedExample]]:
+    """(whether it is a training example, the example), for examples that can be read and converted."""
+    data = spec.data
+    for is_training, files in zip((True, False), file_patterns(data), strict=True):
+        format = "" if data.source == "builtin" or data.format == "auto" else data.format
         for path in expand(files, base):
-            yield from ((is_training, example) for example in _converted(spec, path))
+            format = yield from _converted(spec, path, format, is_training, found)
 
 
-def _converted(spec: RunSpec, path: Path) -> Iterator[ConvertedExample]:
-    """The examples of one file, up to the first that cannot be read."""
-    data, formats = spec.data, registry.STAGES[spec.train.stage].formats
-    format = "" if data.source == "builtin" or data.format == "auto" else data.format
-    with suppress(DataFileError):
+def _converted(
+    spec: RunSpec, path: Path, format: str, is_training: bool, found: ExampleFacts
+) -> Generator[tuple[bool, ConvertedExample], None, str]:
+    """The examples of one file, up to the first that cannot be read. Invalid examples are added to `found`. Returns the
+    format: the first example decides it, also for the next files, as in the run."""
+    data, formats, num_issues = spec.data, registry.STAGES[spec.train.stage].formats, 0
+    try:
         for line, row in read_examples(path):
             format = format or detect_format(row, formats) or ""
-            if format not in formats:
-                return
+            if format not in formats:  # reported by the inspection of the data files, or by a rule
+                found.complete = False
+                return ""
+            values: list[dict[str, Any]] = []
             try:
                 value = convert(row, format, data)
-            except InvalidExample:
-                continue
-            for each in unpair(value) if spec.train.stage == "kto" else [value]:
-                yield ConvertedExample(f"{path}, line {line}", each)
+                values = unpair(value) if spec.train.stage == "kto" else [value]
+            except InvalidExample as error:
+                num_issues += 1
+                if num_issues <= MAX_ISSUES:
+                    found.data_issues.append((is_training, f"{path}, line {line}", str(error), True))
+            found.add_examples(is_training, len(values) or 1)
+            yield from ((is_training, ConvertedExample(f"{path}, line {line}", each)) for each in values)
+    except DataFileError as error:
+        location = f"{path}, line {error.line}" if error.line else str(path)
+        found.data_issues.append((is_training, location, error.message, bool(error.line)))
+        found.complete = False
+    return format

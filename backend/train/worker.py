@@ -2,8 +2,10 @@
 
 Imports inspect.worker (its client), describe_model, tokenize_examples. Requests come on stdin and responses go to
 stdout, one JSON object per line: {"id": ..., "architecture": {...config.json}} or {"id": ..., "examples": {...}}, and
-{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}. The process ends when stdin closes, when its parent
-process ends, when it takes too much memory, or after --idle seconds without a request.
+{"id": ..., "result": {...}} or {"id": ..., "error": "reason"}; before the result of examples, any number of
+{"id": ..., "progress": {...the result so far}}. A request that arrives during another one ends the other one. The
+process ends when stdin closes, when its parent process ends, when it takes too much memory, or after --idle seconds
+without a request.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ from backend.inspect.worker import TOO_LARGE
 from backend.train import describe_model
 
 MAX_BYTES = 6 * 2**30  # of this process; a config.json with absurd sizes must not exhaust the host's memory
+NICENESS = 10  # while examples are tokenized, which can take minutes: a training run on the same cores comes first
+
+
+class _Superseded(Exception):
+    """The client has sent another request."""
 
 
 def serve(idle: float) -> None:
@@ -41,7 +48,7 @@ def serve(idle: float) -> None:
             line = requests.get(timeout=idle)
         except queue.Empty:
             return
-        _send(responses, _respond(line))
+        _send(responses, _respond(line, responses, requests))
 
 
 def _read(source: TextIO, requests: queue.SimpleQueue[str]) -> None:
@@ -62,8 +69,14 @@ def _watch(parent: int) -> None:
             os._exit(TOO_LARGE)
 
 
-def _respond(line: str) -> dict[str, Any]:
+def _respond(line: str, responses: TextIO, requests: queue.SimpleQueue[str]) -> dict[str, Any]:
     number: Any = None
+
+    def send_progress(progress: Mapping[str, Any]) -> None:
+        if not requests.empty():
+            raise _Superseded
+        _send(responses, {"id": number, "progress": progress})
+
     try:
         request = json.loads(line)
         number = request["id"]
@@ -71,8 +84,11 @@ def _respond(line: str) -> dict[str, Any]:
             # Imported here: it takes seconds more, and most requests are about architectures.
             from backend.train import tokenize_examples  # noqa: PLC0415
 
-            return {"id": number, "result": tokenize_examples.inspect(**request["examples"])}
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+            return {"id": number, "result": tokenize_examples.inspect(**request["examples"], report=send_progress)}
         return {"id": number, "result": describe_model.describe(request["architecture"])}
+    except _Superseded:
+        return {"id": number, "error": "another request came"}
     except describe_model.Refused as error:
         return {"id": number, "error": str(error)}
     except Exception as error:  # whatever a request causes, the next one must be served

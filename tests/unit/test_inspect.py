@@ -147,8 +147,8 @@ def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     run_spec = files("no.jsonl", "n*.jsonl", "odd.jsonl", "empty.jsonl", "text.txt", "folder")
     issues = inspect_inputs(run_spec, tmp_path).data_issues
-    assert [Path(t.location).name for t in issues] == list(run_spec.data.files)
-    assert "question, answer" in issues[2].message
+    assert [Path(t.location.partition(", line ")[0]).name for t in issues] == list(run_spec.data.files)
+    assert "question: text, answer: text" in issues[2].message
     assert not any(t.is_example for t in issues)
 
 

@@ -201,7 +201,7 @@ FACTS = (
         weights_problem="They differ.",
         architecture_problem="It is an encoder.",
         unrenderable_examples=(DataIssue("data.files", "a", "b", True),),
-        num_tokenized=9,
+        num_checked=9,
         num_usable=0,
         num_identical_pairs=9,
     ),

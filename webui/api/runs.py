@@ -28,7 +28,7 @@ from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
-INSPECTION_SECONDS = 15  # for a model and examples that no check has inspected yet
+INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
 
 def _valid_key(key: str) -> str:
@@ -74,6 +74,9 @@ PathRun = Annotated[Run, Depends(_find_run)]
 
 def start(state: State, body: StartRequest) -> Response:
     """Create a run from the values and start it. The same key, sent again, returns the same run."""
+    if _run_of_key(state, body.key) is None:
+        spec, _ = parse_form(body.values)
+        run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
     with state.keys.lock():
         run = _run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":
@@ -94,7 +97,7 @@ def _run_of_key(state: AppState, key: str) -> Run | None:
 
 def _create(state: AppState, body: StartRequest) -> Run:
     spec, problems = parse_form(body.values)
-    report = run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
+    report = run_preflight(state, spec)
     findings = findings_json(report, spec)
     if problems:
         invalid = [{"field": p.field, "message": p.message} for p in problems]

@@ -5,10 +5,11 @@ import { $, address, download, el, notify, notifyError } from "./dom.js";
 import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
-import { drawCheckFailed, drawReport, preventsStart } from "./report.js";
+import { drawCheckFailed, drawReport, drawStart } from "./report.js";
 
 const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
-const RETRY = 2000; // ms
+const RETRY = 2000; // ms, also while examples are being checked
+const START_RETRY = 400; // ms, while Start waits for the examples
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
 let seq = 0; // of the newest check
@@ -17,6 +18,7 @@ let timer = 0;
 let draft = "";
 let startKey = randomId(); // one start per key: a double click or a retry creates one run
 let lastReport = null;
+let starting = false;
 let presets = [];
 
 function randomId() {
@@ -36,16 +38,17 @@ export function checkSoon() {
 
 async function check() {
   const mine = ++seq;
+  clearTimeout(timer);
   if (!draft) useDraft(randomId());
   try {
     const report = await post("api/check", { values: form.currentValues(), draft, machine: machine(), seq: mine });
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
-    drawReport(report);
+    drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
     setFresh(mine === seq);
     setPlaceholder("logging-run_name", report.title || "Run name");
-    if (mine === seq && report.memory.pending) timer = setTimeout(check, RETRY); // the model's code is being read
+    if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
   } catch (error) {
     if (mine !== seq) return;
     if (error.offline) timer = setTimeout(check, RETRY);
@@ -142,23 +145,21 @@ function describePreset() {
 
 /** @param {(tab: string, run?: string) => void} showView */
 async function start(showView) {
-  const button = $("#fp-start");
-  button.disabled = true;
-  button.textContent = "Starting";
+  starting = true;
+  drawStart(lastReport, true);
   try {
-    if ($("#fp-status").dataset.fresh === "no") {
-      clearTimeout(timer);
-      await check(); // what starts is what the report shows
-    }
+    const drawn = check(); // and again while examples are being checked
+    if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
     const { id } = await post("api/runs", { values: form.currentValues(), key: startKey });
     startKey = randomId();
+    if (lastReport.examples.pending) notify(lastReport.examples.note);
     showView("run", id);
   } catch (error) {
     notifyError(error);
     if (error.status === 422) check();
   } finally {
-    button.textContent = "Start";
-    button.disabled = Boolean(lastReport) && preventsStart(lastReport.status);
+    starting = false;
+    drawStart(lastReport, false);
   }
 }
 

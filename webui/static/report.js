@@ -1,5 +1,5 @@
 // @ts-check
-// Draws the response of a check: status, findings with fixes, launch preview.
+// Draws the response of a check: status, Start, findings with fixes, launch preview.
 import { url } from "./api.js";
 import { $, copy, el } from "./dom.js";
 import * as form from "./form.js";
@@ -12,18 +12,40 @@ const LEVELS = { error: "Error", warning: "Warning", advice: "Advice" };
 
 let scriptText = "";
 let previewTab = "command";
+let drawn = ""; // the report without its progress
 
 export const script = () => scriptText;
-export const preventsStart = (status) => ["error", "invalid"].includes(status.level);
+const preventsStart = (status) => ["error", "invalid"].includes(status.level);
 
-export function drawReport(report) {
+/** @param {any} report @param {{ starting: boolean, edited: boolean }} since whether a run is being started, and whether
+ * the form was edited since the last report */
+export function drawReport(report, { starting, edited }) {
+  drawStart(report, starting);
+  $("#fp-status .fp-status-examples").textContent = capitalized(report.examples.text);
+  const { seq: _seq, examples: _examples, ...rest } = report;
+  const text = JSON.stringify(rest);
+  if (!edited && text === drawn) return; // details stay open while examples are counted
+  drawn = text;
+  drawContent(report);
+}
+
+const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
+/** Start: what it waits for, or whether the run can be started. */
+export function drawStart(report, starting) {
+  const { pending, checked, total } = report.examples;
+  const share = total ? ` ${Math.min(99, Math.floor((100 * checked) / total))}%` : "";
+  $("#fp-start").textContent = !starting ? "Start" : pending ? `Checking${share}` : "Starting";
+  disableStart(starting || preventsStart(report.status));
+}
+
+function drawContent(report) {
   const { status, findings, invalid } = report;
   const box = $("#fp-status");
   box.dataset.level = status.level;
   $(".fp-status-text", box).textContent = status.text;
   const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
   $(".fp-status-more", box).textContent = more;
-  disableStart(preventsStart(status));
   drawFixAll(findings.filter((f) => f.level === "error"));
   outlineFields(findings, invalid);
   form.offerModuleNames(report.modules || {});
@@ -41,6 +63,8 @@ export function drawCheckFailed(title, text) {
   box.dataset.level = "checking";
   $(".fp-status-text", box).textContent = title;
   $(".fp-status-more", box).textContent = text;
+  $(".fp-status-examples", box).textContent = "";
+  drawn = "";
   disableStart(true);
 }
 

@@ -18,7 +18,7 @@ from training_runs import make_spec
 
 from backend.config import RunSpec
 from backend.inspect import InputFacts, inspect_inputs
-from backend.inspect.examples import _facts
+from backend.inspect.examples import _facts, merge_facts
 from backend.machine import Machine
 from backend.rules import Case, examine
 from backend.train import tokenize_examples
@@ -150,9 +150,9 @@ def prepared_spec(case: Invalid, folder: Path, tiny: Path) -> RunSpec:
 def facts_with_tokenizer(spec: RunSpec, folder: Path) -> InputFacts:
     """The InputFacts with what the worker process finds, without starting one."""
     sections = json.loads(spec.model_dump_json(include={"model", "data", "train"}))
-    found = tokenize_examples.inspect(sections, str(folder), str(folder / "model"), 60)
+    found = tokenize_examples.inspect(sections, str(folder), str(folder / "model"))
     found = json.loads(json.dumps(found))
-    return InputFacts(**{**vars(inspect_inputs(spec, folder)), **_facts(found, spec)})
+    return InputFacts(**merge_facts(vars(inspect_inputs(spec, folder)), _facts(found, spec)))
 
 
 @cites("DAT018", "MDL005", "MDL006")
@@ -175,6 +175,6 @@ def test_invalid_inputs_are_named_before_the_run_fails(
 def test_valid_inputs_pass_and_run(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
     spec = prepared_spec(Invalid("", ""), tmp_path, tiny)
     facts = facts_with_tokenizer(spec, tmp_path)
-    assert (facts.num_tokenized, facts.num_usable, facts.all_tokenized) == (4, 4, True)
+    assert (facts.num_checked, facts.num_usable, facts.all_checked) == (4, 4, True)
     assert not [finding for finding in examine(Case(spec, Machine(), facts)) if finding.level == "error"]
     assert skip_checks.run(tmp_path / "run", spec, fork_server)[0] == 0
