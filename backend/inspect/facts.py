@@ -42,7 +42,6 @@ class InputFacts:
     weights_problem: str = ""  # how the weights in the model folder differ from config.json
     quant_method: str = ""  # of a prequantized checkpoint: quantization_config.quant_method of its config.json
     stacked_modules: tuple[str, ...] = ()  # names by which peft adapts stacked experts (registry.STACKED_EXPERTS)
-    is_multimodal: bool = False  # AutoModelForCausalLM loads vision or audio towers too
     has_chat_template: bool | None = None  # the tokenizer has one
     is_downloaded: bool = True  # False: the run downloads the model
     data_issues: tuple[DataIssue, ...] = ()

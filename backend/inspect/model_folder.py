@@ -17,9 +17,6 @@ from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight
 from backend.inspect.worker import Show, no_show
 from backend.paths import model_folder
 
-# Model types whose vision and audio towers AutoModelForCausalLM loads too; transformers 5.23
-# models/auto/modeling_auto.py.
-MULTIMODAL_CAUSAL_LM = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "got_ocr2", "phi4_multimodal")
 # The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
 WEIGHT_FILES = {"model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"}
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model"}
@@ -154,11 +151,9 @@ def _cached_folder_facts(folder: Path, modified_ns: int, config_modified_ns: int
     except (OSError, ValueError) as error:
         problem = pointer_problem(folder / "config.json") or f"{folder / 'config.json'} cannot be read: {error}."
         return {"shape_unknown_reason": "config.json cannot be read", "model_problem": problem}
-    has_towers = bool({"vision_config", "audio_config"} & config.keys())
     return {
         "config": config,
         "quant_method": str((config.get("quantization_config") or {}).get("quant_method") or ""),
-        "is_multimodal": config.get("model_type") in MULTIMODAL_CAUSAL_LM and has_towers,
         "model_problem": _missing_files(folder),
         "has_chat_template": _has_chat_template(folder),
     }

@@ -20,6 +20,7 @@ from backend.modelspec.trainable import (
     lora_modules,
     trainable_parameters,
     trainable_tensors,
+    trained_modules,
     unfrozen_modules,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "matches",
     "trainable_parameters",
     "trainable_tensors",
+    "trained_modules",
     "unfrozen_modules",
 ]  # fmt: skip

@@ -23,6 +23,17 @@ def lora_modules(lora: Lora, shape: ModelShape) -> list[ModuleSpec]:
     return [leaf for leaf in found if any(leaf.is_targeted_by(name) for name in lora.target_modules)]
 
 
+def trained_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
+    """The modules with trainable parameters or adapters."""
+    if spec.method.kind == "full":
+        return list(shape.all_modules())
+    if spec.method.kind == "lora":
+        names, adapted = list(spec.lora.modules_to_save), lora_modules(spec.lora, shape)
+    else:
+        names, adapted = unfrozen_modules(spec.method, shape), []
+    return adapted + [leaf for leaf in shape.all_modules() if any(matches(leaf.path, name) for name in names)]
+
+
 def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
     """Trainable parameters of `spec`, adapters included."""
     return _trainable(spec.method, spec.lora, shape)

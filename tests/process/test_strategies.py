@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from backend.config.options import edit
+from backend.inspect.worker import SETTING
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.preflight import preflight
@@ -537,13 +538,14 @@ def multimodal_model(root: Path, tiny: Path) -> Path:
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ddp_fails_with_an_unused_vision_tower(
-    root: Path, fork_server: ForkServer, multimodal_model: Path, kind: str
+    root: Path, fork_server: ForkServer, multimodal_model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP fails as rule STR045 says, and the rule's first fix helps."""
+    monkeypatch.setenv(SETTING, "on")  # only the worker knows the modules of the vision tower
     spec = make_spec(
         {"parallel.strategy": "ddp", "model.source": "path", "model.path": str(multimodal_model), "method.kind": kind}
     )
-    finding = next(f for f in preflight(spec, Machine(), root).findings if f.code == "STR045")
+    finding = next(f for f in preflight(spec, Machine(), root, wait_seconds=60).findings if f.code == "STR045")
     for name, variant, code in (("unfixed", spec, 1), ("fixed", edit(spec, finding.fixes[0].patch), 0)):
         write_run(root / f"{name}-{kind}", variant)
         assert fork_server.run(root / f"{name}-{kind}", 2) == code, log_text(root / f"{name}-{kind}")

@@ -14,6 +14,7 @@ from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate, Row
+from backend.modelspec import ModuleSpec
 from backend.rules import RULES, Case, Finding
 from backend.rules.base import amount
 from backend.rules.distributed.extra_config import without_keys
@@ -26,6 +27,11 @@ EIGHT = gpus(8, "H100", 80, (9, 0))
 CORES = replace(LAPTOP, cores=64)
 APPLE = replace(CORES, device="mps")
 FACTS = replace(DEMO, shape=LLAMA_8B)  # 32 attention heads, 8 KV heads
+TOWER = (
+    ModuleSpec("model.vision_tower.layers.0.fc1", 64, 8, 8),
+    ModuleSpec("model.vision_tower.layers.0.norm", 8),
+)
+MULTIMODAL = replace(FACTS, shape=replace(LLAMA_8B, non_layer_modules=(*TOWER, *LLAMA_8B.non_layer_modules)))
 FULL = {"method.kind": "full", "train.learning_rate": 1e-5}
 ZERO0, ZERO1, ZERO2, ZERO3, FSDP1, FSDP2, DDP, TENSOR = (
     {"parallel.strategy": name} for name in ("zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "ddp", "tensor")
@@ -111,7 +117,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("code", "patch", "fails"), CASES, ids=lambda value: str(value)[:60])
 def test_boundary(code: str, patch: dict[str, Any], fails: bool) -> None:
-    facts = replace(FACTS, is_multimodal=True) if code == "STR045" else FACTS
+    facts = MULTIMODAL if code == "STR045" else FACTS
     assert (finding(code, patch, EIGHT, facts) is not None) is fails
 
 
@@ -120,12 +126,14 @@ def test_boundary(code: str, patch: dict[str, Any], fails: bool) -> None:
     [
         (FULL, True),
         ({"method.kind": "freeze"}, False),
+        ({"method.kind": "freeze", "method.freeze_extra_modules": ("vision_tower",)}, True),
         ({"lora.targets": "all-linear"}, True),
         ({"lora.targets": "custom", "lora.target_modules": ("q_proj",)}, False),
+        ({"lora.targets": "custom", "lora.target_modules": ("fc1",)}, True),
     ],
 )
 def test_methods_that_train_the_towers_of_a_multimodal_model(patch: dict[str, Any], fails: bool) -> None:
-    facts = replace(FACTS, is_multimodal=True)
+    facts = MULTIMODAL
     assert (finding("STR045", {**DDP, **processes(2), **patch}, EIGHT, facts) is not None) is fails
 
 

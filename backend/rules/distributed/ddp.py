@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+from backend.modelspec import ModuleSpec, trained_modules
 from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, TWO_H100
 
-MULTIMODAL = replace(DEMO, is_multimodal=True)
+assert DEMO.shape
+TOWER = ModuleSpec("model.vision_tower.layers.0.mlp.fc1", 1024, 32, 32)
+MULTIMODAL = replace(DEMO, shape=replace(DEMO.shape, non_layer_modules=(TOWER, *DEMO.shape.non_layer_modules)))
+# Names of modules that a text example gives no gradient: vision and audio towers, cross-attention, and the selection of
+# tokens in sparse attention. Measured for each type of transformers 5.23 in tests/process/test_architectures.py.
+WITHOUT_GRADIENT = re.compile(r"(?:^|[._])(?:vision|image|audio|cross_attn|encoder_attn|indexer|compressor)")
 
 
 @rule(
@@ -16,8 +23,8 @@ MULTIMODAL = replace(DEMO, is_multimodal=True)
     "error",
     fields=("parallel.ddp_find_unused_parameters", "parallel.strategy"),
     title="DDP would fail on parameters that get no gradient",
-    source="verified with torch 2.13 and Gemma 3 on two processes: the second step raises Expected to have finished "
-    "reduction in the prior iteration",
+    source="verified with torch 2.13, Gemma 3, Fuyu and BART on two processes: the second step raises Expected to have "
+    "finished reduction in the prior iteration",
     fixes=(
         Fix(
             "Set ddp_find_unused_parameters",
@@ -30,15 +37,17 @@ MULTIMODAL = replace(DEMO, is_multimodal=True)
     passes_on=Example({"parallel.strategy": "ddp", "parallel.ddp_find_unused_parameters": True}, TWO_H100, MULTIMODAL),
 )
 def ddp_unused_parameters(case: Case) -> str | None:
-    """Text examples give the vision and audio towers of a multimodal model no gradient. DDP reduces a bucket only once
-    all of its gradients are ready, unless it searches for unused parameters in every step."""
-    method, run = case.spec.method, case.run
-    # LoRA on custom modules, and freeze training, may leave the towers out.
-    trains_towers = method.kind == "full" or (method.kind == "lora" and case.spec.lora.targets != "custom")
+    """Text examples give some modules no gradient: the vision and audio towers of a multimodal model, cross-attention
+    of a decoder without its encoder, the selection of tokens in sparse attention. DDP reduces a bucket only once all of
+    its gradients are ready, unless it searches for unused parameters in every step."""
+    run, shape = case.run, case.shape
     waits = run.engine.waits_for_all_gradients and not case.spec.parallel.ddp_find_unused_parameters
-    if not (case.facts.is_multimodal and trains_towers and waits and run.world_size > 1):
+    if not waits or run.world_size == 1 or shape is None:
+        return None
+    unused = next((m.path for m in trained_modules(case.spec, shape) if WITHOUT_GRADIENT.search(m.path)), "")
+    if not unused:
         return None
     return (
-        "The model has vision or audio layers that text examples do not use. They get no gradient, so DDP raises an "
-        "error in the second step unless parallel.ddp_find_unused_parameters is set."
+        f"Text examples give {unused} no gradient, and it would be trained. DDP raises an error in the second step "
+        "unless parallel.ddp_find_unused_parameters is set."
     )
