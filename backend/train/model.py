@@ -55,9 +55,24 @@ def load_tokenizer(spec: RunSpec, source: ModelSource) -> Any:
     except Exception as error:  # of many kinds: network, name, missing file, broken file
         raise TrainError(_unloadable("tokenizer", source, error)) from error
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or "<|pad|>"
+        tokenizer.pad_token = _padding_token(tokenizer, source)
     templates.set_chat_template(spec, tokenizer)
     return tokenizer
+
+
+def _padding_token(tokenizer: Any, source: ModelSource) -> str:
+    """A token to pad with. Padding is masked, so any special token will do; the trainers of TRL require that it is in
+    the vocabulary. Raises TrainError."""
+    special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokens = (tokenizer.eos_token, "<|pad|>", tokenizer.unk_token, tokenizer.bos_token, *special)
+    vocabulary = tokenizer.get_vocab()
+    found = next((token for token in tokens if token in vocabulary), "")
+    if not found:
+        raise TrainError(
+            f"The tokenizer of {source.name} has no padding token, and no other special token that could replace it. "
+            "Set pad_token in its tokenizer_config.json to a token of the vocabulary."
+        )
+    return str(found)
 
 
 def load(
