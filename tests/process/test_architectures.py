@@ -16,7 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import EVEN, LEAK, ODD, Sizes, build, is_causal, model_types, packing_differs, packing_leaks, save
+from architectures import (
+    EVEN,
+    LEAK,
+    ODD,
+    Sizes,
+    build,
+    is_causal,
+    model_types,
+    packing_differs,
+    packing_leaks,
+    save,
+    tokens,
+)
 from fork_server import ForkServer, rank_count
 from report_files import table
 from training_runs import log_text, losses, make_spec, soak_except, write_plan
@@ -30,6 +42,7 @@ from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.registry import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
+from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
 
@@ -278,6 +291,33 @@ def test_bidirectional_types_are_described_as_encoders(kind: str) -> None:
         pytest.skip(f"cannot be built: {error}")
     described = describe(model.config.to_dict())["kind"]
     assert (described == "encoder") is not is_causal(model)
+
+
+# --- Gradients ---
+
+
+# Of longcat_flash an expert that no token of the batch is routed to; of reformer the output layer, as it is not causal
+# in training; of mllama the MLPs after the cross-attention, whose modules are known.
+OTHERWISE = {"longcat_flash", "reformer", "mllama"}
+TRIED = (*SAMPLE, "fuyu", "bart", "deepseek_v32", "git", "mllama")
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), TRIED))
+def test_modules_without_gradient_are_known(kind: str) -> None:
+    """Rule STR045 knows by their names the modules that a text example gives no gradient."""
+    try:
+        model = build(kind)
+        if not is_causal(model):
+            pytest.skip("an encoder")
+        model.train()(input_ids=torch.tensor([tokens(40)]), use_cache=False).logits.float().sum().backward()
+    except Exception as error:
+        pytest.skip(f"cannot be built or run: {error}")
+    without = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    known = {name for name, module in model.named_modules() if WITHOUT_GRADIENT.search(name) and module._parameters}
+    if kind not in OTHERWISE:
+        assert bool(without) is bool(known), sorted(without ^ known)[:5]
+        linear = {name for name in without if isinstance(model.get_submodule(name), torch.nn.Linear)}
+        assert linear <= known
 
 
 # --- Weight files ---
