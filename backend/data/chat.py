@@ -33,6 +33,7 @@ ROLES = {
 }
 KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 MAX_COLUMNS, MAX_SHOWN = 10, 60  # columns, and characters of a value, that a message shows
+MAX_LEVELS = 100  # of tools and tool calls; transformers' renderer is recursive
 
 
 class InvalidExample(ValueError):
@@ -58,11 +59,16 @@ def conversation(example: Example, column: str, turn_format: str = "") -> Turns:
 
 
 def turn_format_of(value: Any) -> str:
-    """messages or sharegpt, by the keys of a turn or of the first turn of a list; '' if it is neither."""
-    value = parse_json(value)
-    first = value[0] if isinstance(value, list) and value else value
-    named = (name for name, keys in KEYS.items() if isinstance(first, Mapping) and keys[0] in first)
-    return next(named, "")
+    """messages or sharegpt, by the keys of a turn or of the first turn of a list; '' if it is neither. JSON in a text
+    is a turn only with a known role: completions may be JSON objects with any keys."""
+    found = parse_json(value)
+    first = found[0] if isinstance(found, list) and found else found
+    if not isinstance(first, Mapping):
+        return ""
+    for name, (role, content) in KEYS.items():
+        if role in first and (not isinstance(value, str) or (content in first and str(first[role]) in ROLES[name])):
+            return name
+    return ""
 
 
 def _turn(value: Any, number: int, turn_format: str) -> dict[str, Any]:
@@ -214,13 +220,24 @@ def optional_text(example: Example, column: str) -> str:
     return value or ""
 
 
-def check_unicode(converted: Mapping[str, Any]) -> None:
-    """Raise InvalidExample for half of a surrogate pair, which JSON can escape but no tokenizer can encode."""
+def check_encodable(converted: Mapping[str, Any]) -> None:
+    """Raise InvalidExample for half of a surrogate pair, which JSON can escape but no tokenizer can encode, and for
+    tools that are nested too deeply for a chat template."""
+    if _nests_deeper(converted, MAX_LEVELS):
+        raise InvalidExample(f"has tools or tool calls that are nested more than {MAX_LEVELS} levels deep")
     try:
         json.dumps(converted, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         character = error.object[error.start]
         raise InvalidExample(f"contains {character!r}, half of a surrogate pair, which is not a character") from None
+
+
+def _nests_deeper(value: Any, levels: int) -> bool:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return levels == 0 or any(_nests_deeper(part, levels - 1) for part in value)
 
 
 def parse_json(value: Any) -> Any:

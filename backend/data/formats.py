@@ -67,7 +67,7 @@ def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences; else
     {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
     found = _convert(example, format, data)
-    chat.check_unicode(found)
+    chat.check_encodable(found)
     return found
 
 

@@ -110,7 +110,7 @@ def _prompt(example: Example, data: Data) -> Turns:
 
 
 def _completion(example: Example, name: str) -> Turns:
-    if isinstance(chat.parse_json(example[name]), list) or chat.turn_format_of(example[name]):
+    if isinstance(example[name], list) or chat.turn_format_of(example[name]):
         return chat.conversation(example, name)
     return [chat.turn("assistant", chat.required_text(example, name))]
 

@@ -53,7 +53,8 @@ def unreadable_data_file(case: Case) -> Violation | None:
     data = case.spec.data
     broken = {issue.location.partition(", line ")[0] for issue in issues}
     kept = tuple(name for name in data.files if name not in broken)
-    fixes = [_guessed_format(case)] if case.facts.columns and not case.facts.format else []
+    guesses = case.facts.columns and not case.facts.format and case.spec.train.stage in registry.NEXT_TOKEN_STAGES
+    fixes = [_guessed_format(case)] if guesses else []
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)

@@ -246,9 +246,14 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], Non
 
 
 def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExample]:
-    """Validation examples as conversations that end with the reference completion."""
+    """Validation examples as conversations that end with the reference completion, without those that begin with it."""
     found = ((e.location, as_conversation(e.value) if "prompt" in e.value else e.value) for e in examples)
-    return [ConvertedExample(location, value) for location, value in found if value and "messages" in value]
+    with_turns = ((location, value) for location, value in found if value and "messages" in value)
+    return [
+        ConvertedExample(location, value)
+        for location, value in with_turns
+        if any(turn["role"] == "assistant" for turn in value["messages"][1:])
+    ]
 
 
 def _no_example_left(counts: Counter[str], spec: RunSpec) -> str:

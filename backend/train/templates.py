@@ -170,6 +170,8 @@ class ChatTokenizer:
         return ids, [token if yes else IGNORE_INDEX for token, yes in zip(ids, trained, strict=True)]
 
     def _render(self, messages: Messages, tools: Any, **more: Any) -> str:
+        if not messages:  # transformers raises "Cannot apply chat template to an empty conversation"
+            raise UnsupportedConversation("begins with an assistant turn; add a user or system turn as its prompt")
         messages = self._with_calls_as_text(messages)
         try:
             return str(self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **more))

@@ -226,6 +226,7 @@ FILES = (
     Boundary("DAT002", GOOD_FILE, columns("id", "Question", "Answer"), (prompt_columns("Question", "Answer"), BUILTIN)),
     Boundary("DAT002", GOOD_FILE, columns("id", "question"), (text_column("question"), BUILTIN)),
     Boundary("DAT002", GOOD_FILE, columns("id", "answer"), (text_column("id"), BUILTIN)),
+    Boundary("DAT002", GOOD_FILE, replace(columns("prompt", "completion"), patch=USER_KTO), (BUILTIN,)),
     facts_boundary("DAT003", {**USER_DATA, "data.format": "messages"}, issues(0), issues(1), {"data.format": "auto"}),
     facts_boundary("DAT003", USER_DATA, issues(0), issues(1), NO_FIX),
 )
@@ -238,6 +239,10 @@ DATA = (
                    {LENGTH: 256}),
     boundary("DAT017", {}, {LENGTH: 800}, {LENGTH: 799}, facts=replace(DEMO, min_prompt_tokens=1000)),
     facts_boundary("DAT010", {LENGTH: 2048}, replace(DEMO, shape=None), replace(DEMO, shape=GPT2), {LENGTH: 1024}),
+    facts_boundary("DAT010", {LENGTH: 2048}, replace(lengths(9, 1024), shape=GPT2, num_usable=2),
+                   replace(lengths(9, 1025), shape=GPT2, num_usable=2), {LENGTH: 1024}),
+    facts_boundary("DAT010", {LENGTH: 2048}, replace(lengths(9), shape=GPT2, num_usable=1),
+                   replace(lengths(9), shape=GPT2, num_usable=None), {LENGTH: 1024}),
     facts_boundary("DAT011", {LENGTH: 9000}, replace(DEMO, shape=None), DEMO, {LENGTH: 8192}),
     boundary("DAT013", {**PACKING, BATCH: 3}, {LENGTH: 2730}, {LENGTH: 2731}, machine=H100),
     boundary("DAT013", FLASH, {"model.attn_implementation": "flash_attention_2"}, {}, machine=H100),

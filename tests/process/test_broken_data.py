@@ -1,0 +1,233 @@
+"""Broken data files are named before the run, by file and line, and the run fails without the checks; the others are
+harmless: the run prepares the expected number of examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import skip_checks
+from broken_data import BREAKAGES, COUNT, Breakage, assistant, encode, user
+from fork_server import ForkServer
+from training_runs import make_spec, soak_except
+
+import backend.inspect
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import data_files, examples, inspect_inputs
+from backend.machine import Machine
+from backend.rules import Case, Finding, examine
+from backend.train import model, tokenize_examples
+from backend.train.data import PreparedData, prepare
+from backend.train.run_log import TrainError
+
+DEEP = [name for name, case in BREAKAGES.items() if case.example]
+# Not in `make soak` only. Plain text and errors of the reader are quick to check.
+QUICK = {
+    "text is null",
+    "text of whitespace",
+    "text of one character",
+    "half of a surrogate pair",
+    ".json with an invalid example",
+    "completion is empty",
+    "one pair with identical completions",
+    "one label is good",
+    "Parquet with a null",
+}
+
+
+def inspect_in_this_process(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the worker process finds, without starting one."""
+    request = examples._request(spec, base, environment)
+    if request is None:
+        return {}
+    sections = json.loads(spec.model_dump_json(include={"model", "data", "train"}))
+    found = tokenize_examples.inspect(sections, str(base), request["folder"])
+    return examples._facts(json.loads(json.dumps(found)), spec)
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend.inspect, "inspect_examples", inspect_in_this_process)
+
+
+def spec_of(case: Breakage, files: tuple[str, ...], tiny: Path) -> RunSpec:
+    options: dict[str, Any] = {
+        "model.source": "path",
+        "model.path": str(tiny),
+        "data.source": "files",
+        "data.files": files,
+        "data.validation": "none",
+        "data.max_samples": 0,
+        "data.max_length": 256,
+        "train.stage": case.stage,
+    }
+    return make_spec({**options, **case.options})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> Any:
+    return model.load_tokenizer(make_spec(), model.ModelSource(str(tiny), {"local_files_only": True}))
+
+
+def errors_of(spec: RunSpec, folder: Path) -> dict[str, Finding]:
+    found = examine(Case(spec, Machine(), inspect_inputs(spec, folder)))
+    json.dumps([finding.message for finding in found], ensure_ascii=False).encode()  # the page's JSON has no surrogates
+    return {finding.code: finding for finding in found if finding.level == "error"}
+
+
+def prepared(spec: RunSpec, tokenizer: Any) -> PreparedData:
+    return prepare(spec, tokenizer, lambda done, total: True, lambda line: None)
+
+
+def check(case: Breakage, files: tuple[str, ...], folder: Path, tiny: Path, tokenizer: Any, line: int) -> None:
+    """Assert that the breakage is named before the run, which fails, or that the run prepares all usable examples."""
+    spec = spec_of(case, files, tiny)
+    errors = errors_of(spec, folder)
+    if not case.code:
+        assert not errors
+        assert len(prepared(spec, tokenizer).train) == case.usable
+        return
+    assert [*errors] == [case.code], errors
+    message = errors[case.code].message
+    assert re.search(case.words, message), message
+    assert len(message) < 1000
+    assert not line or f"{case.suffix}, line {line}: " in message, message
+    with pytest.raises(TrainError) as failed:
+        prepared(spec, tokenizer)
+    assert re.search(case.run_words or case.words, str(failed.value)), str(failed.value)
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_breakage_is_named_or_harmless(name: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    case = BREAKAGES[name]
+    if name == "unreadable permissions" and os.geteuid() == 0:
+        pytest.skip("root may read every file")
+    check(case, case.write(tmp_path), tmp_path, tiny, tokenizer, case.named_line())
+
+
+@pytest.mark.parametrize("name", soak_except(DEEP, QUICK))
+def test_breakage_deep_in_a_file(
+    name: str, tmp_path: Path, tiny: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Example 3,000 of 4,000 is broken. The inspection that the form waits for has no time to reach it."""
+    monkeypatch.setattr(data_files, "MAX_SECONDS", 0)
+    case = BREAKAGES[name]
+    case = replace(case, usable=case.usable + 3996 * max(1, case.usable // COUNT))  # KTO trains on both of a pair
+    files = case.write(tmp_path, 4000, 2999)
+    check(case, files, tmp_path, tiny, tokenizer, case.named_line(2999))
+
+
+@pytest.mark.parametrize("name", ["last line truncated", "no assistant turn", "UTF-16", "empty file", "Latin-1"])
+def test_broken_validation_file_is_named(name: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    case = BREAKAGES[name]
+    (tmp_path / "train").mkdir()
+    train = Breakage().write(tmp_path / "train")
+    options = {"data.validation": "files", "data.validation_files": case.write(tmp_path)}
+    spec = spec_of(replace(case, options=options), train, tiny)
+    errors = errors_of(spec, tmp_path)
+    assert [*errors] == ["DAT005"]
+    assert re.search(case.words, errors["DAT005"].message)
+    with pytest.raises(TrainError, match=case.run_words or case.words):
+        prepared(spec, tokenizer)
+
+
+@pytest.mark.parametrize("change", ["deleted", "truncated", "replaced by another format"])
+def test_file_that_changes_after_the_check(change: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    """The run names the file, and the line where there is one."""
+    files = Breakage().write(tmp_path)
+    spec, path = spec_of(Breakage(), files, tiny), Path(files[0])
+    assert not errors_of(spec, tmp_path)
+    if change == "deleted":
+        path.unlink()
+    elif change == "truncated":
+        path.write_bytes(path.read_bytes()[:-20])
+    else:
+        path.write_text('{"prompt": "a", "rejected": "b", "chosen": "c"}\n')
+    words = {"deleted": "does not exist", "truncated": "line 4: is not valid JSON"}
+    with pytest.raises(
+        TrainError, match=rf"data\.jsonl.*{words.get(change, 'line 1: .*Supervised fine-tuning needs')}"
+    ):
+        prepared(spec, tokenizer)
+    assert errors_of(spec, tmp_path), "the next check reads the file again"
+
+
+def test_conversation_that_begins_with_its_only_completion(tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    """It has no prompt to complete in the generation evaluation."""
+    rows = [{"messages": [assistant()]}, {"messages": [user(), assistant()]}]
+    (tmp_path / "validation.jsonl").write_bytes(encode(rows, ".jsonl"))
+    validation = {"data.validation": "files", "data.validation_files": (str(tmp_path / "validation.jsonl"),)}
+    options = {**validation, "eval.strategy": "epoch", "eval.num_generations": 2}
+    spec = spec_of(Breakage(options=options), Breakage().write(tmp_path), tiny)
+    assert not errors_of(spec, tmp_path)
+    found = prepared(spec, tokenizer)
+    assert found.validation is not None
+    assert (len(found.validation), [len(example.value["messages"]) for example in found.eval_examples]) == (2, [2])
+
+
+def test_assistant_turn_first_with_a_template_without_generation_markers(tmp_path: Path, tiny: Path) -> None:
+    """The message is about the conversation, not about the template."""
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    options = {"data.chat_template": "file", "data.chat_template_file": str(tmp_path / "template.jinja")}
+    case = replace(BREAKAGES["assistant turn first"], options=options)
+    spec = spec_of(case, case.write(tmp_path), tiny)
+    errors = errors_of(spec, tmp_path)
+    assert [*errors] == ["DAT018"]
+    assert "line 3: begins with an assistant turn; add a user or system turn" in errors["DAT018"].message
+    with pytest.raises(TrainError, match="line 3: begins with an assistant turn"):
+        prepared(spec, model.load_tokenizer(spec, model.ModelSource(str(tiny), {"local_files_only": True})))
+
+
+LAUNCHED = [
+    "Latin-1",
+    "tool call without a function",
+    "special tokens in the text",
+    "one prompt longer than max_length",
+    "all labels equal",
+]
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_breakage_in_a_run(name: str, tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+    case = BREAKAGES[name]
+    spec = edit(spec_of(case, case.write(tmp_path), tiny), {"train.max_steps": 1})
+    code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
+    assert code == bool(case.code), log
+    assert re.search(case.words or "Preparing data", log), log
+    assert ("Traceback" in log) is False, log
+
+
+@pytest.mark.parametrize("format", ["messages", "text", "pairs", "labels"])
+def test_tokenizer_without_eos_and_pad_token(format: str, tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+    """Another special token pads."""
+    spec = spec_without_eos_and_pad_token(tmp_path, tiny, Breakage(format=format))
+    assert not errors_of(spec, tmp_path)
+    code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
+    assert code == 0, log
+
+
+def test_tokenizer_without_special_tokens(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+    spec = spec_without_eos_and_pad_token(tmp_path, tiny, Breakage())
+    path = tmp_path / "model/tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens": []}))
+    errors = errors_of(spec, tmp_path)
+    assert [*errors] == ["MDL005"]
+    assert "has no padding token" in errors["MDL005"].message
+    code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
+    assert (code, "has no padding token" in log, "Traceback" in log) == (1, True, False), log
+
+
+def spec_without_eos_and_pad_token(folder: Path, tiny: Path, case: Breakage) -> RunSpec:
+    """One step with the tiny model, whose tokenizer says nothing about the end and the padding."""
+    shutil.copytree(tiny, folder / "model")
+    path = folder / "model/tokenizer_config.json"
+    tokenizer = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in tokenizer.items() if not key.endswith("_token")}))
+    return edit(spec_of(case, case.write(folder), folder / "model"), {"train.max_steps": 1})
