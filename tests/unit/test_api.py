@@ -1,6 +1,7 @@
 """The API as the page uses it, and its responses to invalid requests."""
 
 import csv
+import fcntl
 import io
 import json
 import math
@@ -21,6 +22,7 @@ from backend.runs.folder import ALIVE, Run
 from webui.api import requests
 from webui.api.app_state import RunSummaries
 from webui.api.requests import ApiError
+from webui.api.runs import INSPECTION_SECONDS
 from webui.drafts import Drafts
 
 VALUES = {"model.builtin": "tiny-llama", "launch.launcher": "python", "logging.run_name": "From a test"}
@@ -81,6 +83,9 @@ def test_check_report_is_complete(api):
     assert report["preview"]["script"] and report["preview"]["env"] and report["preview"]["others"] == []
     assert report["memory"]["device_bytes"] > 0 and report["memory"]["rows"][0]["formula"]
     assert report["memory"]["device_label"]
+    read = report["examples"]
+    assert read == {**read, "checked": read["total"], "pending": False, "note": ""} and read["total"] > 100
+    assert read["text"] == f"all {read['total']} examples read" and report["pending"] is False
 
 
 def test_check_without_values_uses_the_defaults(api):
@@ -357,6 +362,22 @@ def test_idempotency_key_creates_one_run(app_folder, api):
     assert api.delete(f"/api/runs/{name}").status_code == 200
     assert api.get(f"/api/runs/{name}").status_code == 404
     assert api.post("/api/runs", json=body).status_code == 409
+
+
+def test_a_start_that_waits_for_the_examples_does_not_block_others(app_folder, api, monkeypatch):
+    waits = []
+
+    def wait(spec, base, seconds, show):
+        waits.append(seconds)
+        with (app_folder / "runs" / ".keys" / ".lock").open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error while another process has it
+
+    monkeypatch.setattr("backend.preflight.wait_for_worker", wait)
+    body = {"values": VALUES, "key": "waiting-key"}
+    names = {api.post("/api/runs", json=body).json()["id"] for _ in range(2)}
+    assert len(names) == 1 and waits == [INSPECTION_SECONDS], "a retry does not wait again"
+    path = app_folder / "runs" / names.pop()
+    processes.terminate(path, sigterm_seconds=0)
 
 
 def test_an_interrupted_start_is_continued(app_folder, api, run):

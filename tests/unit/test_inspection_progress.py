@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import threading
 import time
@@ -134,14 +135,19 @@ def test_the_only_request_is_completed_in_the_background(make: MakeReports, monk
 
 
 def test_outdated_requests_are_dropped(make: MakeReports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key stroke requests another spec; only the last one is worked on."""
-    monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.2)
+    """Each key stroke requests another spec; the worker takes the last one, and none of the others afterwards."""
+    monkeypatch.setattr(worker, "ABANDONED_SECONDS", 0.5)
     reports = make()
     for name in ("1", "10", "102"):
         assert reports.find(name, request(name, total=10**6)) is None
-    time.sleep(0.3)
+        wait_until(lambda: reports.progress("1"))
+    for _ in range(8):
+        time.sleep(0.1)
+        assert reports.find("1", request("1")) is None, "in progress, and asked for"
     assert reports.wait_for("1024", request("1024"), 10, print) == result("1024")
-    assert not reports._pending
+    time.sleep(0.3)
+    assert not reports._pending and reports._worker.errors
+    assert os.pread(reports._worker.errors.fileno(), 100, 0).split() == [b"1", b"1024"]
 
 
 def test_close_ends_a_worker_that_is_starting(make: MakeReports) -> None:

@@ -1,0 +1,90 @@
+"""The examples are checked in the background; Start waits for them."""
+
+import json
+
+import pytest
+from playwright.sync_api import expect
+from served import serving
+
+from backend.inspect.worker import SETTING
+from backend.train import builtin_models
+
+EXAMPLES = 40_000
+DAT018 = "[data-code=DAT018]"
+TIMEOUT = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
+TALK = {"messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon."}]}
+SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *TALK["messages"]]}
+NO_SYSTEM = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
+[{{ message['role'] }}]{{ message['content'] }}[/]
+{%- endfor -%}
+{%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A server whose checks read all examples; the tiny model is in its cache."""
+    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(SETTING, "on")
+    builtin_models.prepare("tiny-llama", lambda *_: None)
+    with serving(tmp_path / "runs") as started:
+        yield started
+
+
+def open_draft(page, server, folder, examples):
+    """The Build view with the preset First run, and this many examples. The template cannot render the last one."""
+    (folder / f"{examples}.jsonl").write_text((json.dumps(TALK) + "\n") * (examples - 1) + json.dumps(SYSTEM) + "\n")
+    (folder / "template.jinja").write_text(NO_SYSTEM)
+    preset = page.request.get(f"{server.url}/api/presets/first-run").json()["values"]
+    changes = {
+        "model.builtin": "tiny-llama",
+        "data.source": "files",
+        "data.files": str(folder / f"{examples}.jsonl"),
+        "data.validation": "none",
+        "eval.strategy": "no",
+        "data.chat_template": "file",
+        "data.chat_template_file": str(folder / "template.jinja"),
+    }
+    draft = f"draft-of-{examples}-examples"
+    made = page.request.post(f"{server.url}/api/check", data={"draft": draft, "values": {**preset, **changes}})
+    assert made.ok, made.text()
+    page.goto(f"{server.url}/?draft={draft}")
+    page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+
+
+def boxes(page):
+    """Position and size of the status card and of Start."""
+    return page.evaluate(
+        "['#fp-status', '#fp-start'].map((e) => JSON.stringify(document.querySelector(e).getBoundingClientRect()))"
+    )
+
+
+def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
+    """The last of 40,000 examples cannot be rendered: the form says how many were checked, Start waits for the others,
+    and the run is not started."""
+    status, start, finding = page.locator(".fp-status-examples"), page.locator("#fp-start"), page.locator(DAT018)
+    open_draft(page, server, tmp_path, 4)
+    expect(status).to_have_text("All 4 examples checked", timeout=TIMEOUT)  # the worker has loaded its libraries
+    expect(finding).to_contain_text("4.jsonl, line 4: ")
+    expect(start).to_be_disabled()
+
+    open_draft(page, server, tmp_path, EXAMPLES)
+    expect(page.locator(".fp-status-text")).to_have_text("Can run", timeout=TIMEOUT)
+    page.locator("#fp-memory summary", has_text="Breakdown").click()
+    before = boxes(page)
+    start.click()
+    expect(start).to_be_disabled()
+    page.wait_for_function(
+        """() => /^First [\\d,]+ of 40,000 ex/.test(document.querySelector('.fp-status-examples').textContent)
+        && /^Checking [1-9]\\d?%$/.test(document.querySelector('#fp-start').textContent)""",
+        timeout=TIMEOUT,
+    )
+    assert boxes(page) == before, "nothing moves"
+    assert page.locator("#fp-memory details[open]").count() == 1, "the card was not drawn again"
+    expect(finding).to_contain_text(f"{EXAMPLES}.jsonl, line {EXAMPLES}: ", timeout=TIMEOUT)
+    expect(page.locator(".fp-toast")).to_contain_text("Not started: ", timeout=TIMEOUT)
+    expect(start).to_have_text("Start")
+    expect(start).to_be_disabled()
+    expect(status).to_have_text("All 40,000 examples checked")
+    assert not list((tmp_path / "runs").glob("2*"))

@@ -1,0 +1,143 @@
+"""The inspection of all examples by the real worker: broken examples deep in a file, progress, another request while
+one is in progress, and that Ctrl-C leaves no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect import examples, inspect_inputs, worker
+from backend.paths import HOME
+
+TALK = {"messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At noon."}]}
+NUMBER = {"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "At noon."}]}
+SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *TALK["messages"]]}
+NO_SYSTEM = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{- raise_exception('System role not supported') -}}{%- endif -%}
+[{{ message['role'] }}]{{ message['content'] }}[/]
+{%- endfor -%}
+{%- if add_generation_prompt -%}[assistant]{%- endif -%}"""
+TIMEOUT = 240  # s; other tests use the same cores
+
+
+@pytest.fixture
+def environment(cache: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Of a command that starts a worker; asserts that no process of it is left."""
+    mark = ("FOOTPLATE_TEST_INSPECTION", str(tmp_path))
+    yield {**os.environ, "FOOTPLATE_CACHE": str(cache), worker.SETTING: "on", mark[0]: mark[1]}
+    until = time.monotonic() + 10
+    while (left := marked_processes("=".join(mark))) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+
+def marked_processes(mark: str) -> list[str]:
+    """The commands of processes whose environment holds `mark`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(" ".join(process.cmdline()))
+        except (OSError, psutil.Error):
+            continue
+    return found
+
+
+def command(folder: Path, lines: list[dict[str, Any]], *words: str) -> list[str]:
+    """`check` of a spec with these examples, the tiny model, and a template that raises an error for a system turn."""
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "template.jinja").write_text(NO_SYSTEM)
+    options = {
+        "model.builtin": "tiny-llama",
+        "data.source": "files",
+        "data.files": folder / "data.jsonl",
+        "data.validation": "none",
+        "eval.strategy": "no",
+        "data.chat_template": "file",
+        "data.chat_template_file": folder / "template.jinja",
+    }
+    settings = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    return [sys.executable, "-m", "backend", "check", "first-run", *settings, *words]
+
+
+def test_broken_examples_deep_in_a_file_are_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    lines = [TALK] * 40_000
+    lines[29_999], lines[34_999] = NUMBER, SYSTEM
+    words = command(tmp_path, lines, "--json")
+    made = subprocess.run(
+        words, capture_output=True, text=True, cwd=HOME, env=environment, timeout=TIMEOUT, check=False
+    )
+    report = json.loads(made.stdout)
+    assert report["examples"] == {"checked": 40_000, "all_checked": True, "note": ""}, made.stderr
+    messages = {finding["code"]: finding["message"] for finding in report["findings"]}
+    path = tmp_path / "data.jsonl"
+    assert messages["DAT003"].startswith(f"{path}, line 30000: ") and messages["DAT003"].count(str(path)) == 1
+    assert messages["DAT018"].startswith(f"{path}, line 35000: ") and messages["DAT018"].count(str(path)) == 1
+    assert made.returncode == 1
+
+
+def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> None:
+    terminal, end = pty.openpty()
+    words = command(tmp_path, [TALK] * 400_000)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, cwd=HOME, env=environment) as checking:
+        os.close(end)
+        shown, until = "", time.monotonic() + TIMEOUT
+        while "Checked " not in shown and time.monotonic() < until:
+            if select.select([terminal], [], [], 1)[0]:
+                shown += os.read(terminal, 4096).decode()
+        assert "Loading the tokenizer..." in shown and "of 400,000 examples..." in shown
+        started = psutil.Process(checking.pid).children(recursive=True)
+        assert [process.cmdline()[2] for process in started] == ["backend.train.worker"]
+        checking.send_signal(signal.SIGINT)
+        out, _ = checking.communicate(timeout=60)
+    assert checking.returncode == 130 and not out
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    while select.select([terminal], [], [], 0)[0]:
+        try:
+            shown += os.read(terminal, 4096).decode()
+        except OSError:  # nobody has the other end open any more
+            break
+    os.close(terminal)
+    assert shown.endswith("\r") and shown.rpartition("\r")[0].rpartition("\r")[2].strip() == "", "the line was erased"
+
+
+def test_another_request_ends_the_one_in_progress(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the form is edited: what nobody asks for any more does not delay the next report."""
+    monkeypatch.setenv(worker.SETTING, "on")
+    monkeypatch.setattr(worker, "ABANDONED_SECONDS", 1.0)
+    (tmp_path / "long.jsonl").write_text((json.dumps(TALK) + "\n") * 400_000)
+    (tmp_path / "short.jsonl").write_text((json.dumps(TALK) + "\n") * 40)
+    spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "data.source": "files", "data.validation": "none"})
+    long, short = (edit(spec, {"data.files": (name,)}) for name in ("long.jsonl", "short.jsonl"))
+    reports = examples._reports(cache)
+    try:
+        until = time.monotonic() + TIMEOUT
+        while not (facts := inspect_inputs(long, tmp_path)).tokenizer_size and time.monotonic() < until:
+            time.sleep(0.2)
+        assert facts.examples_pending and 0 < facts.num_checked < 400_000 == facts.num_examples
+        assert facts.num_usable is None and facts.token_lengths
+        pid = reports.pid
+        assert pid and os.getpriority(os.PRIO_PROCESS, pid) >= 10
+        while (facts := inspect_inputs(short, tmp_path)).examples_pending and time.monotonic() < until:
+            time.sleep(0.2)
+        assert (facts.num_checked, facts.all_checked, facts.num_usable) == (40, True, 40)
+        assert reports.pid == pid, "the same process, whose libraries are loaded"
+        assert not reports._pending
+    finally:
+        reports.close()
+        assert reports.pid is None
