@@ -231,3 +231,24 @@ def spec_without_eos_and_pad_token(folder: Path, tiny: Path, case: Breakage) -> 
     tokenizer = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in tokenizer.items() if not key.endswith("_token")}))
     return edit(spec_of(case, case.write(folder), folder / "model"), {"train.max_steps": 1})
+
+
+def test_validation_set_without_usable_examples(tmp_path: Path, tiny: Path, fork_server: ForkServer) -> None:
+    """The log says that they are dropped; there is no eval loss, and no best checkpoint to load."""
+    rows = [{"messages": [user("When? " * 300), assistant()]}] * 2
+    (tmp_path / "validation.jsonl").write_bytes(encode(rows, ".jsonl"))
+    options = {
+        "data.validation": "files",
+        "data.validation_files": (str(tmp_path / "validation.jsonl"),),
+        "eval.strategy": "steps",
+        "eval.steps": 1,
+        "save.strategy": "steps",
+        "save.steps": 1,
+        "save.load_best_model_at_end": True,
+        "train.max_steps": 1,
+    }
+    spec = spec_of(Breakage(options=options), Breakage().write(tmp_path), tiny)
+    assert not errors_of(spec, tmp_path)
+    code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
+    assert code == 0, log
+    assert "2 dropped because they have no trained tokens" in log
