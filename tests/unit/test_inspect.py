@@ -152,6 +152,26 @@ def test_missing_and_unknown_files_are_reported(tmp_path: Path) -> None:
     assert not any(t.is_example for t in issues)
 
 
+def test_a_file_that_matches_twice_is_counted_once(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "one"}] * 3)
+    assert inspect_inputs(files("a.jsonl", "*.jsonl", "./a.jsonl"), tmp_path).num_examples == 3
+
+
+def test_the_first_example_decides_the_format_of_all_files(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "one"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "When?", "completion": "At nine."}])
+    (issue,) = inspect_inputs(files("a.jsonl", "b.jsonl"), tmp_path).data_issues
+    assert str(issue).endswith("b.jsonl, line 1: has no column text; its columns are: prompt, completion")
+
+
+def test_an_empty_file_next_to_examples_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"text": "one"}])
+    write(tmp_path / "b.jsonl", [])
+    assert not inspect_inputs(files("b.jsonl", "a.jsonl"), tmp_path).data_issues
+    (issue,) = inspect_inputs(files("b.jsonl"), tmp_path).data_issues
+    assert issue.message == "contains no examples"
+
+
 def test_a_long_file_is_inspected_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": "word " * 20} for _ in range(20_000)]
     write(tmp_path / "a.jsonl", rows)
