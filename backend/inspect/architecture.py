@@ -29,7 +29,7 @@ from backend.modelspec import (
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
 
-FORMAT = 3  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
+FORMAT = 4  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
 # Keys of config.json that change neither the modules nor the facts of a table.
 IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
 Config = Mapping[str, Any]
@@ -78,6 +78,7 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
     if not isinstance(table, Mapping) or not _built(table):
         return {**facts, "shape": shape, "module_classes": _classes(model_type)}
     if _composite(config):
+        facts["has_sequence_classification"] = bool(table["sequence_classification"])
         with suppress(UnknownArchitecture):
             shape = _shape(table, config)
     return {**facts, "shape": shape, "module_classes": tuple(table["class_names"])}
@@ -114,6 +115,8 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
             known["stacked_modules"] = _stacked(table)
         known["has_sequence_classification"] = bool(table["sequence_classification"])
         known["lora_refused"] = tuple(table["lora_refused"])
+        prefix = f"{table['layers']['path']}."
+        known["has_shared_layers"] = any(sum(n.startswith(prefix) for n in names) > 1 for names in table["tied"])
     try:
         return {"shape": _shape(table, config), "shape_unknown_reason": "", **known}
     except NotCausalLM as error:

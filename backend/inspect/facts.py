@@ -36,6 +36,7 @@ class InputFacts:
     shape_unknown_reason: str = "the model was not inspected"  # completes "..., because ..."; '' with a shape
     architecture_problem: str = ""  # why the model is not a causal language model
     has_sequence_classification: bool | None = None  # transformers has a reward model class for it; None if unknown
+    has_shared_layers: bool = False  # several decoder layers contain the same module
     lora_refused: tuple[str, ...] = ()  # names of linear layers that cannot have a LoRA adapter
     architecture_pending: bool = False  # a worker process is reading the architecture: `shape` will be known soon
     model_problem: str = ""  # of the model folder

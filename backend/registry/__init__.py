@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
+from backend.registry.architectures import NO_LAYER_LIST, READS_WEIGHTS, UNTRAINABLE
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
@@ -56,6 +57,7 @@ __all__ = [
     "MULTI_PROCESS",
     "NEXT_TOKEN_FORMATS",
     "NEXT_TOKEN_STAGES",
+    "NO_LAYER_LIST",
     "OFFLOADS",
     "OPTIMIZERS",
     "PACKING_ISOLATED",
@@ -63,12 +65,14 @@ __all__ = [
     "PREFERENCE_STAGES",
     "PREQUANTIZED",
     "QUANTIZATIONS",
+    "READS_WEIGHTS",
     "SEQUENCE_PARALLEL_ATTENTIONS",
     "SHARDINGS",
     "STACKED_EXPERTS",
     "STAGES",
     "STATE_DICTS",
     "STRATEGIES",
+    "UNTRAINABLE",
     "Attention",
     "BuiltinModel",
     "Choice",

@@ -80,6 +80,11 @@ class Case:
         """The model's shape, if known."""
         return self.facts.shape
 
+    @property
+    def model_types(self) -> set[str]:
+        """The model_type of config.json, and of its language model if that is a part of it."""
+        return {self.facts.model_type, self.shape.model_type if self.shape else ""} - {""}
+
     @cached_property
     def estimate(self) -> Estimate:
         """The memory of this spec."""

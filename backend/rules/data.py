@@ -450,7 +450,7 @@ def packing_without_isolation(case: Case) -> str | None:
     """Packing concatenates several examples. The position ids tell attention where each example starts, and some
     architectures ignore them: state-space and convolution layers, ALiBi, or attention with a mask of its own. Each
     example would then be trained with the examples before it as its context."""
-    types = _model_types(case)
+    types = case.model_types
     if not case.spec.data.packing or not types or types & (registry.PACKING_ISOLATED | registry.PACKING_NEEDS_CONV1D):
         return None
     return f"data.packing is on, and packed sequences of {case.facts.model_type or types.pop()} are not isolated."
@@ -473,16 +473,11 @@ def packing_without_isolation(case: Case) -> str | None:
 )
 def packing_without_causal_conv1d(case: Case) -> str | None:
     """The convolution layers of this architecture separate packed sequences only with the kernels of causal_conv1d."""
-    if not case.spec.data.packing or not _model_types(case) & registry.PACKING_NEEDS_CONV1D:
+    if not case.spec.data.packing or not case.model_types & registry.PACKING_NEEDS_CONV1D:
         return None
     if case.machine.versions.get("causal_conv1d"):
         return None
     return "data.packing is on, and causal_conv1d is not installed."
-
-
-def _model_types(case: Case) -> set[str]:
-    """Of config.json, and of its language model if that is a part of it."""
-    return {case.facts.model_type, case.shape.model_type if case.shape else ""} - {""}
 
 
 MAX_PACKED_TOKENS = 8192

@@ -1,9 +1,10 @@
-"""Rules about the model's files, hub id and chat template. Imports rules.base."""
+"""Rules about the model's files, architecture and chat template. Imports registry, rules.base."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.examples import DEMO, LOCAL_MODEL
 
@@ -194,3 +195,72 @@ def unusable_chat_template_file(case: Case) -> str | None:
     return (
         case.facts.template_problem if case.spec.data.chat_template == "file" and case.facts.template_problem else None
     )
+
+
+@rule(
+    "MDL009",
+    "error",
+    fields=("model.path", "model.hub_id"),
+    title="This architecture cannot be trained",
+    source="measured with transformers 5.23, trl 1.16: the loss of a small model in the trainer and in transformers",
+    fixes=(BUILTIN_MODEL,),
+    manual_fix="Use a model of another architecture.",
+    fails_on=Example(LOCAL_MODEL, facts=replace(DEMO, model_type="reformer")),
+    passes_on=Example(LOCAL_MODEL),
+)
+def untrainable_architecture(case: Case) -> str | None:
+    """With some architectures, training fails in the first step, or the trainer computes another loss than the model
+    does."""
+    kind = next(iter(case.model_types & registry.UNTRAINABLE.keys()), "")
+    if not kind or case.spec.model.source == "builtin":
+        return None
+    return f"The model type {kind} is not supported: {registry.UNTRAINABLE[kind]}."
+
+
+@rule(
+    "MDL010",
+    "error",
+    fields=("method.freeze_trainable_layers",),
+    title="This architecture has no list of decoder layers to freeze",
+    source="transformers 5.23 models/blt/configuration_blt.py: the config has no num_hidden_layers",
+    fixes=(
+        Fix("Use LoRA", {"method.kind": "lora"}, False, "trains adapters instead of layers"),
+        Fix("Train all parameters", {"method.kind": "full"}, False, "more memory"),
+    ),
+    fails_on=Example({**LOCAL_MODEL, "method.kind": "freeze"}, facts=replace(DEMO, model_type="blt")),
+    passes_on=Example(
+        {**LOCAL_MODEL, "method.kind": "freeze", "method.freeze_trainable_layers": 0,
+         "method.freeze_extra_modules": ("norm",)},
+        facts=replace(DEMO, model_type="blt"),
+    ),
+)  # fmt: skip
+def freeze_without_layer_list(case: Case) -> str | None:
+    """method.freeze_trainable_layers counts decoder layers from the first or the last one. This architecture has
+    several stacks of layers."""
+    kinds, method = case.model_types & registry.NO_LAYER_LIST, case.spec.method
+    if method.kind != "freeze" or not method.freeze_trainable_layers or not kinds:
+        return None
+    return (
+        f"method.freeze_trainable_layers is {method.freeze_trainable_layers}, and the model type {kinds.pop()} has no "
+        "single list of layers."
+    )
+
+
+@rule(
+    "MDL011",
+    "error",
+    fields=("method.quantization",),
+    title="This architecture cannot be quantized",
+    source="transformers 5.23 models/gemma3n/modeling_gemma3n.py, Gemma3nTextAltUp.correct: clamps the weight itself",
+    fixes=(Fix("Use an unquantized base model", {"method.quantization": "none"}, cost="more memory"),),
+    fails_on=Example({**LOCAL_MODEL, "method.quantization": "nf4"}, facts=replace(DEMO, model_type="gemma3n_text")),
+    passes_on=Example(LOCAL_MODEL, facts=replace(DEMO, model_type="gemma3n_text")),
+)
+def quantized_weights_are_read(case: Case) -> str | None:
+    """In training, the forward pass of this architecture computes with the weights of some linear layers instead of
+    calling the layers. Quantized weights are packed into bytes, so the computation fails."""
+    kinds = case.model_types & registry.READS_WEIGHTS
+    label = registry.QUANTIZATIONS[case.spec.method.quantization].label
+    if not kinds or case.spec.method.quantization == "none":
+        return None
+    return f"method.quantization is {label}, and the forward pass of {kinds.pop()} reads the weights of linear layers."

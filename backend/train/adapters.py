@@ -1,7 +1,7 @@
 """The training method: which parameters of a model are trainable, and the dtype of each.
 
-Imports registry, config, device, lora, quantized, run_log. Trainable parameters are fp32, except in pure bf16; frozen
-ones have the compute dtype.
+Imports registry, config, decoder_layers, device, lora, quantized, run_log. Trainable parameters are fp32, except in
+pure bf16; frozen ones have the compute dtype.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from backend import registry
 from backend.config import RunSpec
 from backend.train import lora, quantized
+from backend.train.decoder_layers import decoder_layers
 from backend.train.device import DTYPES
 from backend.train.run_log import TrainError
 
@@ -111,20 +112,19 @@ def _target_modules(spec: RunSpec, model: nn.Module) -> str | list[str]:
 def _unfrozen_modules(spec: RunSpec, model: Any) -> Iterable[str]:
     """Names of the modules that the freeze method trains."""
     layers, extra = spec.method.freeze_trainable_layers, list(spec.method.freeze_extra_modules)
-    depth = model.config.get_text_config().num_hidden_layers
-    stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if abs(layers) > depth:
-        raise TrainError(f"method.freeze_trainable_layers: {abs(layers)} exceeds the model's {depth} layers.")
-    if layers and not stacks:
+    path, depth = decoder_layers(model)
+    if layers and not depth:
         raise TrainError(
-            f"method.freeze_trainable_layers: {type(model).__name__} has no list of {depth} layers to choose from. Set "
+            f"method.freeze_trainable_layers: {type(model).__name__} has no list of decoder layers to choose from. Set "
             "it to 0, and name modules in method.freeze_extra_modules."
         )
+    if abs(layers) > depth:
+        raise TrainError(f"method.freeze_trainable_layers: {abs(layers)} exceeds the model's {depth} layers.")
     modules = [name for name, _ in model.named_modules()]
     _require_known("method.freeze_extra_modules", extra, modules, model)
     numbers = range(depth)[-layers:] if layers > 0 else range(-layers)
     named = [name for name in modules if any(_matches(name, suffix) for suffix in extra)]
-    return [*(f"{stacks[0]}.{number}" for number in numbers if layers), *named]
+    return [*(f"{path}.{number}" for number in numbers if layers), *named]
 
 
 def _new_head(spec: RunSpec, model: Any) -> list[str]:

@@ -31,6 +31,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from backend.inspect.architecture import FORMAT
+from backend.train.decoder_layers import decoder_layers, layer_lists
 
 MAX_LAYERS = 2000
 # Attributes of the text config that ModelShape and the rules use. transformers maps the older names (n_embd, n_head)
@@ -122,14 +123,13 @@ def first_line(error: Exception) -> str:
 def _kind(made: Any) -> str:
     """Whether the architecture is a decoder, an encoder, an encoder-decoder, or something else (vision, audio, ...)."""
     auto, kind = modeling_auto, type(made)
-    if getattr(made, "is_encoder_decoder", False):
+    # The decoder of such a model was trained with the output of its encoder, also where it can be loaded alone.
+    if getattr(made, "is_encoder_decoder", False) or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
         return "encoder-decoder"
     is_encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING or made.model_type in BIDIRECTIONAL
     if is_encoder and not getattr(made, "is_decoder", False):
         return "encoder"
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map"):
-        return "decoder"
-    return "encoder-decoder" if kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else "other"
+    return "decoder" if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(made, "auto_map") else "other"
 
 
 def _class_names(found: Any) -> list[str]:
@@ -244,17 +244,13 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _stack(model: Any) -> tuple[str, int]:
-    """Path and length of the list of decoder layers: of num_hidden_layers modules, else the one with most
-    parameters."""
-    depth = _fact(model.config.get_text_config(decoder=True), "num_hidden_layers")
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    for name, module in lists:
-        if len(module) == depth:
-            return name, len(module)
-    if not lists:
-        return "", 0
-    name, module = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return name, len(module)
+    """Path and length of the list of decoder layers, else of the list with most parameters."""
+    path, depth = decoder_layers(model)
+    if depth:
+        return path, depth
+    sizes = ((sum(p.numel() for p in m.parameters()), name, len(m)) for name, m in layer_lists(model))
+    _, path, depth = max(sizes, default=(0, "", 0))
+    return path, depth
 
 
 def _layers(

@@ -1,6 +1,6 @@
 """The optimizer: its TrainingArguments, the optimizers that the Trainer does not have, and the state on this rank.
 
-Imports registry, config, patches, run_log.
+Imports registry, config, decoder_layers, patches, run_log.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from backend import registry
 from backend.config import RunSpec
+from backend.train.decoder_layers import decoder_layers
 from backend.train.patches import (
     adam_mini_head_size,
     badam_checkpoint,
@@ -246,9 +247,8 @@ def _adam_mini(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
 
 
 def _badam(spec: RunSpec, model: Any, decaying: set[str]) -> Any:
-    named, depth = _trainable(model), model.config.get_text_config().num_hidden_layers
-    stacks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    blocks = [[f"{stacks[0]}.{number}."] for number in range(depth)] if stacks else []
+    named, (path, depth) = _trainable(model), decoder_layers(model)
+    blocks = [[f"{path}.{number}."] for number in range(depth)]
     blocks = [block for block in blocks if any(block[0] in name for name, _ in named)]
     if not blocks:
         raise TrainError(

@@ -19,6 +19,7 @@ from backend.train import kernels, optimizers, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
+    accelerate_absent_layers,
     trl_adapter_dtype,
     trl_expert_count,
     trl_loss_positions,
@@ -120,6 +121,7 @@ def build_trainer(
         config.eval_strategy = "no"
     if config.device.type == "cpu":
         trl_loss_positions.apply()
+    accelerate_absent_layers.apply(model)
     trl_expert_count.apply(model)
     trl_missing_router.apply(config, model)
     with trl_adapter_dtype.kept(model), trl_router_logits.kept(model):

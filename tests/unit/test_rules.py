@@ -38,7 +38,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import NO_REMEDY
 
-COUNT = 237
+COUNT = 241
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -191,10 +191,12 @@ MACHINES = (
 FACTS = (
     DEMO,
     replace(DEMO, min_prompt_tokens=900, token_lengths=(1000,)),
+    *(replace(DEMO, model_type=kind) for kind in ("reformer", "blt", "gemma3n_text")),
     replace(
         DEMO,
         model_type="mamba",
         lora_refused=("q_proj",),
+        has_shared_layers=True,
         has_sequence_classification=False,
         tokenizer_problem="It is broken.",
         tokenizer_size=200_000,
@@ -291,7 +293,7 @@ def random_cases(count: int) -> Iterator[tuple[RunSpec, Machine, InputFacts]]:
 
 def test_check_never_raises_on_random_specs() -> None:
     seen = set()
-    for spec, machine, facts in random_cases(1400):
+    for spec, machine, facts in random_cases(2000):
         found = check(spec, machine, facts)
         seen |= codes(found)
         assert not [f for f in found if f.code == "MEM001" and not f.fixes and NO_REMEDY not in f.message]

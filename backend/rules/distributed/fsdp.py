@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend.modelspec import ModelShape, matches, unfrozen_modules
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
-from backend.rules.common_fixes import DDP, FSDP2
+from backend.rules.common_fixes import DDP, FSDP2, ZERO3
 from backend.rules.examples import DEMO, TWO_H100
 
 FSDP2_STRATEGY, FSDP1_STRATEGY = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "fsdp1"}
@@ -152,3 +152,22 @@ def fsdp1_mixed_dtypes(case: Case) -> str | None:
         f"A layer would have frozen parameters in {run.compute_dtype} and trainable parameters in fp32, which FSDP1 "
         "cannot flatten into one tensor."
     )
+
+
+@rule(
+    "STR048",
+    "error",
+    fields=("parallel.strategy",),
+    title="FSDP2 cannot shard a module that several layers share",
+    source="torch 2.13 distributed/fsdp/_fully_shard: Parameter ... is shared with a parameter already managed by "
+    "another FSDP group; seen with Zamba",
+    fixes=(ZERO3, DDP),
+    fails_on=Example(FSDP2_STRATEGY, TWO_H100, replace(DEMO, has_shared_layers=True)),
+    passes_on=Example(FSDP2_STRATEGY, TWO_H100),
+)
+def fsdp2_shared_layers(case: Case) -> str | None:
+    """FSDP2 shards each decoder layer as a group of its own. In this architecture several layers contain the same
+    module, which would belong to more than one group."""
+    if case.run.fsdp_version != 2 or not case.facts.has_shared_layers:
+        return None
+    return f"Several decoder layers of {case.facts.model_type} share a module, and the strategy is FSDP2."

@@ -1,0 +1,33 @@
+"""Where the decoder layers of a model are. Imports nothing from Footplate."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+TOWER = re.compile(r"vision|visual|image|audio")  # in the names of modules
+
+
+def layer_lists(model: Any) -> list[tuple[str, nn.ModuleList]]:
+    """(path, list) of every list of modules. A vision or audio tower may have as many layers as the text decoder, so
+    the lists of the decoder come first."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(module) for module in _decoder(model).modules()}
+    return sorted(lists, key=lambda item: (id(item[1]) not in inside, bool(TOWER.search(item[0]))))
+
+
+def decoder_layers(model: Any) -> tuple[str, int]:
+    """(path, length) of the list of decoder layers, which has num_hidden_layers modules; ("", 0) if there is none."""
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return next(((name, len(module)) for name, module in layer_lists(model) if len(module) == depth), ("", 0))
+
+
+def _decoder(model: Any) -> nn.Module:
+    try:
+        decoder = model.get_decoder()
+    except Exception:  # not implemented by some classes
+        decoder = None
+    found: nn.Module = decoder if isinstance(decoder, nn.Module) else model
+    return found
