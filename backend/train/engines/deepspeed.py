@@ -17,7 +17,7 @@ from torch import distributed as dist
 from backend.runs import DEEPSPEED
 from backend.train import device, kernels
 from backend.train.engines.base import TrainEngine
-from backend.train.patches import ulysses_kv_heads, ulysses_skip_batches
+from backend.train.patches import ulysses_epochs, ulysses_kv_heads, ulysses_skip_batches
 from backend.train.run_log import TrainError
 
 
@@ -48,6 +48,7 @@ class TrainDeepSpeed(TrainEngine):
         """Start DeepSpeed's communication before the model is made."""
         device.start_deepspeed(self.run.device)
         if self.run.sequence_parallel_size > 1:
+            ulysses_epochs.apply()
             ulysses_skip_batches.apply()
 
     def prepare_config(self, config: Any) -> None:
