@@ -29,7 +29,7 @@ from backend.modelspec import (
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import cache_folder
 
-FORMAT = 4  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
+FORMAT = 5  # raise it when the table of backend.train.describe_model changes: it is part of the cache key
 # Keys of config.json that change neither the modules nor the facts of a table.
 IRRELEVANT = ("_name_or_path", "_commit_hash", "transformers_version", "quantization_config", "dtype", "torch_dtype")
 Config = Mapping[str, Any]
@@ -79,8 +79,12 @@ def read_architecture(config: Config, environment: Mapping[str, str], trusted: b
         return {**facts, "shape": shape, "module_classes": _classes(model_type)}
     if _composite(config):
         facts["has_sequence_classification"] = bool(table["sequence_classification"])
-        with suppress(UnknownArchitecture):
+        try:
             shape = _shape(table, config)
+        except NotCausalLM as error:
+            return {**facts, "shape_unknown_reason": str(error), "architecture_problem": _not_supported(error)}
+        except UnknownArchitecture:
+            pass  # the formulas still describe its language model
     return {**facts, "shape": shape, "module_classes": tuple(table["class_names"])}
 
 
@@ -120,10 +124,13 @@ def _read_table(config: Config, environment: Mapping[str, str], reason: str, has
     try:
         return {"shape": _shape(table, config), "shape_unknown_reason": "", **known}
     except NotCausalLM as error:
-        problem = f"The model type of config.json is not supported: {error}."
-        return {"shape_unknown_reason": str(error), "architecture_problem": problem, **known}
+        return {"shape_unknown_reason": str(error), "architecture_problem": _not_supported(error), **known}
     except UnknownArchitecture as error:
         return {"shape_unknown_reason": str(error), **known}
+
+
+def _not_supported(error: NotCausalLM) -> str:
+    return f"The model type of config.json is not supported: {error}."
 
 
 def _composite(config: Config) -> bool:

@@ -18,4 +18,5 @@ UNTRAINABLE: Mapping[str, str] = {  # the end of a sentence
     "xlstm": _LOSS,
 }
 NO_LAYER_LIST = frozenset({"blt"})  # their config has no num_hidden_layers
+NO_ZERO3 = frozenset({"blt", "rwkv", "youtu"})  # their weights are initialized by shape, and ZeRO-3 has sharded them
 READS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})  # the forward pass clamps the weights of linear layers

@@ -123,8 +123,8 @@ def first_line(error: Exception) -> str:
 def _kind(made: Any) -> str:
     """Whether the architecture is a decoder, an encoder, an encoder-decoder, or something else (vision, audio, ...)."""
     auto, kind = modeling_auto, type(made)
-    # The decoder of such a model was trained with the output of its encoder, also where it can be loaded alone.
-    if getattr(made, "is_encoder_decoder", False) or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    # The decoder of such a type was trained with the output of its encoder, also where it is loaded alone.
+    if getattr(made, "is_encoder_decoder", False) or getattr(kind, "is_encoder_decoder", False):
         return "encoder-decoder"
     is_encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING or made.model_type in BIDIRECTIONAL
     if is_encoder and not getattr(made, "is_decoder", False):

@@ -9,6 +9,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from architectures import (
 from fork_server import ForkServer, rank_count
 from report_files import table
 from training_runs import log_text, losses, make_spec, soak_except, write_plan
+from trl.trainer.utils import add_fused_lm_head
 
 from backend.config.options import changes
 from backend.inspect.weights import weights_mismatch
@@ -41,10 +44,11 @@ from backend.modelspec import UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
 from backend.preflight import preflight
-from backend.registry import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
+from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, UNTRAINABLE
 from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
+from backend.train.patches import llama4_base_model, trl_loss_positions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -318,6 +322,60 @@ def test_modules_without_gradient_are_known(kind: str) -> None:
         assert bool(without) is bool(known), sorted(without ^ known)[:5]
         linear = {name for name in without if isinstance(model.get_submodule(name), torch.nn.Linear)}
         assert linear <= known
+
+
+# --- The loss of the trainer ---
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), (*SAMPLE, "modernbert-decoder", "xlstm", "llama4_text")))
+def test_loss_of_the_trainer_is_that_of_the_model(kind: str) -> None:
+    """TRL computes the loss from the decoder's output and the weight of the output layer. registry.UNTRAINABLE has the
+    types with further layers between them."""
+    try:
+        model = build(kind).eval()
+        if not is_causal(model) or getattr(type(model.config), "is_encoder_decoder", False):
+            pytest.skip("not a causal language model")
+    except Exception as error:
+        pytest.skip(f"cannot be built: {error}")
+    llama4_base_model.apply(model)
+    trl_loss_positions.apply()
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.dim() == 1:  # norms and biases have ones and zeros, which would hide them
+                value.add_(torch.randn_like(value) / 10)
+        ids = torch.tensor([tokens(40), tokens(40, 1)])
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        own = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        add_fused_lm_head(model)
+        mask = torch.ones_like(ids)
+        fused = model(input_ids=ids, labels=ids, attention_mask=mask, fused_lm_head=True).loss
+    # Rounding changes the loss of 7.6 in its sixth decimal; a missing layer by 2e-4 and more.
+    is_same = bool(abs(own - fused) < 1e-4)
+    assert is_same is not UNTRAINABLE.get(kind, "").startswith("TRL")
+
+
+# --- Loading under ZeRO-3 ---
+
+
+ZERO3_SAMPLE = ("llama", "rwkv", "youtu")
+
+
+@pytest.mark.parametrize("kinds", [ZERO3_SAMPLE, pytest.param(tuple(model_types()), marks=pytest.mark.soak)])
+def test_types_that_zero3_cannot_load(kinds: Sequence[str], tmp_path: Path) -> None:
+    built = []
+    for kind in kinds:
+        try:
+            model = build(kind)
+        except Exception:
+            continue
+        is_decoder = is_causal(model) and not getattr(type(model.config), "is_encoder_decoder", False)
+        # emu3 and mllama save the config of their text model, which cannot be loaded again.
+        if is_decoder and kind not in {"emu3", "mllama", *UNTRAINABLE}:
+            built.append(kind)
+    script = HOME / "tests/process/zero3_loading.py"
+    result = tmp_path / "errors.json"
+    subprocess.run([sys.executable, script, result, *built], capture_output=True, check=True, timeout=900)
+    assert json.loads(result.read_text()).keys() == NO_ZERO3 & set(built)
 
 
 # --- Weight files ---

@@ -38,7 +38,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import NO_REMEDY
 
-COUNT = 241
+COUNT = 242
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -191,7 +191,7 @@ MACHINES = (
 FACTS = (
     DEMO,
     replace(DEMO, min_prompt_tokens=900, token_lengths=(1000,)),
-    *(replace(DEMO, model_type=kind) for kind in ("reformer", "blt", "gemma3n_text")),
+    *(replace(DEMO, model_type=kind) for kind in ("reformer", "blt", "gemma3n_text", "rwkv")),
     replace(
         DEMO,
         model_type="mamba",

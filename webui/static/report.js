@@ -17,8 +17,8 @@ let drawn = ""; // the report without its progress
 export const script = () => scriptText;
 const preventsStart = (status) => ["error", "invalid"].includes(status.level);
 
-/** @param {any} report @param {{ starting: boolean, edited: boolean }} since whether a run is being started, and whether
- * the form was edited since the last report */
+/** @param {any} report @param {{ starting: boolean, edited: boolean }} since whether a run is being started, and
+ * whether the form was edited since the last report */
 export function drawReport(report, { starting, edited }) {
   drawStart(report, starting);
   $("#fp-status .fp-status-examples").textContent = capitalized(report.examples.text);

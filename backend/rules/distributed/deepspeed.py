@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, rule
-from backend.rules.common_fixes import DDP, ZERO3
+from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
 from backend.rules.distributed.examples import ZERO2_STRATEGY
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 
@@ -197,3 +197,25 @@ def slow_nvme_folder(case: Case) -> str | None:
     if not case.facts.nvme_slow_reason or not _uses_nvme(case):
         return None
     return f"{case.facts.nvme_slow_reason} Every optimizer step would wait for it."
+
+
+@rule(
+    "STR049",
+    "error",
+    fields=("parallel.strategy",),
+    title="transformers cannot load this architecture under ZeRO-3",
+    source="transformers 5.23: _init_weights of BLT, RWKV and Youtu reads shapes or rows of parameters that ZeRO-3 has "
+    "already sharded; verified with transformers 5.23 and deepspeed 0.19",
+    fixes=(FSDP2, ZERO2),
+    fails_on=Example({"parallel.strategy": "zero3"}, TWO_H100, replace(DEMO, model_type="rwkv")),
+    passes_on=Example(
+        {"parallel.strategy": "zero3", "method.quantization": "nf4"}, TWO_H100, replace(DEMO, model_type="rwkv")
+    ),
+)
+def unloadable_under_zero3(case: Case) -> str | None:
+    """With ZeRO-3, parameters are sharded while the model is built. The initialization of this architecture needs their
+    full shapes. Quantized models are loaded before they are sharded."""
+    kinds = case.model_types & registry.NO_ZERO3
+    if case.run.zero_stage != 3 or not kinds or case.spec.method.quantization != "none":
+        return None
+    return f"The strategy is {case.strategy.label}, and the model type is {kinds.pop()}."
