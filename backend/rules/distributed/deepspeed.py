@@ -200,7 +200,7 @@ def slow_nvme_folder(case: Case) -> str | None:
 
 
 @rule(
-    "STR049",
+    "STR050",
     "error",
     fields=("parallel.strategy",),
     title="transformers cannot load this architecture under ZeRO-3",
