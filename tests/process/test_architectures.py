@@ -45,7 +45,7 @@ from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, UNTRAINABLE
-from backend.rules.distributed.ddp import WITHOUT_GRADIENT
+from backend.rules.distributed.ddp import without_gradient
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
 from backend.train.patches import llama4_base_model, trl_loss_positions
@@ -300,8 +300,8 @@ def test_bidirectional_types_are_described_as_encoders(kind: str) -> None:
 # --- Gradients ---
 
 
-# Of longcat_flash an expert that no token of the batch is routed to; of reformer the output layer, as it is not causal
-# in training; of mllama the MLPs after the cross-attention, whose modules are known.
+# Of longcat_flash the experts, if no token of the batch is routed to them; of reformer the output layer; of mllama also
+# the MLPs after the cross-attention.
 OTHERWISE = {"longcat_flash", "reformer", "mllama"}
 TRIED = (*SAMPLE, "fuyu", "bart", "deepseek_v32", "git", "mllama")
 
@@ -317,7 +317,7 @@ def test_modules_without_gradient_are_known(kind: str) -> None:
     except Exception as error:
         pytest.skip(f"cannot be built or run: {error}")
     without = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    known = {name for name, module in model.named_modules() if WITHOUT_GRADIENT.search(name) and module._parameters}
+    known = {name for name, module in model.named_modules() if without_gradient(name, {kind}) and module._parameters}
     if kind not in OTHERWISE:
         assert bool(without) is bool(known), sorted(without ^ known)[:5]
         linear = {name for name in without if isinstance(model.get_submodule(name), torch.nn.Linear)}
