@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -102,7 +103,7 @@ class ModelShape:
     @property
     def lora_target_names(self) -> tuple[str, ...]:
         """Names for lora.target_modules: q_proj, k_proj, ..."""
-        found = (leaf.target_names or (_end(leaf.path),) for leaf in self.layer_modules if leaf.accepts_lora)
+        found = (leaf.target_names or (target_name(leaf.path),) for leaf in self.layer_modules if leaf.accepts_lora)
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     @property
@@ -133,6 +134,12 @@ class ModelShape:
             for leaf in layer
         ]
         return (*layers, *self.non_layer_modules)
+
+
+def target_name(path: str) -> str:
+    """The end of `path` for lora.target_modules. A number alone would also select a decoder layer."""
+    found = re.search(r"[^.]+(\.\d+)*$", path)
+    return found.group() if found else path
 
 
 def _end(path: str) -> str:

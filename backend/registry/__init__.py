@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backend.registry.adapters import ATTENTION_MODULES, LORA_INITS, LORA_TARGETS, STACKED_EXPERTS
-from backend.registry.architectures import NO_LAYER_LIST, NO_ZERO3, READS_WEIGHTS, UNTRAINABLE
+from backend.registry.architectures import NO_LAYER_LIST, NO_ZERO3, NOT_CALLED, READS_WEIGHTS, UNTRAINABLE
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
@@ -57,6 +57,7 @@ __all__ = [
     "MULTI_PROCESS",
     "NEXT_TOKEN_FORMATS",
     "NEXT_TOKEN_STAGES",
+    "NOT_CALLED",
     "NO_LAYER_LIST",
     "NO_ZERO3",
     "OFFLOADS",

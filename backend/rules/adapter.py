@@ -265,9 +265,9 @@ def lora_on_every_expert(case: Case) -> str | None:
     ),
 )
 def lora_on_unsupported_layers(case: Case) -> Violation | None:
-    """An adapter adds its output to the output of a linear layer. The kernels of Mamba layers read the weight of
-    out_proj without calling the layer, and routers that are linear layers return several tensors. PEFT raises an error
-    for such layers, also if lora.targets is all-linear."""
+    """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
+    without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
+    the adapter has no effect, also if lora.targets is all-linear."""
     lora, refused = case.spec.lora, case.facts.lora_refused
     if not _uses_lora(case) or not refused or lora.targets == "attention":
         return None
@@ -279,4 +279,4 @@ def lora_on_unsupported_layers(case: Case) -> Violation | None:
     kept = tuple(name for name in wanted if name not in refused)
     patch = {"lora.targets": "custom", "lora.target_modules": kept}
     fixes = (Fix("Adapt all other linear layers", patch, False, "fewer adapted layers"),) if kept else ()
-    return Violation(f"PEFT cannot put adapters on {names(targeted)} of this architecture.", fixes)
+    return Violation(f"Adapters on {names(targeted)} fail or have no effect in this architecture.", fixes)

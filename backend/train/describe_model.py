@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from backend import registry
 from backend.inspect.architecture import FORMAT
 from backend.train.decoder_layers import decoder_layers, layer_lists
 
@@ -190,7 +191,7 @@ def _described(model: Any) -> dict[str, Any]:
         "flex_attention": bool(model._supports_flex_attn),
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
         **(peft := _peft(own, linear, modules)),
-        "lora_refused": sorted({*peft["lora_refused"], *_unusual_linear(model)}),
+        "lora_refused": sorted({*peft["lora_refused"], *_unusual_linear(model), *registry.NOT_CALLED.get(own, ())}),
     }
 
 

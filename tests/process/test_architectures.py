@@ -32,8 +32,10 @@ from architectures import (
     tokens,
 )
 from fork_server import ForkServer, rank_count
+from peft import LoraConfig, get_peft_model
 from report_files import table
 from training_runs import log_text, losses, make_spec, soak_except, write_plan
+from transformers.pytorch_utils import Conv1D
 from trl.trainer.utils import add_fused_lm_head
 
 from backend.config.options import changes
@@ -42,10 +44,11 @@ from backend.inspect.worker import SETTING
 from backend.machine import Machine, probe
 from backend.modelspec import UnknownArchitecture, from_config
 from backend.modelspec.from_table import shape_from_table
+from backend.modelspec.modules import target_name
 from backend.paths import HOME
 from backend.preflight import preflight
 from backend.registry import NO_ZERO3, PACKING_ISOLATED, PACKING_NEEDS_CONV1D, UNTRAINABLE
-from backend.rules.distributed.ddp import without_gradient
+from backend.rules.distributed.ddp import WITHOUT_GRADIENT
 from backend.runs import RESULT
 from backend.train.describe_model import Refused, describe
 from backend.train.patches import llama4_base_model, trl_loss_positions
@@ -301,8 +304,8 @@ def test_bidirectional_types_are_described_as_encoders(kind: str) -> None:
 
 
 # Of longcat_flash the experts, if no token of the batch is routed to them; of reformer the output layer; of mllama also
-# the MLPs after the cross-attention.
-OTHERWISE = {"longcat_flash", "reformer", "mllama"}
+# the MLPs after the cross-attention; of blt and zamba2 only adapters get no gradient.
+OTHERWISE = {"longcat_flash", "reformer", "mllama", "blt", "zamba2"}
 TRIED = (*SAMPLE, "fuyu", "bart", "deepseek_v32", "git", "mllama")
 
 
@@ -317,11 +320,31 @@ def test_modules_without_gradient_are_known(kind: str) -> None:
     except Exception as error:
         pytest.skip(f"cannot be built or run: {error}")
     without = {n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    known = {name for name, module in model.named_modules() if without_gradient(name, {kind}) and module._parameters}
+    known = {name for name, module in model.named_modules() if WITHOUT_GRADIENT.search(name) and module._parameters}
     if kind not in OTHERWISE:
         assert bool(without) is bool(known), sorted(without ^ known)[:5]
         linear = {name for name in without if isinstance(model.get_submodule(name), torch.nn.Linear)}
         assert linear <= known
+
+
+@pytest.mark.parametrize("kind", soak_except(model_types(), (*TRIED, "jamba")))
+def test_adapters_get_a_gradient(kind: str) -> None:
+    """Of the layers that all-linear adapts, without those of rule ADP010."""
+    try:
+        model = build(kind)
+        refused = describe(model.config.to_dict())
+        if refused["kind"] != "decoder" or kind in UNTRAINABLE:
+            pytest.skip("it cannot be trained")
+        layers = {name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))}
+    except Exception as error:
+        pytest.skip(f"cannot be built: {error}")
+    targets: Any = "all-linear"
+    if refused["lora_refused"]:
+        targets = sorted({target_name(name) for name in layers} - {*refused["lora_refused"], "lm_head"})
+    adapted = get_peft_model(model.train(), LoraConfig(target_modules=targets))
+    adapted(input_ids=torch.tensor([tokens(40)]), use_cache=False).logits.float().sum().backward()
+    without = {name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None}
+    assert not {name for name in without if not WITHOUT_GRADIENT.search(name.removeprefix("base_model.model."))}
 
 
 # --- The loss of the trainer ---

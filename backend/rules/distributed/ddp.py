@@ -14,18 +14,12 @@ assert DEMO.shape
 TOWER = ModuleSpec("model.vision_tower.layers.0.mlp.fc1", 1024, 32, 32)
 MULTIMODAL = replace(DEMO, shape=replace(DEMO.shape, non_layer_modules=(TOWER, *DEMO.shape.non_layer_modules)))
 # Names of modules that a text example gives no gradient: vision and audio towers, cross-attention, the selection of
-# tokens in sparse attention, and Zamba 2's adapters of other layers. Measured for each type of transformers 5.23 in
-# tests/process/test_architectures.py.
+# tokens in sparse attention, Zamba 2's adapters of other layers and BLT's entropy model. Measured for each type of
+# transformers 5.23 in tests/process/test_architectures.py.
 WITHOUT_GRADIENT = re.compile(
     r"(?:^|[._])(?:vision|visual|image|audio|multi_modal|cross_attn(?!_layers)|encoder_attn|indexer|compressor"
-    r"|adapter_list)"
+    r"|adapter_list|patcher)"
 )
-IDENTITY_EXPERTS = {"longcat_flash"}  # types whose router may send all tokens of a batch past the experts
-
-
-def without_gradient(path: str, model_types: set[str]) -> bool:
-    """Whether text examples may give this module no gradient."""
-    return bool(WITHOUT_GRADIENT.search(path)) or (".experts" in path and not model_types.isdisjoint(IDENTITY_EXPERTS))
 
 
 @rule(
@@ -48,16 +42,16 @@ def without_gradient(path: str, model_types: set[str]) -> bool:
 )
 def ddp_unused_parameters(case: Case) -> str | None:
     """Text examples give some modules no gradient: the vision and audio towers of a multimodal model, cross-attention
-    of a decoder without its encoder, the selection of tokens in sparse attention, experts without a token. DDP reduces
+    of a decoder without its encoder, the selection of tokens in sparse attention. DDP reduces
     a bucket only once all of its gradients are ready, unless it searches for unused parameters in every step."""
     run, shape = case.run, case.shape
     waits = run.engine.waits_for_all_gradients and not case.spec.parallel.ddp_find_unused_parameters
     if not waits or run.world_size == 1 or shape is None:
         return None
-    unused = next((m.path for m in trained_modules(case.spec, shape) if without_gradient(m.path, case.model_types)), "")
+    unused = next((m.path for m in trained_modules(case.spec, shape) if WITHOUT_GRADIENT.search(m.path)), "")
     if not unused:
         return None
     return (
-        f"Text examples may give {unused} no gradient, and it would be trained. DDP raises an error in the second step "
+        f"Text examples give {unused} no gradient, and it would be trained. DDP raises an error in the second step "
         "unless parallel.ddp_find_unused_parameters is set."
     )
