@@ -41,12 +41,13 @@ class RunSpec(Section):
     launch: Launch = Launch()
 
     @property
-    def modifies_loaded_weights(self) -> bool:
-        """Whether the loaded weights are changed before training (quantized, converted to FP8, or by the initialization
-        of the adapter), or may be, by remote code."""
+    def needs_loaded_weights(self) -> bool:
+        """Whether preparing the model needs the loaded weights: they are converted to 8 bits or FP8, the adapter is
+        initialized from them, or remote code may do anything. 4-bit weights need no more than their scales."""
         subtracts_adapter = registry.LORA_INITS[self.lora.init].changes_base_weights
-        quantizes = registry.QUANTIZATIONS[self.method.quantization].bits > 0
-        lora_changes = self.method.kind == "lora" and (subtracts_adapter or quantizes)
+        bits = registry.QUANTIZATIONS[self.method.quantization].bits
+        dequantizes = bits == 4 and self.lora.use_dora  # for the norms of the weights
+        lora_changes = self.method.kind == "lora" and (subtracts_adapter or bits == 8 or dequantizes)
         return self.precision.compute == "fp8" or lora_changes or self.model.trust_remote_code
 
     @property

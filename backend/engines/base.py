@@ -31,6 +31,7 @@ class Engine:
     separate_master_weights: ClassVar[bool] = False  # fp32 copies next to parameters in the compute dtype
     gathers_layers: ClassVar[bool] = False  # gathers sharded parameters layer by layer
     loads_reference_on_host: ClassVar[bool] = False  # TRL shards a reference model that every rank has in host RAM
+    shards_from_host: ClassVar[bool] = False  # moves loaded weights to the device unit by unit, as it shards them
     waits_for_all_gradients: ClassVar[bool] = False  # a parameter without a gradient blocks or fails the next step
 
     @property

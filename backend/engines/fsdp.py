@@ -26,6 +26,7 @@ class FSDP(Engine):
     uses_autocast: ClassVar[bool] = False
     gathers_layers: ClassVar[bool] = True
     loads_reference_on_host: ClassVar[bool] = True
+    shards_from_host: ClassVar[bool] = True
     needs_several_processes: ClassVar[bool] = True
     resumes_with_optimizer: ClassVar[bool] = True
 
@@ -137,8 +138,8 @@ class FSDP(Engine):
         return spec.parallel.context_parallel_size if self.fsdp_version == 2 else 1
 
     def loads_on_rank0(self, spec: RunSpec) -> bool:
-        """With FSDP2, unless loading modifies the weights (quantization, fp8, adapters initialized from them)."""
-        return self.fsdp_version == 2 and not spec.modifies_loaded_weights
+        """With FSDP2, unless the other ranks need the weights (fp8, 8-bit, adapters initialized from them)."""
+        return self.fsdp_version == 2 and not spec.needs_loaded_weights
 
     def can_resize_to(self, spec: RunSpec, nproc_per_node: int, nnodes: int) -> bool:
         """From two shards on; replicas and context parallel groups must not span nodes unevenly."""

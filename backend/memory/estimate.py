@@ -145,12 +145,14 @@ def _overhead_row(ctx: MemoryContext) -> Row:
 
 
 def quantized_loading(ctx: MemoryContext, persistent: list[Row]) -> list[Row]:
-    """A quantized base model before it is sharded: every device loads all of it (transformers 5.23 modeling_utils.py
-    loads quantized models unsharded under ZeRO-3; accelerate 1.15 utils/fsdp_utils.py cannot broadcast them)."""
-    if not ctx.quantized_modules or ctx.run.parameter_shards == 1:
+    """A quantized base model before ZeRO-3 shards or offloads it: every device loads all of it (transformers 5.23
+    modeling_utils.py loads quantized models unsharded). FSDP moves it to the devices layer by layer, which takes less
+    than a step."""
+    stays = ctx.run.parameter_shards == 1 and not ctx.param_offload
+    if not ctx.quantized_modules or stays or ctx.engine.shards_from_host:
         return []
     scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules)
     whole = ctx.quantized_bytes + scales + ctx.unquantized_count * ctx.compute_bytes
     more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which exists already
-    formula = f"{whole:,} bytes of the unsharded base model, less what the rows above count"
+    formula = f"{whole:,} bytes of the whole base model, less what the rows above count"
     return [Row("Loading the quantized base model", max(0, more), formula)]

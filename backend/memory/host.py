@@ -1,11 +1,12 @@
 """Host RAM next to the devices: libraries, offloaded tensors, and the parameters while they are loaded.
 
-Imports context, sharding. On a CPU run the processes themselves are the devices, and nothing is counted here.
+Imports context, quantized, sharding. On a CPU run the processes themselves are the devices: nothing is counted here.
 """
 
 from __future__ import annotations
 
 from backend import registry
+from backend.memory import quantized
 from backend.memory.context import MIB, MemoryContext, Row
 from backend.memory.sharding import reference_rows
 
@@ -28,14 +29,16 @@ def host_rows(ctx: MemoryContext) -> list[Row]:
 
 def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
     """Parameters in RAM until they are on the devices, as far as they exceed what is offloaded later."""
-    run, quantized = ctx.run, bool(ctx.quantized_modules)
+    run, is_quantized = ctx.run, bool(ctx.quantized_modules)
     keeps_base = ctx.is_lora and not registry.LORA_INITS[ctx.spec.lora.init].changes_base_weights
     each = ctx.compute_bytes if keeps_base else ctx.trainable_bytes
     count = ctx.unquantized_count if ctx.is_lora else ctx.shape.parameters
     model = count * each + ctx.quantized_bytes
-    if quantized and run.zero_stage != 3:  # each weight is moved to the device when it is read
+    if is_quantized and ctx.engine.shards_from_host:
+        model += quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules)
+    elif is_quantized and run.zero_stage != 3:  # each weight is moved to the device when it is read
         model = min(model, FILE_BYTES)
-    readers = 1 if run.loads_on_rank0 and not quantized else run.nproc_per_node
+    readers = 1 if run.loads_on_rank0 else run.nproc_per_node
     reference = sum(row.bytes for row in reference_rows(ctx))
     if ctx.engine.loads_reference_on_host and ctx.spec.needs_reference_model:  # TRL shards it after every rank read it
         reference = count * ctx.compute_bytes + ctx.quantized_bytes

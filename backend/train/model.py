@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,7 +24,12 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import builtin_models, kernels, lora, quantized, templates, trl_trainers, unsloth
 from backend.train.device import DTYPES
-from backend.train.patches import bitsandbytes_cpu_layout, llama4_base_model, tensor_parallel_save
+from backend.train.patches import (
+    bitsandbytes_cpu_layout,
+    llama4_base_model,
+    tensor_parallel_save,
+    transformers_quantize_on_device,
+)
 from backend.train.run_log import TrainError
 
 Build = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, dtype, further arguments
@@ -120,7 +126,10 @@ def load(
 
 
 def _from_pretrained(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
-    return kind.from_pretrained(name, dtype=dtype, **arguments)
+    if arguments.get("device_map") != quantized.HOST_RAM:
+        return kind.from_pretrained(name, dtype=dtype, **arguments)
+    with transformers_quantize_on_device.apply(PartialState().device):
+        return kind.from_pretrained(name, dtype=dtype, **arguments)
 
 
 def _add_stop_token(model: Any, token: int) -> None:

@@ -1,10 +1,11 @@
 """Quantized base weights: quantized by bitsandbytes while loading, or stored that way.
 
-Imports registry, config, run_log.
+Imports registry, config, engines, run_log.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,15 +20,19 @@ from transformers import (
     Mxfp4Config,
     PreTrainedConfig,
 )
+from transformers.quantizers import AutoHfQuantizer
 
 from backend import registry
 from backend.config import RunSpec
+from backend.engines import engine_of
+from backend.train.device import ProcessGroup
 from backend.train.run_log import TrainError
 
 DEQUANTIZED: Mapping[str, Any] = {
     "mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig,
 }  # fmt: skip
 WITH_BACKWARD: Mapping[str, Any] = {"gptq": GPTQConfig, "awq": AwqConfig}
+HOST_RAM: Mapping[str, Any] = {"": "cpu"}  # the device_map of weights that FSDP moves to the device as it shards them
 
 
 def load_arguments(spec: RunSpec, source: str, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -42,7 +47,8 @@ def load_arguments(spec: RunSpec, source: str, options: Mapping[str, Any], dtype
         return {}
     # ZeRO-3 places the weights itself, and rejects a device_map.
     if registry.STRATEGIES[spec.parallel.strategy].zero_stage != 3:
-        found["device_map"] = {"": PartialState().device}
+        on_host = not stored and engine_of(spec.parallel.strategy).shards_from_host
+        found["device_map"] = dict(HOST_RAM) if on_host else {"": PartialState().device}
     return found
 
 
@@ -104,6 +110,33 @@ def bitsandbytes_config(spec: RunSpec, dtype: torch.dtype) -> BitsAndBytesConfig
         # Only floating-point tensors are sharded; with the default uint8 each device would keep the whole base model.
         bnb_4bit_quant_storage=dtype if registry.STRATEGIES[spec.parallel.strategy].shards_weights else torch.uint8,
     )
+
+
+def convert_on_meta(model: Any, config: BitsAndBytesConfig) -> None:
+    """Give a model on the meta device the 4-bit layers that loading would give it, without their scales."""
+    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    model.config.quantization_config = config
+    quantizer.preprocess_model(model, device_map=HOST_RAM)
+    for layer in _four_bit_layers(model):
+        weight, dtype = layer.weight, layer.quant_storage
+        count = -(-weight.numel() // 2) // dtype.itemsize  # two weights in a byte
+        packed = torch.empty((count, 1), dtype=dtype, device="meta")
+        layer.weight = type(weight)(packed, **{**vars(weight), "bnb_quantized": True})
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+
+
+def share_scales(group: ProcessGroup, model: Any) -> None:
+    """Give the 4-bit layers of all ranks the scales of rank 0. A collective call."""
+    quant_state: Any = importlib.import_module("bitsandbytes.functional").QuantState
+    for layer in _four_bit_layers(model):
+        state = group.share(layer.quant_state.as_dict(packed=True) if group.rank == 0 else None)
+        if group.rank:
+            layer.quant_state = layer.weight.quant_state = quant_state.from_dict(state, device=torch.device("cpu"))
+
+
+def _four_bit_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if type(getattr(module, "weight", None)).__name__ == "Params4bit"]
 
 
 def is_quantized(module: Any) -> bool:

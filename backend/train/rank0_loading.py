@@ -1,6 +1,6 @@
 """FSDP2 loading on rank 0: one rank reads the weights, and the others get their shards from it.
 
-Imports config, context, engines, model, quantized. accelerate 1.15 broadcasts the weights from rank 0 once the
+Imports config, context, engines, model, patches, quantized. accelerate 1.15 broadcasts the weights from rank 0 once the
 optimizer exists (utils/fsdp_utils.py, fsdp2_load_full_state_dict), but transformers 5.23 reads the file on every rank
 all the same. So until then the other ranks have the model on the meta device.
 """
@@ -20,6 +20,7 @@ from backend.config import RunSpec
 from backend.train import model, quantized
 from backend.train.context import TrainContext
 from backend.train.engines.fsdp import load_on_every_rank, loads_on_rank0
+from backend.train.patches import accelerate_fsdp2_quantized
 
 
 def load(
@@ -48,6 +49,9 @@ def load(
         # A checkpoint may have two tensors that the config ties. Then the names of the parameters differ.
         if all(signature == _signature(found) for signature in group.gather(_signature(found))):
             _broadcast_buffers(context, found)
+            if getattr(found, "is_loaded_in_4bit", False):
+                quantized.share_scales(context.group, found)
+                accelerate_fsdp2_quantized.apply()
             return found
     context.run_log.info("Every rank reads the weights: the weights of this model cannot be broadcast from rank 0.")
     load_on_every_rank(config)
@@ -55,9 +59,9 @@ def load(
 
 
 def _can_broadcast(spec: RunSpec, source: model.ModelSource) -> bool:
-    """Whether everything that is done to the model works on the meta device. The tensors of quantized weights, and what
-    the custom code of a model computes, are not known before the weights were read."""
-    return not (spec.modifies_loaded_weights or quantized.stored_config(source.name, source.options))
+    """Whether everything that is done to the model works on the meta device. The tensors of prequantized weights, and
+    what the custom code of a model computes, are not known before the weights were read."""
+    return not (spec.needs_loaded_weights or quantized.stored_config(source.name, source.options))
 
 
 def _load_on_meta(spec: RunSpec, source: model.ModelSource, precision: str, tokenizer: Any) -> Any:
@@ -77,9 +81,12 @@ def _load_on_meta(spec: RunSpec, source: model.ModelSource, precision: str, toke
 def _build_on_meta(kind: Any, name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> Any:
     """Like `from_pretrained`, with the parameters on the meta device; buffers have their values."""
     attention = {key: arguments[key] for key in arguments if key == "attn_implementation"}
-    config = AutoConfig.from_pretrained(name, **{k: v for k, v in arguments.items() if k not in attention})
+    of_loading = (*attention, "quantization_config", "device_map")
+    config = AutoConfig.from_pretrained(name, **{k: v for k, v in arguments.items() if k not in of_loading})
     with init_empty_weights(include_buffers=False):
         made = kind.from_config(config, dtype=dtype, **attention)
+    if "quantization_config" in arguments:
+        quantized.convert_on_meta(made, arguments["quantization_config"])
     made.tie_weights()  # moving parameters to the meta device has untied them
     if made.can_generate():
         options = {key: arguments[key] for key in arguments if key in ("revision", "local_files_only")}

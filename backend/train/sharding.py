@@ -31,8 +31,15 @@ def summary(trainer: Any) -> dict[str, Any]:
         "backend": dist.get_backend() if dist.is_initialized() else "",
         "optimizer_class": type(optimizer).__name__,
         "local_parameters": sum(_local(p).numel() for p in trainer.model.parameters()),
+        "local_storage_bytes": storage_bytes(trainer.model),
         "local_optimizer_elements": sum(_local(t).numel() for t in tensors if t.dim()),
     }
+
+
+def storage_bytes(weights: torch.nn.Module) -> int:
+    """The bytes of the storages that the parameters of this rank are in; a view of a larger tensor keeps all of it."""
+    storages = {s.data_ptr(): s.nbytes() for p in weights.parameters() for s in [_local(p).untyped_storage()]}
+    return sum(storages.values())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fork_server import ForkServer, write_run
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from training_runs import REORDERING_TOLERANCE, log_text, losses, make_spec, result, same_losses
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, MixtralForCausalLM
 from untrained_models import memory_context, untrained_model
 
 from backend import registry
@@ -121,6 +121,73 @@ def test_strategies_match_one_process(
         )
         rest = TINY.parameters - quantized + result(two_ranks)["trainable_parameters"]
         assert local_parameters == pytest.approx([(quantized / 8 + rest) / 2] * 2, rel=0.01)
+
+
+FP4 = {"method.quantization": "fp4", "method.bnb_4bit_use_double_quant": False, "precision.compute": "bf16"}
+
+
+@pytest.mark.parametrize(("changes", "ranks"), [(NF4, 2), (FP4, 3)], ids=["nf4-2", "fp4-bf16-3"])
+def test_fsdp2_sends_quantized_weights_from_rank_0(
+    root: Path, fork_server: ForkServer, changes: dict[str, Any], ranks: int
+) -> None:
+    """No other rank reads the weights, and each keeps its share of the base model, not a view of all of it."""
+    kind, batch = changes["method.quantization"], {"train.per_device_train_batch_size": ranks}
+    single = fork_server.train(root / f"sent-{kind}", make_spec({**FAST_LR, **changes, **batch}))
+    more = {**PER_RANK, **changes, "parallel.strategy": "fsdp2", "launch.nproc_per_node": ranks}
+    sharded = fork_server.train(root / f"sent-{kind}-{ranks}", make_spec(more), ranks)
+    close = 1e-3 if changes is FP4 else REORDERING_TOLERANCE  # bf16 rounds the output of each layer
+    assert losses(sharded) == same_losses(losses(single), close)
+    whole = result(single)["ranks"][0]
+    found = result(sharded)["ranks"]
+    assert [rank["loaded_bytes"] for rank in found] == [whole["loaded_bytes"], *[0] * (ranks - 1)]
+    share = whole["local_storage_bytes"] / ranks
+    assert [rank["local_storage_bytes"] for rank in found] == pytest.approx([share] * ranks, rel=0.02)
+    assert "Every rank reads the weights" not in log_text(sharded)
+
+
+@pytest.mark.parametrize("more", [DORA, {"parallel.extra_config": '{"cpu_ram_efficient_loading": false}'}])
+def test_every_rank_reads_quantized_weights(root: Path, fork_server: ForkServer, more: dict[str, Any]) -> None:
+    """DoRA needs the norms of the weights before they are sharded."""
+    spec = make_spec({**PER_RANK, **NF4, **more, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
+    found = result(fork_server.train(root / f"read-{next(iter(more))}", spec, 2))["ranks"]
+    assert found[0]["loaded_bytes"] == found[1]["loaded_bytes"] > 0
+    assert found[0]["local_storage_bytes"] == pytest.approx(found[0]["loaded_bytes"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("state_dict", ["full", pytest.param("sharded", marks=pytest.mark.soak)])
+def test_sharded_quantized_run_resumes_and_saves_its_adapter(
+    root: Path, fork_server: ForkServer, nf4_run: Path, state_dict: str
+) -> None:
+    more = {**PER_RANK, **NF4, **SAVING, "train.max_steps": 4, "parallel.state_dict_type": state_dict}
+    spec = make_spec({**more, "parallel.strategy": "fsdp2", "launch.nproc_per_node": 2})
+    folder = fork_server.train(root / f"resumed-{state_dict}", spec, 2)
+    before = losses(folder)
+    assert before == same_losses(losses(nf4_run), REORDERING_TOLERANCE)
+    fork_server.resume(folder, 2, 2)
+    assert losses(folder) == same_losses(before)
+    saved, expected = (load_file(run / "model/adapter_model.safetensors") for run in (folder, nf4_run))
+    assert saved.keys() == expected.keys()
+    differences = [(saved[name] - expected[name]).abs().max() for name in saved]
+    assert max(differences) < 2e-3 < max(tensor.abs().max() for tensor in saved.values())
+
+
+def test_experts_are_not_quantized(tmp_path: Path) -> None:
+    """transformers stores them as stacked parameters, bitsandbytes quantizes nn.Linear only. The estimate agrees."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_local_experts": 4}
+    config = MixtralConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.bfloat16)
+    quantized = {name for name, p in model.named_parameters() if type(p).__name__ == "Params4bit"}
+    assert {name.split(".")[-3] for name in quantized} == {"self_attn"}
+    experts = sum(p.nbytes for name, p in model.named_parameters() if "experts" in name)
+    assert experts == 2 * 4 * (3 * 64 * 128) * 2, "layers, experts, weights, bytes"
+    changes = {**NF4, "precision.compute": "bf16", "lora.targets": "attention"}
+    shape = from_config(config.to_dict())
+    assert shape is not None
+    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), shape))}
+    assert rows["Quantized parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n in quantized)
+    assert rows["Frozen parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n not in quantized)
 
 
 @pytest.mark.parametrize("changes", [NF4, INT8], ids=["nf4", "int8"])

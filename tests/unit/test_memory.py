@@ -314,7 +314,9 @@ FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
     [
         ({}, 1),
         ({"lora__init": "pissa"}, 2),
-        ({"method__quantization": "nf4"}, 2),
+        ({"method__quantization": "nf4"}, 1),
+        ({"method__quantization": "nf4", "lora__use_dora": True}, 2),
+        ({"method__quantization": "nf4", "parallel__strategy": "fsdp1"}, 2),
         ({"model__trust_remote_code": True, "model__source": "hub"}, 2),
         ({"parallel__strategy": "zero3"}, 2),
         ({"parallel__strategy": "fsdp1"}, 2),
@@ -322,12 +324,29 @@ FSDP2 = {"parallel__strategy": "fsdp2", "launch__nproc_per_node": 2}
     ],
 )
 def test_fsdp2_loads_on_rank_0(more: dict[str, Any], readers: int) -> None:
-    """Every rank loads the weights with PiSSA, quantized weights or remote code."""
+    """Every rank loads the weights with PiSSA, DoRA on quantized weights, or remote code."""
     rows = estimate(spec(**{**FSDP2, **more}), TWO_H100, LLAMA_8B).rows
     row = next(row for row in rows if row.name == "Model loading")
     bytes_per_process = int(row.formula.split()[2].replace(",", ""))
     assert row.formula.startswith(f"{readers} x ")
     assert row.bytes == readers * bytes_per_process
+
+
+@pytest.mark.parametrize(("strategy", "loads_all"), [("fsdp2", False), ("fsdp1", False), ("zero3", True)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_devices_load_a_quantized_base_model(strategy: str, loads_all: bool, offload: bool) -> None:
+    """With ZeRO-3 every device holds 3.5 GB of NF4 weights and 2.1 GB of bf16 embeddings and output layer while they
+    are loaded, whatever is sharded or offloaded later. FSDP moves its shards from host RAM, where they are before."""
+    away = {"zero3": {"parallel__offload_param": "cpu", "parallel__offload_optimizer": "cpu"}}
+    more = away.get(strategy, {"parallel__cpu_offload": True}) if offload else {}
+    run_spec = spec(**{**FSDP2, "parallel__strategy": strategy, "method__quantization": "nf4", **more})
+    run_spec = edit(run_spec, {"data.max_length": 128, "train.per_device_train_batch_size": 1})
+    result = estimate(run_spec, TWO_H100, LLAMA_8B)
+    if loads_all or offload:
+        assert (result.device_bytes > 5.6e9) == loads_all
+    loading = {row.name for row in result.rows} & {"Loading the quantized base model"}
+    assert bool(loading) == (loads_all and offload), "without offloading, a step of ZeRO-3 takes more"
+    assert result.host_bytes > 5.6e9
 
 
 @pytest.mark.parametrize("before", [False, True])
