@@ -11,7 +11,7 @@ from backend import registry
 from backend.memory import quantized
 from backend.modelspec import matches
 from backend.rules.base import Case, Example, Fix, Violation, names, rule
-from backend.rules.common_fixes import DDP, FSDP2, ZERO2
+from backend.rules.common_fixes import DDP, ZERO2
 from backend.rules.examples import DEMO, H100, INSTALLED, LOCAL_MODEL, MOE, TWO_H100
 
 UNQUANTIZED = Fix(
@@ -95,26 +95,6 @@ def int8_base_sharded(case: Case) -> str | None:
     if not case.strategy.shards_weights or _quantization(case).bits != 8:
         return None
     return f"{case.strategy.label} shards the base weights, and method.quantization is {_quantization(case).label}."
-
-
-@rule(
-    "QNT004",
-    "error",
-    fields=("method.quantization", "parallel.strategy"),
-    title="QLoRA is not verified with FSDP1",
-    source="torch 2.13 fsdp/_flat_param.py: the parameters of an FSDP1 unit must have one dtype; peft 0.21 "
-    "utils/other.py fsdp_auto_wrap_policy: adapters become units of their own",
-    fixes=(FSDP2, UNQUANTIZED),
-    fails_on=Example({**NF4_SPEC, "parallel.strategy": "fsdp1"}, TWO_H100),
-    passes_on=Example({**NF4_SPEC, "parallel.strategy": "fsdp2"}, TWO_H100),
-)
-def qlora_on_fsdp1(case: Case) -> str | None:
-    """FSDP1 flattens the parameters of a unit into one tensor of one dtype. QLoRA needs a floating-point
-    bnb_4bit_quant_storage there, equal to the dtype of the other frozen weights, and separate units for fp32 adapters.
-    Footplate has verified QLoRA with FSDP2, which replaces FSDP1."""
-    if case.strategy.fsdp_version != 1 or _quantization(case).bits != 4:
-        return None
-    return f"The strategy is FSDP1, and method.quantization is {_quantization(case).label}; use FSDP2 for QLoRA."
 
 
 @rule(

@@ -51,7 +51,7 @@ CONFIGURATIONS = {
     ),
     "rank-above-the-hidden-size": ("1x24gb", EIGHT_B + "lora: {r: 4096, init: pissa}\n", "ADP002"),
     "fp16-on-a-cpu": ("laptop", "precision: {compute: fp16}\n", "PRC001"),
-    "qlora-fsdp1": ("2x24gb", EIGHT_B + "method: {quantization: nf4}\nparallel: {strategy: fsdp1}\n", "QNT004"),
+    "qlora-fsdp1": ("2x24gb", EIGHT_B + "method: {quantization: nf4}\nparallel: {strategy: fsdp1}\n", "STR049"),
     "pissa-on-a-quantized-base": ("1x24gb", SMALL + "method: {quantization: nf4}\nlora: {init: pissa}\n", "QNT002"),
     "deepspeed-with-python-launcher": (
         "4x80gb",

@@ -11,6 +11,7 @@ from backend.rules.examples import DEMO, TWO_H100
 
 FSDP2_STRATEGY, FSDP1_STRATEGY = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "fsdp1"}
 FREEZE = {**FSDP1_STRATEGY, "method.kind": "freeze", "train.learning_rate": 1e-5}
+FSDP1_FULL = {**FREEZE, "method.kind": "full"}
 LLAMA_CLASSES = replace(DEMO, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
 
@@ -22,8 +23,8 @@ SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
     title="FSDP1 does not run on a CPU",
     source="accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin requires an accelerator for version 1",
     fixes=(FSDP2, DDP),
-    fails_on=Example(FSDP1_STRATEGY),
-    passes_on=Example(FSDP1_STRATEGY, TWO_H100),
+    fails_on=Example(FSDP1_FULL),
+    passes_on=Example(FSDP1_FULL, TWO_H100),
     proof="launch",
 )
 def fsdp1_on_cpu(case: Case) -> str | None:
@@ -40,7 +41,7 @@ def fsdp1_on_cpu(case: Case) -> str | None:
     title="FSDP1 is deprecated",
     source="transformers 5.23 training_args.py: deprecated, to be removed",
     fixes=(FSDP2,),
-    fails_on=Example(FSDP1_STRATEGY, TWO_H100),
+    fails_on=Example(FSDP1_FULL, TWO_H100),
     passes_on=Example(FSDP2_STRATEGY, TWO_H100),
 )
 def deprecated_fsdp1(case: Case) -> str | None:
@@ -49,6 +50,26 @@ def deprecated_fsdp1(case: Case) -> str | None:
     if case.run.fsdp_version != 1:
         return None
     return "transformers 5 deprecates FSDP1 and will remove it. FSDP2 replaces it."
+
+
+@rule(
+    "STR049",
+    "error",
+    fields=("parallel.strategy", "method.kind"),
+    title="LoRA adapters are not saved under FSDP1",
+    source="peft 0.21 tuners/tuners_utils.py _get_tuner_state_dict_key_prefixes: removes _fsdp_wrapped_module from the "
+    "start of a module's name only, but FSDP1 wraps every layer",
+    fixes=(FSDP2,),
+    fails_on=Example(FSDP1_STRATEGY, TWO_H100),
+    passes_on=Example(FSDP2_STRATEGY, TWO_H100),
+)
+def lora_on_fsdp1(case: Case) -> str | None:
+    """peft looks up the adapter's weights by module names, which differ from the names in the state dict when layers
+    are wrapped by FSDP1. The saved adapter and all checkpoints would be empty, without an error. FSDP2 wraps no
+    modules; it shards LoRA and QLoRA alike."""
+    if case.run.fsdp_version != 1 or case.spec.method.kind != "lora":
+        return None
+    return "The strategy is FSDP1 and method.kind is lora: the saved adapter and the checkpoints would have no weights."
 
 
 @rule(

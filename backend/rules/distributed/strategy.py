@@ -129,7 +129,7 @@ def adapter_merge_with_sharded_weights(case: Case) -> str | None:
             cost="long sequences take more memory",
         ),
     ),
-    fails_on=Example({"parallel.strategy": "fsdp1", "eval.num_generations": 8}, TWO_H100),
+    fails_on=Example({**FULL, "parallel.strategy": "fsdp1", "eval.num_generations": 8}, TWO_H100),
     passes_on=Example({"parallel.strategy": "zero3", "eval.num_generations": 8}, TWO_H100),
 )
 def unsupported_generations(case: Case) -> str | None:

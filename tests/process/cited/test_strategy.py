@@ -27,6 +27,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.utils.other import fsdp_auto_wrap_policy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.file_baton import FileBaton
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -35,6 +38,7 @@ from backend.rules.distributed.deepspeed_extra_config import REMOVED_KEYS
 from cited import cites
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+CPU = torch.device("cpu")
 
 
 def llama(**more: Any) -> LlamaForCausalLM:
@@ -100,6 +104,18 @@ def test_fsdp1_is_deprecated(monkeypatch: pytest.MonkeyPatch) -> None:
         TrainingArguments._process_fsdp_args(arguments)
     assert len(messages) == 1
     assert "is deprecated and will be removed" in messages[0]
+
+
+@cites("STR049")
+def test_peft_finds_no_adapter_in_layers_wrapped_by_fsdp1(group: None) -> None:
+    """All weights are in the state dict; peft selects those of the adapter by the names of wrapped modules."""
+    model = get_peft_model(llama(), LoraConfig(target_modules="all-linear"))
+    assert len(get_peft_model_state_dict(model)) == 2 * 2 * 7
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=CPU)
+    assert any("_fsdp_wrapped_module.self_attn" in name for name, _ in wrapped.named_modules())
+    state = {key: value for key, value in wrapped.state_dict().items() if "lora_" in key}
+    assert len(state) == 2 * 2 * 7
+    assert get_peft_model_state_dict(wrapped, state) == {}
 
 
 @cites("STR015")

@@ -184,7 +184,7 @@ def flattened(*tensors: torch.Tensor) -> None:
     FlatParamHandle._validate_tensors_to_flatten(SimpleNamespace(_use_orig_params=True), tensors)
 
 
-@cites("QNT004", "STR046")
+@cites("STR046")
 def test_fsdp1_unit_has_one_dtype() -> None:
     with pytest.raises(ValueError, match=r"uniform dtype but got torch\.bfloat16 and torch\.float32"):
         flattened(torch.zeros(4).bfloat16(), torch.zeros(4))
