@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from backend import registry
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import GIB
 from backend.memory import Estimate
+from backend.memory.context import DTYPE_BYTES
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
-from backend.rules.memory_remedies import CLEAR_EXCESS, find_remedies
+from backend.rules.memory_remedies import CLEAR_EXCESS, POSSIBLE_EXCESS, find_remedies
 
 LLAMA_8B_FACTS = replace(DEMO, shape=LLAMA_8B)
 FULL = {"method.kind": "full", "train.learning_rate": 2e-5}
@@ -22,7 +24,6 @@ DEFAULT_PEAK = Case(RunSpec(), LAPTOP, DEMO).estimate.device_bytes
 OPTIMIZER_OFFLOAD = {**FULL, "parallel.strategy": "zero3", "parallel.offload_optimizer": "cpu"}
 HOST_PEAK = Case(edit(RunSpec(), OPTIMIZER_OFFLOAD), TWO_H100, LLAMA_8B_FACTS).estimate.host_bytes
 SMALL_RAM = replace(TWO_H100, ram_bytes=48 * GIB, ram_free_bytes=48 * GIB)
-POSSIBLE_EXCESS = 1.25  # remedies up to this multiple of the free memory are offered if none fits for certain
 NO_REMEDY = "No combination of options fits: use a smaller model or a machine with more memory."
 LESS_HOST_RAM = (
     "Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with more RAM."
@@ -153,8 +154,18 @@ def _message(case: Case) -> str:
     needs = f"needs {'at least ' if found.lower_bound else ''}{amount(found.device_bytes)}"
     return (
         f"The run {needs} {where}; {amount(found.capacity_bytes)} is free. "
-        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."
+        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}.{_unquantized_experts(case)}"
     )
+
+
+def _unquantized_experts(case: Case) -> str:
+    """Why quantization saves so little of a mixture of experts."""
+    quantization = registry.QUANTIZATIONS[case.spec.method.quantization]
+    if case.shape is None or case.spec.method.kind != "lora" or not quantization.bits or not case.shape.experts:
+        return ""
+    count = sum(leaf.parameters for leaf in case.shape.all_modules() if leaf.stacked > 1)
+    size, dtype = amount(count * DTYPE_BYTES[case.run.compute_dtype]), case.run.compute_dtype
+    return f" {quantization.label} quantizes linear layers only: the experts, {size} in total, stay in {dtype}."
 
 
 def _fields(case: Case) -> tuple[str, ...]:

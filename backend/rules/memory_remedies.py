@@ -2,13 +2,14 @@
 
 Imports everything below rules. The memory rules and the page show the same list. Single changes are tried first, then
 combinations of two and three. Changes that do not affect the training result come before those that do; among equals,
-the fastest comes first.
+the fastest comes first. A smaller model comes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations, islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from backend.machine import Gpu
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.rules.base import RULES, Case, Finding, Fix, counted
+from backend.rules.base import RULES, Case, Finding, Fix, amount, counted
 from backend.rules.common_fixes import ATTENTION_ONLY
 
 MAX_REMEDIES = 6
@@ -29,6 +30,7 @@ MAX_TRIES = 12  # combinations of one size that are estimated, the best ranked f
 EFFECT_BANDS = ((0, 0, 1), (1, 39, ENOUGH), (40, 1000, 1))
 # An estimate above this multiple of the free memory does not fit, even if the estimate is off by as much as measured.
 CLEAR_EXCESS = 1.2
+POSSIBLE_EXCESS = 1.25  # the same for the upper bound: an estimate that fits, but not for certain
 NO_OFFLOAD = {"parallel.offload_optimizer": "none", "parallel.offload_param": "none", "parallel.cpu_offload": False}
 MIN_MAX_LENGTH = 128
 LARGE_RANK = 64  # a larger LoRA rank is reduced to 16
@@ -47,13 +49,15 @@ class Change:
 
 def find_remedies(case: Case, limit: float) -> list[Fix]:
     """The best changes after which the upper bound of the estimate is at most `limit` x the free memory, without a new
-    error. A smaller model is offered only if nothing else fits."""
+    error. Where that takes offloading or is not possible, changes after which only the estimate itself fits are offered
+    too. A smaller model is offered only if nothing else fits."""
     if case.shape is None or case.shape.activations_unknown:
         return []
-    case = replace(case, spec=effective(case.spec))
-    known = {finding.code for finding in other_errors(case)}
-    found = list(islice(_combinations(case, limit, known), MAX_REMEDIES))
-    return found or list(islice(_smaller_models(case, limit, known), MAX_REMEDIES))
+    search = _Search(replace(case, spec=effective(case.spec)))
+    found = list(islice(_combinations(search, limit), MAX_REMEDIES))
+    if not case.estimate.fits:
+        found = _with_likely(search, found)
+    return found or list(islice(_smaller_models(search, limit), MAX_REMEDIES))
 
 
 def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
@@ -74,14 +78,125 @@ def other_errors(case: Case) -> list[Finding]:
     return [finding for rule in rules if rule.level == "error" and (finding := rule.finding(case))]
 
 
-def _combinations(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
+class _Applied:
+    """A case after changes, with what a fix of them says."""
+
+    def __init__(self, case: Case, fixes: Sequence[Fix] = ()) -> None:
+        self.case, self.fixes = case, tuple(fixes)
+
+    @cached_property
+    def errors(self) -> set[str]:
+        """The codes of all errors but those about memory."""
+        return {finding.code for finding in other_errors(self.case)}
+
+    def as_fix(self) -> Fix:
+        """All changes as one fix."""
+        estimate, patch = self.case.estimate, {key: value for fix in self.fixes for key, value in fix.patch.items()}
+        costs = [*dict.fromkeys(fix.cost for fix in self.fixes if fix.cost)]
+        if _load(estimate) > 1:
+            costs.append(f"may need up to {amount(estimate.high_bytes)}")
+        label, safe = " + ".join(fix.label for fix in self.fixes), all(fix.safe for fix in self.fixes)
+        return Fix(label, patch, safe, "; ".join(costs), estimate.device_bytes)
+
+
+class _Search:
+    """The changes of one case. What was computed for a combination is kept, because longer ones begin with it."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.start = case, _Applied(case)
+        self.applied: dict[tuple[str, ...], _Applied | None] = {(): self.start}
+
+    def as_fix(self, changes: Sequence[Change], limit: float) -> Fix | None:
+        """These changes as one fix, if they fit and cause no new error. If the upper bound may be above the free
+        memory, the estimate itself must fit."""
+        applied = self._after(changes)
+        if applied is None:
+            return None
+        estimate, ram = applied.case.estimate, self.case.machine.ram_free_bytes
+        fits = _load(estimate) <= min(limit, 1) or (_load(estimate) <= limit and estimate.fits)
+        if not fits or estimate.host_bytes > ram or applied.errors - self.start.errors:
+            return None
+        return applied.as_fix()
+
+    def _after(self, changes: Sequence[Change]) -> _Applied | None:
+        """Each change is computed again after the ones before it: a strategy may change the number of gradient
+        accumulation steps. None if one of them is no longer possible."""
+        labels = tuple(change.fix.label for change in changes)
+        if labels not in self.applied:
+            before = self._after(changes[:-1])
+            self.applied[labels] = _apply(before, changes[-1]) if before else None
+        return self.applied[labels]
+
+    @cached_property
+    def savings(self) -> list[tuple[Change, float]]:
+        """Changes that save memory, and how much at most as a share of the free memory; empty if all of them together
+        are not enough. A peak is the largest of several phases, so a change may save only after the largest saving is
+        applied."""
+        if _load(self._smallest().estimate) > POSSIBLE_EXCESS:
+            return []
+        changes = _changes(self.case)
+        first = [self._saved([], change) for change in changes]
+        largest = changes[first.index(max(first))] if changes else None
+        then = [self._saved([largest], change) if largest else 0 for change in changes]
+        most = zip(changes, map(max, first, then), strict=True)
+        return [(change, saved) for change, saved in most if saved > 0]
+
+    def _saved(self, before: list[Change], change: Change) -> float:
+        """What a change saves after other ones, as a share of the free memory."""
+        without, applied = self._after(before), self._after([*before, change])
+        return _load(without.case.estimate) - _load(applied.case.estimate) if without and applied else 0
+
+    def _smallest(self) -> Case:
+        """The case with the strongest change of every kind: about the least memory that options can achieve."""
+        taken: list[Change] = []
+        smallest = self.start
+        for kind in KINDS:
+            changes = _changes(smallest.case, kind)
+            strongest = changes if kind == "strategy" else changes[-2:]
+            others = [(change, applied) for change in strongest if (applied := self._after([*taken, change]))]
+            best = min(others, key=lambda other: _load(other[1].case.estimate), default=None)
+            if best and _load(best[1].case.estimate) < _load(smallest.case.estimate):
+                taken, smallest = [*taken, best[0]], best[1]
+        return smallest.case
+
+
+def _apply(before: _Applied, change: Change) -> _Applied | None:
+    found = [change] if change.kind not in KINDS else _changes(before.case, change.kind)
+    fix = next((c.fix for c in found if c.fix.label == change.fix.label), None)
+    return _Applied(patched_case(before.case, fix.patch), (*before.fixes, fix)) if fix else None
+
+
+def _with_likely(search: _Search, found: list[Fix]) -> list[Fix]:
+    """`found`, and what likely fits: without any remedy that is certain, all combinations; if none of them keeps the
+    training result, a strategy that does; if all that keep it offload to the CPU, one that does not."""
+    if not found:
+        return list(islice(_combinations(search, POSSIBLE_EXCESS), MAX_REMEDIES))
+    safe = [fix for fix in found if fix.safe]
+    if not all(offloads(fix.patch) for fix in safe):
+        return found
+    strategies = (change for change in _changes(search.case, "strategy") if change.fix.safe)
+    better = sorted((change for change in strategies if not safe or not offloads(change.fix.patch)), key=_slowdown)
+    likely = (search.as_fix([change], POSSIBLE_EXCESS) for change in better)
+    return [*safe, *islice(filter(None, likely), 1), *(fix for fix in found if not fix.safe)]
+
+
+def _slowdown(change: Change) -> int:
+    return change.slowdown
+
+
+def offloads(patch: Mapping[str, Any]) -> bool:
+    """Whether a patch turns on offloading."""
+    return any(patch.get(option, value) != value for option, value in NO_OFFLOAD.items())
+
+
+def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
     """Remedies by increasing effect on training. Combinations whose savings together are too small are not
     estimated."""
-    if _load(_smallest(case).estimate) > limit:
-        return
-    load, savings = _load(case.estimate), _savings(case)
+    load, savings = _load(search.case.estimate), search.savings
     single = [[change] for change, saved in savings if load - saved <= limit]
-    rest = [(change, saved) for change, saved in savings if [change] not in single]
+    # A change that saves enough but is refused, such as FSDP2 with an 8-bit base model, may do with another one.
+    refused = [changes for changes in single if changes[0].kind == "strategy" and not search.as_fix(changes, limit)]
+    rest = [(change, saved) for change, saved in savings if [change] not in single or [change] in refused]
     several = [
         [change for change, _ in changes]
         for size in (2, 3)
@@ -92,36 +207,11 @@ def _combinations(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
     for least, largest, wanted in EFFECT_BANDS:
         if len(accepted) < ENOUGH:
             candidates = [changes for changes in single + several if least <= _rank(changes)[0] <= largest]
-            yield from _smallest_that_fit(candidates, wanted, accepted, case, limit, known)
-
-
-def _smallest(case: Case) -> Case:
-    """The case with the strongest change of every kind: about the least memory that options can achieve."""
-    for kind in KINDS:
-        others = [patched_case(case, change.fix.patch) for change in _changes(case, kind)[-2:]]
-        case = min([case, *others], key=lambda candidate: _load(candidate.estimate))
-    return case
-
-
-def _savings(case: Case) -> list[tuple[Change, float]]:
-    """Changes that save memory, and how much at most as a share of the free memory. A peak is the largest of several
-    phases, so a change may save only after the largest saving is applied."""
-
-    def saving(base: Case) -> dict[str, float]:
-        load = _load(base.estimate)
-        changes = _changes(base)
-        return {c.fix.label: load - _load(patched_case(base, c.fix.patch).estimate) for c in changes}
-
-    first = saving(case)
-    changes = _changes(case)
-    largest = max(changes, key=lambda change: first[change.fix.label], default=None)
-    then = saving(patched_case(case, largest.fix.patch)) if largest else {}
-    most = [(change, max(first[change.fix.label], then.get(change.fix.label, 0))) for change in changes]
-    return [(change, saved) for change, saved in most if saved > 0]
+            yield from _smallest_that_fit(search, candidates, wanted, accepted, limit)
 
 
 def _smallest_that_fit(
-    candidates: list[list[Change]], wanted: int, accepted: list[list[Change]], case: Case, limit: float, known: set[str]
+    search: _Search, candidates: list[list[Change]], wanted: int, accepted: list[list[Change]], limit: float
 ) -> Iterator[Fix]:
     """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that contains an
     accepted one."""
@@ -132,7 +222,7 @@ def _smallest_that_fit(
             own = tuple(change.kind for change in changes)
             contains_accepted = any(all(change in changes for change in other) for other in accepted)
             is_new = kinds.count(own) < (1 if own[-1] in GRADUAL_KINDS else 2)
-            if is_new and not contains_accepted and (fix := _as_fix(case, changes, limit, known)):
+            if is_new and not contains_accepted and (fix := search.as_fix(changes, limit)):
                 kinds.append(own)
                 accepted.append(changes)
                 yield fix
@@ -144,35 +234,14 @@ def _rank(changes: Sequence[Change]) -> tuple[int, int]:
     return sum(change.effect for change in changes), sum(change.slowdown for change in changes)
 
 
-def _as_fix(case: Case, changes: Sequence[Change], limit: float, known: set[str]) -> Fix | None:
-    """These changes as one fix, if they fit. Each is computed again after the ones before it: a strategy may change the
-    number of gradient accumulation steps."""
-    labels, costs, safe, current, patch = [], [], True, case, dict[str, Any]()
-    for change in changes:
-        found = [change] if change.kind not in KINDS else _changes(current, change.kind)
-        again = next((c for c in found if c.fix.label == change.fix.label), None)
-        if again is None:
-            return None
-        labels.append(again.fix.label)
-        costs += [again.fix.cost] if again.fix.cost not in costs else []
-        safe, patch = safe and again.fix.safe, {**patch, **again.fix.patch}
-        current = patched_case(current, again.fix.patch)
-    estimate = current.estimate
-    if _load(estimate) > limit or estimate.host_bytes > CLEAR_EXCESS * case.machine.ram_free_bytes:
-        return None
-    if {finding.code for finding in other_errors(current)} - known:
-        return None
-    return Fix(" + ".join(labels), patch, safe, "; ".join(filter(None, costs)), estimate.device_bytes)
-
-
 def _load(estimate: Estimate) -> float:
     """The upper bound of the estimate as a share of the free memory."""
     return estimate.high_bytes / max(1, estimate.capacity_bytes)
 
 
-def _smaller_models(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
+def _smaller_models(search: _Search, limit: float) -> Iterator[Fix]:
     """Smaller models, the largest first: each as it would be trained now, or with as few other changes as needed."""
-    model = case.spec.model
+    case, model = search.case, search.case.spec.model
     hub_ids = siblings(model.hub_id) if model.source == "hub" else []
     patches = [(hub_id.partition("/")[2], {"model.hub_id": hub_id}) for hub_id in hub_ids]
     if model.source != "builtin":
@@ -181,7 +250,7 @@ def _smaller_models(case: Case, limit: float, known: set[str]) -> Iterator[Fix]:
         first = Change("model", Fix(label, patch, safe=False, cost="a smaller model"))
         less = [*_changes(case, "checkpointing"), *_changes(case, "batch")[-1:]]
         others = ([], less, *([method, *more] for method in _changes(case, "method") for more in ([], less)))
-        fixes = (_as_fix(case, [first, *rest], limit, known) for rest in others)
+        fixes = (search.as_fix([first, *rest], limit) for rest in others)
         yield from islice(filter(None, fixes), 1)
 
 
@@ -193,26 +262,39 @@ def _changes(case: Case, kind: str = "") -> list[Change]:
 
 def _strategies(case: Case) -> Iterator[Change]:
     for strategy, label, patch in strategy_patches(case):
-        offloads = any(patch[option] != value for option, value in NO_OFFLOAD.items())
         if case.run.device == "cpu":
             helps = strategy not in registry.MULTI_PROCESS  # all processes share the same RAM
         else:
-            helps = offloads or (len(available_gpus(case)) > 1 and engine_of(strategy).shards_optimizer)
+            helps = offloads(patch) or (len(available_gpus(case)) > 1 and engine_of(strategy).shards_optimizer)
         if helps:
-            yield _strategy(case, strategy, label, patch, offloads)
+            yield _strategy(case, strategy, label, patch)
+        if helps and _loads_whole_base(case, strategy):
+            bf16 = {**patch, "method.quantization": "none"}
+            change = _strategy(case, strategy, f"{label}, without quantization", bf16)
+            cost = "; ".join(filter(None, (change.fix.cost, f"base model in {case.run.compute_dtype}")))
+            yield replace(change, fix=replace(change.fix, safe=False, cost=cost), effect=change.effect + 2)
 
 
-def _strategy(case: Case, strategy: str, label: str, patch: Mapping[str, Any], offloads: bool) -> Change:
+def _loads_whole_base(case: Case, strategy: str) -> bool:
+    """Whether the strategy shards or offloads weights, but not those of this quantized base model while it loads."""
+    engine, method = engine_of(strategy), case.spec.method
+    is_quantized = method.kind == "lora" and method.quantization != "none" and engine.supports_lora
+    is_sent_in_shards = engine.shards_from_host and method.quantization in registry.FOUR_BIT
+    return is_quantized and engine.strategy.shards_weights and not is_sent_in_shards
+
+
+def _strategy(case: Case, strategy: str, label: str, patch: Mapping[str, Any]) -> Change:
     engine = engine_of(strategy)
     same_batch = case.resolved(case.with_patch(patch)).global_batch_size == case.run.global_batch_size
-    slowdown = engine.offload_slowdown if offloads else engine.step_slowdown
+    slowdown = engine.offload_slowdown if offloads(patch) else engine.step_slowdown
     communicates = "slower: more communication" if slowdown >= 25 else ""
-    cost = "much slower: waits for CPU and PCIe" if offloads else communicates
+    cost = "much slower: waits for CPU and PCIe" if offloads(patch) else communicates
     return Change("strategy", Fix(label, patch, same_batch, cost), effect=0 if same_batch else 8, slowdown=slowdown)
 
 
 def _methods(case: Case) -> Iterator[Change]:
-    """LoRA instead of full fine-tuning, and a 4-bit base model. QLoRA with offloaded parameters is not verified."""
+    """LoRA instead of full fine-tuning, and a 4-bit base model. With ZeRO-3, offloading does not help QLoRA: every
+    device loads the whole base model."""
     method = case.spec.method
     lora: dict[str, Any] = {"method.kind": "lora"}
     if case.spec.train.stage in registry.NEXT_TOKEN_STAGES:
@@ -220,11 +302,15 @@ def _methods(case: Case) -> Iterator[Change]:
     is_lora = method.kind == "lora"
     if not is_lora:
         yield Change("method", Fix("LoRA", lora, False, "trains adapters only"), effect=20)
-    if method.quantization == "none" and case.run.param_offload == "none":
+    is_int8 = is_lora and method.quantization == "int8"
+    if (is_int8 or method.quantization == "none") and (
+        case.run.param_offload == "none" or case.run.engine.shards_from_host
+    ):
         nf4 = {"method.quantization": "nf4", "method.bnb_4bit_use_double_quant": True}
         cost = "4-bit base model" if is_lora else "trains adapters only, 4-bit base model"
-        fix = Fix("QLoRA", nf4 if is_lora else {**nf4, **lora}, False, cost)
-        yield Change("method", fix, effect=10 if is_lora else 25, slowdown=30)
+        label = "4-bit quantization (NF4)" if is_int8 else "QLoRA"
+        fix = Fix(label, nf4 if is_lora else {**nf4, **lora}, False, cost)
+        yield Change("method", fix, effect=1 if is_int8 else 10 if is_lora else 25, slowdown=0 if is_int8 else 30)
 
 
 def _ranks(case: Case) -> Iterator[Change]:

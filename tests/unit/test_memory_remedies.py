@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from test_compare import case
 
+from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
+from backend.rules import base as rule_base
 from backend.rules.memory_remedies import find_remedies, patched_case
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
+MIXTRAL_NF4 = {"model__hub_id": "mistralai/Mixtral-8x7B-Instruct-v0.1", "method__quantization": "nf4"}
+INT8 = {"method__quantization": "int8"}
+OFFLOADED = "FSDP2 with CPU offload"
 
 
 def labels(found: list[Fix]) -> list[str]:
@@ -26,6 +32,10 @@ def labels(found: list[Fix]) -> list[str]:
         ("lora-80gb", "1x24gb", {"data__max_length": 8192, "train__per_device_train_batch_size": 8}),
         ("dpo", "1x24gb", {"method__kind": "full"}),
         ("full-8b-fsdp2", "1x24gb", {"model__hub_id": BIG, "parallel__strategy": "single"}),
+        ("lora-80gb", "4x80gb", {**MIXTRAL_NF4, "parallel__strategy": "ddp"}),
+        ("lora-80gb", "1x80gb", {**MIXTRAL_NF4, "parallel__strategy": "single"}),
+        ("qlora-70b-fsdp2", "2x24gb", {"launch__nproc_per_node": 2}),
+        ("qlora-70b-fsdp2", "2x24gb", {**INT8, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}),
         ("first-run", "laptop", {"train__per_device_train_batch_size": 512, "data__max_length": 8192}),
     ],
 )
@@ -64,6 +74,77 @@ def test_a_smaller_model_is_the_last_resort() -> None:
     names = labels(find_remedies(found, 1.0))
     assert names[0].startswith("Llama-3.1-8B-Instruct")
     assert names[-1] == "Built-in small model"
+
+
+@pytest.mark.parametrize("machine", ["4x80gb", "8x80gb"])
+def test_mixtral_with_nf4_is_sharded(machine: str) -> None:
+    """NF4 leaves 84 GiB of experts in bf16, which DDP keeps on every device. A shard of them fits."""
+    found = case("lora-80gb", machine, **MIXTRAL_NF4, parallel__strategy="ddp")
+    first = find_remedies(found, 1.0)[0]
+    assert (first.label, first.safe) == ("FSDP2", True)
+    message = next(f.message for f in examine(found) if f.code == "MEM001")
+    assert "quantizes linear layers only: the experts, 84 GiB in total, stay in bf16" in message
+    dense = case("qlora-24gb", "1x24gb", model__hub_id=BIG)
+    assert "experts" not in next(f.message for f in examine(dense) if f.code == "MEM001")
+
+
+def test_mixtral_with_nf4_on_one_gpu_needs_offload_without_quantization() -> None:
+    """ZeRO-3 would load the quantized model, experts included, on the GPU before it offloads them."""
+    found = case("lora-80gb", "1x80gb", **MIXTRAL_NF4, parallel__strategy="single")
+    assert labels(find_remedies(found, 1.0)) == ["ZeRO-3 with CPU offload, without quantization"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_70b_qlora_on_two_24_gb_gpus_is_offloaded(strategy: str) -> None:
+    found = case("qlora-70b-fsdp2", "2x24gb", parallel__strategy=strategy, launch__nproc_per_node=2)
+    assert labels(find_remedies(found, 1.0)) == [OFFLOADED]
+
+
+def test_a_refused_strategy_is_combined_with_4_bits() -> None:
+    """FSDP2 cannot shard 8-bit weights, and in bf16 the weights exceed host RAM. One GPU that holds NF4 needs no
+    offload."""
+    found = case("qlora-70b-fsdp2", "2x24gb", **INT8, parallel__strategy="ddp", launch__nproc_per_node=2)
+    assert labels(find_remedies(found, 1.0)) == [f"{OFFLOADED} + 4-bit quantization (NF4)"]
+    one_gpu = case("qlora-24gb", "1x80gb", model__hub_id=BIG, **INT8)
+    assert labels(find_remedies(one_gpu, 1.0))[0] == "4-bit quantization (NF4)"
+
+
+def test_a_strategy_that_likely_fits_follows_offloading() -> None:
+    """Four GPUs: FSDP2 fits by the estimate, but its upper bound is above 24 GiB."""
+    two = case("qlora-70b-fsdp2", "2x24gb", parallel__strategy="ddp", launch__nproc_per_node=4)
+    gpus = tuple(replace(two.machine.gpus[0], id=number) for number in range(4))
+    found = find_remedies(Case(two.spec, replace(two.machine, gpus=gpus), two.facts), 1.0)
+    assert labels(found)[:2] == [OFFLOADED, "FSDP2"]
+    assert found[1].cost == "slower: more communication; may need up to 24.2 GiB"
+    assert found[1].peak < 24 * GIB
+
+
+def test_what_likely_fits_comes_before_shorter_examples_and_smaller_models() -> None:
+    """With 10 GiB free, only the estimate of the offloaded run fits (9.7 GiB), not its upper bound."""
+    found = case("qlora-70b-fsdp2", "2x24gb", launch__nproc_per_node=2)
+    free = 10 * GIB
+    gpus = tuple(replace(gpu, free_bytes=free) for gpu in found.machine.gpus)
+    tight = Case(found.spec, replace(found.machine, gpus=gpus), found.facts)
+    remedies = find_remedies(tight, 1.0)
+    assert labels(remedies) == [OFFLOADED, f"{OFFLOADED} + Max length of 512 tokens"]
+    assert ["may need up to" in fix.cost for fix in remedies] == [True, False]
+    assert all(fix.peak <= free for fix in remedies)
+
+
+def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate takes about 0.3 ms; a search with many kinds of changes that all fail is the longest."""
+    counted = []
+    real = rule_base.estimate
+    monkeypatch.setattr(rule_base, "estimate", lambda *arguments: counted.append(1) or real(*arguments))
+    for preset, machine, changes in (
+        ("full-8b-fsdp2", "1x24gb", {"model__hub_id": BIG, "parallel__strategy": "single"}),
+        ("full-8b-fsdp2", "8x80gb", {**MIXTRAL_NF4, "parallel__strategy": "ddp"}),
+        ("qlora-24gb", "1x24gb", {"model__hub_id": BIG}),
+        ("qlora-70b-fsdp2", "2x24gb", {**INT8, "parallel__strategy": "ddp", "launch__nproc_per_node": 2}),
+    ):
+        counted.clear()
+        find_remedies(case(preset, machine, **changes), 1.0)
+        assert len(counted) < 200, (preset, machine)
 
 
 def test_unknown_model_has_no_remedies() -> None:
