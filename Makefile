@@ -54,7 +54,7 @@ soak: setup tools  ## long tests; writes docs/strategies.md, checks.md, memory.m
 has = $(shell grep -qw $(1) /proc/cpuinfo && echo $(2))
 CPUS = default $(call has,avx2,avx2) $(call has,avx512vl,avx512)
 TRAIN := optimizers strategies preference_stages methods quantized precisions training rank0_loading mixture_of_experts \
-	loss_labels option_effects
+	loss_labels option_effects reference_loop
 soak-cpu: setup tools  ## the training tests on other CPUs' kernels and with more threads
 	@trap 'exit 130' INT; failed=0; \
 	for each in $(CPUS:%=%/1) $(lastword $(CPUS))/2 $(lastword $(CPUS))/4; do \
