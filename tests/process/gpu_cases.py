@@ -206,6 +206,15 @@ SEVERAL_DEVICES = {
     "zero3-2": zero(3, 2),
     "fsdp2": sharded("fsdp2"),
     "hsdp": sharded("fsdp2", 4, replicate_size=2),
+    "qlora-fsdp2": Case(
+        {**LORA, "method.quantization": "nf4", "parallel.strategy": "fsdp2"},
+        2,
+        reference="qlora",
+        loss_tolerance=COARSE_TOLERANCE,
+        engine="FSDP",
+        saved_bytes=0,
+        package="bitsandbytes",
+    ),
     "tensor": sharded("tensor"),
 }
 CASES = {**ONE_DEVICE, **SEVERAL_DEVICES}

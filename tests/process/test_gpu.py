@@ -70,8 +70,10 @@ def test_each_rank_holds_its_shard(trained: TrainedCases, name: str) -> None:
         assert (rank["engine"], rank["zero_stage"]) == (platform.engine_names.get(case.engine, case.engine), case.stage)
         assert rank["optimizer_class"] == case.optimizer_class
         assert rank["backend"] == ("" if case.engine == "NO" else platform.backend)
-        if name == "qlora":
+        if "method.quantization" in case.changes:
             assert rank["local_parameters"] < 0.9 * parameters, "two 4-bit weights per byte"
+            whole = result(trained.run("qlora")[0])["ranks"][0]["local_storage_bytes"]
+            assert rank["local_storage_bytes"] == pytest.approx(whole / case.ranks, rel=0.01)
             continue
         assert rank["local_parameters"] == pytest.approx(parameters / case.shards[0], rel=0.01)
         if case.changes.get("method.kind") != "lora":
