@@ -1,0 +1,86 @@
+"""Architectures that the libraries cannot train, freeze by layers, quantize, shard or load, on small models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from architectures import build, tokens
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig
+from trl.trainer.utils import add_fused_lm_head
+
+from backend import registry
+from backend.paths import HOME
+from backend.train.patches import bitsandbytes_cpu_layout
+from cited import cites
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cites("MDL009")
+def test_trl_leaves_out_layers_before_the_output_layer() -> None:
+    assert registry.UNTRAINABLE["modernbert-decoder"].startswith("TRL")
+    model, ids = build("modernbert-decoder").eval(), torch.tensor([tokens(40)])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        own = nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+        add_fused_lm_head(model)
+        fused = model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids), fused_lm_head=True).loss
+    assert abs(own - fused) > 1e-3
+
+
+@cites("MDL009")
+def test_reformer_trains_on_multiples_of_its_chunk_length_only() -> None:
+    with pytest.raises(ValueError, match="has to be a multiple of least common multiple chunk_length"):
+        build("reformer").train()(input_ids=torch.tensor([tokens(94)]))
+
+
+@cites("MDL010")
+def test_blt_has_no_number_of_layers() -> None:
+    assert {"blt"} == registry.NO_LAYER_LIST
+    assert not hasattr(BltConfig().get_text_config(), "num_hidden_layers")
+
+
+@cites("MDL011")
+@pytest.mark.parametrize("is_training", [True, False])
+def test_gemma3n_reads_quantized_weights_in_training(tmp_path: Path, is_training: bool) -> None:
+    build("gemma3n_text").save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    bitsandbytes_cpu_layout.apply(model)
+    model.train(is_training)
+    if is_training:
+        with pytest.raises(RuntimeError, match=r"cannot be multiplied|can't be cast"):
+            model(input_ids=torch.tensor([tokens(40)]), use_cache=False)
+    else:
+        model(input_ids=torch.tensor([tokens(40)]), use_cache=False)
+
+
+@cites("STR048")
+def test_fsdp2_refuses_a_module_that_two_layers_share(tmp_path: Path) -> None:
+    """As Zamba's layers share a block."""
+    shared = nn.Linear(8, 8)
+    first, second = nn.Sequential(shared, nn.Linear(8, 8)), nn.Sequential(shared, nn.Linear(8, 8))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard(first, mesh=mesh)
+        with pytest.raises((ValueError, TypeError), match=r"is shared with a parameter|Invariant"):
+            fully_shard(second, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@cites("STR050")
+def test_types_that_are_initialized_by_shape_cannot_be_loaded_under_zero3(tmp_path: Path) -> None:
+    script, result = HOME / "tests/process/zero3_loading.py", tmp_path / "errors.json"
+    command = [sys.executable, script, result, "llama", *sorted(registry.NO_ZERO3)]
+    subprocess.run(command, capture_output=True, check=True, timeout=300)
+    assert json.loads(result.read_text()).keys() == registry.NO_ZERO3
