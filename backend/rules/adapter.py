@@ -267,7 +267,7 @@ def lora_on_every_expert(case: Case) -> str | None:
 def lora_on_unsupported_layers(case: Case) -> Violation | None:
     """An adapter adds its output to the output of a linear layer. Mamba layers read the weights of out_proj and dt_proj
     without calling these layers, and routers that are linear layers return several tensors. PEFT raises an error, or
-    the adapter has no effect, also if lora.targets is all-linear."""
+    the adapter has no effect. lora.targets: all-linear includes these layers."""
     lora, refused = case.spec.lora, case.facts.lora_refused
     if not _uses_lora(case) or not refused or lora.targets == "attention":
         return None

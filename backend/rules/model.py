@@ -209,8 +209,8 @@ def unusable_chat_template_file(case: Case) -> str | None:
     passes_on=Example(LOCAL_MODEL),
 )
 def untrainable_architecture(case: Case) -> str | None:
-    """With some architectures, training fails in the first step, or the trainer computes another loss than the model
-    does."""
+    """With some architectures, training fails in the first step, or the trainer's loss differs from the model's
+    own loss."""
     kind = next(iter(case.model_types & registry.UNTRAINABLE.keys()), "")
     if not kind or case.spec.model.source == "builtin":
         return None

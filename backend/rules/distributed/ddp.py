@@ -52,6 +52,6 @@ def ddp_unused_parameters(case: Case) -> str | None:
     if not unused:
         return None
     return (
-        f"Text examples give {unused} no gradient, and it would be trained. DDP raises an error in the second step "
+        f"{unused} is trainable but gets no gradient from text examples. DDP raises an error in the second step "
         "unless parallel.ddp_find_unused_parameters is set."
     )
