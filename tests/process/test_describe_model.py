@@ -129,7 +129,7 @@ def test_counts_match_transformers_and_peft(tables: ModuleTables, kind: str) -> 
     assert own == {leaf.path for leaf in shape.all_modules()}
     assert {type(module).__name__ for module in model.modules()} == set(table["class_names"])
     assert_freeze_counts(shape, model)
-    assert_lora_counts(shape, model, kind)
+    assert_lora_counts(shape, model, kind, refused=table["lora_refused"])
 
 
 def assert_freeze_counts(shape: Any, model: Any) -> None:
@@ -144,14 +144,20 @@ def assert_freeze_counts(shape: Any, model: Any) -> None:
         )
 
 
-def assert_lora_counts(shape: Any, model: Any, kind: str) -> None:
+def assert_lora_counts(shape: Any, model: Any, kind: str, refused: list[str]) -> None:
+    """Where adapters on some linear layers are refused, those on all other linear layers are counted."""
+    targets = [name for name in shape.lora_target_names if name not in refused]
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
     if kind in NO_LORA:
         with pytest.raises(ValueError, match="out_proj"):
             get_peft_model(model, config, low_cpu_mem_usage=True)
         return
+    changes: dict[str, Any] = {"lora.r": 4}
+    if refused:
+        config.target_modules = targets
+        changes |= {"lora.targets": "custom", "lora.target_modules": tuple(targets)}
     made = get_peft_model(model, config, low_cpu_mem_usage=True)
-    assert trainable_parameters(edit(RunSpec(), {"lora.r": 4}), shape) == count_parameters(made, trained=True)
+    assert trainable_parameters(edit(RunSpec(), changes), shape) == count_parameters(made, trained=True)
 
 
 @pytest.mark.parametrize(
