@@ -1,7 +1,8 @@
 """Data formats: reading files, detecting the format of an example, validating it, converting it.
 
 Imports config, paths. Training and inspection use the same code, so both report the same problems. reading: files;
-chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions.
+chat: conversations; formats: one completion per example; preferences: chosen and rejected, or labeled completions;
+selection: the validation split and data.max_samples.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from backend.data.formats import (
 )
 from backend.data.preferences import PREFERENCES, label_problem, unpair
 from backend.data.reading import SUFFIXES, DataFileError, expand, file_patterns, read_examples
+from backend.data.selection import sample, split, validation_size
 
 __all__ = [
     "DEFAULTS",
@@ -36,6 +38,9 @@ __all__ = [
     "printable",
     "read_examples",
     "required_columns",
+    "sample",
+    "split",
     "to_text",
     "unpair",
+    "validation_size",
 ]  # fmt: skip

@@ -94,6 +94,7 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "format": format,
         "columns": first.columns if first else (),
         "num_examples": per_example * sum(facts.num_examples for facts in train[0]) if train[0] else None,
+        "completions_per_example": per_example,
         "num_validation_examples": (
             per_example * sum(facts.num_examples for facts in validation[0]) if validation[0] else None
         ),

@@ -22,7 +22,7 @@ from backend.inspect.model_folder import local_folder
 from backend.inspect.worker import Result, Show, WorkerCache, installed_versions, may_start
 from backend.paths import cache_folder
 
-FORMAT = 3  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
+FORMAT = 4  # raise it when the result of backend.train.tokenize_examples changes: it is part of the cache key
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "*.jinja", "chat_template*", "special_tokens*", "spiece*", "added*")
 
 
@@ -95,7 +95,8 @@ def _request(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> dict[
 def _inspected(spec: RunSpec) -> dict[str, Any]:
     """The sections that decide how examples are read, rendered and tokenized."""
     model = spec.model.model_dump(include={"source", "builtin", "hub_id", "revision", "path"})
-    return {"model": model, "data": spec.data.model_dump(), "train": {"stage": spec.train.stage}}
+    data = spec.data.model_dump(exclude={"max_samples", "validation_split", "packing", "dataset_num_proc"})
+    return {"model": model, "data": data, "train": {"stage": spec.train.stage}}
 
 
 def _data_files(spec: RunSpec) -> tuple[str, ...]:
@@ -137,6 +138,8 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_checked": found["num_train"] + found["num_validation"],
         "all_checked": found["complete"],
         "num_usable": found["usable"] if found["complete"] and found["tokenized"] else None,
+        "unusable_positions": tuple(found["unusable"]) if found["unusable"] is not None else None,
+        "num_usable_validation": found["usable_validation"],
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
     }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 
 from backend.config import Data
-from backend.data import printable
+from backend.data import printable, sample, split, validation_size
 from backend.modelspec import ModelShape
 
 
@@ -49,6 +51,7 @@ class InputFacts:
     format: str = ""  # of the training data: the one that is set, or detected
     columns: tuple[str, ...] = ()
     num_examples: int | None = None  # in the training files, before a validation split
+    completions_per_example: int = 1  # 2 where KTO trains on both completions of a pair; each counts as an example
     num_validation_examples: int | None = None  # in the validation files
     counts_are_exact: bool = True  # False: the number of examples is estimated from the size of a file
     label_counts: tuple[int, int] | None = None  # desirable and undesirable completions that were read
@@ -62,6 +65,8 @@ class InputFacts:
     all_checked: bool = False  # each data file was read to its end
     examples_problem: str = ""  # why the worker process could not check the examples, the end of a sentence
     num_usable: int | None = None  # examples of which a token is trained within max_length; None unless all_checked
+    unusable_positions: tuple[int, ...] | None = None  # of the other training examples, if they are known
+    num_usable_validation: int = 0  # as num_usable, of the examples in the validation files
     num_identical_pairs: int = 0  # chosen and rejected completion are the same, so the pair is dropped
     num_unmarked: int = 0  # their completions cannot be told from their prompts, with this chat template or tokenizer
     template_problem: str = ""  # of the chat template file
@@ -95,12 +100,36 @@ class InputFacts:
         if data.source != "builtin" and data.validation == "none":
             return 0
         if has_validation_split(data):
-            if self.num_examples is None or self.num_examples < 2:
-                return None if self.num_examples is None else 0
-            return min(self.num_examples - 1, max(1, round(self.num_examples * data.validation_split)))
+            if self.num_examples is None:
+                return None
+            completions = self.completions_per_example
+            return completions * validation_size(self.num_examples // completions, data.validation_split)
         return self.num_validation_examples
+
+    def usable_examples(self, data: Data, seed: int) -> tuple[int, int] | None:
+        """Examples of the training set and of the validation set of which a token is trained; None if unknown."""
+        if self.num_usable is None or self.unusable_positions is None or not self.num_examples:
+            return None
+        share = data.validation_split if has_validation_split(data) else 0.0
+        train, validation = self.num_train_examples(data) or 0, self.num_eval_examples(data) or 0
+        if self.unusable_positions:
+            selection = self.num_examples, self.completions_per_example, share, data.max_samples, seed
+            train, validation = _usable_examples(self.unusable_positions, *selection)
+        return train, validation if share else self.num_usable_validation
 
 
 def has_validation_split(data: Data) -> bool:
     """Whether the validation set is split off the training data."""
     return data.source != "builtin" and data.validation == "split"
+
+
+@lru_cache(maxsize=64)
+def _usable_examples(
+    unusable: tuple[int, ...], count: int, completions: int, share: float, max_samples: int, seed: int
+) -> tuple[int, int]:
+    """Usable examples of the training set and of the validation split, selected as in the run."""
+    examples = [range(start, start + completions) for start in range(0, count, completions)]
+    train, validation = split(examples, share, seed) if share else (examples, [])
+    dropped = set(unusable)
+    selected = sample([*chain(*train)], max_samples, seed)
+    return sum(n not in dropped for n in selected), sum(n not in dropped for n in chain(*validation))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from backend import registry
 from backend.inspect import DataIssue
+from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, counted, rule
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
@@ -178,34 +179,48 @@ def unusable_validation_files(case: Case) -> str | None:
 def validation_split_of_one_example(case: Case) -> str | None:
     """A validation split needs at least two examples: one for the training set and one for the validation set."""
     data = case.spec.data
-    if data.source != "files" or data.validation != "split" or case.facts.num_examples != 1:
+    if data.source != "files" or data.validation != "split" or not case.facts.num_examples:
+        return None
+    if case.facts.num_examples != case.facts.completions_per_example:
         return None
     return "data.validation is split, and the data files contain 1 example."
 
 
 NO_VALIDATION = {**USER_DATA, "data.validation": "none"}
+NO_EVAL_LOSS = Fix(
+    "Turn evaluation off", {"eval.strategy": "no", "save.load_best_model_at_end": False}, cost="no eval loss"
+)
 
 
 @rule(
     "DAT007",
     "warning",
     fields=("eval.strategy", "data.validation", "save.load_best_model_at_end"),
-    title="Evaluation is on, but there is no validation set",
+    title="Evaluation is on, but the validation set is empty",
     source="transformers 5.23: evaluation needs an eval_dataset",
-    fixes=(
-        Fix("Turn evaluation off", {"eval.strategy": "no", "save.load_best_model_at_end": False}, cost="no eval loss"),
-        VALIDATION_SPLIT,
-    ),
     fails_on=Example(NO_VALIDATION, facts=USER_DATA_FACTS),
     passes_on=Example({**NO_VALIDATION, "eval.strategy": "no"}, facts=USER_DATA_FACTS),
 )
-def evaluation_without_validation_set(case: Case) -> str | None:
+def evaluation_without_validation_set(case: Case) -> Violation | None:
     """Without validation examples there is no eval loss, and therefore no eval curve and no best checkpoint to load at
-    the end."""
+    the end. Validation examples without a trained token are dropped."""
     strategy, data = case.spec.eval.strategy, case.spec.data
-    if strategy == "no" or data.source == "builtin" or data.validation != "none":
+    if strategy == "no":
         return None
-    return f"eval.strategy is {strategy} and data.validation is none. No evaluation would run."
+    if data.source != "builtin" and data.validation == "none":
+        message = f"eval.strategy is {strategy} and data.validation is none. No evaluation would run."
+        return Violation(message, (NO_EVAL_LOSS, VALIDATION_SPLIT))
+    usable, count = case.facts.usable_examples(data, case.spec.train.seed), case.run.num_eval_examples
+    if not count or usable is None or not usable[0] or usable[1] or case.facts.unrenderable_examples:
+        return None
+    identical = _mostly_identical(case)
+    what = "has two different completions" if identical else "has a trained token"
+    message = (
+        f"The validation set has {counted(count, 'example')}, of which none {what} within data.max_length "
+        f"({data.max_length:,} tokens). eval.strategy is {strategy}, and no evaluation would run."
+    )
+    fixes = (NO_EVAL_LOSS, *(() if identical else _longer(case)))
+    return Violation(message, fixes, ("eval.strategy", "data.validation", "data.max_length"))
 
 
 @rule(
@@ -234,6 +249,7 @@ def more_generations_than_examples(case: Case) -> Violation | None:
 
 
 MAX_TRUNCATED_SHARE = 0.1
+PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20)
 
 
 @rule(
@@ -269,7 +285,7 @@ def _max_length_fix(tokens: int) -> Fix:
     "DAT017",
     "error",
     fields=("data.max_length",),
-    title="max_length leaves no completion in any example",
+    title="max_length leaves no completion in any training example",
     source="the examples: tokens are estimated from their characters; examples without a trainable token are dropped",
     fails_on=Example({"data.max_length": 16}, facts=replace(DEMO, min_prompt_tokens=40)),
     passes_on=Example({"data.max_length": 64}, facts=replace(DEMO, min_prompt_tokens=40)),
@@ -280,13 +296,9 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
     token, the training set is empty. A reward model's pairs are not truncated: longer pairs are dropped."""
     facts, stage, limit = case.facts, case.spec.train.stage, case.spec.data.max_length
     if facts.num_usable is not None:  # all examples were tokenized
-        if facts.num_usable or not facts.token_lengths or facts.num_identical_pairs or facts.unrenderable_examples:
+        if not _training_set_is_empty(case) or _mostly_identical(case) or not facts.token_lengths:
             return None
-        message = (
-            f"None of the {facts.num_checked:,} examples has a trained token within data.max_length ({limit:,} "
-            f"tokens); the longest example has {facts.longest_example:,} tokens."
-        )
-        return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
+        return _only_elsewhere(case, "has a trained token") if facts.num_usable else _none_usable(case)
     trains_completions = stage in registry.PREFERENCE_STAGES or (
         stage == "sft" and case.spec.data.loss_on == "completions"
     )
@@ -298,6 +310,61 @@ def no_completion_within_max_length(case: Case) -> Violation | None:
     what = "shortest pair" if stage == "reward" else "shortest prompt"
     message = f"The {what} has about {shortest:,} tokens, and data.max_length is {limit:,}."
     return Violation(message, (_max_length_fix(_fitting_max_length(case)),))
+
+
+def _training_set_is_empty(case: Case) -> bool:
+    """Whether all examples were tokenized, and no example of the training set has a trained token."""
+    facts, usable = case.facts, case.facts.usable_examples(case.spec.data, case.spec.train.seed)
+    if facts.unrenderable_examples:
+        return False
+    return facts.num_usable == 0 or (usable is not None and not usable[0])
+
+
+def _mostly_identical(case: Case) -> bool:
+    """Whether most examples that are dropped are pairs of identical completions."""
+    facts = case.facts
+    return 2 * facts.num_identical_pairs > (facts.num_examples or 0) - (facts.num_usable or 0)
+
+
+def _none_usable(case: Case) -> Violation:
+    facts, limit = case.facts, case.spec.data.max_length
+    message = (
+        f"None of the {facts.num_checked:,} examples has a trained token within data.max_length ({limit:,} "
+        f"tokens); the longest example has {counted(facts.longest_example, 'token')}."
+    )
+    longer = _longer(case)
+    return Violation(message if longer else f"{message} The first token of an example has no loss.", longer)
+
+
+def _longer(case: Case) -> tuple[Fix, ...]:
+    """A larger max_length, if some examples are longer than it."""
+    fits = case.facts.longest_example <= case.spec.data.max_length
+    return () if fits else (_max_length_fix(_fitting_max_length(case)),)
+
+
+ALL_SAMPLES = {"data.max_samples": 0}
+
+
+def _only_elsewhere(case: Case, what: str) -> Violation:
+    """A violation: examples could be trained on, but the validation split and data.max_samples select none of them."""
+    facts, data, seed = case.facts, case.spec.data, case.spec.train.seed
+    usable, count = facts.num_usable or 0, facts.num_train_examples(data) or 0
+    settings: dict[str, float] = {"data.max_samples": data.max_samples} if data.max_samples else {}
+    if has_validation_split(data):
+        settings |= {"data.validation_split": data.validation_split}
+    few = f"{usable:,} of the {facts.num_examples:,} examples {what if usable == 1 else what.replace('has', 'have')}"
+    message = (
+        f"Only {few} within data.max_length ({data.max_length:,} tokens), and none of the {count:,} examples of the "
+        f"training set ({', '.join(f'{name} {value}' for name, value in settings.items())})."
+    )
+    fixes = (
+        Fix("Train on all examples", ALL_SAMPLES, False, "more training examples"),
+        Fix("Train without a validation set", NO_EVALUATION, False, "no eval loss"),
+        Fix("Train on all examples, without a validation set", ALL_SAMPLES | NO_EVALUATION, False, "no eval loss"),
+    )
+    works = [fix for fix in fixes if (facts.usable_examples(case.with_patch(fix.patch).data, seed) or (0, 0))[0]]
+    longer = () if _mostly_identical(case) else _longer(case)
+    return Violation(message, (*longer, *works[:1]), (*settings, "data.max_length"))
 
 
 def _fitting_max_length(case: Case) -> int:
@@ -349,24 +416,26 @@ def unrenderable_examples(case: Case) -> Violation | None:
     "DAT019",
     "error",
     fields=("data.files", "data.rejected_column"),
-    title="The chosen and the rejected completion are the same in every pair",
+    title="The chosen and the rejected completion are the same in every training pair",
     source="the examples: a pair of identical completions has no preference, and is dropped",
     manual_fix="Set data.chosen_column and data.rejected_column to different completions of the prompt.",
     fails_on=Example(
         {**USER_DATA, "train.stage": "dpo"},
-        facts=replace(USER_DATA_FACTS, format="pairs", num_checked=20, num_usable=0, num_identical_pairs=20),
+        facts=replace(PAIRS, num_usable=0, num_identical_pairs=20),
     ),
     passes_on=Example(
         {**USER_DATA, "train.stage": "dpo"},
-        facts=replace(USER_DATA_FACTS, format="pairs", num_checked=20, num_usable=1, num_identical_pairs=19),
+        facts=replace(PAIRS, num_usable=1, num_identical_pairs=19),
     ),
 )
-def identical_pairs(case: Case) -> str | None:
+def identical_pairs(case: Case) -> str | Violation | None:
     """A preference loss compares the chosen with the rejected completion. Pairs in which both are the same within
     data.max_length are dropped, so no training example is left."""
     facts = case.facts
-    if facts.num_usable != 0 or not facts.num_identical_pairs:
+    if not facts.num_identical_pairs or not _training_set_is_empty(case) or not _mostly_identical(case):
         return None
+    if facts.num_usable:
+        return _only_elsewhere(case, "has two different completions")
     count, limit = facts.num_identical_pairs, case.spec.data.max_length
     return f"{count:,} of {facts.num_checked:,} pairs have identical completions within {limit:,} tokens."
 

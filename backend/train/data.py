@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,8 @@ from backend.data import (
     expand,
     file_patterns,
     read_examples,
+    sample,
+    split,
     to_text,
     unpair,
 )
@@ -67,29 +68,18 @@ def load_examples(spec: RunSpec) -> tuple[list[ConvertedExample], list[Converted
     if data.source == "builtin" or data.validation == "files":
         validation = _read_files(spec, validation_files, "data.validation_files")
     elif data.validation == "split":
-        train, validation = _split(train, data.validation_split, seed)
+        if len(train) < 2:
+            raise TrainError(
+                "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
+            )
+        train, validation = split(train, data.validation_split, seed)
     if spec.train.stage == "kto":
         train, validation = (
             [ConvertedExample(example.location, value) for example in part for value in unpair(example.value)]
             for part in (train, validation)
         )
-    if data.max_samples or spec.train.stage == "kto":  # KTO trains in the order of the dataset
-        random.Random(seed).shuffle(train)
-    return train[: data.max_samples or None], validation
-
-
-def _split(
-    examples: list[ConvertedExample], share: float, seed: int
-) -> tuple[list[ConvertedExample], list[ConvertedExample]]:
-    if len(examples) < 2:
-        raise TrainError(
-            "data.validation: a dataset with one example cannot be split. Set it to none, or use validation files."
-        )
-    order = list(range(len(examples)))
-    random.Random(seed).shuffle(order)
-    chosen = set(order[: min(len(examples) - 1, max(1, round(len(examples) * share)))])
-    train = [example for number, example in enumerate(examples) if number not in chosen]
-    return train, [example for number, example in enumerate(examples) if number in chosen]
+    # KTO trains in the order of the dataset.
+    return sample(train, data.max_samples, seed, shuffles=spec.train.stage == "kto"), validation
 
 
 def _read_files(spec: RunSpec, files: Sequence[str], option: str) -> list[ConvertedExample]:
@@ -232,7 +222,7 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], Non
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
     if not len(dataset):
-        raise TrainError(_no_example_left(counts, spec))
+        raise TrainError(_no_example_left(len(train), counts, spec))
     eval_dataset = None
     if validation and spec.eval.strategy != "no":
         eval_dataset, counts = tokenize(validation, to_columns, workers, tick)
@@ -256,10 +246,13 @@ def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExampl
     ]
 
 
-def _no_example_left(counts: Counter[str], spec: RunSpec) -> str:
+def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:
     if counts["identical"] > counts["dropped"] + counts["long"]:
         return "In every pair, the chosen and the rejected completion are the same. Correct the columns of the dataset."
-    return f"No example has a trained token within the first {spec.data.max_length} tokens. Raise data.max_length."
+    return (
+        f"None of the {number:,} training examples has a trained token within the first {spec.data.max_length} tokens. "
+        "Raise data.max_length."
+    )
 
 
 def _notes(counts: Counter[str], spec: RunSpec) -> str:

@@ -34,6 +34,7 @@ from backend.train.templates import UnmarkedCompletions
 
 MAX_ISSUES = 3  # of a data file; and that cannot be rendered
 MAX_LENGTHS = 2000
+MAX_POSITIONS = 100_000  # training examples of which the unusable ones are listed; a check selects from them in 0.1 s
 BATCH = 16  # examples between two looks at the clock
 REPORT_SECONDS = 0.5  # between two progress reports
 
@@ -70,6 +71,8 @@ class ExampleFacts:
     data_issues: list[tuple[bool, str, str, bool]] = field(default_factory=list)  # in training data, location, ...
     tokenized: int = 0
     usable: int = 0  # training examples with a trained token
+    unusable: list[int] | None = field(default_factory=list)  # positions of the others; None: too many to report
+    usable_validation: int = 0  # validation examples with a trained token
     unrenderable: list[tuple[str, str]] = field(default_factory=list)  # location, reason
     token_lengths: list[int] = field(default_factory=list)  # of the first MAX_LENGTHS examples
     longest: int = 0  # of all examples that were tokenized
@@ -81,6 +84,18 @@ class ExampleFacts:
         facts = {name: value for name, value in vars(self).items() if name not in ("report", "next_report")}
         return {"format": FORMAT, **facts, "counts": dict(self.counts)}
 
+    def add_tokenized(self, is_training: bool, usable: bool) -> None:
+        """Count an example; `usable`: a token of it is trained. The training examples come first."""
+        self.tokenized += 1
+        if not is_training:
+            self.usable_validation += usable
+            return
+        self.usable += usable
+        if self.tokenized > MAX_POSITIONS:
+            self.unusable = None
+        elif not usable and self.unusable is not None:
+            self.unusable.append(self.tokenized - 1)
+
     def add_examples(self, is_training: bool, count: int) -> None:
         """Count examples that were read, and report the progress now and then."""
         if is_training:
@@ -88,7 +103,7 @@ class ExampleFacts:
         else:
             self.num_validation += count
         if (self.num_train + self.num_validation) % BATCH < count and time.monotonic() > self.next_report:
-            self.report({**self.as_json(), "complete": False})
+            self.report({**self.as_json(), "complete": False, "unusable": None})
             self.next_report = time.monotonic() + REPORT_SECONDS
 
 
@@ -107,17 +122,17 @@ def _inspect_examples(spec: RunSpec, base: Path, tokenizer: Any, found: ExampleF
             except TrainError as error:
                 tokenizer, found.problem = None, str(error)
                 continue
-        found.tokenized += 1
         try:
             columns, counts = to_columns([example])
         except TrainError as error:
+            found.add_tokenized(is_training, False)
             found.counts["unmarked"] += isinstance(error.__cause__, UnmarkedCompletions)
             if len(found.unrenderable) < MAX_ISSUES:
                 reason = str(error).removeprefix(f"{example.location}: ").rstrip(".")
                 found.unrenderable.append((example.location, reason))
             continue
         found.counts += counts
-        found.usable += is_training and any(len(values) for values in columns.values())
+        found.add_tokenized(is_training, any(len(values) for values in columns.values()))
         if length := counts["longest_sequences"] or counts["tokens"]:  # of a pair, the longer sequence
             found.longest = max(found.longest, length)
             if len(found.token_lengths) < MAX_LENGTHS:

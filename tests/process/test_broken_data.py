@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import skip_checks
-from broken_data import BREAKAGES, COUNT, Breakage, assistant, encode, user
+from broken_data import BREAKAGES, COUNT, LONG, Breakage, assistant, encode, turns, user
 from fork_server import ForkServer
 from training_runs import make_spec, soak_except
 
@@ -77,10 +78,14 @@ def tokenizer(tiny: Path) -> Any:
     return model.load_tokenizer(make_spec(), model.ModelSource(str(tiny), {"local_files_only": True}))
 
 
-def errors_of(spec: RunSpec, folder: Path) -> dict[str, Finding]:
+def findings_of(spec: RunSpec, folder: Path) -> dict[str, Finding]:
     found = examine(Case(spec, Machine(), inspect_inputs(spec, folder)))
     json.dumps([finding.message for finding in found], ensure_ascii=False).encode()  # the page's JSON has no surrogates
-    return {finding.code: finding for finding in found if finding.level == "error"}
+    return {finding.code: finding for finding in found}
+
+
+def errors_of(spec: RunSpec, folder: Path) -> dict[str, Finding]:
+    return {code: finding for code, finding in findings_of(spec, folder).items() if finding.level == "error"}
 
 
 def prepared(spec: RunSpec, tokenizer: Any) -> PreparedData:
@@ -249,6 +254,79 @@ def test_validation_set_without_usable_examples(tmp_path: Path, tiny: Path, fork
     }
     spec = spec_of(Breakage(options=options), Breakage().write(tmp_path), tiny)
     assert not errors_of(spec, tmp_path)
+    found = findings_of(spec, tmp_path)["DAT007"]
+    assert "The validation set has 2 examples, of which none has a trained token within" in found.message
+    assert "DAT007" not in findings_of(edit(spec, found.fixes[1].patch), tmp_path)
     code, log = skip_checks.run(tmp_path / "run", spec, fork_server)
     assert code == 0, log
     assert "2 dropped because they have no trained tokens" in log
+
+
+# Which usable examples are selected: (the format, the stage, the positions of the usable ones of 6 examples).
+FEW = {
+    "conversations": ("messages", "sft", (4,)),
+    "two conversations": ("messages", "sft", (0, 3)),
+    "pairs": ("pairs", "dpo", (1,)),
+    "pairs for KTO": ("pairs", "kto", (5,)),
+    "labels": ("labels", "kto", (2, 3)),
+}
+SELECTIONS: list[dict[str, Any]] = [
+    {"data.validation": "none"},
+    {"data.validation": "none", "data.max_samples": 2},
+    {"data.validation": "split", "data.validation_split": 0.01},
+    {"data.validation": "split", "data.validation_split": 0.5},
+    {"data.validation": "split", "data.validation_split": 0.9, "data.max_samples": 1},
+]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_selection_of_few_usable_examples(name: str, tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    """The checks know which of the usable examples the validation split and data.max_samples select."""
+    format, stage, usable = FEW[name]
+    long = {"prompt": LONG} if format != "messages" else turns(user(LONG), assistant())({})
+    case = Breakage(
+        format=format,
+        options={"train.stage": stage, "eval.strategy": "epoch"},
+        examples=lambda rows: [row if n in usable else {**row, **long} for n, row in enumerate(rows)],
+    )
+    base, seen = spec_of(case, case.write(tmp_path, 6), tiny), Counter[str]()
+    for number, selection in enumerate(SELECTIONS * 3):
+        spec = edit(base, {**selection, "train.seed": number})
+        found, facts = findings_of(spec, tmp_path), inspect_inputs(spec, tmp_path)
+        try:
+            data = prepared(spec, tokenizer)
+        except TrainError as error:
+            assert "training examples has a trained token" in str(error)
+            assert "DAT017" in found and found["DAT017"].fixes
+            for fix in found["DAT017"].fixes:
+                assert "DAT017" not in findings_of(edit(spec, fix.patch), tmp_path), fix
+                assert len(prepared(edit(spec, fix.patch), tokenizer).train), fix
+            seen["no training example"] += 1
+            continue
+        lost = selection["data.validation"] == "split" and data.validation is None
+        assert ("DAT017" in found, "DAT007" in found) == (False, lost or selection["data.validation"] == "none")
+        assert facts.usable_examples(spec.data, number) == (len(data.train), len(data.validation or ()))
+        seen["no validation example" if lost else "both"] += 1
+    assert seen["no training example"] and seen["no validation example"], seen
+
+
+def test_one_pair_for_kto_cannot_be_split(tmp_path: Path, tiny: Path, tokenizer: Any) -> None:
+    """KTO trains on both of its completions, and the split is before that."""
+    case = Breakage(format="pairs", options={"train.stage": "kto", "data.validation": "split"})
+    spec = spec_of(case, case.write(tmp_path, 1, 0), tiny)
+    assert [*errors_of(spec, tmp_path)] == ["DAT006"]
+    with pytest.raises(TrainError, match="one example cannot be split"):
+        prepared(spec, tokenizer)
+
+
+def test_positions_of_unusable_examples_are_unknown_if_there_are_too_many(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Breakage(example=turns(user(LONG), assistant()), options={"data.max_samples": 1})
+    spec = spec_of(case, case.write(tmp_path), tiny)
+    for most, positions in ((COUNT, (2,)), (COUNT - 1, None)):
+        monkeypatch.setattr(tokenize_examples, "MAX_POSITIONS", most)
+        facts = inspect_inputs(spec, tmp_path)
+        assert (facts.unusable_positions, facts.num_usable) == (positions, 3)
+        assert (facts.usable_examples(spec.data, 0) is None) == (positions is None)
+        assert not errors_of(edit(spec, {"data.max_samples": 0}), tmp_path)

@@ -231,6 +231,19 @@ FILES = (
     facts_boundary("DAT003", USER_DATA, issues(0), issues(1), NO_FIX),
 )
 UNBATCHED = {BATCH: 1, ACCUMULATION: 6}
+SPLIT = {**USER_DATA, LENGTH: 64, "data.validation": "split", "data.validation_split": 0.3}
+SAMPLES = "data.max_samples"
+WITHOUT_VALIDATION = {"data.validation": "none", "eval.strategy": "no"}
+NO_EVAL_LOSS = {"eval.strategy": "no", "save.load_best_model_at_end": False}
+
+
+def few_usable(*usable: int, **more: Any) -> InputFacts:
+    """Facts about ten examples that are longer than max_length; those at the positions `usable` can be used."""
+    unusable = tuple(n for n in range(10) if n not in usable)
+    facts = replace(USER_DATA_FACTS, num_examples=10, num_checked=10, token_lengths=(200,) * 10)
+    return replace(facts, num_usable=len(usable), unusable_positions=unusable, **more)
+
+
 FLASH = {**PACKING, BATCH: 8, LENGTH: 2048}
 DATA = (
     facts_boundary("DAT008", {"eval.num_generations": 61}, replace(DEMO, counts_are_exact=False), DEMO),
@@ -259,6 +272,24 @@ DATA = (
     boundary("DAT017", DPO, {LENGTH: 32}, {LENGTH: 31}, {LENGTH: 256}, facts=NO_LOSS_ON_PROMPT),
     boundary("DAT017", {LENGTH: 8}, {"data.loss_on": "all_tokens"}, {"data.loss_on": "completions"},
              facts=NO_LOSS_ON_PROMPT),
+    # With train.seed 42, the validation set is examples 2, 3 and 7, and max_samples 3 draws 1, 5 and 6.
+    facts_boundary("DAT017", SPLIT, few_usable(4), few_usable(2), {LENGTH: 256}, WITHOUT_VALIDATION,
+                   words="Only 1 of the 10 examples has a trained token within data.max_length (64 tokens), and none"),
+    boundary("DAT017", SPLIT, {SAMPLES: 0}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0}, facts=few_usable(4)),
+    boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
+             {**WITHOUT_VALIDATION, SAMPLES: 0}, facts=few_usable(2)),
+    facts_boundary("DAT017", {LENGTH: 64}, few_usable(4), replace(few_usable(), token_lengths=(1,)), NO_FIX,
+                   words="the longest example has 1 token. The first token of an example has no loss."),
+    facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(4, num_identical_pairs=9),
+                   few_usable(2, num_identical_pairs=9), WITHOUT_VALIDATION,
+                   words="Only 1 of the 10 examples has two different completions within"),
+    facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(2, num_identical_pairs=4),
+                   few_usable(2, num_identical_pairs=5)),
+    facts_boundary("DAT007", SPLIT, few_usable(4, 2), few_usable(4, 5), NO_EVAL_LOSS, {LENGTH: 256},
+                   words="The validation set has 3 examples, of which none has a trained token within"),
+    facts_boundary("DAT007", SPLIT, few_usable(4, 2, num_identical_pairs=8), few_usable(4, num_identical_pairs=9),
+                   NO_EVAL_LOSS, words="none has two different completions within"),
+    facts_boundary("DAT007", SPLIT, few_usable(2), few_usable(4), words="no evaluation would run"),
     boundary("DAT010", {}, {LENGTH: 1024}, {LENGTH: 1025}, {LENGTH: 1024}, facts=replace(DEMO, shape=GPT2)),
     boundary("DAT011", {}, {LENGTH: 8192}, {LENGTH: 8193}, {LENGTH: 8192}),
     facts_boundary("DAT011", {LENGTH: 8193}, UNLIMITED, DEMO),
