@@ -1,4 +1,4 @@
-"""Command line: `footplate check|plan|estimate|run|list|show|stop|resume|logs|metrics|presets|rules|docs|ui`.
+"""Command line: `footplate check|plan|estimate|run|queue|list|show|stop|resume|logs|metrics|presets|rules|docs|ui`.
 
 Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
 stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": commands.plan,
     "estimate": commands.estimate,
     "run": runs.run,
+    "queue": runs.queued,
     "list": runs.list_runs,
     "show": runs.show,
     "stop": runs.stop,
@@ -55,6 +56,9 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+AddCommand = Callable[..., argparse.ArgumentParser]
+
+
 def parser() -> argparse.ArgumentParser:
     """Every command with its arguments."""
     top = argparse.ArgumentParser(
@@ -64,6 +68,29 @@ def parser() -> argparse.ArgumentParser:
     subcommands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_output = argparse.ArgumentParser(add_help=False)
     json_output.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else")
+    folder = argparse.ArgumentParser(add_help=False)
+    folder.add_argument("--runs", default="runs", metavar="DIR", help="folder that contains the runs (default: runs)")
+
+    def command(name: str, *parents: argparse.ArgumentParser, help: str) -> argparse.ArgumentParser:
+        description = f"{help[0].upper()}{help[1:]}."
+        return subcommands.add_parser(name, parents=[*parents, json_output], help=help, description=description)
+
+    _add_spec_commands(command, folder)
+    _add_run_commands(command, folder)
+    command("presets", help="list the presets")
+    command("rules", help="list the rules that `check` applies")
+    command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")
+    ui = subcommands.add_parser("ui", parents=[folder], help="serve the web page", description="Serve the web page.")
+    ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    ui.add_argument("--port", type=int, default=7860, help="port to listen on; 0 takes a free one (default: 7860)")
+    ui.add_argument("--no-login", action="store_true", help="serve without token and password, to every local user")
+    ui.add_argument("--certfile", default="", metavar="FILE", help="TLS certificate (PEM): serves https")
+    ui.add_argument("--keyfile", default="", metavar="FILE", help="private key of --certfile")
+    return top
+
+
+def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+    """check, plan, estimate, run."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -75,22 +102,31 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="check for another machine: a name in presets/machines such as 8x80gb, or a YAML file (default: this one)",
     )
-    folder = argparse.ArgumentParser(add_help=False)
-    folder.add_argument("--runs", default="runs", metavar="DIR", help="folder that contains the runs (default: runs)")
-    run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
-    run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
-
-    def command(name: str, *parents: argparse.ArgumentParser, help: str) -> argparse.ArgumentParser:
-        description = f"{help[0].upper()}{help[1:]}."
-        return subcommands.add_parser(name, parents=[*parents, json_output], help=help, description=description)
-
     command("check", spec, machine, help="check a spec before launch: errors, warnings and advice with their fixes")
     plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
     plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
     command("estimate", spec, machine, help="print the memory and disk estimate item by item")
-    run = command("run", spec, folder, help="start a run")
+    run = command("run", spec, folder, help="start a run; it waits in the queue until its devices are free")
+    after = run.add_mutually_exclusive_group()
+    after.add_argument("--after-ok", metavar="RUN", help="start after this run has succeeded")
+    after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any way")
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
+
+
+def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
+    """queue, list, show, stop, resume, logs, metrics."""
+    run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
+    run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
+    queue = command("queue", folder, help="list the waiting runs in order, or change the place of one")
+    queue.add_argument("run", metavar="RUN", nargs="?", help="a waiting run: its id or a unique prefix of it")
+    place = queue.add_mutually_exclusive_group()
+    place.add_argument("--hold", action="store_true", help="keep it in the queue, and let others pass")
+    place.add_argument("--release", action="store_true", help="end a hold")
+    place.add_argument("--first", action="store_true", help="move it to the front")
+    place.add_argument("--last", action="store_true", help="move it to the end")
+    place.add_argument("--before", metavar="OTHER", help="move it before another waiting run")
+    place.add_argument("--share", action="store_true", help="do not wait for other programs on its GPUs")
     command("list", folder, help="list all runs, newest first")
     command("show", run_id, help="print the state, options and results of a run")
     stop = command("stop", run_id, help="stop a run after its current step and save a checkpoint")
@@ -101,13 +137,6 @@ def parser() -> argparse.ArgumentParser:
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     command("metrics", run_id, help="print the logged metrics of a run")
-    command("presets", help="list the presets")
-    command("rules", help="list the rules that `check` applies")
-    command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")
-    ui = subcommands.add_parser("ui", parents=[folder], help="serve the web page", description="Serve the web page.")
-    ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    ui.add_argument("--port", type=int, default=7860, help="port to listen on; 0 takes a free one (default: 7860)")
-    return top
 
 
 if __name__ == "__main__":

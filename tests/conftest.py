@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +39,9 @@ if THREADS and THREADS != "1":
     os.environ |= {"OMP_NUM_THREADS": THREADS, "MKL_DYNAMIC": "FALSE", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # xdist workers share the cores, and torch's waiting threads would spin
 os.environ.setdefault("FOOTPLATE_INSPECTION_WORKER", "off")  # no worker process unless a test is about it
+# A queue for each process of the tests, in which runs do not wait for each other.
+os.environ["FOOTPLATE_QUEUE"] = os.path.join(tempfile.gettempdir(), f"footplate-tests-{os.getpid()}")
+os.environ["FOOTPLATE_CPU_SLOTS"] = "100"
 SLOWEST = [
     "test_journeys",
     "test_strategies",

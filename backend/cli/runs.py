@@ -1,4 +1,4 @@
-"""Commands on runs: run, list, show, stop, resume, logs, metrics.
+"""Commands on runs: run, queue, list, show, stop, resume, logs, metrics.
 
 Imports everything below the command line. A run is a folder: each command reads or writes that folder and ends.
 """
@@ -9,14 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
 from backend.runs.metrics import Metrics, since
 
@@ -39,8 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     plan = report.plan
     if not report.can_run:  # the trainer must not refuse what the user has chosen to start
         plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})
+    after = arguments.after_ok or arguments.after_any
+    predecessor = find_run(Path(arguments.runs), after) if after else None
     created = Run.create(Path(arguments.runs), report.title, plan, datetime.now(), report.about, report.expected)
-    created.start()
+    created.start(after=predecessor, after_ok=not arguments.after_any)
     return _started(created, arguments, 0)
 
 
@@ -57,6 +59,8 @@ def _started(started: Run, arguments: argparse.Namespace, offset: int) -> int:
     """Print the id of a started run; with --follow print its log from byte `offset` on, and its outcome."""
     if not arguments.json:
         print(started.id, flush=True)
+    if started.state == "queued":
+        print(started.summary()["sentence"], file=sys.stderr, flush=True)
     if not arguments.follow:
         if arguments.json:
             print_json({"id": started.id, "folder": str(started.path)})
@@ -181,9 +185,40 @@ def metrics(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def queued(arguments: argparse.Namespace) -> int:
+    """Print the waiting runs in order, or change the place of one."""
+    wishes = ("hold", "release", "first", "last", "before", "share")
+    if bool(arguments.run) != any(getattr(arguments, wish) for wish in wishes):
+        raise RunError(f"Name a waiting run and what to do with it: --{', --'.join(wishes)}.")
+    if arguments.run:
+        place = find_run(Path(arguments.runs), arguments.run).path
+        if arguments.hold or arguments.release:
+            queue.change(place, held=arguments.hold)
+        elif arguments.share:
+            queue.change(place, shares=True)
+        elif arguments.last:
+            queue.move(place)
+        elif arguments.before or arguments.first:
+            first = next((Path(entry.run) for entry in queue.entries() if entry.run != str(place)), None)
+            queue.move(place, find_run(Path(arguments.runs), arguments.before).path if arguments.before else first)
+    found = [(entry, Run(Path(entry.run)).summary()) for entry in queue.entries()]
+    if arguments.json:
+        print_json([{**asdict(entry), "id": entry.id, "sentence": row["sentence"]} for entry, row in found])
+        return 0
+    for number, (entry, row) in enumerate(found, 1):
+        print(f"{number:3}  {entry.id:48}  {row['sentence']}")
+    if not found:
+        print("No run is waiting.")
+    return 0
+
+
 def _find_run(arguments: argparse.Namespace) -> Run:
-    """The run that RUN names: an id, a unique prefix of one, or a folder. Raises RunError."""
-    root, name = Path(arguments.runs), arguments.run
+    """The run that the argument RUN names."""
+    return find_run(Path(arguments.runs), arguments.run)
+
+
+def find_run(root: Path, name: str) -> Run:
+    """The run with this id, a unique prefix of one, or a folder. Raises RunError."""
     if "/" in name or (Path(name) / SPEC).is_file():
         return find(Path(name).resolve().parent, Path(name).resolve().name)
     matches = [r for r in runs(root) if r.id.startswith(name)]

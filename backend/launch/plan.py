@@ -53,7 +53,17 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         notes=_notes(spec, run),
         defaults=_defaults(spec, run, machine),
         other_nodes=launchers.other_commands(spec, run, machine),
+        devices=_devices(run, machine),
     )
+
+
+def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:
+    """What the run waits for on this machine: its GPUs by UUID if they have one, or the CPU."""
+    label = registry.DEVICES[run.device].label
+    if not run.device_ids:
+        return {run.device: f"the {label}"}
+    uuids = {gpu.id: gpu.uuid for gpu in machine.gpus}
+    return {uuids.get(number) or f"{run.device}-{number}": f"GPU {number}" for number in run.device_ids}
 
 
 def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:

@@ -23,6 +23,11 @@ class Gpu:
     processes: tuple[str, ...] = ()
     uuid: str = ""  # of NVIDIA GPUs
 
+    @property
+    def usable_bytes(self) -> int:
+        """Free memory when a run starts: it waits in the queue until no other process uses the device."""
+        return self.total_bytes if self.processes else self.free_bytes
+
 
 @dataclass(frozen=True)
 class Machine:

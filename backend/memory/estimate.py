@@ -91,7 +91,7 @@ def free_bytes(run: ResolvedRun, machine: Machine) -> int:
     if run.device != machine.device:
         return 0
     gpus = selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]
-    return min((gpu.free_bytes for gpu in gpus), default=0)
+    return min((gpu.usable_bytes for gpu in gpus), default=0)
 
 
 def device_rows(ctx: MemoryContext) -> list[Row]:

@@ -1,9 +1,10 @@
 """Runs: the plan of a run, and the names of the files in its folder.
 
 Imports only the standard library. All information about a run is on disk: each file has ONE writer, and a run's state
-is computed from files (`folder.py`). `supervisor.py` is the detached process that starts the launcher, waits for it and
-stops it; `processes.py` has the lock and the cleanup of leftover processes; `failure.py` explains why a run failed,
-`throughput.py` estimates the remaining time; `metrics.py` reads log and metrics incrementally.
+is computed from files (`folder.py`). `supervisor.py` is the detached process that waits in the queue, starts the
+launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
+cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
+`metrics.py` reads log and metrics incrementally.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Plan:
 
     `argv` is started in the run's folder. `env` is added to the environment; `defaults` too, except for variables that
     are set already. `files` is name -> text, relative to the folder. `other_nodes`: script name -> argv for each other
-    node.
+    node. `devices`: name -> label of each device of this machine that the run needs, such as {"GPU-4fe1": "GPU 0"}.
     """
 
     argv: tuple[str, ...]
@@ -70,6 +71,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     defaults: Mapping[str, str] = field(default_factory=dict)
     other_nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, node: str = "") -> str:
         """The command as typed in a shell, for this or another node: environment, then one argument per line."""

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -44,14 +45,29 @@ from backend.runs import (  # fmt: skip
 )
 from backend.runs.failure import Failure, diagnose
 from backend.runs.metrics import last_points
-from backend.runs.supervisor import StopTimeouts
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
-ALIVE = ("starting", "running", "stopping")
+KILLED = "the run's supervisor process was killed, or the machine shut down."
+ALIVE = ("queued", "starting", "running", "stopping")
 
 
 class RunError(Exception):
     """An operation on a run that is not possible; the message is for users."""
+
+
+@dataclass(frozen=True)
+class StopTimeouts:
+    """Seconds to wait in each stage of a stop: for the checkpoint (`save`), for the end of the step (`discard`), or for
+    the trainer before training starts (`before_training`); after SIGTERM (`sigterm`)."""
+
+    save: float = 600.0
+    discard: float = 15.0
+    sigterm: float = 45.0
+    before_training: float = 2.0
+
+    def text(self) -> str:
+        """As a command-line argument."""
+        return ",".join(map(str, astuple(self)))
 
 
 class Run:
@@ -71,7 +87,7 @@ class Run:
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
-        kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes)}
+        kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes), "devices": dict(plan.devices)}
         scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
         records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
@@ -94,11 +110,17 @@ class Run:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def start(self, from_scratch: bool = False, timeouts: StopTimeouts | None = None) -> None:
+    def start(
+        self, from_scratch: bool = False, timeouts: StopTimeouts | None = None,
+        after: Run | None = None, after_ok: bool = True,
+    ) -> None:  # fmt: skip
         """Start, or resume from the last complete checkpoint; `from_scratch` starts at step 0. Returns once the lock is
-        held."""
+        held: the run waits in the queue until its devices are free, and until the run `after` has ended and, with
+        `after_ok`, succeeded."""
         command = [sys.executable, "-m", "backend.runs.supervisor", str(self.path)]
         command += ["--timeouts", (timeouts or StopTimeouts()).text(), *(["--from-scratch"] if from_scratch else [])]
+        if after:
+            command += ["--after", str(after.path), *([] if after_ok else ["--after-any"])]
         try:
             done = subprocess.run(
                 command, cwd=PACKAGES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
@@ -162,7 +184,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """One of new, starting, running, stopping, done, stopped, failed, lost."""
+        """One of new, queued, starting, running, stopping, done, stopped, failed, lost."""
         if processes.is_locked(self.path):
             return self._alive_state()
         started_by = self._text(LOCK).strip()
@@ -190,7 +212,8 @@ class Run:
         files = {name: self._text(name) for name in kept.get("files", ())}
         others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
         notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
-        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, notes, defaults, others)
+        devices = kept.get("devices", {})
+        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, notes, defaults, others, devices)
 
     def node_commands(self) -> dict[str, str]:
         """Commands for the other nodes of a multi-node run: script name -> command."""
@@ -254,7 +277,7 @@ class Run:
             "id": self.id,
             "name": plan.get("name", self.id),
             "state": state,
-            "started": self._stamp(LOCK) if shell or alive else kept.get("started"),
+            "started": None if state == "queued" else self._stamp(LOCK) if shell or alive else kept.get("started"),
             "ended": None if alive or state == "new" else (not shell and kept.get("ended")) or self._last_sign(),
             "step": step,
             "max_steps": most,
@@ -272,6 +295,9 @@ class Run:
     def _alive_state(self) -> str:
         if (self.path / STOP).exists():
             return "stopping"
+        kept = self._json(STATE)
+        if "queued" in kept and "started" not in kept:
+            return "queued"
         return "running" if self._fresh(PROGRESS) or self._fresh(METRICS) else "starting"
 
     def _sentence(
@@ -281,6 +307,8 @@ class Run:
         state, step = summary["state"], summary["step"]
         if state == "new":
             return "Ready to start."
+        if state == "queued":
+            return f"Waiting in the queue. {self._json(STATE).get('waiting', '')}".strip()
         if state == "starting":
             names = [f"{node}.sh" for node in self.node_commands()]
             others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
@@ -295,6 +323,15 @@ class Run:
             steps = f"{step} steps in " if step else "in "
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {steps}{taken}."
+        return self._sentence_of_end(state, step)
+
+    def _sentence_of_end(self, state: str, step: int | None) -> str:
+        """How a run ended that is not done, and what Resume does."""
+        kept = self._json(STATE)
+        if "queued" in kept and "started" not in kept:
+            if state == "stopped":
+                return f"Not started. {kept.get('cause') or 'It was removed from the queue.'}"
+            return f"Lost: it was waiting in the queue when {KILLED} Resume puts it back into the queue."
         at = f" at step {step}" if step else ""
         saved = self.checkpoints()
         resume = "There is no checkpoint, so Resume starts at step 0."
@@ -305,7 +342,7 @@ class Run:
             return f"Stopped{at}. {failure['sentence'] if failure else resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
-        return f"Lost{at}: the run's supervisor process was killed, or the machine shut down. {resume}"
+        return f"Lost{at}: {KILLED} {resume}"
 
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The supervisor of a run: a detached process that starts the launcher, waits for it, and stops it.
+"""The supervisor of a run: a detached process that waits in the queue, starts the launcher, and stops it.
 
 Imports backend.runs. `python -m backend.runs.supervisor FOLDER [--from-scratch]` returns as soon as it holds the run's
 lock (exit code 0), or prints why it does not (1, or 75 if the run is running already); the process that remains has no
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,15 @@ from backend.runs import (
     STOP,
     SUPERVISOR,
     processes,
+    queue,
     replace_text,
     start_env,
 )
+from backend.runs.folder import StopTimeouts
+from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
+QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a program on a GPU is asked for less often
 BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
@@ -51,51 +54,76 @@ PHASES_BEFORE_TRAINING = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StopTimeouts:
-    """Seconds to wait in each stage of a stop: for the checkpoint (`save`), for the end of the step (`discard`), or for
-    the trainer before training starts (`before_training`); after SIGTERM (`sigterm`)."""
-
-    save: float = 600.0
-    discard: float = 15.0
-    sigterm: float = 45.0
-    before_training: float = 2.0
-
-    def text(self) -> str:
-        """As a command-line argument."""
-        return ",".join(map(str, astuple(self)))
-
-
 class Supervisor:
     """One start of a run, in the process that holds the lock."""
 
-    def __init__(self, folder: Path, from_scratch: bool, timeouts: StopTimeouts) -> None:
+    def __init__(
+        self, folder: Path, from_scratch: bool, timeouts: StopTimeouts, after: str = "", after_ok: bool = True
+    ) -> None:
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
         inherited = {**os.environ, ERROR_FILE: str(folder / ERROR)}
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
-        self.state: dict[str, Any] = {"started": time.time(), "from_scratch": from_scratch}
+        self.entry = Entry(str(folder), plan.get("devices", {}), after=after, after_ok=after_ok)
+        self.turn = Turn(())
+        self.state: dict[str, Any] = {"from_scratch": from_scratch}
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = _oom_kills()
 
     def announce(self) -> None:
-        """Clean up after an earlier start and record this one. Raises OSError, such as for a full disk."""
+        """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
         processes.terminate(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
+        if self.entry.devices or self.entry.after:
+            self.turn = queue.join(self.entry)
+        if self.turn.leases is None:
+            self.state |= {"queued": time.time(), "waiting": self.turn.reason}
+            replace_text(self.folder / STATE, json.dumps(self.state))
+        else:
+            self._record_start()
+
+    def _record_start(self) -> None:
+        """Begin a new part of the log and of the state. Files older than the lock belong to an earlier start."""
+        if "queued" in self.state:
+            os.utime(self.folder / LOCK)
+        self.state |= {"started": time.time()}
         with (self.folder / LOG).open("ab") as log:
             gap = "\n" if log.tell() else ""
             log.write(f"{gap}{SEPARATOR}{time.strftime('%F %T')} ----\n".encode())
         replace_text(self.folder / STATE, json.dumps(self.state))
 
+    def wait_for_turn(self) -> bool:
+        """Wait in the queue; False if the run was stopped there, or cannot start any more."""
+        while self.turn.leases is None:
+            if self.turn.is_final or self._stop_request():
+                self._end_in_queue()
+                return False
+            time.sleep(IN_USE_SECONDS if self.turn.in_use else QUEUE_SECONDS)
+            with contextlib.suppress(OSError):  # a full disk: try again
+                self.turn = queue.turn(self.entry)
+                if self.turn.leases is not None:
+                    self._record_start()
+                elif self.turn.reason != self.state["waiting"]:
+                    self.state |= {"waiting": self.turn.reason}
+                    replace_text(self.folder / STATE, json.dumps(self.state))
+        return True
+
+    def _end_in_queue(self) -> None:
+        with contextlib.suppress(OSError):
+            queue.leave(self.folder)
+        cause = {"cause": self.turn.reason} if self.turn.is_final else {}
+        self.state |= {"end": "stopped", "ended": time.time(), "exit_code": None, **cause}
+        self._write()
+
     def run(self) -> None:
-        """Run the launcher, and clean up after it."""
+        """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed."""
         self.state |= {"pid": os.getpid()}
         try:
             with (self.folder / LOG).open("ab") as log:
                 launcher = subprocess.Popen(
                     self.argv, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=log,
-                    stderr=subprocess.STDOUT, start_new_session=True,
+                    stderr=subprocess.STDOUT, start_new_session=True, pass_fds=self.turn.leases or (),
                 )  # fmt: skip
         except OSError as error:
             self.state |= {"exit_code": None, "cause": f"{self.argv[0]} cannot be started: {error.strerror}."}
@@ -212,7 +240,7 @@ def _detach(folder: Path) -> None:
     with contextlib.suppress(OSError, AttributeError):  # Linux: orphans of the run become children of this process
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     null = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND)
+    errors = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for target, source in ((0, null), (1, null), (2, errors)):
         os.dup2(source, target)
 
@@ -225,6 +253,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--timeouts", type=lambda text: StopTimeouts(*map(float, text.split(","))), default=StopTimeouts()
     )
+    parser.add_argument("--after", default="", metavar="FOLDER")
+    parser.add_argument("--after-any", action="store_true")
     given = parser.parse_args(arguments)
     try:
         lock = processes.acquire_lock(given.folder)
@@ -233,7 +263,9 @@ def main(arguments: Sequence[str]) -> int:
             return BUSY
         os.ftruncate(lock, 0)
         os.write(lock, f"{SUPERVISOR}\n".encode())
-        supervisor = Supervisor(given.folder, given.from_scratch, given.timeouts)
+        supervisor = Supervisor(
+            given.folder, given.from_scratch, given.timeouts, given.after, after_ok=not given.after_any
+        )
         supervisor.announce()
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"The run folder cannot be used: {error}.")
@@ -245,7 +277,8 @@ def main(arguments: Sequence[str]) -> int:
     if os.fork():
         return 0
     _detach(given.folder)
-    supervisor.run()
+    if supervisor.wait_for_turn():
+        supervisor.run()
     os._exit(0)
 
 

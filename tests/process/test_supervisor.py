@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
-from backend.runs.folder import Run, RunError
-from backend.runs.supervisor import StopTimeouts
+from backend.runs.folder import Run, RunError, StopTimeouts
 
 pytestmark = pytest.mark.alone
 

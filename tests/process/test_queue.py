@@ -1,0 +1,301 @@
+"""The queue, with real supervisors. `make_run` asserts after each test that no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backend.runs import PLAN, STATE, processes, queue
+from backend.runs.folder import Run, RunError
+
+MakeRun = Callable[..., Run]
+MARK = "import json, os, time\nopen('progress.json', 'w').write(json.dumps({'phase': 'training', 'step': 1}))\n"
+WAITS = MARK + "while not os.path.exists('go'): time.sleep(0.02)\n"
+FAILS = WAITS + "raise SystemExit(7)\n"
+SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A queue of its own."""
+    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
+    monkeypatch.delenv(queue.CPU_SLOTS)  # one run at a time
+    return tmp_path / "queue"
+
+
+@pytest.fixture
+def make(make_run: MakeRun) -> MakeRun:
+    """Makes runs that need devices."""
+
+    def made(name: str, code: str = WAITS, devices: tuple[str, ...] = ("cpu",)) -> Run:
+        run = make_run(code, name=name)
+        plan = json.loads((run.path / PLAN).read_text())
+        labels = {device: "the CPU" if device == "cpu" else f"GPU {device[-1]}" for device in devices}
+        (run.path / PLAN).write_text(json.dumps({**plan, "devices": labels}))
+        return run
+
+    return made
+
+
+def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def wait_for_state(run: Run, state: str) -> None:
+    wait_for(lambda: run.state == state)
+
+
+def finish(run: Run) -> None:
+    """Let the program of the run end."""
+    (run.path / "go").touch()
+
+
+def order() -> list[str]:
+    return [entry.id.split("_")[-1] for entry in queue.entries()]
+
+
+def waiting(run: Run) -> str:
+    return str(run.summary()["sentence"])
+
+
+def test_runs_on_one_device_take_turns(make: MakeRun) -> None:
+    first, second, third = (make(name) for name in ("first", "second", "third"))
+    for run in (first, second, third):
+        run.start()
+    wait_for_state(first, "running")
+    assert (second.state, third.state) == ("queued", "queued")
+    assert waiting(second) == f"Waiting in the queue. {first.id} uses the CPU."
+    wait_for(lambda: waiting(third) == f"Waiting in the queue. {second.id} is before it.")
+    assert second.summary()["started"] is None
+    assert order() == ["second", "third"]
+    finish(first)
+    wait_for_state(second, "running")
+    assert third.state == "queued"
+    assert second.summary()["started"] >= first.summary()["ended"], "the time in the queue is not part of the run"
+    finish(second)
+    wait_for_state(third, "running")
+    finish(third)
+    wait_for_state(third, "done")
+    assert order() == []
+
+
+def test_runs_on_other_devices_do_not_wait(make: MakeRun) -> None:
+    both, second, third = make("both", devices=("x-0", "x-1")), make("second", devices=("x-1",)), make("c", devices=())
+    other = make("other", devices=("x-2",))
+    for run in (both, second, third, other):
+        run.start()
+    for run in (both, third, other):
+        wait_for_state(run, "running")
+    assert waiting(second) == f"Waiting in the queue. {both.id} uses GPU 1."
+    for run in (both, second, third, other):
+        finish(run)
+    wait_for_state(second, "done")
+
+
+def test_a_large_run_is_not_overtaken(make: MakeRun) -> None:
+    """A run of two devices waits for one of them; a later run must not take the other one again and again."""
+    small, large, later = (
+        make("small", devices=("x-0",)),
+        make("l", devices=("x-0", "x-1")),
+        make("z", devices=("x-1",)),
+    )
+    for run in (small, large, later):  # in this order
+        run.start()
+    assert (large.state, later.state) == ("queued", "queued")
+    queue.change(large.path, held=True)  # a run on hold lets others pass
+    wait_for_state(later, "running")
+    for run in (small, later):
+        finish(run)
+        wait_for_state(run, "done")
+    assert waiting(large) == "Waiting in the queue. It is on hold."
+    queue.change(large.path, held=False)
+    wait_for_state(large, "running")
+    finish(large)
+    wait_for_state(large, "done")
+
+
+def test_the_order_can_be_changed(make: MakeRun) -> None:
+    runs = [make(name) for name in ("a", "b", "c", "d")]
+    for run in runs:
+        run.start()
+    a, b, c, d = runs
+    assert order() == ["b", "c", "d"]
+    queue.move(d.path, before=b.path)
+    assert order() == ["d", "b", "c"]
+    queue.move(d.path)
+    assert order() == ["b", "c", "d"]
+    queue.move(c.path, before=b.path)
+    with pytest.raises(RunError, match="is not waiting in the queue"):
+        queue.move(a.path)
+    with pytest.raises(RunError, match="is not waiting in the queue"):
+        queue.move(b.path, before=a.path)
+    assert order() == ["c", "b", "d"]
+    finish(a)
+    wait_for_state(c, "running")
+    d.stop()
+    wait_for_state(d, "stopped")
+    assert waiting(d) == "Not started. It was removed from the queue."
+    assert d.can()["resume"]
+    for run in (c, b):
+        wait_for_state(run, "running")
+        finish(run)
+        wait_for_state(run, "done")
+
+
+@pytest.mark.parametrize(
+    ("code", "after_ok", "state", "sentence"),
+    [
+        (WAITS, True, "done", ""),
+        (FAILS, True, "stopped", r"Not started. It was to start after \S+_first, which failed."),
+        (FAILS, False, "done", ""),
+    ],
+)
+def test_a_run_after_another_one(make: MakeRun, code: str, after_ok: bool, state: str, sentence: str) -> None:
+    first, second = make("first", code, ("x-0",)), make("second", MARK, ("x-1",))
+    first.start()
+    second.start(after=first, after_ok=after_ok)
+    assert waiting(second) == f"Waiting in the queue. {first.id} must {'succeed' if after_ok else 'end'} first."
+    finish(first)
+    wait_for_state(second, state)
+    assert re.match(sentence, waiting(second))
+
+
+def test_a_run_that_waits_for_another_one_blocks_nobody(make: MakeRun) -> None:
+    first, dependent, other = make("first", devices=("x-0",)), make("dependent"), make("other")
+    first.start()
+    dependent.start(after=first)
+    other.start()
+    wait_for_state(other, "running")
+    finish(first)
+    wait_for(lambda: waiting(dependent) == f"Waiting in the queue. {other.id} uses the CPU.")
+    finish(other)
+    wait_for_state(dependent, "running")
+    finish(dependent)
+    wait_for_state(dependent, "done")
+
+
+def test_killed_processes_free_their_place_and_devices(make: MakeRun) -> None:
+    first, second, third = (make(name) for name in ("first", "second", "third"))
+    for run in (first, second, third):
+        run.start()
+    supervisors = {run.id: supervisor_of(run) for run in (first, second)}
+    os.kill(supervisors[second.id], signal.SIGKILL)  # the next one moves up
+    wait_for_state(second, "lost")
+    assert waiting(second).startswith("Lost: it was waiting in the queue when the run's supervisor process was killed")
+    assert order() == ["third"]
+    second.resume()
+    assert order() == ["third", "second"]
+
+    os.kill(supervisors[first.id], signal.SIGKILL)
+    wait_for_state(first, "lost")
+    time.sleep(3 * 0.5)
+    assert third.state == "queued", "the launcher of the lost run still uses the device"
+    first.clean_up()
+    wait_for_state(third, "running")
+    finish(third)
+    wait_for_state(second, "running")
+    finish(second)
+    wait_for_state(second, "done")
+
+
+def supervisor_of(run: Run) -> int:
+    """The process that holds the run's lock and is not its launcher."""
+    wait_for(lambda: "started" in json.loads((run.path / STATE).read_text()) or run.state == "queued")
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if f"backend.runs.supervisor\0{run.path}\0" in _text(path)
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_cpu_slots(make: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(queue.CPU_SLOTS, "2")
+    runs = [make(name) for name in ("a", "b", "c")]
+    for run in runs:
+        run.start()
+    wait_for(lambda: [run.state for run in runs] == ["running", "running", "queued"])
+    finish(runs[1])
+    wait_for_state(runs[2], "running")
+    for run in runs:
+        finish(run)
+        wait_for_state(run, "done")
+
+
+def test_a_gpu_that_another_program_uses(make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi is replaced by a script that lists a process as long as a file exists."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin/nvidia-smi"
+    script.write_text(f"#!/bin/sh\ntest -e {tmp_path}/busy && echo 'GPU-1, 4711, /usr/bin/python3'\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "busy").touch()
+    first, second, free = make("a", devices=("GPU-1",)), make("b", devices=("GPU-1",)), make("c", devices=("GPU-2",))
+    for run in (first, second, free):
+        run.start()
+    wait_for_state(free, "running")
+    assert waiting(first) == "Waiting in the queue. python3 (PID 4711) uses GPU 1."
+    queue.change(first.path, shares=True)
+    wait_for_state(first, "running")
+    finish(first)
+    wait_for(lambda: waiting(second) == "Waiting in the queue. python3 (PID 4711) uses GPU 1.")
+    (tmp_path / "busy").unlink()
+    wait_for_state(second, "running")
+    for run in (second, free):
+        finish(run)
+        wait_for_state(run, "done")
+
+
+def test_a_damaged_order_loses_no_run(make: MakeRun, folder: Path) -> None:
+    first, second = make("first"), make("second")
+    first.start()
+    second.start()
+    (folder / queue.ORDER).write_text("{")
+    finish(first)
+    wait_for_state(second, "running")
+    finish(second)
+    wait_for_state(second, "done")
+
+
+def test_the_folder_of_another_user_is_refused(make: MakeRun, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="belongs to another user; set FOOTPLATE_QUEUE"):
+        make("first").start()
+
+
+def test_many_processes_change_the_order_at_once(make: MakeRun) -> None:
+    """Every supervisor joins, and nobody's entry is lost."""
+    first, others = make("first"), [make(f"n{number}") for number in range(8)]
+    first.start()
+    for run in others:
+        run.start()
+    assert sorted(order()) == sorted(run.id.split("_")[-1] for run in others)
+    entry = queue.entries()[0]
+    assert replace(entry, held=True).held and not entry.held
+    for run in others:
+        run.stop()
+    for run in others:
+        wait_for_state(run, "stopped")
+    finish(first)
+    wait_for_state(first, "done")
+    assert not processes.run_processes(first.path)
