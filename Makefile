@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 7860
 RUNS ?= runs
+ARGS ?=
 
 # make test CPU=avx2 THREADS=2: the kernels of another x86-64 CPU (default, which is SSE4 at most, avx2 or avx512; unset:
 # whatever this CPU has), and this many intra-op threads in each training process. tests/conftest.py reads both.
@@ -23,9 +24,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
 
-run: setup  ## serves the page; converts the default model first
+run: setup  ## serves the page, with further ARGS such as --no-login; converts the default model first
 	$(BIN)/python -m backend.train.builtin_models smollm2-135m-instruct
-	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS)
+	$(BIN)/python -m webui --host $(HOST) --port $(PORT) --runs $(RUNS) $(ARGS)
 
 check: setup  ## linters, types and unit tests
 	$(BIN)/ruff check .

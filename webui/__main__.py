@@ -1,6 +1,8 @@
 """Serves the page: `python -m webui [--host 127.0.0.1] [--port 7860] [--runs runs]`, or HOST, PORT, RUNS.
 
-Imports: auth at once; server and gradio only after address and folder are validated, so that an error shows at once.
+Who opens the page has to log in, also on this machine: with the token of the printed URL, or with FOOTPLATE_PASSWORD.
+Imports: auth, login and connections at once; server and gradio only after address and folder are validated, so that an
+error shows at once.
 Exit codes: 0 stopped by the user, 2 not started.
 """
 
@@ -13,6 +15,8 @@ import importlib
 import ipaddress
 import os
 import socket
+import ssl
+import stat
 import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -23,7 +27,9 @@ from typing import Any
 import uvicorn
 
 from webui import gradio_internals
-from webui.auth import LOOPBACK, WILDCARD, Login, load_or_create_key
+from webui.auth import LOOPBACK, WILDCARD
+from webui.connections import MAX_CONNECTIONS, TimedProtocol
+from webui.login import TOKEN, Login, new_token
 
 MIN_PASSWORD_LENGTH = 8
 OTHER_FOLDER = "Set another folder with --runs or RUNS."
@@ -35,27 +41,32 @@ class StartupError(Exception):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where to serve, and the folder of the runs. An empty password disables the login."""
+    """Where to serve, and the folder of the runs. Without a password, a token is generated, unless `login` is off."""
 
     host: str
     port: int
     runs: Path
     password: str
+    login: bool
     hosts: tuple[str, ...]
+    certfile: str
+    keyfile: str
 
 
 def main(argv: list[str] | None = None, environment: MutableMapping[str, str] = os.environ) -> int:
     try:
         options = _parse_options(argv, environment)
         _remove_gradio_settings(environment)
+        _check_certificate(options)
         runs, listener = _runs_folder(options.runs), _listen(options.host, options.port)
-        login = Login(options.password, load_or_create_key(runs)) if options.password else None
+        token = new_token() if options.login and not options.password else ""
+        login = Login(options.password or token, runs, is_token=bool(token)) if options.login else None
     except (StartupError, OSError) as error:
         sys.stderr.write(f"Footplate did not start. {error}\n")
         return 2
     server = _import_server()
     app = server.create_app(runs, bound=options.host, hosts=options.hosts, login=login)
-    return _serve(app, listener, _url(options.host, listener), runs)
+    return _serve(app, listener, options, runs, token)
 
 
 def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]) -> ServerOptions:
@@ -66,22 +77,67 @@ def _parse_options(argv: list[str] | None, environment: MutableMapping[str, str]
     parser.add_argument(
         "--runs", default=environment.get("RUNS") or "runs", help="folder that stores the runs; default: runs"
     )
+    parser.add_argument("--no-login", action="store_true", help="no token and no password; on loopback only")
+    parser.add_argument("--certfile", default="", help="TLS certificate (PEM): serves https")
+    parser.add_argument("--keyfile", default="", help="private key of --certfile, unless that file contains it")
     arguments = parser.parse_args(argv)
     if not arguments.port.isdecimal() or int(arguments.port) > 65535:
         raise StartupError(f"The port is {arguments.port!r}; it must be an integer from 0 to 65535.")
-    password = environment.pop("FOOTPLATE_PASSWORD", "")  # runs must not inherit it
-    if password and len(password) < MIN_PASSWORD_LENGTH:
-        raise StartupError(f"FOOTPLATE_PASSWORD is too short: use at least {MIN_PASSWORD_LENGTH} characters.")
+    password = _password(environment)
+    if password and arguments.no_login:
+        raise StartupError("A password and --no-login contradict each other: remove one of them.")
     if not password and not _is_loopback(arguments.host):
         raise StartupError(
             f"{arguments.host} is reachable from other machines, and everyone who can open the page can start "
-            f"processes on this machine. Set FOOTPLATE_PASSWORD, or serve on {LOOPBACK[1]} and connect through "
-            f"`ssh -L {arguments.port}:{LOOPBACK[1]}:{arguments.port}`."
+            "processes on this machine. Set FOOTPLATE_PASSWORD_FILE or FOOTPLATE_PASSWORD, or serve on "
+            f"{LOOPBACK[1]} and connect through `ssh -L {arguments.port}:{LOOPBACK[1]}:{arguments.port}`."
         )
     hosts = tuple(environment.get("FOOTPLATE_HOSTS", "").replace(",", " ").split())
     if arguments.host in WILDCARD:
         hosts += (socket.gethostname(),)
-    return ServerOptions(arguments.host, int(arguments.port), Path(arguments.runs), password, hosts)
+    return ServerOptions(
+        arguments.host, int(arguments.port), Path(arguments.runs), password, not arguments.no_login, hosts,
+        arguments.certfile, arguments.keyfile,
+    )  # fmt: skip
+
+
+def _password(environment: MutableMapping[str, str]) -> str:
+    """The password, '' without one; removed from the environment, which runs inherit. Raises StartupError."""
+    name, password = "FOOTPLATE_PASSWORD", environment.pop("FOOTPLATE_PASSWORD", "")
+    if file := environment.pop("FOOTPLATE_PASSWORD_FILE", ""):
+        if password:
+            raise StartupError("FOOTPLATE_PASSWORD and FOOTPLATE_PASSWORD_FILE are both set: unset one of them.")
+        name, password = file, _read_password(Path(file))
+    if (password or file) and len(password) < MIN_PASSWORD_LENGTH:
+        raise StartupError(f"The password in {name} is too short: use at least {MIN_PASSWORD_LENGTH} characters.")
+    return password
+
+
+def _read_password(file: Path) -> str:
+    """The first line of a file that only its owner can read. Raises StartupError."""
+    try:
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise StartupError(f"FOOTPLATE_PASSWORD_FILE {file} is not a regular file.")
+            if status.st_mode & 0o077:
+                raise StartupError(f"Other users can read {file}: run `chmod 600 {file}`.")
+            return opened.readline(4096).rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"FOOTPLATE_PASSWORD_FILE {file} cannot be read: {error}.") from None
+
+
+def _check_certificate(options: ServerOptions) -> None:
+    """Raises StartupError if the certificate or its key cannot be used."""
+    if not options.certfile:
+        if options.keyfile:
+            raise StartupError("--keyfile needs --certfile.")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.certfile, options.keyfile or None)
+    except OSError as error:
+        files = f"{options.certfile} with key {options.keyfile}" if options.keyfile else options.certfile
+        raise StartupError(f"The TLS certificate {files} cannot be used: {error.strerror or error}.") from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -103,7 +159,7 @@ def _remove_gradio_settings(environment: MutableMapping[str, str]) -> None:
 def _runs_folder(runs: Path) -> Path:
     """The runs folder, created and resolved. Raises StartupError."""
     try:
-        runs.mkdir(parents=True, exist_ok=True)
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"The runs folder {runs} cannot be created: {error.strerror}. {OTHER_FOLDER}") from None
     if not os.access(runs, os.W_OK | os.X_OK):
@@ -138,10 +194,11 @@ def _reason(error: OSError) -> str:
     return words.get(error.errno or 0, error.strerror or str(error))
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def _url(options: ServerOptions, listener: socket.socket, token: str) -> str:
     """The URL to open on this machine."""
-    shown = {"0.0.0.0": LOOPBACK[1], "::": LOOPBACK[2]}.get(host, host)
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+    shown = {"0.0.0.0": LOOPBACK[1], "::": LOOPBACK[2]}.get(options.host, options.host)
+    scheme, query = "https" if options.certfile else "http", f"/?{TOKEN}={token}" if token else ""
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}{query}"
 
 
 def _import_server() -> Any:
@@ -167,18 +224,23 @@ class _Server(uvicorn.Server):
         sys.stdout.flush()
 
 
-def _serve(app: Any, listener: socket.socket, address: str, runs: Path) -> int:
+def _serve(app: Any, listener: socket.socket, options: ServerOptions, runs: Path, token: str) -> int:
     server = _Server(
         uvicorn.Config(
             app,
+            http=TimedProtocol,
             ws="none",  # the page uses no WebSockets
             log_level="warning",
+            limit_concurrency=MAX_CONNECTIONS,
             proxy_headers=False,  # otherwise any local program could forge the address that the login throttles
             server_header=False,
             timeout_graceful_shutdown=2,
+            ssl_certfile=options.certfile or None,
+            ssl_keyfile=options.keyfile or None,
         )
     )
-    server.greeting = f"Footplate is at {address}\nRuns are stored in {runs}. Ctrl+C stops the server; runs continue.\n"
+    url = _url(options, listener, token)
+    server.greeting = f"Footplate is at {url}\nRuns are stored in {runs}. Ctrl+C stops the server; runs continue.\n"
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     return 0

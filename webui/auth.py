@@ -1,40 +1,35 @@
-"""Access control: one ASGI middleware around every route and WebSocket, and the login.
+"""Access control: one ASGI middleware around every route and WebSocket, with the login page.
 
-Imports no other module of Footplate. Without it, any web page that the user visits could start processes here: through
-a host name that resolves to this machine (DNS rebinding: Host is checked), through a form or script of another site
-(cross-site requests: Origin and fetch metadata are checked), and, beyond this machine, anybody could (login).
+Imports login. Without it, any web page that the user visits could start processes here: through a host name that
+resolves to this machine (DNS rebinding: Host is checked), or through a form or script of another site (cross-site
+requests: Origin and fetch metadata are checked). So could every other user of this machine (login). docs/security.md
+lists the attacks and their tests.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import asyncio
 import html
 import ipaddress
-import math
-import os
-import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping
-from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from collections.abc import Iterable, Mapping
+from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urlsplit
 
 import orjson
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request, cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from webui.login import SESSION_SECONDS, TOKEN, Login
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARD = ("0.0.0.0", "::")
 MAX_BODY_BYTES = 4 * 1024 * 1024
-SESSION_SECONDS = 30 * 24 * 3600
-FREE_ATTEMPTS = 5
-MAX_WAIT_SECONDS = 300
-MAX_ADDRESSES = 1000
+MAX_FORM_BYTES = 8 * 1024  # of the login form, which anybody may send
+MAX_FORM_FIELDS = 8
+FORM_SECONDS = 10.0
 
 # Gradio compiles its templates with `new Function`, and uses inline scripts and styles. Nothing is loaded from other
 # hosts.
@@ -49,71 +44,14 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'self'",
     )
 )
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+NOT_LOGGED_IN = "Not logged in: open the page in a browser and log in."
 HEADERS = (
     (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     # Not no-referrer: with that, browsers send `Origin: null` when the login form is posted.
     (b"referrer-policy", b"same-origin"),
 )
-
-
-class Login:
-    """The password, and the signed session cookie. Sessions survive a restart: only the key is stored."""
-
-    def __init__(self, password: str, key: bytes, clock: Callable[[], float] = time.time) -> None:
-        self._password = password.encode()
-        # The password is part of the key: changing it ends every session.
-        self._key = hmac.digest(key, self._password, "sha256")
-        self._clock = clock
-        self._failures: dict[str, tuple[int, float]] = {}
-        # Cookies ignore ports: two servers on one machine must not overwrite each other's cookie.
-        self.cookie = "footplate_" + hashlib.sha256(key).hexdigest()[:8]
-
-    def create_session(self) -> str:
-        """A cookie value: when the session expires (Unix seconds), and its signature."""
-        expires = str(int(self._clock()) + SESSION_SECONDS)
-        return f"{expires}.{self._sign(expires)}"
-
-    def is_valid(self, session: str) -> bool:
-        """Whether `session` was signed with this key and has not expired."""
-        expires, _, signature = session.partition(".")
-        signed = hmac.compare_digest(self._sign(expires).encode(), signature.encode())
-        return signed and expires.isdecimal() and int(expires) > self._clock()
-
-    def wait_seconds(self, address: str) -> int:
-        """Seconds until `address` may try again; 0 means now."""
-        _, until = self._failures.get(address, (0, 0.0))
-        return max(0, math.ceil(until - self._clock()))
-
-    def check_password(self, address: str, password: str) -> bool:
-        """Whether `password` is correct. After a few wrong ones, `address` has to wait twice as long each time."""
-        if hmac.compare_digest(hashlib.sha256(password.encode()).digest(), hashlib.sha256(self._password).digest()):
-            self._failures.pop(address, None)
-            return True
-        failed = self._failures.pop(address, (0, 0.0))[0] + 1
-        wait = min(MAX_WAIT_SECONDS, 2 ** min(failed - FREE_ATTEMPTS, 16)) if failed >= FREE_ATTEMPTS else 0
-        self._failures[address] = (failed, self._clock() + wait)
-        while len(self._failures) > MAX_ADDRESSES:
-            self._failures.pop(next(iter(self._failures)))
-        return False
-
-    def _sign(self, text: str) -> str:
-        return hmac.new(self._key, text.encode(), "sha256").hexdigest()
-
-
-def load_or_create_key(folder: Path) -> bytes:
-    """The secret key of this runs folder, created on first use and readable only by its owner. Raises OSError."""
-    path = folder / ".key"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        if key := path.read_bytes():
-            return key
-        path.unlink()  # an earlier start was killed before it wrote the key
-        return load_or_create_key(folder)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(32))
-    return path.read_bytes()
 
 
 def known_hosts(bound: str, more: Iterable[str] = ()) -> frozenset[str]:
@@ -139,11 +77,13 @@ class AccessControl:
             return
         headers = Headers(scope=scope)
         send_with_headers = _with_headers(send)
-        rejected = self._reject_cross_site(scope, headers) or _reject_body(scope, headers)
+        rejected = self._reject_cross_site(scope, headers) or _reject_framing(scope, headers)
         if rejected is None and self.login is not None:
-            rejected = await self._require_login(scope, receive, headers, self.login)
+            rejected = await self._require_login(Request(scope, receive) if scope["type"] == "http" else None, headers)
         if rejected is None:
-            await self.app(scope, receive, send_with_headers)
+            rejected = self._without_login(scope) or _reject_length(scope, headers)
+        if rejected is None:
+            await self.app(scope, _counted(receive, MAX_BODY_BYTES), send_with_headers)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -176,20 +116,34 @@ class AccessControl:
         # Bound to all addresses: a numeric host cannot be rebound by DNS, so it is this machine's own address.
         return any(h in self.hosts for h in WILDCARD) and _is_address(name)
 
-    async def _require_login(self, scope: Scope, receive: Receive, headers: Headers, login: Login) -> Response | None:
-        """The response to a request without a valid session; None with one."""
-        logged_in = login.is_valid(_cookies(headers).get(login.cookie, ""))
-        if scope["type"] == "http" and scope["path"] == "/login":
-            return await _login(Request(scope, receive), login, logged_in)
+    def _without_login(self, scope: Scope) -> Response | None:
+        """The page asks whether there is a login to log out of; an error status would show in the console."""
+        asks = scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] == "/login"
+        return Response(status_code=200) if asks and self.login is None else None
+
+    async def _require_login(self, request: Request | None, headers: Headers) -> Response | None:
+        """The response to a request without a valid session; None with one. `request` is None for a WebSocket."""
+        login = self.login
+        assert login is not None
+        session = _cookies(headers).get(login.cookie, "")
+        logged_in = login.sessions.is_valid(session)
+        if request is None:
+            return None if logged_in else error_response(401, NOT_LOGGED_IN)
+        path = request.scope["path"]
+        if path == "/login":
+            return await _login(request, login, logged_in)
+        if path == "/logout" and request.method == "POST":
+            login.sessions.end(session)
+            response = RedirectResponse("./login", 303)
+            response.delete_cookie(login.cookie)
+            return response
+        if request.method == "GET" and TOKEN in request.query_params:
+            return _exchange_token(request, login, logged_in)
         if logged_in:
             return None
-        if scope["type"] == "http" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
-            back = scope["path"].lstrip("/") + (
-                f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
-            )
-            up = "../" * (scope["path"].count("/") - 1)
-            return RedirectResponse(f"{up or './'}login?next={quote(back, safe='')}", 303)
-        return error_response(401, "Not logged in: open the page in a browser and log in.")
+        if request.method == "GET" and "text/html" in headers.get("accept", ""):
+            return RedirectResponse(f"{_up(path)}login?next={quote(_back(request), safe='')}", 303)
+        return error_response(401, NOT_LOGGED_IN, CLOSE)
 
 
 def error_response(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -221,15 +175,39 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _reject_body(scope: Scope, headers: Headers) -> Response | None:
+def _reject_framing(scope: Scope, headers: Headers) -> Response | None:
+    """The response to a body whose length has two meanings (request smuggling), or none."""
+    if scope["type"] != "http" or "transfer-encoding" not in headers:
+        return None
+    if "content-length" in headers:
+        return error_response(400, "A request has a content-length or a transfer-encoding, not both.", CLOSE)
+    return error_response(411, "The request needs a content-length header.", CLOSE)
+
+
+def _reject_length(scope: Scope, headers: Headers) -> Response | None:
     if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
         return None
-    length = headers.get("content-length", "0" if "transfer-encoding" not in headers else "")
-    if not length.isdecimal():
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdecimal()):
         return error_response(411, "The request needs a content-length header.")
-    if int(length) > MAX_BODY_BYTES:
+    if int(length[:20]) > MAX_BODY_BYTES:
         return error_response(413, f"The request body exceeds {MAX_BODY_BYTES // 1024**2} MiB.")
     return None
+
+
+def _counted(receive: Receive, limit: int) -> Receive:
+    """`receive` that refuses more than `limit` bytes, whatever the headers promised."""
+    count = 0
+
+    async def receiving() -> Message:
+        nonlocal count
+        message = await receive()
+        count += len(message.get("body", b""))
+        if count > limit:
+            raise HTTPException(413, f"The request body exceeds {limit} bytes")
+        return message
+
+    return receiving
 
 
 def _with_headers(send: Send) -> Send:
@@ -249,41 +227,92 @@ def _is_replaced(name: bytes) -> bool:
 
 
 def _cookies(headers: Headers) -> dict[str, str]:
-    try:
-        return {name: morsel.value for name, morsel in SimpleCookie(headers.get("cookie", "")).items()}
-    except CookieError:
-        return {}
+    """The cookies, also next to those of other programs on this host that http.cookies does not parse."""
+    return {name: value for header in headers.getlist("cookie") for name, value in cookie_parser(header).items()}
+
+
+def _up(path: str) -> str:
+    """The relative URL of the page's root, which a proxy may have moved, as seen from `path`."""
+    return "../" * (path.count("/") - 1) or "./"
+
+
+def _back(request: Request) -> str:
+    """Path and query of the request, relative to the page's root, without a token."""
+    query = [pair for pair in parse_qsl(request.url.query, keep_blank_values=True) if pair[0] != TOKEN]
+    path: str = request.scope["path"]
+    return path.lstrip("/\\") + (f"?{urlencode(query)}" if query else "")
+
+
+def _exchange_token(request: Request, login: Login, logged_in: bool) -> Response:
+    """A session for the token of the printed URL, and the same address without it."""
+    up, back = _up(request.scope["path"]), _back(request)
+    if login.is_token_valid(request.query_params[TOKEN]):
+        response = RedirectResponse(up + _quoted(back), 303, headers={"cache-control": "no-store"})
+        return response if logged_in else _with_session(response, request, login)
+    return RedirectResponse(up + _quoted(back) if logged_in else f"{up}login?next={quote(back, safe='')}", 303)
+
+
+def _quoted(place: str) -> str:
+    return quote(place, safe="/?&=%+,:;@~!$'()*-._")
+
+
+def _with_session(response: Response, request: Request, login: Login) -> Response:
+    response.set_cookie(
+        login.cookie, login.sessions.create(), SESSION_SECONDS, httponly=True, samesite="strict",
+        secure=request.scope.get("scheme") == "https",
+    )  # fmt: skip
+    return response
 
 
 async def _login(request: Request, login: Login, logged_in: bool) -> Response:
     """The login page (GET), its form (POST), and HEAD, with which it asks whether the cookie arrives after all."""
-    back = request.query_params.get("next", "").lstrip("/\\")
-    back = "./" + quote(back, safe="/?&=%+,:;@~!$'()*-._")
+    back = "./" + _quoted(request.query_params.get("next", "").lstrip("/\\"))
     if request.method == "HEAD":
         return Response(status_code=204 if logged_in else 200)  # an error status would show in the console
+    if request.method != "POST":
+        return RedirectResponse(back, 303) if logged_in else _login_page(login, back)
+    try:
+        password = await asyncio.wait_for(_password(request), FORM_SECONDS)
+    except (HTTPException, TimeoutError, ClientDisconnect, ValueError):
+        return error_response(400, "The login form is incomplete or too large.", CLOSE)
     if logged_in:
         return RedirectResponse(back, 303)
-    if request.method != "POST":
-        return _login_page(back)
+    # From here on without `await`: otherwise many requests at once would all be checked before the first one counts.
     address = request.client.host if request.client else ""
-    if wait := login.wait_seconds(address):
-        page = _login_page(back, f"Too many wrong passwords. Try again in {wait} s.", 429)
+    if wait := login.throttle.wait_seconds(address):
+        page = _login_page(login, back, f"Too many wrong attempts. Try again in {wait} s.", 429)
         page.headers["retry-after"] = str(wait)
         return page
-    fields: dict[str, list[Any]] = parse_qs((await request.body()).decode("utf-8", "replace"))
-    if not login.check_password(address, str(fields.get("password", [""])[0])):
-        return _login_page(back, "Wrong password.", 401)
-    response = RedirectResponse(back, 303)
-    response.set_cookie(login.cookie, login.create_session(), SESSION_SECONDS, httponly=True, samesite="strict")
-    return response
+    if not login.check_password(address, password):
+        return _login_page(login, back, "Wrong token." if login.is_token else "Wrong password.", 401)
+    return _with_session(RedirectResponse(back, 303), request, login)
 
 
-def _login_page(back: str, message: str = "", status: int = 200) -> HTMLResponse:
+async def _password(request: Request) -> str:
+    """The password in the login form, of which only a few bytes are read. Raises HTTPException, ValueError."""
+    body, receive = b"", _counted(request.receive, MAX_FORM_BYTES)
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    fields = parse_qs(body.decode("utf-8", "replace"), max_num_fields=MAX_FORM_FIELDS)
+    return str(fields.get("password", [""])[0])
+
+
+def _login_page(login: Login, back: str, message: str = "", status: int = 200) -> HTMLResponse:
     alert = f'<p role="alert">{html.escape(message)}</p>' if message else ""
-    page = LOGIN.replace("{message}", alert).replace("{back}", html.escape(back))
+    label, help_text = ("Token", TOKEN_HELP) if login.is_token else ("Password", "")
+    page = LOGIN.replace("{label}", label).replace("{help}", help_text).replace("{message}", alert)
+    page = page.replace("{back}", html.escape(back))
     return HTMLResponse(page, status, headers={"cache-control": "no-store"})
 
 
+TOKEN_HELP = (
+    "<small>The server printed a URL with this token when it started. Open that URL, or paste the token.</small>"
+)
 # A link on another site arrives without the cookie (SameSite=Strict) although the browser has one. The login page asks
 # again from this site, and continues by itself.
 LOGIN = """<!doctype html>
@@ -303,8 +332,8 @@ p{margin:0;color:light-dark(#b91c1c,#fca5a5)}
 <form method="post" data-back="{back}">
 <h1>Footplate</h1>
 <input name="username" value="footplate" autocomplete="username" hidden>
-<label>Password <input type="password" name="password" autocomplete="current-password" required autofocus></label>
-{message}
+<label>{label} <input type="password" name="password" autocomplete="current-password" required autofocus></label>
+{help}{message}
 <button>Log in</button>
 </form>
 <script>

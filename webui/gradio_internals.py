@@ -1,7 +1,7 @@
 """Everything in Python that depends on how Gradio works inside, next to static/gradio.js and static/gradio.css.
 
-Imports: gradio. Nothing else in `webui` reads a private attribute or patches a function of Gradio. When Gradio is
-upgraded: read the three files, run tests/browser, then change TESTED_VERSION.
+Imports: gradio, starlette. Nothing else in `webui` reads a private attribute or patches a function of Gradio. When
+Gradio is upgraded: read the three files, run tests/browser, then change TESTED_VERSION.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 TESTED_VERSION = "6.31"
 IDLE_SECONDS = 0.1
+# What the page loads (6.31), all by GET. It uses no Python event, so it needs no queue, upload, file, proxy or stream.
+PAGE_PATHS = ("/", "/config", "/theme.css")
+PAGE_FOLDERS = ("/assets/", "/static/")
 
 logger = logging.getLogger(__name__)
 
@@ -63,3 +71,31 @@ def slow_down_idle_queue(blocks: Any) -> None:
     for name in ("sleep_when_free", "progress_update_sleep_when_free"):
         if hasattr(queue, name):
             setattr(queue, name, IDLE_SECONDS)
+
+
+class PageOnly:
+    """Gradio's app without the routes that the page does not load: uploads without a quota, files, a proxy to other
+    hosts, event queues, and whatever later versions add."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """404 for all other paths and methods."""
+        path = scope.get("path", "")
+        loaded = path in PAGE_PATHS or (path.startswith(PAGE_FOLDERS) and ".." not in path.split("/"))
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and loaded):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await PlainTextResponse("Not found", 404)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def serve_only_the_page(app: Starlette) -> None:
+    """Close the routes of the mounted Gradio app that the page does not load. Raises ValueError if none is mounted."""
+    mounted = [route for route in app.routes if isinstance(route, Mount) and route.path == ""]
+    if not mounted:
+        raise ValueError("Gradio is not mounted at /")
+    for route in mounted:
+        route.app = PageOnly(route.app)

@@ -47,6 +47,7 @@ TOP = """
   <label class="fp-machine">Machine <select id="fp-machine" aria-label="Target machine"></select></label>
   <button type="button" class="fp-icon" id="fp-theme" aria-label="Switch between light and dark theme"
     title="Switch between light and dark theme"></button>
+  <form method="post" action="logout" id="fp-logout" hidden><button class="fp-link">Log out</button></form>
 </header>
 """
 

@@ -1,6 +1,7 @@
 """The page as one ASGI app: API routes, static files, the mounted Gradio page, and access control around all of it.
 
-Imports: machine, api, auth, gradio_internals, pages, gradio. Never imports torch; matplotlib only for run images.
+Imports: machine, api, auth, login, gradio_internals, pages, gradio. Never imports torch; matplotlib only for run
+images.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from starlette.staticfiles import StaticFiles
 from backend.machine import Machine, probe
 from webui import api, gradio_internals, pages
 from webui.api.app_state import AppState
-from webui.auth import LOOPBACK, AccessControl, Login, known_hosts
+from webui.auth import LOOPBACK, AccessControl, known_hosts
+from webui.login import Login
 
 STATIC = Path(__file__).resolve().parent / "static"
 
@@ -69,3 +71,4 @@ async def _mount(app: FastAPI, page: Callable[[], gr.Blocks]) -> None:
     closed: dict[str, Any] = {"ssr_mode": False, "mcp_server": False, "show_error": False, "allowed_paths": []}
     gr.mount_gradio_app(app, blocks, "/", app_kwargs={"openapi_url": None}, **closed, **pages.mount_arguments())
     gradio_internals.slow_down_idle_queue(blocks)
+    gradio_internals.serve_only_the_page(app)

@@ -216,4 +216,7 @@ def ui(arguments: argparse.Namespace) -> int:
     """Replace this process with the page's server. The page imports the backend, never the other way round, so it is
     started by its name instead of being imported."""
     words = ["--host", arguments.host, "--port", str(arguments.port), "--runs", arguments.runs]
+    words += ["--no-login"] if arguments.no_login else []
+    for name in ("certfile", "keyfile"):
+        words += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) else []
     os.execv(sys.executable, [sys.executable, "-m", "webui", *words])

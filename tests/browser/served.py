@@ -1,12 +1,14 @@
 """The browser, and the page's server as a process. Asserts at the end that no process of it or of its runs is left."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,9 +42,13 @@ def marked_processes(mark: str) -> list[int]:
 
 
 class Server:
-    """The page's server, started as a user starts it. `kill` simulates a crash, after which `start` restarts it."""
+    """The page's server, started as a user starts it. `kill` simulates a crash, after which `start` restarts it.
 
-    def __init__(self, runs: Path) -> None:
+    Most tests serve without a login. With `login`, `printed_url` has the token, unless `variables` set a password."""
+
+    def __init__(self, runs: Path, login: bool = False, **variables: str) -> None:
+        self.login = login
+        self.variables = variables
         self.runs = runs
         self.mark = f"{MARKER_VARIABLE}={runs}"
         with socket.socket() as probe:
@@ -53,9 +59,10 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "webui", "--port", str(self.port), "--runs", str(self.runs)]
+        command += [] if self.login else ["--no-login"]
         name, _, value = self.mark.partition("=")
         # One thread: other tests train on the same cores.
-        variables = {name: value, "OMP_NUM_THREADS": "1"}
+        variables = {name: value, "OMP_NUM_THREADS": "1", **self.variables}
         log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child uses it until it ends
         self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **variables}, stdout=log, stderr=log)
         log.close()
@@ -65,9 +72,15 @@ class Server:
             try:
                 urllib.request.urlopen(self.url, timeout=2).close()
                 return
+            except urllib.error.HTTPError:  # it responds: log in first
+                return
             except OSError:
                 time.sleep(0.25)
         raise RuntimeError("the server does not respond")
+
+    def printed_url(self) -> str:
+        """The last URL that the server printed."""
+        return re.findall(r"Footplate is at (\S+)", self.runs.with_suffix(".log").read_text())[-1]
 
     def kill(self) -> None:
         self.process.kill()
@@ -80,12 +93,15 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path):
-    """A server for the runs in `folder`. Asserts at the end that no process of it or of its runs is left."""
-    server = Server(folder)
+def serving(folder: Path, login: bool = False, **variables: str):
+    """A server for the runs in `folder`, by default without a login. Asserts at the end that no process of it or of its
+    runs is left."""
+    server = Server(folder, login, **variables)
     server.start()
-    yield server
-    server.stop()
+    try:
+        yield server
+    finally:
+        server.stop()
     for run in runs(server.runs):  # left running by a failed test
         if run.state in ALIVE:
             run.stop(save=False)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,21 +21,28 @@ PRINT_MODULES = "import sys; from webui.__main__ import main; code = main(); pri
 
 
 @contextmanager
-def running_server(runs, *command, **environment):
-    """Start a server and yield its process and port; it is killed afterwards."""
+def printing_server(runs, *command, **environment):
+    """Start a server and yield its process and the URL that it prints; it is killed afterwards."""
     argv = [sys.executable, *(command or ("-m", "webui")), "--port", "0", "--runs", str(runs)]
     process = subprocess.Popen(
         argv, cwd=HOME, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
     )
     try:
         first_line = process.stdout.readline()
-        if not first_line.startswith("Footplate is at http://127.0.0.1:"):
+        if not re.match(r"Footplate is at https?://127.0.0.1:", first_line):
             process.kill()
             raise AssertionError(first_line + process.stderr.read())
-        yield process, int(first_line.strip().rpartition(":")[2])
+        yield process, first_line.split()[-1]
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def running_server(runs, *command, **environment):
+    """A server without a login: yields its process and port."""
+    with printing_server(runs, *(command or ("-m", "webui")), "--no-login", **environment) as (process, url):
+        yield process, int(url.rpartition(":")[2])
 
 
 def request(port, method, path, body=None):

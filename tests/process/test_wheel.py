@@ -114,7 +114,7 @@ def test_page_serves_its_files(installed: Installed) -> None:
 @contextmanager
 def running_page(installed: Installed) -> Iterator[int]:
     """Start the page and yield its port; the process is killed afterwards."""
-    command = [installed.bin / "footplate", "ui", "--port", "0"]
+    command = [installed.bin / "footplate", "ui", "--port", "0", "--no-login"]
     process = subprocess.Popen(command, cwd=installed.work_folder, env=installed.env, text=True, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

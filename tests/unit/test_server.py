@@ -4,11 +4,12 @@ import re
 import socket
 from pathlib import Path
 
+import gradio.routes
 from small import client
 
 from webui import __main__ as entry
 from webui import pages
-from webui.auth import Login
+from webui.login import Login
 
 
 def test_page_static_and_rules(tmp_path):
@@ -24,7 +25,7 @@ def test_page_static_and_rules(tmp_path):
             assert http.get(f"/footplate/{name}").status_code == 200, name
         for path in ("/footplate/../server.py", "/footplate/%2e%2e/server.py", "/footplate/..%2fserver.py"):
             assert http.get(path).status_code == 404
-        assert http.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)
+        assert http.get("/gradio_api/file=/etc/passwd").status_code == 404
         for path in ("/docs", "/openapi.json", "/redoc"):
             assert http.get(path).status_code == 404
 
@@ -36,12 +37,43 @@ def test_gradio_sends_no_cors_headers(tmp_path):
 
 
 def test_every_route_requires_the_login(tmp_path):
-    login = Login("correct horse", b"k" * 32)
+    login = Login("correct horse", tmp_path)
     with client(tmp_path, login=login) as http:
         for path in ("/", "/config", "/theme.css", "/footplate/icon.svg", "/rules", "/api/runs", "/gradio_api/info"):
             assert http.get(path, follow_redirects=False).status_code == 401, path
-        http.cookies.set(login.cookie, login.create_session())
-        assert http.get("/api/runs").json()["runs"] == []
+        http.cookies.set(login.cookie, login.sessions.create())
+        assert http.get("/api/runs").status_code == 200
+
+
+def test_gradio_routes_that_the_page_does_not_load_are_closed(tmp_path):
+    """Uploads without a quota, files, a proxy to other hosts, event queues and others. New routes of a later Gradio are
+    closed too: only what is listed is served."""
+    source = Path(gradio.routes.__file__).read_text()
+    declared = re.findall(r'@(app|router)\.\w+\(\s*f?"([^"]+)"', source)
+    paths = {("/gradio_api" if owner == "router" else "") + re.sub(r"\{.*?\}", "x", path) for owner, path in declared}
+    closed = [path for path in paths if not path.startswith(("/assets/", "/static/"))]
+    assert len(closed) > 50 and {"/gradio_api/upload", "/gradio_api/queue/join", "/monitoring"} <= set(closed)
+    with client(tmp_path) as http:
+        for path in closed:
+            for method in ("GET", "POST"):
+                if (method, path) not in {("GET", "/"), ("GET", "/config"), ("GET", "/theme.css")}:
+                    assert http.request(method, path).status_code == 404, (method, path)
+        upload = http.post("/gradio_api/upload", files={"files": ("x.txt", b"x" * 1000)})
+        assert upload.status_code == 404
+        for path in (
+            "/gradio_api/queue/join",
+            "/gradio_api/run/predict",
+            "/gradio_api/call/x",
+            "/monitoring",
+            "/gradio_api/proxy=http://127.0.0.1:22",
+            "/gradio_api/component_server",
+            "/gradio_api/deep_link",
+            "/gradio_api/custom_component/x/client/x/x",
+            "/static/..%2fconfig",
+        ):
+            assert {http.request(method, path).status_code for method in ("GET", "POST")} == {404}, path
+        for path in ("/", "/config", "/theme.css", "/static/js/iframeResizer.contentWindow.min.js"):
+            assert http.get(path).status_code == 200, path
 
 
 def startup_error(capsys, *argv, **environment):
@@ -66,6 +98,21 @@ def test_startup_errors(capsys, tmp_path):
     assert "too short" in startup_error(capsys, HOST="0.0.0.0", FOOTPLATE_PASSWORD="short", RUNS=runs)
     assert "The port is 'http'" in startup_error(capsys, PORT="http", RUNS=runs)
     assert "The port is '70000'" in startup_error(capsys, "--port", "70000", RUNS=runs)
+    password = tmp_path / "password"
+    assert "cannot be read" in startup_error(capsys, FOOTPLATE_PASSWORD_FILE=str(password), RUNS=runs)
+    password.write_text("correct horse\n")
+    password.chmod(0o640)
+    assert "chmod 600" in startup_error(capsys, FOOTPLATE_PASSWORD_FILE=str(password), RUNS=runs)
+    password.chmod(0o600)
+    both = {"FOOTPLATE_PASSWORD": "correct horse", "FOOTPLATE_PASSWORD_FILE": str(password)}
+    assert "both set" in startup_error(capsys, RUNS=runs, **both)
+    assert "contradict" in startup_error(capsys, "--no-login", FOOTPLATE_PASSWORD_FILE=str(password), RUNS=runs)
+    assert "FOOTPLATE_PASSWORD" in startup_error(capsys, "--no-login", "--host", "0.0.0.0", RUNS=runs)
+    password.write_text("")
+    assert "too short" in startup_error(capsys, FOOTPLATE_PASSWORD_FILE=str(password), RUNS=runs)
+    assert "regular file" in startup_error(capsys, FOOTPLATE_PASSWORD_FILE="/dev/zero", RUNS=runs)
+    assert "needs --certfile" in startup_error(capsys, "--keyfile", "key.pem", RUNS=runs)
+    assert "cannot be used" in startup_error(capsys, "--certfile", str(password), RUNS=runs)
     assert not Path(runs).exists()
     assert "cannot be used" in startup_error(
         capsys, "--host", "192.0.2.1", FOOTPLATE_PASSWORD="correct horse", RUNS=runs
@@ -73,6 +120,17 @@ def test_startup_errors(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert "RUNS" in startup_error(capsys, RUNS=str(tmp_path / "file"))
     assert "RUNS" in startup_error(capsys, RUNS=str(tmp_path / "file" / "below"))
+
+
+def test_password_leaves_the_environment_of_the_server(tmp_path):
+    """Runs inherit the environment of the server."""
+    file = tmp_path / "password"
+    file.write_text("correct horse\n")
+    file.chmod(0o600)
+    for name, value in (("FOOTPLATE_PASSWORD", "correct horse"), ("FOOTPLATE_PASSWORD_FILE", str(file))):
+        environment = {name: value}
+        assert entry._parse_options([], environment).password == "correct horse"
+        assert environment == {}
 
 
 def test_gradio_settings_of_the_environment_are_ignored():

@@ -1,7 +1,7 @@
 // @ts-check
 // The entry point: starts the views and switches between them. Gradio's event handlers call `window.footplate`.
-import { get } from "./api.js";
-import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines } from "./build.js";
+import { get, url } from "./api.js";
+import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { $, address, copy, emit, notify, notifyError, on } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark } from "./gradio.js";
@@ -54,13 +54,24 @@ function startTheme() {
   });
 }
 
+/** Without a login, there is nothing to log out of: the server answers 204 only to a session. */
+async function showLogout() {
+  const response = await fetch(url("login"), { method: "HEAD" }).catch(() => null);
+  $("#fp-logout").toggleAttribute("hidden", !response || response.status !== 204);
+}
+
 /** Called by Gradio when the page is rendered. @param {any} description of the form: pages.py */
 async function start(description) {
   startForm(description);
   startSearch(description.search);
   startTheme();
+  void showLogout();
   on("edited", checkSoon);
   on("clone", (id) => cloneRun(id, showView).catch(notifyError));
+  on("after", (id) => {
+    selectPredecessor(id);
+    showView("build");
+  });
   addBuildEvents(showView);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);

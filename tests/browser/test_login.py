@@ -1,0 +1,67 @@
+"""Log in with the token of the printed URL, and with a password; log out."""
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from served import serving
+
+PASSWORD = "correct horse battery"
+
+
+def wait_until_ready(page):
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes", timeout=30_000)
+
+
+def test_token_url(page, tmp_path):
+    """The printed URL logs in, and the token leaves the address."""
+    with serving(tmp_path / "runs", login=True) as server:
+        url = server.printed_url()
+        assert url.startswith(f"{server.url}/?token=")
+        page.goto(f"{server.url}/?tab=runs")
+        expect(page.get_by_role("heading", name="Footplate")).to_be_visible()
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_have_text("Wrong token.")
+        page.goto(url)
+        wait_until_ready(page)
+        assert "token" not in page.url and page.evaluate("document.cookie") == ""
+
+
+@pytest.fixture
+def password_file(tmp_path):
+    path = tmp_path / "password"
+    path.write_text(PASSWORD + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_password_and_logout(page, tmp_path, password_file):
+    with serving(tmp_path / "runs", login=True, FOOTPLATE_PASSWORD_FILE=password_file) as server:
+        assert server.printed_url() == server.url
+        page.goto(f"{server.url}/?tab=build")
+        for _ in range(5):
+            page.get_by_label("Password").fill("wrong")
+            page.get_by_role("button", name="Log in").click()
+            expect(page.get_by_role("alert")).to_have_text("Wrong password.")
+        page.get_by_label("Password").fill(PASSWORD)
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_contain_text("Too many wrong attempts")
+        page.wait_for_timeout(1100)
+        page.get_by_label("Password").fill(PASSWORD)
+        page.get_by_role("button", name="Log in").click()
+        wait_until_ready(page)
+        assert page.url == f"{server.url}/?tab=build" or "draft" in page.url
+        environment = Path(f"/proc/{server.process.pid}/environ").read_bytes()
+        assert PASSWORD.encode() not in environment
+        page.get_by_role("button", name="Log out").click()
+        expect(page.get_by_label("Password")).to_be_visible()
+        page.goto(server.url)
+        expect(page.get_by_label("Password")).to_be_visible()
+
+
+def test_without_a_login_there_is_nothing_to_log_out_of(page, server):
+    page.goto(server.url)
+    wait_until_ready(page)
+    expect(page.get_by_role("button", name="Log out")).to_have_count(0)
