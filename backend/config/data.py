@@ -47,12 +47,13 @@ class Data(Section):
     ] = ""
     """Column with the conversation; defaults to messages, or to conversations for ShareGPT."""
     prompt_column: Annotated[str, Ui("Prompt column", when={**USER_DATA, "data.format": WITH_PROMPT})] = ""
-    """Column with the prompt; defaults to prompt, or to instruction for Alpaca. In preference data, it may hold a
-    conversation."""
+    """Column with the prompt, a text or (except in Alpaca) a conversation; defaults to prompt, or to instruction for
+    Alpaca."""
     completion_column: Annotated[
         str, Ui("Completion column", when={**USER_DATA, "data.format": ("prompt_completion", "alpaca", "labels")})
     ] = ""
-    """Column with the completion; defaults to completion, or to output for Alpaca."""
+    """Column with the completion, a text or (except in Alpaca) a list of turns; defaults to completion, or to output
+    for Alpaca."""
     chosen_column: Annotated[str, Ui("Chosen column", when={**USER_DATA, "data.format": ("pairs",)})] = ""
     """Column with the preferred completion or conversation; defaults to chosen."""
     rejected_column: Annotated[str, Ui("Rejected column", when={**USER_DATA, "data.format": ("pairs",)})] = ""

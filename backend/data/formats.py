@@ -1,4 +1,5 @@
-"""Data formats with one completion: all except plain text are converted to {"messages": [{"role", "content"}, ...]}.
+"""Data formats with one completion: all except plain text are converted to {"messages": [{"role", "content"}, ...]},
+or to {"prompt", "completion"} where both are lists of turns.
 
 Imports config. DEFAULTS: format -> column option -> the column's usual name.
 """
@@ -11,7 +12,7 @@ from typing import Any
 from backend.config import Data
 from backend.data import chat
 from backend.data.chat import Example, InvalidExample, Turns
-from backend.data.preferences import PREFERENCES, label_problem
+from backend.data.preferences import PREFERENCES, label_problem, prompt_and_completion
 
 DEFAULTS = {
     "messages": {"messages_column": "messages"},
@@ -46,7 +47,17 @@ def _matches(example: Example, format: str) -> bool:
     if format in chat.KEYS:
         found = chat.parse_json(example.get(names["messages_column"]))
         return isinstance(found, list) and chat.turn_format_of(found) == format
+    if format == "prompt_completion" and None not in map(example.get, names.values()) and _has_turns(example, names):
+        return True
     return all(isinstance(example.get(column), str) for column in names.values())
+
+
+def _has_turns(example: Example, names: Mapping[str, str]) -> bool:
+    """Whether prompt or completion is a list of turns (TRL's conversational format). Texts are turns only if both are:
+    a single text may be JSON that the model reads or writes."""
+    parts = [example[name] for name in names.values()]
+    found = [part for part in parts if chat.turn_format_of(part)]
+    return len(found) == len(parts) or any(not isinstance(part, str) for part in found)
 
 
 def required_columns(data: Data, format: str) -> dict[str, str]:
@@ -64,8 +75,8 @@ def example_problem(example: Example, format: str, data: Data) -> str | None:
 
 
 def convert(example: Example, format: str, data: Data) -> dict[str, Any]:
-    """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences; else
-    {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
+    """{"text"} for plain text; {"prompt"} with {"chosen", "rejected"} or {"completion", "label"} for preferences, with
+    {"completion"} for lists of turns; else {"messages"}; and "tools" if the example has some. Raises InvalidExample."""
     found = _convert(example, format, data)
     chat.check_encodable(found)
     return found
@@ -80,6 +91,8 @@ def _convert(example: Example, format: str, data: Data) -> dict[str, Any]:
     chat.require_columns(example, names.values())
     if format == "text":
         return {"text": chat.required_text(example, names["text_column"])}
+    if format == "prompt_completion" and _has_turns(example, names):
+        return prompt_and_completion(example, names["prompt_column"], names["completion_column"], data)
     found = _CONVERSATIONS[format](example, names)
     if not any(turn["role"] == "assistant" for turn in found):
         raise InvalidExample("has no assistant turn, so there is no completion to train on")
@@ -91,7 +104,8 @@ def to_text(converted: Example) -> str:
     """A converted example as plain text, for pretraining: the content of its turns, separated by blank lines."""
     if "text" in converted:
         return str(converted["text"])
-    return "\n\n".join(turn["content"] for turn in converted["messages"] if turn["content"])
+    turns = converted["messages"] if "messages" in converted else [*converted["prompt"], *converted["completion"]]
+    return "\n\n".join(turn["content"] for turn in turns if turn["content"])
 
 
 def _prompt_completion(example: Example, names: Mapping[str, str]) -> Turns:

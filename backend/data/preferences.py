@@ -1,4 +1,5 @@
-"""Preference formats: a chosen and a rejected completion of one prompt, or one completion with a label.
+"""Preference formats: a chosen and a rejected completion of one prompt, or one completion with a label; and a prompt
+with a completion as lists of turns.
 
 Imports config. Prompt and completions may each be a text, a turn or a list of turns, {role, content} or {from, value}.
 Without a prompt column, two whole conversations share the turns that both begin with (TRL's implicit prompt).
@@ -79,6 +80,18 @@ def _labels(example: Example, data: Data) -> dict[str, Any]:
     }
 
 
+def prompt_and_completion(example: Example, prompt_column: str, column: str, data: Data) -> dict[str, Any]:
+    """{"prompt", "completion"}, two lists of turns, of TRL's conversational prompt-completion format."""
+    prompt, completion = _turns(example, prompt_column, "user"), _completion(example, column)
+    if completion[0]["role"] != "assistant":
+        raise InvalidExample(f"column {column} begins with a {completion[0]['role']} turn; expected an assistant turn")
+    return {
+        "prompt": _with_system_prompt(prompt, example, data),
+        "completion": completion,
+        **chat.tools(example),
+    }
+
+
 def unpair(converted: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A converted example as labeled completions: of a pair, the chosen one is desirable, the rejected one not."""
     if "chosen" not in converted:
@@ -104,15 +117,18 @@ def _prompt(example: Example, data: Data) -> Turns:
         raise InvalidExample(f"has no prompt column {expected}; its columns are: {chat.column_names(example)}")
     if name == "instruction":
         return chat.alpaca_prompt(example, name)
-    if chat.turn_format_of(example[name]):
-        return chat.conversation(example, name)
-    return [chat.turn("user", chat.required_text(example, name))]
+    return _turns(example, name, "user")
 
 
 def _completion(example: Example, name: str) -> Turns:
+    return _turns(example, name, "assistant")
+
+
+def _turns(example: Example, name: str, role: str) -> Turns:
+    """The turns in a column; a text is one turn of `role`."""
     if isinstance(example[name], list) or chat.turn_format_of(example[name]):
         return chat.conversation(example, name)
-    return [chat.turn("assistant", chat.required_text(example, name))]
+    return [chat.turn(role, chat.required_text(example, name))]
 
 
 def _first(example: Example, configured: str, usual: Sequence[str]) -> str:

@@ -162,7 +162,7 @@ FORMATS: Mapping[str, Choice] = {
     "messages": Choice("Messages (OpenAI)", "One column with a list of {role, content} turns."),
     "sharegpt": Choice("ShareGPT", "One column with a list of {from, value} turns."),
     "alpaca": Choice("Alpaca", "Columns instruction, input (optional) and output."),
-    "prompt_completion": Choice("Prompt and completion", "Two text columns."),
+    "prompt_completion": Choice("Prompt and completion", "Two columns, each with a text or a list of turns."),
     "text": Choice("Plain text", "One text column; every token contributes to the loss."),
     "pairs": Choice("Chosen and rejected", "Two completions of one prompt, as text or as turns."),
     "labels": Choice(

@@ -168,8 +168,13 @@ class ExampleTokenizer:
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)
             return ids, list(ids)
+        value, tools = example.value, example.value.get("tools")
         try:
-            return self.chat.tokenize(example.value["messages"], example.value.get("tools"))
+            if "prompt" in value:  # as in TRL, the loss is on the whole completion, and on no turn of the prompt
+                prompt, (completion,) = self.chat.tokenize_completions(value["prompt"], [value["completion"]], tools)
+                ids = prompt + completion
+                return ids, list(ids) if self.chat.all_tokens else [IGNORE_INDEX] * len(prompt) + completion
+            return self.chat.tokenize(value["messages"], tools)
         except UnsupportedConversation as error:
             raise TrainError(f"{example.location}: {error}.") from error
 

@@ -92,9 +92,9 @@ def add_kl_completions(dataset: Dataset, spec: RunSpec) -> Dataset:
 
 
 def as_conversation(value: dict[str, Any]) -> dict[str, Any] | None:
-    """A preference example as a conversation that ends with the preferred completion, for the generation evaluation;
-    None if it has an undesirable completion only."""
-    preferred = value["chosen"] if "chosen" in value else value["completion"] if value.get("label") else None
+    """An example with a prompt as a conversation that ends with the completion, of a pair the preferred one, for the
+    generation evaluation; None if it has an undesirable completion only."""
+    preferred = value["chosen"] if "chosen" in value else value["completion"] if value.get("label", True) else None
     if preferred is None:
         return None
     return {"messages": [*value["prompt"], preferred[0]], **{key: value[key] for key in ("tools",) if key in value}}

@@ -172,6 +172,16 @@ def content(new: str | bytes) -> Callable[[bytes], bytes]:
     return lambda old: new if isinstance(new, bytes) else new.encode()
 
 
+def as_turns(*third: Row) -> Callable[[list[Row]], list[Any]]:
+    """Prompts with completions as lists of turns (TRL's conversational format); `third` is the third completion."""
+
+    def convert(rows: list[Row]) -> list[Any]:
+        made = [{"prompt": [user(r["prompt"])], "completion": [assistant(r["completion"])]} for r in rows]
+        return [{**row, "completion": [*third]} if third and n == 2 else row for n, row in enumerate(made)]
+
+    return convert
+
+
 THIRD = '{"messages": [{"role": "user", "content": "When does train 3'
 
 
@@ -365,6 +375,37 @@ OTHER_FORMATS = {
     ),
     "prompt and completion swapped": Breakage(
         **COMPLETION, examples=lambda rows: [{"prompt": r["completion"], "completion": r["prompt"]} for r in rows]
+    ),
+    "conversational prompt and completion": Breakage(**COMPLETION, examples=as_turns()),
+    "completion is one turn": Breakage(**COMPLETION, example=lambda row: {**row, "completion": assistant()}),
+    "conversational prompt with the completion as text": Breakage(
+        **COMPLETION, examples=lambda rows: [{**row, "prompt": [user()]} for row in rows]
+    ),
+    "conversational prompt and completion for pretraining": Breakage(
+        **COMPLETION, examples=as_turns(), options={"train.stage": "pretraining"}
+    ),
+    "conversational prompt and completion as JSON in a column": Breakage(
+        **COMPLETION, suffix=".csv",
+        examples=lambda rows: [{name: json.dumps(turns) for name, turns in row.items()} for row in as_turns()(rows)],
+    ),
+    "conversational prompt and completion for DPO": Breakage(
+        "STG002", r"DPO needs pairs.*the format prompt_completion", **COMPLETION, examples=as_turns(),
+        options={"train.stage": "dpo"}, run_words="DPO needs",
+    ),
+    "conversational completion begins with a user turn": Breakage(
+        "DAT003", "column completion begins with a user turn; expected an assistant turn", 3, **COMPLETION,
+        examples=as_turns(user(), assistant()),
+    ),
+    "conversational completion without turns": Breakage(
+        "DAT003", "column completion is an empty list", 3, **COMPLETION, examples=as_turns(),
+        content=replaces('[{"role": "assistant", "content": "At 3."}]', "[]"),
+    ),
+    "conversational prompt without turns": Breakage(
+        "DAT003", "column prompt is an empty list", 3, **COMPLETION, examples=as_turns(),
+        content=replaces('[{"role": "user", "content": "Train 3?"}]', "[]"),
+    ),
+    "prompt is a JSON list of turns": Breakage(
+        **COMPLETION, example=sets(prompt=json.dumps([user()]), completion='{"train": 3}')
     ),
     "columns have other names": Breakage(
         "DAT002", r"matches no data format by its columns \(Prompt: text, Answer: text\)", **COMPLETION,

@@ -190,7 +190,16 @@ def test_assistant_turn_first_with_a_template_without_generation_markers(tmp_pat
         prepared(spec, model.load_tokenizer(spec, model.ModelSource(str(tiny), {"local_files_only": True})))
 
 
+def test_conversational_completion_is_a_reference_of_the_generation_evaluation(
+    tmp_path: Path, tiny: Path, tokenizer: Any
+) -> None:
+    case = replace(BREAKAGES["conversational prompt and completion"], options={"data.validation": "split"})
+    found = prepared(edit(spec_of(case, case.write(tmp_path), tiny), {"eval.num_generations": 1}), tokenizer)
+    assert [turn["role"] for turn in found.eval_examples[0].value["messages"]] == ["user", "assistant"]
+
+
 LAUNCHED = [
+    "conversational prompt and completion",
     "Latin-1",
     "tool call without a function",
     "special tokens in the text",

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl import chat_template_utils
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from backend.train import data, generation_eval, templates, text_metrics
 from backend.train.run_log import TrainError
@@ -75,6 +78,57 @@ def test_known_templates_have_loss_on_each_completion(tokenizer: Any, name: str)
 def test_loss_on_all_tokens(tokenizer: Any) -> None:
     ids, labels = ChatTokenizer.create(tokenizer, all_tokens=True).tokenize(CONVERSATION)
     assert ids == labels
+
+
+CALL = {"type": "function", "function": {"name": "timetable", "arguments": {"train": "IC 5"}}}
+CONVERSATIONAL = [
+    {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:3]},
+    {"prompt": CONVERSATION[:4], "completion": CONVERSATION[4:]},  # no loss on the assistant turn of the prompt
+    {"prompt": CONVERSATION[:2], "completion": CONVERSATION[2:]},
+    {
+        "prompt": CONVERSATION[1:2],
+        "completion": [
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "9:00"},
+            {"role": "assistant", "content": "At nine."},
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize("max_length", [256, 20])
+@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize("template", ["marked", "plain", "qwen3", "llama3"])
+def test_conversational_prompts_and_completions_have_the_labels_of_trl(
+    tiny: Path, tmp_path: Path, template: str, all_tokens: bool, max_length: int
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(tiny)
+    if template == "plain":
+        tokens.chat_template = TEMPLATE_WITHOUT_MARKERS
+    elif template != "marked":
+        tokens.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+        tokens.bos_token = "<|endoftext|>"
+    rows = CONVERSATIONAL[: 4 if template == "qwen3" else 3]  # the others ignore tool calls
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    loss_on = "all_tokens" if all_tokens else "completions"
+    options = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
+    spec = make_spec({**options, "data.loss_on": loss_on, "data.max_length": max_length})
+    arguments: Any = SimpleNamespace(
+        dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start", shuffle_dataset=False,
+        dataset_text_field="text", assistant_only_loss=False,
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(_tokenizer=tokens, chat_template=None, completion_only_loss=not all_tokens)
+    with_dicts = Dataset.from_list(rows, on_mixed_types="use_json")
+    expected = SFTTrainer._prepare_dataset(trainer, with_dicts, tokens, arguments, False, None, "train")
+    if not len(expected):
+        with pytest.raises(TrainError, match="trained token"):
+            data.prepare(spec, tokens, lambda done, of: True, print)
+        return
+    made = data.prepare(spec, tokens, lambda done, of: True, print).train
+    assert made["input_ids"][:] == expected["input_ids"][:]
+    assert made["labels"][:] == expected["labels"][:]
+    assert max_length < 256 or len(made) == len(rows)
 
 
 def test_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:

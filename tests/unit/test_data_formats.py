@@ -95,6 +95,45 @@ def test_openai_content_parts_and_json_text_are_read() -> None:
     assert convert(cell, "messages", DATA)["messages"] == [USER, ANSWER]
 
 
+TURNS = {"prompt": [USER], "completion": [ANSWER]}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        TURNS,
+        {"prompt": USER, "completion": ANSWER},
+        {"prompt": [USER], "completion": "At nine."},
+        {"prompt": "When?", "completion": [ANSWER]},
+        {name: json.dumps(value) for name, value in TURNS.items()},
+        {
+            "prompt": [{"from": "human", "value": "When?"}],
+            "completion": [{"from": "gpt", "value": "At nine."}],
+        },
+    ],
+)
+def test_prompt_and_completion_may_be_turns(row: dict[str, Any]) -> None:
+    """TRL's conversational prompt-completion format. Prompt and completion stay apart: no turn of the prompt is trained
+    on."""
+    assert detect_format(row) == "prompt_completion"
+    assert convert(row, "prompt_completion", DATA) == TURNS
+    assert to_text(convert(row, "prompt_completion", DATA)) == "When?\n\nAt nine."
+    found = convert({**row, "tools": [{"name": "clock"}]}, "prompt_completion", Data(system_prompt="Be brief."))
+    assert found == {**TURNS, "prompt": [SYSTEM, USER], "tools": [{"name": "clock"}]}
+
+
+def test_prompt_of_turns_without_a_completion_has_no_format() -> None:
+    assert detect_format({"prompt": [USER]}) is None
+    assert detect_format({"prompt": [USER], "completion": None}) is None
+
+
+def test_json_in_a_prompt_or_a_completion_alone_stays_text() -> None:
+    for row in ({"prompt": "When?", "completion": json.dumps([ANSWER])}, {**TURNS, "prompt": "x", "completion": "[]"}):
+        messages = convert(row, "prompt_completion", DATA)["messages"]
+        assert [turn["content"] for turn in messages] == [row["prompt"], row["completion"]]
+
+
 BAD = [
     ("alpaca", {"instruction": "a", "answer": "b"}, "no column output; its columns are: instruction, answer"),
     ("alpaca", {"instruction": "a", "output": " "}, "output is empty"),
@@ -102,6 +141,10 @@ BAD = [
     ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "input contains a number"),
     ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "list of [prompt, response] pairs"),
     ("prompt_completion", {"prompt": ["a"], "completion": "b"}, "prompt contains a list"),
+    ("prompt_completion", {"prompt": [USER], "completion": [USER]}, "completion begins with a user turn"),
+    ("prompt_completion", {"prompt": [USER], "completion": []}, "column completion is an empty list"),
+    ("prompt_completion", {"prompt": [USER], "completion": ""}, "column completion is empty"),
+    ("prompt_completion", {"prompt": [USER], "completion": 3}, "completion contains a number"),
     ("text", {"text": 5}, "text contains a number"),
     ("messages", {"messages": "hello"}, "contains text; expected a list of turns"),
     ("messages", {"messages": []}, "an empty list"),
