@@ -40,7 +40,7 @@ TRL: Mapping[str, TrlClasses] = {
 
 
 class TrainerMixin(optimizers.OptimizerMixin):
-    """Added to every trainer: LoRA+, fp8, and no model card in every checkpoint."""
+    """Added to every trainer: LoRA+, fp8, no step after the last one, and no model card in every checkpoint."""
 
     loraplus_lr_ratio = 1.0
     context: TrainContext
@@ -52,6 +52,13 @@ class TrainerMixin(optimizers.OptimizerMixin):
         if new and self.loraplus_lr_ratio != 1:
             lora.set_loraplus_lr(optimizer, self.model if model is None else model, self.loraplus_lr_ratio)
         return optimizer
+
+    def _run_epoch(self: Any, **more: Any) -> None:
+        """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(**more)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         with universal_checkpoint.best_model(self.context, self):
