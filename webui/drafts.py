@@ -43,8 +43,8 @@ class Drafts:
             )
         with self._lock:
             new = not path.exists()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_text(path, text)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_text(path, text, mode=0o600)
             if new:
                 self._delete_oldest()
 

@@ -167,11 +167,14 @@ def _groups(argv: tuple[str, ...]) -> list[str]:
     return lines
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the text of `path` atomically. Raises OSError and then leaves no temporary file."""
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace the text of `path` atomically, with `mode` as far as the umask allows. Raises OSError and then leaves no
+    temporary file."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_text(text, encoding="utf-8")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(new, flags, mode), "w", encoding="utf-8") as file:
+            file.write(text)
         new.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -39,6 +39,7 @@ from backend.runs import (  # fmt: skip
     STATE,
     STOP,
     Plan,
+    ownership,
     processes,
     replace_text,
     throughput,
@@ -92,14 +93,11 @@ class Run:
         records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
-            staging.chmod(0o777 & ~_umask())
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=".new-", dir=root))  # mode 0700
             for file, text in {**plan.files, **records, **scripts}.items():
                 (staging / file).parent.mkdir(parents=True, exist_ok=True)
-                (staging / file).write_text(text, encoding="utf-8")
-                if file in scripts:
-                    (staging / file).chmod(0o777 & ~_umask())
+                replace_text(staging / file, text, mode=0o700 if file in scripts else 0o600)
             return cls(_move_to_free_name(staging, root / f"{now:%Y-%m-%d_%H%M%S}_{slug}"))
         except OSError as error:
             if staging:
@@ -385,12 +383,15 @@ def runs(root: Path) -> list[Run]:
         names = sorted((entry.name for entry in os.scandir(root) if entry.name[0] != "."), reverse=True)
     except OSError:
         return []
-    return [Run(root / name) for name in names if (root / name / PLAN).is_file()]
+    return [Run(root / name) for name in names if (root / name / PLAN).is_file() and not ownership.problem(root / name)]
 
 
 def find(root: Path, name: str) -> Run:
-    """The run with this id. Raises RunError, also for a name that leads out of `root`."""
+    """The run with this id. Raises RunError, also for a name that leads out of `root`, and for a run that is not this
+    user's."""
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) and (root / name / PLAN).is_file():
+        if why := ownership.problem(root / name):
+            raise RunError(why)
         return Run(root / name)
     raise RunError(f"There is no run named {name!r}.")
 
@@ -406,14 +407,6 @@ def _move_to_free_name(staging: Path, target: Path) -> Path:
             if not place.exists():
                 raise
     raise OSError(17, "too many runs with this name were created in the same second")
-
-
-def _umask() -> int:
-    """The umask, read from /proc, because os.umask can only read it by setting it."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
-    return 0o022
 
 
 @lru_cache(maxsize=512)

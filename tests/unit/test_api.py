@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import math
+import os
 import time
 from datetime import datetime
 from html import escape
@@ -17,10 +18,10 @@ from small import client
 from backend.config.options import by_name, options
 from backend.machine import Machine
 from backend.rules import OUTDATED, RULES, example_findings
-from backend.runs import LOG, METRICS, RESULT, SPEC, Plan, processes
+from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
 from webui.api import requests
-from webui.api.app_state import RunSummaries
+from webui.api.app_state import IdempotencyKeys, RunSummaries
 from webui.api.requests import ApiError
 from webui.api.runs import INSPECTION_SECONDS
 from webui.drafts import Drafts
@@ -515,6 +516,49 @@ def test_a_broken_run_is_still_shown(api, run):
     assert api.get(f"/api/runs/{run.id}/values").status_code == 422
     (run.path / SPEC).unlink()
     assert api.get(f"/api/runs/{run.id}/spec.yaml").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["", "not json", "[]", "null", '{"about": []}', '{"argv": 7, "files": 3, "about": 1}', '{"created": {}}', "\xff"],
+)
+def test_a_broken_plan_does_not_hide_the_other_runs(tmp_path, plan):
+    for name in ("good", "broken"):
+        made = Run.create(tmp_path, name, Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
+    (made.path / PLAN).write_text(plan, encoding="latin-1")
+    with client(tmp_path) as http:
+        assert http.get("/api/runs").status_code == 200
+    found = {summary["id"]: summary for summary in RunSummaries(tmp_path).all()}
+    assert set(found) >= {made.id} and len(found) == 2 and all(s["sentence"] for s in found.values())
+
+
+def test_a_linked_run_is_listed_with_the_reason_but_not_opened(tmp_path):
+    """Deleting it would delete what the link names."""
+    elsewhere = Run.create(tmp_path / "elsewhere", "x", Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/linked").symlink_to(elsewhere.path)
+    [summary] = RunSummaries(tmp_path / "runs").all()
+    assert "symbolic link" in summary["sentence"]
+    with client(tmp_path / "runs") as http:
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/resume"), ("GET", "/log.txt")):
+            response = http.request(method, f"/api/runs/linked{path}", json={} if method == "POST" else None)
+            assert response.status_code == 404 and "symbolic link" in response.json()["error"]
+    assert (elsewhere.path / PLAN).exists()
+
+
+def test_drafts_and_keys_are_private(tmp_path):
+    previous = os.umask(0)
+    try:
+        drafts = Drafts(tmp_path / "drafts")
+        drafts.save("abc", {"a": "b"})
+        keys = IdempotencyKeys(tmp_path / "keys")
+        with keys.lock():
+            keys.save("key-12345", "run")
+    finally:
+        os.umask(previous)
+    modes = {p.relative_to(tmp_path).as_posix(): oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*")}
+    private = {"drafts/abc.json": "0o600", "keys/.lock": "0o600", "keys/key-12345": "0o600"}
+    assert modes == {"drafts": "0o700", "keys": "0o700", **private}
 
 
 def test_list_reads_an_ended_run_once(app_folder):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,59 @@ def test_find_knows_runs_only(run: Run) -> None:
     for name in ("", ".", "..", f"../runs/{run.id}", "no", f"{run.id}/", ".new-x"):
         with pytest.raises(RunError, match="There is no run"):
             find(root, name)
+
+
+def test_only_the_owner_can_read_a_run(tmp_path: Path) -> None:
+    """Options may contain what others should not see, whatever the umask."""
+    previous = os.umask(0)
+    try:
+        run = Run.create(tmp_path / "runs", "x", replace(PLAN, other_nodes={"node-1": ("a",)}), NOW, {}, {"bytes": 1})
+    finally:
+        os.umask(previous)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in run.path.iterdir() if path.is_file()}
+    assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    assert modes == {name: 0o700 if name.endswith(".sh") else 0o600 for name in modes} and len(modes) == 5
+
+
+def test_runs_of_another_user_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume would execute the commands in their plan.json."""
+    root = run.path.parent
+    assert find(root, run.id).path == run.path and runs(root)
+    lstat = os.lstat
+
+    def foreign(name: str) -> None:
+        def changed(path: Any) -> os.stat_result:
+            status = list(lstat(path))
+            status[4] += 1000 if Path(path).name == name else 0  # st_uid
+            return os.stat_result(status)
+
+        monkeypatch.setattr(os, "lstat", changed)
+
+    for name in (run.id, "plan.json"):
+        foreign(name)
+        with pytest.raises(RunError, match="belongs to another user"):
+            find(root, run.id)
+        assert runs(root) == []
+
+
+def test_links_in_a_run_are_not_followed(run: Run, tmp_path: Path) -> None:
+    root, secret = run.path.parent, tmp_path / "secret"
+    secret.write_text("secret")
+    (run.path / "checkpoints").symlink_to(tmp_path)  # moved to another disk
+    assert find(root, run.id).path == run.path
+    for name in (LOG, METRICS, "spec.yaml", SCRIPT, STATE):
+        kept = (run.path / name).read_text() if (run.path / name).exists() else None
+        (run.path / name).unlink(missing_ok=True)
+        (run.path / name).symlink_to(secret)
+        with pytest.raises(RunError, match=f"{name} in the run folder .* is a symbolic link"):
+            find(root, run.id)
+        (run.path / name).unlink()
+        if kept is not None:
+            put(run, name, kept)
+    (root / "2026-11-21_linked").symlink_to(run.path)
+    with pytest.raises(RunError, match="is a symbolic link"):
+        find(root, "2026-11-21_linked")
+    assert [found.id for found in runs(root)] == [run.id]
 
 
 def test_a_root_that_is_no_folder_is_a_sentence(tmp_path: Path) -> None:

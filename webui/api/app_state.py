@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.machine import Machine, machines, probe
-from backend.runs import LOCK, PLAN, STATE
+from backend.runs import LOCK, PLAN, STATE, ownership, replace_text
 from backend.runs.folder import Run
 from backend.runs.metrics import Metrics
 from webui.drafts import Drafts
@@ -73,7 +73,7 @@ class IdempotencyKeys:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One start at a time, also across several servers on the same folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,7 +90,7 @@ class IdempotencyKeys:
 
     def save(self, key: str, run: str) -> None:
         """Store the key's run, and delete the oldest keys."""
-        (self.folder / key).write_text(run, encoding="utf-8")
+        replace_text(self.folder / key, run, mode=0o600)
         keys = sorted(self.folder.glob("[!.]*"), key=lambda path: path.stat().st_mtime_ns)
         for path in keys[: max(0, len(keys) - MAX_KEYS)]:
             path.unlink(missing_ok=True)
@@ -124,10 +124,22 @@ class RunSummaries:
         cached = self._cache.get(name)
         if cached and cached[0] == stamp:
             return cached[1]
-        summary = self._read(Run(self.root / name))
+        if why := ownership.problem(self.root / name):
+            return _unusable(name, why)
+        try:
+            summary = self._read(Run(self.root / name))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # One broken run must not hide the others.
+            return _unusable(name, f"The files of this run cannot be read ({type(error).__name__}: {error}).")
         if summary["state"] in self.ENDED:
             self._cache[name] = (stamp, summary)
         return summary
+
+
+def _unusable(name: str, why: str) -> dict[str, Any]:
+    """The summary of a run that cannot be shown, resumed or deleted here."""
+    unknown = dict.fromkeys(("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created"))
+    return {"id": name, "name": name, "state": "lost", **unknown, "method": "", "model": "", "sentence": why}
 
 
 def _modified_ns(path: str) -> int:
