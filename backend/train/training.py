@@ -164,7 +164,7 @@ def _start(context: TrainContext) -> Path | None:
 
     def choose() -> Path | None:
         checkpoints.delete_incomplete(context.folder, context.from_scratch)
-        start = checkpoints.latest(context.folder)
+        start = checkpoints.latest(context.folder, context.run_log)
         if start is None and context.spec.save.resume_from == "path":
             start = checkpoints.at_path(context.spec.save.resume_path)
         if start is None and checkpoints.complete(context.folder):

@@ -115,7 +115,9 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="weights only"):
         checkpoints.at_path(str(folder))
     (folder / checkpoints.OPTIMIZER_STATES[0]).touch()
-    assert checkpoints.at_path(str(folder)) == folder.resolve() == checkpoints.latest(tmp_path).resolve()  # type: ignore[union-attr]
+    checkpoints.mark_complete(folder)
+    assert checkpoints.at_path(str(folder)) == folder.resolve()
+    assert checkpoints.latest(tmp_path, RunLog(tmp_path)) == folder
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
