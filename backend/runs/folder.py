@@ -217,6 +217,16 @@ class Run:
         """Commands for the other nodes of a multi-node run: script name -> command."""
         return {node: f"bash {shlex.quote(str(self.path / node))}.sh" for node in self._json(PLAN).get("others", {})}
 
+    @property
+    def name(self) -> str:
+        """The name that the user gave it."""
+        return str(self._json(PLAN).get("name", self.id))
+
+    def waiting(self) -> dict[str, Any]:
+        """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
+        kept = self._json(STATE)
+        return {"reason": str(kept.get("waiting", "")), "in_use": bool(kept.get("in_use"))}
+
     def progress(self) -> dict[str, Any]:
         """The progress of the last start; empty before rank 0 has reported it."""
         return self._json(PROGRESS) if self._fresh(PROGRESS) else {}
@@ -273,7 +283,7 @@ class Run:
             fraction = min(1.0, step / most)
         summary = {
             "id": self.id,
-            "name": plan.get("name", self.id),
+            "name": self.name,
             "state": state,
             "started": None if state == "queued" else self._stamp(LOCK) if shell or alive else kept.get("started"),
             "ended": None if alive or state == "new" else (not shell and kept.get("ended")) or self._last_sign(),
@@ -306,7 +316,7 @@ class Run:
         if state == "new":
             return "Ready to start."
         if state == "queued":
-            return f"Waiting in the queue. {self._json(STATE).get('waiting', '')}".strip()
+            return f"Waiting in the queue. {self.waiting()['reason']}".strip()
         if state == "starting":
             names = [f"{node}.sh" for node in self.node_commands()]
             others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"

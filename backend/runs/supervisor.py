@@ -78,8 +78,8 @@ class Supervisor:
         if self.entry.devices or self.entry.after:
             self.turn = queue.join(self.entry)
         if self.turn.leases is None:
-            self.state |= {"queued": time.time(), "waiting": self.turn.reason}
-            replace_text(self.folder / STATE, json.dumps(self.state))
+            self.state |= {"queued": time.time()}
+            self._record_wait()
         else:
             self._record_start()
 
@@ -105,9 +105,12 @@ class Supervisor:
                 if self.turn.leases is not None:
                     self._record_start()
                 elif self.turn.reason != self.state["waiting"]:
-                    self.state |= {"waiting": self.turn.reason}
-                    replace_text(self.folder / STATE, json.dumps(self.state))
+                    self._record_wait()
         return True
+
+    def _record_wait(self) -> None:
+        self.state |= {"waiting": self.turn.reason, "in_use": self.turn.in_use}
+        replace_text(self.folder / STATE, json.dumps(self.state))
 
     def _end_in_queue(self) -> None:
         with contextlib.suppress(OSError):

@@ -42,6 +42,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs": runs.start,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,
+    "/api/runs/{id}/queue": runs.change_queue,
     "/api/runs/{id}/cleanup": runs.clean_up,
 }
 DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete}

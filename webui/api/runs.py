@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import re
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
@@ -18,7 +19,7 @@ from starlette.responses import FileResponse, Response
 
 from backend.config import presets
 from backend.config.options import SpecError, changes
-from backend.runs import LOG, METRICS, SCRIPT, SPEC
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
@@ -38,10 +39,12 @@ def _valid_key(key: str) -> str:
 
 
 class StartRequest(RequestBody):
-    """The form's values, and an idempotency key."""
+    """The form's values, an idempotency key, and the run to start after."""
 
     values: dict[str, Any]
     key: Annotated[str, AfterValidator(_valid_key)] = ""
+    after: str = ""  # the id of a run that must end first
+    after_ok: bool = True  # and succeed
 
 
 class StopRequest(RequestBody):
@@ -54,6 +57,15 @@ class ResumeRequest(RequestBody):
     """Whether to delete the checkpoints and restart at step 0."""
 
     from_scratch: bool = False
+
+
+class QueueRequest(RequestBody):
+    """Changes of a waiting run: hold or release it, let it share its devices, or move it before the run with the id
+    `before` ('' is the end)."""
+
+    held: bool | None = None
+    shares: bool | None = None
+    before: str | None = None
 
 
 def _find_run(state: State, id: str) -> Run:
@@ -77,10 +89,11 @@ def start(state: State, body: StartRequest) -> Response:
     if _run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
         run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
+    after = _find_run(state, body.after) if body.after else None
     with state.keys.lock():
         run = _run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":
-            run.start()
+            run.start(after=after, after_ok=body.after_ok)
     return json({"id": run.id}, 201)
 
 
@@ -116,12 +129,22 @@ def _create(state: AppState, body: StartRequest) -> Run:
 
 
 def list_runs(state: State, have: str = "") -> Response:
-    """Every run, newest first; 204 if `have` is the tag of the current list."""
-    body = orjson.dumps({"runs": state.summaries.all()})
-    tag = hashlib.blake2s(body, digest_size=8).hexdigest()
+    """Every run, newest first, and the waiting ones in order; 204 if `have` is the tag of the current list."""
+    listed, waiting = orjson.dumps(state.summaries.all()), orjson.dumps(_queue(state))
+    tag = hashlib.blake2s(listed + waiting, digest_size=8).hexdigest()
     if have == tag:
         return no_content()
-    return json({"etag": tag, "runs": orjson.Fragment(body[len(b'{"runs":') : -1])})
+    return json({"etag": tag, "queue": orjson.Fragment(waiting), "runs": orjson.Fragment(listed)})
+
+
+def _queue(state: AppState) -> list[dict[str, Any]]:
+    """The waiting runs in order. Those of another folder (not `here`) can only be looked at."""
+    found = []
+    for entry in queue.entries():
+        run = Run(Path(entry.run))
+        here = run.path.parent == state.runs.resolve()
+        found.append({"id": run.id, "name": run.name, "held": entry.held, "here": here, **run.waiting()})
+    return found
 
 
 def show(run: PathRun) -> dict[str, Any]:
@@ -129,6 +152,7 @@ def show(run: PathRun) -> dict[str, Any]:
     plan, yaml = run.plan(), _spec_text(run)
     return {
         "summary": run.summary(),
+        "queue": _place_in_queue(run),
         "progress": run.progress(),
         "result": run.result(),
         "estimate": run.estimate(),
@@ -144,6 +168,14 @@ def show(run: PathRun) -> dict[str, Any]:
         "folder": str(run.path),
         "can": run.can(),
     }
+
+
+def _place_in_queue(run: Run) -> dict[str, Any] | None:
+    """Whether a waiting run is held, and whether another program uses its devices; None for other runs."""
+    if run.state != "queued":
+        return None
+    held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))
+    return {"held": held, **run.waiting()}
 
 
 def values(run: PathRun) -> dict[str, Any]:
@@ -243,6 +275,16 @@ def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
     with state.keys.lock():
         run.resume(from_scratch=body.from_scratch)
     return {"summary": run.summary()}
+
+
+def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, Any]:
+    """Hold, release or move a waiting run, or start it although another program uses its devices."""
+    changes = body.model_dump(include={"held", "shares"}, exclude_none=True)
+    if changes:
+        queue.change(run.path, **changes)
+    if body.before is not None:
+        queue.move(run.path, before=_find_run(state, body.before).path if body.before else None)
+    return {"queue": _queue(state)}
 
 
 def clean_up(run: PathRun) -> dict[str, Any]:

@@ -69,6 +69,7 @@ function useDraft(id) {
 
 /** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
 export async function loadInitialValues() {
+  drawPredecessor();
   await loadPresets();
   const id = address.get("draft") || localStorage.getItem("fp-draft");
   const saved = id ? await get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
@@ -150,8 +151,10 @@ async function start(showView) {
   try {
     const drawn = check(); // and again while examples are being checked
     if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
-    const { id } = await post("api/runs", { values: form.currentValues(), key: startKey });
+    const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };
+    const { id } = await post("api/runs", { values: form.currentValues(), key: startKey, ...after });
     startKey = randomId();
+    selectPredecessor("");
     if (lastReport.examples.pending) notify(lastReport.examples.note);
     showView("run", id);
   } catch (error) {
@@ -161,6 +164,28 @@ async function start(showView) {
     starting = false;
     drawStart(lastReport, false);
   }
+}
+
+/** Start the next run after the run with this id; '' starts it as soon as its devices are free. @param {string} id */
+export function selectPredecessor(id) {
+  address.set({ after: id, after_any: null }, { replace: true });
+  drawPredecessor();
+}
+
+/** Which run the next one comes after, and whether that must succeed. */
+function drawPredecessor() {
+  const id = address.get("after");
+  const old = $("#fp-after");
+  if (old) old.remove();
+  if (!id) return;
+  const menu = el("select", { "aria-label": "Condition" });
+  menu.append(el("option", { value: "" }, "has succeeded"), el("option", { value: "1" }, "has ended in any way"));
+  menu.value = address.get("after_any") || "";
+  menu.addEventListener("change", () => address.set({ after_any: menu.value }, { replace: true }));
+  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
+  const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait for it");
+  const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
+  $("#fp-status").before(el("p.fp-after", { id: "fp-after" }, text, clear));
 }
 
 /** Apply all safe fixes as one change with one Undo. */

@@ -28,7 +28,7 @@ export function setText(node, text) {
 
 /** @type {Record<string, Function[]>} */
 const listeners = {};
-/** Events between modules: edited, view, run, clone. */
+/** Events between modules: edited, view, run, clone, after. */
 export const on = (event, listener) => (listeners[event] = listeners[event] || []).push(listener);
 export const emit = (event, detail = undefined) => (listeners[event] || []).forEach((listener) => listener(detail));
 

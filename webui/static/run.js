@@ -6,10 +6,12 @@ import { $, address, confirmDialog, el, emit, notify, notifyError, on, setText }
 import { num } from "./format.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
+import { changeQueue, removeFromQueue } from "./queue.js";
 import { cardNode, detailParts, downloadLinks, failureParts, resultCards, sampleParts } from "./run_results.js";
 import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
 
-const ACTIONS = ["save", "discard", "resume", "restart", "cleanup", "remove"];
+const QUEUE_ACTIONS = ["hold", "release", "share", "unqueue"];
+const ACTIONS = ["next", ...QUEUE_ACTIONS, "save", "discard", "resume", "restart", "cleanup", "remove"];
 
 let id = "";
 let run = null; // the newest response
@@ -120,11 +122,16 @@ function actionsPart() {
   return el(
     "div.fp-run-actions",
     {},
+    button("hold", "Hold", () => act(() => changeQueue(id, { held: true }))),
+    button("release", "Release", () => act(() => changeQueue(id, { held: false }))),
+    button("share", "Start anyway", () => act(() => changeQueue(id, { shares: true }))),
+    button("unqueue", "Remove from queue", () => act(() => removeFromQueue(id, page.name.textContent)), true),
     button("save", "Stop and save", () => stop(true)),
     button("discard", "Stop without saving", () => stop(false), true),
     button("resume", "Resume", () => resume()),
     button("restart", "Restart from scratch", restartFromScratch),
     button("cleanup", "Clean up leftover processes", cleanUp),
+    button("next", "Start another after this", () => emit("after", id)),
     button("clone", "Copy into form", () => emit("clone", id)),
     page.downloads,
     button("remove", "Delete", remove, true),
@@ -239,8 +246,14 @@ function drawIfChanged(part, value, drawPart) {
 function drawActions() {
   const { can, checkpoints, summary } = run;
   const steps = checkpoints || [];
-  page.save.hidden = !can.stop || summary.state === "stopping";
-  page.discard.hidden = !can.stop;
+  const queue = run.queue;
+  page.hold.hidden = !queue || queue.held;
+  page.release.hidden = !queue || !queue.held;
+  page.share.hidden = !queue || !queue.in_use;
+  page.unqueue.hidden = !queue;
+  page.save.hidden = !can.stop || Boolean(queue) || summary.state === "stopping";
+  page.discard.hidden = !can.stop || Boolean(queue);
+  page.next.hidden = !can.stop;
   page.resume.hidden = !can.resume;
   page.restart.hidden = can.stop || summary.state === "new" || !steps.length;
   page.remove.hidden = !can.delete;
@@ -264,7 +277,7 @@ function drawProgress(summary) {
   const progress = progressOf(summary);
   const known = progress !== null;
   page.done.style.width = `${100 * (progress || 0)}%`;
-  page.progress.classList.toggle("fp-unknown", !known && !ended());
+  page.progress.classList.toggle("fp-unknown", !known && !ended() && summary.state !== "queued");
   if (known) page.progress.setAttribute("aria-valuenow", Math.round(100 * progress));
   else page.progress.removeAttribute("aria-valuenow");
   setText(page.share, known ? `${Math.floor(100 * progress)}%` : "");

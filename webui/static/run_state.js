@@ -3,9 +3,10 @@
 import { post, remove, runPath } from "./api.js";
 import { confirmDialog } from "./dom.js";
 
-const ALIVE = ["new", "starting", "running", "stopping"];
+const ALIVE = ["new", "queued", "starting", "running", "stopping"];
 export const STATES = {
   new: "New",
+  queued: "Queued",
   starting: "Starting",
   running: "Running",
   stopping: "Stopping",

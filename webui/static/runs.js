@@ -4,6 +4,7 @@ import { get } from "./api.js";
 import { $, el, emit, notify, notifyError, setText } from "./dom.js";
 import { dateTime, duration, num, toSeconds } from "./format.js";
 import { createPoller } from "./poll.js";
+import { createQueue } from "./queue.js";
 import { confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
 
 const GROUPS = [
@@ -55,9 +56,10 @@ export function mountRuns() {
   const heading = (name) => el("th", { scope: "col" }, name || el("span.fp-sr", {}, "Actions"));
   const head = el("thead", {}, el("tr", {}, COLUMNS.map(heading)));
   page.table = el("table.fp-runs-table", { hidden: true }, head, page.body);
+  page.queue = createQueue(() => page.poller.start());
   const build = el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"));
   page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), build);
-  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, page.head, page.table, page.empty));
+  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, page.queue.node, page.head, page.table, page.empty));
   const onTrouble = (failures) => (page.away.hidden = failures < 2);
   page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble });
   page.poller.start();
@@ -72,6 +74,7 @@ async function pull(isCurrent) {
   }
   tag = response.etag || "";
   runs = response.runs;
+  page.queue.draw(response.queue);
   draw();
 }
 

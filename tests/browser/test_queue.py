@@ -1,0 +1,112 @@
+"""The queue in the browser: three runs of which one fails, a changed order, a restart of the server, a chain."""
+
+import re
+import sys
+from datetime import datetime
+
+import pytest
+from playwright.sync_api import expect
+from served import serving
+from test_journeys import open_page, start_run, use_tiny_model, wait_for_state, wait_for_status
+
+from backend.runs import SPEC, Plan, queue
+from backend.runs.folder import Run
+
+WAITS = """
+import json, os, time
+open('progress.json', 'w').write(json.dumps({'phase': 'training', 'step': 1}))
+while not os.path.exists('go'): time.sleep(0.05)
+"""
+FAILS = WAITS + "raise SystemExit('The disk is on fire.')"
+TIMEOUT = 60_000  # ms; other tests use the same cores
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A server with a queue of its own, in which one CPU run trains at a time."""
+    monkeypatch.setenv(queue.FOLDER, str(tmp_path / "queue"))
+    monkeypatch.setenv(queue.CPU_SLOTS, "1")
+    with serving(tmp_path / "runs") as started:
+        yield started
+
+
+def make(server, name, code=WAITS):
+    """A run on the CPU that ends when `finish` is called."""
+    plan = Plan((sys.executable, "child.py"), {}, {SPEC: "", "child.py": code}, devices={"cpu": "the CPU"})
+    run = Run.create(server.runs, name, plan, datetime.now())
+    run.start()
+    return run
+
+
+def finish(run):
+    (run.path / "go").touch()
+
+
+def names(page):
+    return page.locator(".fp-queue-name").all_inner_texts()
+
+
+def test_three_runs_wait_and_the_order_is_changed(server, page):
+    first, second, third, fourth = (make(server, name, FAILS if name == "b" else WAITS) for name in "abcd")
+    page.goto(f"{server.url}/?tab=runs")
+    rows = page.locator(".fp-queue li")
+    expect(rows).to_have_count(3, timeout=TIMEOUT)
+    assert names(page) == ["b", "c", "d"]
+    expect(rows.nth(0)).to_contain_text(f"{first.id} uses the CPU.")
+    expect(rows.nth(2)).to_contain_text("2 runs are before it.")
+    expect(rows.nth(0).get_by_role("button", name="Move up")).to_be_disabled()
+    expect(rows.nth(2).get_by_role("button", name="Move down")).to_be_disabled()
+
+    rows.nth(2).get_by_role("button", name="Move up").click()
+    expect(page.locator(".fp-queue-name").nth(1)).to_have_text("d")
+    rows.nth(0).get_by_role("button", name="Move down").click()
+    expect(page.locator(".fp-queue-name").nth(0)).to_have_text("d")
+    assert names(page) == ["d", "b", "c"]
+    rows.nth(0).get_by_role("button", name="Hold").click()
+    expect(rows.nth(0)).to_contain_text("It is on hold.")
+
+    server.kill()
+    server.start()
+    expect(page.locator(".fp-away").last).to_be_hidden(timeout=TIMEOUT)
+    finish(first)
+    expect(rows).to_have_count(2, timeout=TIMEOUT)  # b runs
+    assert names(page) == ["d", "c"]
+    finish(second)
+    expect(page.locator(f'tr:has(a[href*="{second.id}"]) .fp-badge')).to_have_text("Failed", timeout=TIMEOUT)
+    expect(rows).to_have_count(1, timeout=TIMEOUT)  # c runs, since d is held
+    rows.nth(0).get_by_role("button", name="Release").click()
+    expect(rows.nth(0)).to_contain_text(f"{third.id} uses the CPU.")
+    finish(third)
+    expect(page.locator(".fp-queue")).to_be_hidden(timeout=TIMEOUT)
+    finish(fourth)
+    expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done", timeout=TIMEOUT)
+
+
+def test_a_run_is_started_after_another_one(server, page):
+    first = make(server, "first")
+    page.goto(f"{server.url}/?tab=run&run={first.id}")
+    page.get_by_role("button", name="Start another after this").click(timeout=TIMEOUT)
+    page.wait_for_selector("body[data-ready]")
+    wait_for_status(page, "Can run|Cannot run")
+    expect(page.locator("#fp-after")).to_contain_text(f"Start waits until {first.id}")
+    use_tiny_model(page, 2)
+    second = start_run(page, server)
+    wait_for_state(page, "queued", TIMEOUT)
+    expect(page.locator(".fp-run-sentence")).to_contain_text(f"{first.id} must succeed first.")
+    assert "after" not in page.url
+
+    page.get_by_role("button", name="Hold", exact=True).click()
+    expect(page.get_by_role("button", name="Release")).to_be_visible()
+    page.get_by_role("button", name="Release").click()
+    expect(page.locator(".fp-run-sentence")).to_contain_text("must succeed first.")
+    page.get_by_role("button", name="Remove from queue").click()
+    page.locator("dialog").get_by_role("button", name="Remove from queue").click()
+    wait_for_state(page, "stopped", TIMEOUT)
+    expect(page.locator(".fp-run-sentence")).to_contain_text("It was removed from the queue.")
+    finish(first)
+
+    page.get_by_role("button", name=re.compile("Start again")).click()
+    wait_for_state(page, "done")
+    assert second.state == "done"
+    open_page(page, server)
+    expect(page.locator("#fp-after")).to_have_count(0)
