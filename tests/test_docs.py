@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
 import json
 import os
@@ -17,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from backend.__main__ import main, parser
-from backend.cli.docs import generated
+from backend.cli.docs import condition_text, generated
 from backend.config import Data, RunSpec
 from backend.config import presets as yaml_specs
-from backend.config.options import by_name, edit
+from backend.config.options import by_name, edit, options
 from backend.data import convert, detect_format
 from backend.paths import HOME
 from backend.preflight import preflight
@@ -91,6 +92,22 @@ def run(line: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         main(shlex.split(line)[1:])
     return re.sub(r"[ \t]+$", "", out.getvalue(), flags=re.MULTILINE)
+
+
+def test_conditions_of_options_name_exactly_the_allowed_values():
+    """Patterns such as `galore_*`, and 'is not', stand for the values of the condition and no others."""
+    texts = set()
+    for condition in {tuple(condition.items()) for option in options() for condition in option.when}:
+        for name, allowed in condition:
+            text = condition_text({name: allowed})
+            _, is_not, listed = re.fullmatch(r"([\w.]+) is (not )?(.+)", text).groups()
+            patterns = re.split(r", | or ", listed.replace("`", ""))
+            values = [value for value, _ in by_name()[name].choices] or ["true", "false"]
+            named = {value for value in values if any(fnmatch.fnmatch(value, pattern) for pattern in patterns)}
+            assert (set(values) - named if is_not else named) == set(allowed), text
+            assert len(text) < 190, text
+            texts.add(text)
+    assert "train.optim is `galore_*` or `apollo_*`" in texts and "parallel.strategy is not single" in texts
 
 
 def test_every_command_is_documented():
