@@ -257,7 +257,7 @@ PAIRS = replace(USER_DATA_FACTS, format="pairs", num_examples=20, num_checked=20
     "warning",
     fields=("data.max_length",),
     title="Many examples exceed max_length",
-    source="the examples: tokens are estimated from their characters",
+    source="the examples: tokens are counted with the model's tokenizer, or without it estimated from characters",
     fails_on=Example({"data.max_length": 64}),
     passes_on=Example({"data.max_length": 512}),
 )
@@ -286,7 +286,7 @@ def _max_length_fix(tokens: int) -> Fix:
     "error",
     fields=("data.max_length",),
     title="max_length leaves no completion in any training example",
-    source="the examples: tokens are estimated from their characters; examples without a trainable token are dropped",
+    source="the examples: tokens as in DAT009; examples without a trainable token are dropped",
     fails_on=Example({"data.max_length": 16}, facts=replace(DEMO, min_prompt_tokens=40)),
     passes_on=Example({"data.max_length": 64}, facts=replace(DEMO, min_prompt_tokens=40)),
     proof="launch",

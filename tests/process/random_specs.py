@@ -108,7 +108,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.label_column": ("", "label"),
     "data.text_column": ("", "text"),
     "data.system_prompt": ("", "Be brief."),
-    # The examples have 20 to 150 tokens. The checks only estimate that, so lengths in between have no certain outcome.
+    # The examples have 20 to 150 tokens. Without a worker process that tokenizes them (tests/conftest.py), the checks
+    # only estimate that, so lengths in between have no certain outcome.
     "data.max_length": (8, 256, 512, 1024),
     "data.max_samples": (0, 1, 2, 5, 8, 16),
     "data.validation_split": (0.0, 0.05, 0.2, 0.5, 0.9),

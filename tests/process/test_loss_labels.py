@@ -14,6 +14,7 @@ from datasets import Dataset
 from training_runs import make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import chat_template_utils
+from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from backend.train import data, generation_eval, templates, text_metrics
@@ -129,6 +130,36 @@ def test_conversational_prompts_and_completions_have_the_labels_of_trl(
     assert made["input_ids"][:] == expected["input_ids"][:]
     assert made["labels"][:] == expected["labels"][:]
     assert max_length < 256 or len(made) == len(rows)
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+@pytest.mark.parametrize("template", ["marked", "plain", "qwen3", "llama3"])
+def test_conversational_pairs_have_the_token_ids_of_trl(
+    tiny: Path, tmp_path: Path, template: str, implicit: bool
+) -> None:
+    """With a prompt column, and with the prompt as the turns that both conversations begin with."""
+    tokens = AutoTokenizer.from_pretrained(tiny)
+    if template == "plain":
+        tokens.chat_template = TEMPLATE_WITHOUT_MARKERS
+    elif template != "marked":
+        tokens.chat_template = getattr(chat_template_utils, f"{template}_chat_template")
+        tokens.bos_token = "<|endoftext|>"
+    rejected = [{"role": "assistant", "content": "Never."}]
+    rows: list[dict[str, Any]] = [{**row, "rejected": rejected} for row in CONVERSATIONAL[:2]]
+    for row in rows:
+        row["chosen"] = row.pop("completion")
+        if implicit:
+            prompt = row.pop("prompt")
+            row |= {name: [*prompt, *row[name]] for name in ("chosen", "rejected")}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = {"data.source": "files", "data.files": (str(path),), "data.validation": "none", "data.max_samples": 0}
+    made = data.prepare(make_spec({**options, "train.stage": "dpo"}), tokens, lambda done, of: True, print).train
+    arguments: Any = SimpleNamespace(dataset_num_proc=None, max_length=256, truncation_mode="keep_start")
+    trainer: Any = SimpleNamespace(_tokenizer=tokens)
+    expected = DPOTrainer._prepare_dataset(trainer, Dataset.from_list(rows), tokens, arguments, "train")
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        assert made[name][:] == expected[name][:]
 
 
 def test_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:

@@ -187,8 +187,9 @@ architectures, seven dataset formats and every strategy that runs on a CPU are c
   fixes, then the first fix of each remaining error.
 - A sample of the refused specs is launched without fixes and without the checks, and should fail. Some rules refuse
   runs that succeed but silently ignore an option; the column *succeeded* of a seed's table names the reason.
-- Values of max_length close to the lengths of the examples are not generated: the checks estimate the number of tokens
-  from the number of characters, so they can only warn there (DAT009).
+- Values of max_length close to the lengths of the examples are not generated. These tests start no worker process that
+  tokenizes the examples, so the checks estimate their tokens from their characters and can only warn there (DAT009).
+  The command line and Start wait for that process, where the model's tokenizer is on the machine.
 
 The row of a seed describes the code at the time of its launch. Each failure was fixed afterwards or became a rule,
 except a segmentation fault of seed 20261206, which did not occur in three more launches of that spec.
