@@ -218,8 +218,8 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
     "error",
     fields=("preference.precompute_ref_log_probs", "parallel.strategy", "lora.modules_to_save"),
     title="Reference log-probabilities cannot be precomputed for this adapter under ZeRO-3",
-    source="verified with trl 1.16 and deepspeed 0.19: RuntimeError (tracing error) in partitioned_param_coordinator.py "
-    "at the second step, CheckpointError with activation checkpointing",
+    source="verified with trl 1.16 and deepspeed 0.19: RuntimeError (tracing error) in "
+    "partitioned_param_coordinator.py at the second step, CheckpointError with activation checkpointing",
     fixes=(Fix("Compute them at each step", {"preference.precompute_ref_log_probs": False}, cost="slower steps"),),
     fails_on=Example({**ZERO3_DPO, "train.activation_checkpointing": True}, EQUIPPED_TWO),
     passes_on=Example(ZERO3_DPO, EQUIPPED_TWO),

@@ -211,11 +211,15 @@ async function importFile(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const { values, kept } = await post("api/import", { yaml: await file.text(), values: form.currentValues() });
+    const { values, kept, runs_code } = await post("api/import", {
+      yaml: await file.text(),
+      values: form.currentValues(),
+    });
     $("#fp-presets").value = "";
     describePreset();
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
-    form.setValues(values, { undo: `${file.name} loaded.${extra}` });
+    const code = runs_code.length ? ` Decides which code runs: ${runs_code.join(", ")}.` : "";
+    form.setValues(values, { undo: `${file.name} loaded.${extra}${code}` });
   } catch (error) {
     notify(`${file.name}: ${error.message}`, { level: "error" });
   }
