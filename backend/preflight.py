@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec
-from backend.config.options import effective
+from backend.config import RunSpec, variables
+from backend.config.options import edit, effective
 from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
 from backend.launch.plan import plan
 from backend.machine import Machine
@@ -40,6 +40,14 @@ class Report:
     def can_run(self) -> bool:
         """Whether no finding is an error."""
         return all(f.level != "error" for f in self.findings)
+
+    @property
+    def preview(self) -> Plan:
+        """The plan to show: as `plan`, with secrets in launch.env masked."""
+        env = self.spec.launch.env
+        if not variables.secrets(env):
+            return self.plan
+        return plan(edit(self.spec, {"launch.env": variables.masked(env)}), self.machine, run=self.run)
 
     @property
     def verdict(self) -> str:

@@ -139,7 +139,7 @@ def plan(arguments: argparse.Namespace) -> int:
     spec = read_spec(arguments)
     if arguments.launcher:
         spec = edit(spec, {"launch.launcher": arguments.launcher})
-    made = preflight(spec, target_machine(arguments), Path.cwd()).plan
+    made = preflight(spec, target_machine(arguments), Path.cwd()).preview
     if arguments.json:
         commands = {node: made.command(node) for node in made.other_nodes}
         print_json({**asdict(made), "command": made.command(), "others": commands})

@@ -26,7 +26,7 @@ class Model(Section):
     """Folder with config.json, weights and tokenizer, as written by save_pretrained."""
     hub_id: Annotated[str, Ui("Hub model ID", when={"model.source": ("hub",)})] = ""
     """Model on the Hugging Face Hub, such as Qwen/Qwen3-8B. Gated models need hf auth login, or HF_TOKEN in
-    launch.env."""
+    the environment of the server."""
     revision: Annotated[str, Ui("Revision", when={"model.source": ("hub",)})] = "main"
     """Branch, tag or commit of the Hub repository; set a commit to make the run reproducible."""
     trust_remote_code: Annotated[bool, Ui("Trust remote code", when={"model.source": ("path", "hub")})] = False

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from backend import registry
+from backend.config import variables
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
@@ -321,3 +322,44 @@ def engine_environment_variables(case: Case) -> Violation | None:
     return Violation(
         f"launch.env sets {names(found)}, which overrides options silently.", (without_variables(case, found),)
     )
+
+
+@rule(
+    "LCH016",
+    "error",
+    fields=("launch.env",),
+    title="launch.env contains a secret",
+    source="Footplate's run folder: spec.yaml, plan.json and run.sh contain launch.env as text",
+    manual_fix="Set it in the environment in which Footplate is started, which runs inherit; for the Hugging Face Hub, "
+    "run hf auth login.",
+    fails_on=Example({"launch.env": {"HF_TOKEN": "hf_example"}}),
+    passes_on=Example({"launch.env": {"HF_TOKEN_PATH": "/root/token", "TOKENIZERS_PARALLELISM": "false"}}),
+)
+def secret_in_environment(case: Case) -> Violation | None:
+    """Options are stored as text in the run folder, and appear in exported files and scripts. Who gets one of them, for
+    example to reproduce the run, would also get the secret."""
+    found = variables.secrets(case.spec.launch.env)
+    if not found:
+        return None
+    fix = without_variables(case, found)
+    inherited = replace(fix, cost="set in the environment of Footplate instead")
+    return Violation(f"launch.env sets {names(found)}, which would be stored unencrypted.", (inherited,))
+
+
+@rule(
+    "LCH017",
+    "warning",
+    fields=("launch.env",),
+    title="launch.env decides which code is loaded",
+    source="ld.so(8); Python, Using Python, Environment variables; torch 2.13 utils/cpp_extension.py",
+    fails_on=Example({"launch.env": {"LD_PRELOAD": "/tmp/library.so"}}),
+    passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}),
+)
+def code_in_environment(case: Case) -> Violation | None:
+    """The run loads libraries, Python modules or programs from where these variables point, with your permissions. Keep
+    them only if you know where they come from, above all in an imported file."""
+    found = variables.choosing_code(case.spec.launch.env)
+    if not found:
+        return None
+    shown = [f"{name}={case.spec.launch.env[name]}" for name in found]
+    return Violation(f"launch.env sets {names(shown)}.", (replace(without_variables(case, found), safe=False),))

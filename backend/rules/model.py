@@ -264,3 +264,23 @@ def quantized_weights_are_read(case: Case) -> str | None:
     if not kinds or case.spec.method.quantization == "none":
         return None
     return f"method.quantization is {label}, and the forward pass of {kinds.pop()} reads the weights of linear layers."
+
+
+@rule(
+    "MDL012",
+    "warning",
+    fields=("model.trust_remote_code", "model.path", "model.hub_id"),
+    title="The run executes the code of the model repository",
+    source="transformers 5.23 dynamic_module_utils.py",
+    fixes=(Fix("Turn trust_remote_code off", {"model.trust_remote_code": False}, safe=False),),
+    fails_on=Example({"model.source": "hub", "model.hub_id": "some/model", "model.trust_remote_code": True}),
+    passes_on=Example({"model.source": "hub", "model.hub_id": "some/model"}),
+)
+def remote_code(case: Case) -> str | None:
+    """With trust_remote_code, transformers imports Python files of the model repository, which can do everything that
+    you can do on this machine. Most models do not need it."""
+    model = case.spec.model
+    if not model.trust_remote_code:
+        return None
+    where = f"revision {model.revision} of {model.hub_id}" if model.source == "hub" else model.path
+    return f"model.trust_remote_code is on, so the Python files in {where} run with your permissions."

@@ -87,7 +87,10 @@ class Plan:
         """A self-contained bash script: creates `folder`, writes the files, runs the command."""
         parts = ["set -euo pipefail", f"mkdir -p {shlex.quote(folder)}", f"cd {shlex.quote(folder)}"]
         for name, text in self.files.items():
-            parts.append(f"cat > {shlex.quote(name)} <<'FOOTPLATE_END'\n{text.rstrip()}\nFOOTPLATE_END")
+            end = "FOOTPLATE_END"
+            while end in text:  # otherwise the rest of the text would run as commands
+                end += "_"
+            parts.append(f"cat > {shlex.quote(name)} <<'{end}'\n{text.rstrip()}\n{end}")
         return "\n".join([*parts, self.command()]) + "\n"
 
     def run_script(self) -> str:

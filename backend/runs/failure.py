@@ -123,9 +123,9 @@ KNOWN_FAILURES = (
     KnownFailure(
         r"(?i)GatedRepoError|401 Client Error|403 Client Error",
         "The Hugging Face Hub denied access to this model or dataset.",
-        "Accept its terms on the Hub and run hf auth login, or set HF_TOKEN in launch.env; or choose another model or "
-        "dataset.",
-        ("model.hub_id", "data.hub_id", "launch.env"),
+        "Accept its terms on the Hub and run hf auth login, or start Footplate with HF_TOKEN in its environment; or "
+        "choose another model or dataset.",
+        ("model.hub_id", "data.hub_id"),
     ),
     KnownFailure(
         r"(?i)couldn't connect to|LocalEntryNotFoundError|OfflineModeIsEnabled|Name or service not known"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from backend.compare import Variant, recommend, variants
-from backend.config import RunSpec, importers, presets
-from backend.config.options import Problem, SpecError, by_name, get, options, parse, shown, text
+from backend.config import RunSpec, importers, presets, variables
+from backend.config.options import Problem, SpecError, by_name, edit, get, options, parse, shown, text
 from backend.inspect import download_config
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
@@ -23,6 +23,8 @@ from backend.rules import Case, Finding, Fix
 from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
+
+ENV = "launch.env"
 
 
 class CheckRequest(FormRequest):
@@ -55,7 +57,7 @@ class ModelRequest(RequestBody):
 def check(state: State, body: CheckRequest) -> dict[str, Any]:
     """The preflight report of the form's values, which are saved as a draft."""
     if body.draft:
-        state.drafts.save(body.draft, body.values)
+        state.drafts.save(body.draft, without_secrets(body.values))
     spec, problems = parse_form(body.values)
     report = run_preflight(state, spec, body.machine)
     return {
@@ -136,18 +138,29 @@ def load_preset(name: str) -> dict[str, Any]:
 
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
-    keys that went into the extra config. SpecError names the line, or each field, that is wrong."""
+    keys that went into the extra config, `runs_code` what decides which code a run executes. SpecError
+    names the line, or each field, that is wrong."""
     if not importers.detect_format(body.yaml):
-        return {"values": form_values(presets.load(body.yaml)), "kept": []}
+        spec, runs_code = _without_consent(presets.load(body.yaml))
+        return {"values": form_values(spec), "kept": [], "runs_code": runs_code}
     spec, kept = importers.import_config(
         body.yaml, parse_valid_form(body.values) if body.values is not None else RunSpec()
     )
-    return {"values": form_values(spec), "kept": kept}
+    return {"values": form_values(spec), "kept": kept, "runs_code": []}
+
+
+def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
+    """(`spec` with trust_remote_code off, what in it decides which code runs). The next check would already execute
+    files of a model folder: a file from somebody else must not agree to that."""
+    found = variables.choosing_code(spec.launch.env)
+    if not spec.model.trust_remote_code:
+        return spec, found
+    return edit(spec, {"model.trust_remote_code": False}), [*found, "model.trust_remote_code (turned off)"]
 
 
 def export_yaml(body: ValuesRequest) -> dict[str, Any]:
     """The values that differ from the defaults, as YAML."""
-    return {"yaml": presets.dump(parse_valid_form(body.values))}
+    return {"yaml": presets.dump(parse_valid_form(without_secrets(body.values)))}
 
 
 def download_model_config(body: ModelRequest) -> dict[str, str]:
@@ -183,6 +196,16 @@ def parse_form(values: Mapping[str, Any]) -> tuple[RunSpec, list[Problem]]:
             rest = {name: value for name, value in rest.items() if name not in invalid}
     known = by_name()
     return spec, [p for p in problems if p.field not in known or shown(spec, known[p.field])]
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The form's values without secrets in launch.env, which are neither stored nor exported."""
+    lines = values.get(ENV)
+    if not isinstance(lines, str):
+        return dict(values)
+    named = [(line, *line.partition("=")) for line in lines.splitlines()]
+    kept = [line for line, name, _, value in named if not variables.secrets({name.strip(): value.strip()})]
+    return {**values, ENV: "\n".join(kept)}
 
 
 def parse_valid_form(values: Mapping[str, Any]) -> RunSpec:
@@ -262,6 +285,8 @@ def _fix(fix: Fix, spec: RunSpec) -> dict[str, Any]:
 def _display(name: str, value: Any) -> Any:
     """A value as the page shows it: a choice by its label, a list as text."""
     option = by_name()[name]
+    if name == ENV:
+        value = variables.masked(value)
     return dict(option.choices).get(value, value) if option.choices else text(option, value)
 
 
@@ -271,7 +296,7 @@ def _strategy(variant: Variant, spec: RunSpec) -> dict[str, Any]:
 
 
 def _preview(report: Report, runs: Path) -> dict[str, Any]:
-    plan = report.plan
+    plan = report.preview
     return {
         "command": plan.command(),
         "others": [{"name": node, "text": plan.command(node)} for node in plan.other_nodes],

@@ -17,14 +17,14 @@ from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
 
-from backend.config import presets
+from backend.config import presets, variables
 from backend.config.options import SpecError, changes
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, form_values, parse_form, run_preflight
+from webui.api.checking import findings_json, form_values, parse_form, run_preflight, without_secrets
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 MAX_ID_LENGTH = 200
@@ -158,9 +158,9 @@ def show(run: PathRun) -> dict[str, Any]:
         "estimate": run.estimate(),
         "failure": run.failure(),
         "spec": _changed_options(yaml),
-        "yaml": yaml,
-        "command": plan.command(),
-        "script": _script(run),
+        "yaml": variables.hide_secrets(yaml, plan.env),
+        "command": variables.hide_secrets(plan.command(), plan.env),
+        "script": variables.hide_secrets(_script(run), plan.env),
         "joining": "\n".join(f"# {node}\n{command}" for node, command in run.node_commands().items()),
         "notes": list(plan.notes),
         "ranks": sorted(run.rank_logs()),
@@ -180,7 +180,7 @@ def _place_in_queue(run: Run) -> dict[str, Any] | None:
 
 def values(run: PathRun) -> dict[str, Any]:
     """The run's options as the form shows them, to start another run with them."""
-    return {"values": form_values(presets.load(_spec_text(run)))}
+    return {"values": without_secrets(form_values(presets.load(_spec_text(run))))}
 
 
 def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) -> Any:
@@ -243,7 +243,8 @@ def metrics_csv(state: State, run: PathRun) -> Response:
 
 def spec_yaml(run: PathRun) -> Response:
     """The run's configuration."""
-    return _download(_spec_text(run), f"{run.id}.yaml", "application/yaml; charset=utf-8")
+    text = variables.hide_secrets(_spec_text(run), run.plan().env)
+    return _download(text, f"{run.id}.yaml", "application/yaml; charset=utf-8")
 
 
 def report_png(state: State, run: PathRun) -> Response:
@@ -319,6 +320,7 @@ def _script(run: Run) -> str:
 def _changed_options(yaml: str) -> dict[str, Any]:
     """The options that differ from their defaults; empty if this version of Footplate cannot read the spec."""
     try:
-        return changes(presets.load(yaml))
+        changed = changes(presets.load(yaml))
+        return changed | ({"launch.env": variables.masked(changed["launch.env"])} if "launch.env" in changed else {})
     except SpecError:
         return {}
