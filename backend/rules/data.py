@@ -352,10 +352,11 @@ def _only_elsewhere(case: Case, what: str) -> Violation:
     settings: dict[str, float] = {"data.max_samples": data.max_samples} if data.max_samples else {}
     if has_validation_split(data):
         settings |= {"data.validation_split": data.validation_split}
-    few = f"{usable:,} of the {facts.num_examples:,} examples {what if usable == 1 else what.replace('has', 'have')}"
     message = (
-        f"Only {few} within data.max_length ({data.max_length:,} tokens), and none of the {count:,} examples of the "
-        f"training set ({', '.join(f'{name} {value}' for name, value in settings.items())})."
+        f"The training set has {counted(count, 'example')} "
+        f"({', '.join(f'{name} {value}' for name, value in settings.items())}), of which none {what} within "
+        f"data.max_length ({data.max_length:,} tokens). Of all {facts.num_examples:,} examples, {usable:,} "
+        f"{'does' if usable == 1 else 'do'}."
     )
     fixes = (
         Fix("Train on all examples", ALL_SAMPLES, False, "more training examples"),

@@ -274,7 +274,8 @@ DATA = (
              facts=NO_LOSS_ON_PROMPT),
     # With train.seed 42, the validation set is examples 2, 3 and 7, and max_samples 3 draws 1, 5 and 6.
     facts_boundary("DAT017", SPLIT, few_usable(4), few_usable(2), {LENGTH: 256}, WITHOUT_VALIDATION,
-                   words="Only 1 of the 10 examples has a trained token within data.max_length (64 tokens), and none"),
+                   words="The training set has 7 examples (data.validation_split 0.3), of which none has a trained token "
+                         "within data.max_length (64 tokens). Of all 10 examples, 1 does."),
     boundary("DAT017", SPLIT, {SAMPLES: 0}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0}, facts=few_usable(4)),
     boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
              {**WITHOUT_VALIDATION, SAMPLES: 0}, facts=few_usable(2)),
@@ -282,7 +283,7 @@ DATA = (
                    words="the longest example has 1 token. The first token of an example has no loss."),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(4, num_identical_pairs=9),
                    few_usable(2, num_identical_pairs=9), WITHOUT_VALIDATION,
-                   words="Only 1 of the 10 examples has two different completions within"),
+                   words="of which none has two different completions within"),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(2, num_identical_pairs=4),
                    few_usable(2, num_identical_pairs=5)),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2), few_usable(4, 5), NO_EVAL_LOSS, {LENGTH: 256},
