@@ -274,8 +274,8 @@ DATA = (
              facts=NO_LOSS_ON_PROMPT),
     # With train.seed 42, the validation set is examples 2, 3 and 7, and max_samples 3 draws 1, 5 and 6.
     facts_boundary("DAT017", SPLIT, few_usable(4), few_usable(2), {LENGTH: 256}, WITHOUT_VALIDATION,
-                   words="The training set has 7 examples (data.validation_split 0.3), of which none has a trained token "
-                         "within data.max_length (64 tokens). Of all 10 examples, 1 does."),
+                   words="The training set has 7 examples (data.validation_split 0.3), of which none has a trained "
+                         "token within data.max_length (64 tokens). Of all 10 examples, 1 does."),
     boundary("DAT017", SPLIT, {SAMPLES: 0}, {SAMPLES: 3}, {LENGTH: 256}, {SAMPLES: 0}, facts=few_usable(4)),
     boundary("DAT017", SPLIT, {**WITHOUT_VALIDATION, SAMPLES: 0}, {SAMPLES: 1}, {LENGTH: 256},
              {**WITHOUT_VALIDATION, SAMPLES: 0}, facts=few_usable(2)),
