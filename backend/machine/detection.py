@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +25,6 @@ import pynvml
 from backend import registry
 from backend.machine import packages
 from backend.machine.types import GIB, Gpu, Machine
-
-STALE_LOCK_SECONDS = 900
-EXTENSIONS = "~/.cache/torch_extensions"  # default of torch.utils.cpp_extension
 
 
 def probe(folder: Path) -> Machine:
@@ -54,7 +50,6 @@ def probe(folder: Path) -> Machine:
         ),
         has_libaio=Path("/usr/include/libaio.h").is_file(),
         shm_free_bytes=_shm(),
-        stale_build_lock=_stale_build_lock(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or EXTENSIONS).expanduser()),
     )
 
 
@@ -271,12 +266,3 @@ def _triton_can_compile(cache: Path) -> bool:
         return True
     names = (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
     return (any(map(shutil.which, names)) and _headers()) or any(cache.glob("*/*_utils.*so"))
-
-
-def _stale_build_lock(extensions: Path) -> str:
-    """The lock file of a build that was killed: older than any build of a torch extension takes."""
-    for lock in sorted(extensions.glob("**/lock")):
-        with suppress(OSError):
-            if time.time() - lock.stat().st_mtime > STALE_LOCK_SECONDS:
-                return str(lock)
-    return ""

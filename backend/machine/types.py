@@ -54,7 +54,6 @@ class Machine:
     unsloth_unmet_requirements: str = ""  # of the installed Unsloth: 'transformers <=5.17.0'
     has_libaio: bool = True  # with its headers, for DeepSpeed's NVMe offload
     shm_free_bytes: int | None = None  # free bytes of /dev/shm; None without one, or if unknown
-    stale_build_lock: str = ""  # path of a lock file that a killed build of a torch extension left behind
 
 
 def describe(machine: Machine) -> str:

@@ -50,7 +50,8 @@ BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
 PHASES_BEFORE_TRAINING = (
-    "", "preparing model", "preparing data", "loading model", "preparing engine", "generating before",
+    "", "building kernels", "preparing model", "preparing data", "loading model", "preparing engine",
+    "generating before",
 )  # fmt: skip
 
 

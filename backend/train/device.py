@@ -12,7 +12,6 @@ import importlib.util
 import os
 import resource
 import socket
-import sys
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -83,8 +82,6 @@ def settle(needs_collectives: bool) -> None:
 def start_deepspeed(family: str) -> None:
     """Start DeepSpeed's communication before the model is created: transformers enters zero.Init earlier and would
     see a world size of 1."""
-    tools = str(Path(sys.executable).parent)  # ninja, by which it builds, may be in the virtual environment alone
-    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{tools}"
     deepspeed: Any = importlib.import_module("deepspeed")  # seconds: only where it is used
     deepspeed.init_distributed(dist_backend=collective_backend(family), auto_mpi_discovery=False)
 

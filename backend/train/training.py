@@ -61,9 +61,10 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
 def train_in_phases(context: TrainContext) -> None:
     """Prepare model and data, train, save, write the result. Raises TrainError, Stopped."""
     spec, run_log, group = context.spec, context.run_log, context.group
-    run_log.progress("preparing model", "")
     verify.check_device(context.run)
     verify.check_ranks(spec, context.run, group.world)
+    context.engine.build_kernels(run_log)
+    run_log.progress("preparing model", "")
     config = trainers.training_arguments(context.engine, context.folder)
     verify.check_backend(context.run)
     group.meet(context.folder)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fork_server import ForkServer
+from skip_checks import EXTENSIONS
+from torch.utils.file_baton import FileBaton
 from training_runs import log_text, losses, make_spec, result, same_losses
 
-from backend.train import checkpoints
+from backend.train import checkpoints, deepspeed_ops
+from backend.train.patches.torch_build_lock import BuildLock
+from backend.train.run_log import RunLog
 
 SHORT = {"train.max_steps": 3, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 0}
 
@@ -86,3 +97,87 @@ def test_a_damaged_checkpoint_is_not_resumed(fork_server: ForkServer, root: Path
     assert "checkpoint-3 is damaged: its file optimizer.pt is missing" in sentence
     assert "--from-scratch" in sentence
     assert fork_server.run(folder, 0, "--from-scratch") == 0, log_text(folder)
+
+
+HOLD_LOCK = """
+import sys, time
+from backend.train.patches.torch_build_lock import BuildLock, file_baton
+lock = (BuildLock if sys.argv[2] == "BuildLock" else file_baton.FileBaton)(sys.argv[1])
+assert lock.try_acquire()
+print("acquired", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+@pytest.mark.parametrize("kind", ["BuildLock", "FileBaton"])
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_build_continues_after_its_process_was_killed(tmp_path: Path, kind: str, killed: bool) -> None:
+    """Also a build by a program without Footplate's lock. While the process lives, others wait."""
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLD_LOCK, str(path), kind]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout and owner.stdin
+        assert owner.stdout.readline() == "acquired\n"
+        locks = [BuildLock(str(path), 0.01) for _ in range(2)]
+        acquired: list[bool] = []
+        threads = [threading.Thread(target=lambda lock=lock: acquired.append(lock.try_acquire())) for lock in locks]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert not acquired
+        if killed:
+            owner.send_signal(signal.SIGKILL)
+        else:
+            owner.stdin.write("\n")
+            owner.stdin.flush()
+        owner.wait(10)
+        if killed:
+            deadline = time.monotonic() + 10
+            while not acquired and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert acquired == [True], "one of the two takes over"
+            next(lock for lock in locks if lock.fd >= 0).release()
+        for thread in threads:
+            thread.join(10)
+    assert sorted(acquired) == [False, killed]
+    assert not path.exists()
+
+
+def test_a_lock_that_was_left_behind_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert FileBaton(str(path)).try_acquire()
+    os.closerange(*(lambda fd: (fd, fd + 1))(int(_open_descriptor(path))))
+    lock = BuildLock(str(path))
+    assert lock.try_acquire()
+    lock.release()
+    assert not path.exists()
+
+
+def _open_descriptor(path: Path) -> str:
+    return next(link.name for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == str(path))
+
+
+def test_progress_shows_how_long_kernels_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_ops, "SHOWN_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(BuildLock, "waiting", "")
+    with deepspeed_ops._progress("cpu_adam", RunLog(tmp_path)):
+        time.sleep(0.1)
+    progress = json.loads((tmp_path / "progress.json").read_text())
+    assert progress["phase"] == "building kernels"
+    assert progress["text"] == "Building DeepSpeed kernels: cpu_adam, 0 s."
+
+
+def test_zero_starts_with_a_stale_build_lock(fork_server: ForkServer, root: Path) -> None:
+    """The lock file of a build that was killed, as an earlier version or another program leaves it."""
+    name = "deepspeed_shm_comm"
+    if not (EXTENSIONS / name / f"{name}.so").exists():
+        pytest.skip("DeepSpeed's operators were not built yet")
+    shutil.copytree(EXTENSIONS / name, root / "extensions" / name)
+    lock = root / "extensions" / name / "lock"
+    lock.touch()
+    spec = make_spec({"parallel.strategy": "zero2", "launch.nproc_per_node": 2, "train.max_steps": 1})
+    env = {"TORCH_EXTENSIONS_DIR": str(root / "extensions")}
+    fork_server.train(root / "zero2", spec, 2, env)
+    assert not lock.exists()
+    assert result(root / "zero2")["steps"] == 1

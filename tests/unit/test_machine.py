@@ -24,17 +24,6 @@ def test_probe_finds_this_machine(tmp_path: Path) -> None:
     assert (found.device == "cpu") == (not found.gpus)
 
 
-def test_a_stale_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recent lock may belong to a running build."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    assert probe(tmp_path).stale_build_lock == ""
-    os.utime(lock, (0, 0))
-    assert probe(tmp_path).stale_build_lock == str(lock)
-
-
 def test_a_missing_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", sys.executable)
     assert probe(tmp_path).has_cpp_compiler

@@ -68,26 +68,6 @@ def deepspeed_without_compiler(case: Case) -> str | None:
 
 
 @rule(
-    "STR008",
-    "error",
-    fields=("parallel.strategy",),
-    title="A stale DeepSpeed build lock would block the run forever",
-    source="torch 2.13 utils/file_baton.py: a process waits until the lock file is gone",
-    fixes=(DDP,),
-    fails_on=Example(ZERO2_STRATEGY, replace(LAPTOP, stale_build_lock="torch_extensions/deepspeed_shm_comm/lock")),
-    passes_on=Example(ZERO2_STRATEGY),
-    at_start=True,
-)
-def stale_deepspeed_build_lock(case: Case) -> str | None:
-    """A killed build of DeepSpeed's CPU kernels leaves its lock file behind. Every later run waits for that file to
-    disappear, without a time limit and without a log message."""
-    lock = case.machine.stale_build_lock
-    if not lock or case.run.device != "cpu" or not case.run.engine.compiles_kernels(case.spec, "cpu"):
-        return None
-    return f"An interrupted build of DeepSpeed's kernels left the lock file {lock}. Delete the file."
-
-
-@rule(
     "STR012",
     "error",
     fields=("parallel.offload_optimizer", "train.optim"),

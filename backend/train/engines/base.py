@@ -1,6 +1,6 @@
 """TrainEngine: what the Trainer is told about a strategy, how its engine starts, and how weights are gathered.
 
-The base class is one process. Imports config, resolve, train.device.
+The base class is one process. Imports config, resolve, train.device, run_log.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
 from backend.train import device
+from backend.train.run_log import RunLog
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class TrainEngine:
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
         """The arguments of TrainingArguments that belong to the strategy; `folder` is the run's."""
         return {"dataloader_pin_memory": self.run.device == "cuda"}
+
+    def build_kernels(self, run_log: RunLog) -> None:
+        """Compile what the engine would compile on its first use on a machine. Before the process group starts."""
 
     def start(self, config: Any) -> None:
         """Start the engine, between the TrainingArguments `config` (which start the process group) and the model."""

@@ -1,4 +1,5 @@
-"""DeepSpeed: ZeRO, offload, Ulysses sequence parallelism. Imports train.engines.base, kernels, run_log."""
+"""DeepSpeed: ZeRO, offload, Ulysses sequence parallelism. Imports train.engines.base, deepspeed_ops, kernels,
+run_log."""
 
 from __future__ import annotations
 
@@ -15,18 +16,16 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch import distributed as dist
 
 from backend.runs import DEEPSPEED
-from backend.train import device, kernels
+from backend.train import deepspeed_ops, device, kernels
 from backend.train.engines.base import TrainEngine
 from backend.train.patches import ulysses_epochs, ulysses_kv_heads, ulysses_skip_batches
-from backend.train.run_log import TrainError
+from backend.train.run_log import RunLog, TrainError
 
 
 class TrainDeepSpeed(TrainEngine):
     """DeepSpeed's engine at any ZeRO stage."""
 
-    preparation: ClassVar[str] = (
-        "Preparing DeepSpeed. Its first use on a machine compiles operators, which takes minutes."
-    )
+    preparation: ClassVar[str] = "Preparing DeepSpeed."
 
     def trainer_arguments(self, folder: Path) -> dict[str, Any]:
         """deepspeed.json; with sequence parallelism the mesh too."""
@@ -43,6 +42,10 @@ class TrainDeepSpeed(TrainEngine):
         )
         longest = -(-self.spec.data.max_length // size) * size
         return {"parallelism_config": config, "pad_to_multiple_of": longest if on_cpu else size}
+
+    def build_kernels(self, run_log: RunLog) -> None:
+        """Operators that DeepSpeed compiles."""
+        deepspeed_ops.build(self.run, run_log)
 
     def start(self, config: Any) -> None:
         """Start DeepSpeed's communication before the model is made."""

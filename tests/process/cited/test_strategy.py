@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import shutil
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from deepspeed.utils import groups
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.file_baton import FileBaton
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from backend import registry
@@ -80,19 +78,6 @@ def test_deepspeed_operators_need_a_compiler(builder: Any, tmp_path: Path, monke
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(RuntimeError, match="Error building extension"):
         builder().jit_load(verbose=False)
-
-
-@cites("STR008")
-def test_build_lock_blocks_until_it_is_deleted(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    lock.touch()
-    waiting = threading.Thread(target=FileBaton(str(lock), wait_seconds=0.01).wait)
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive()
-    lock.unlink()
-    waiting.join(5)
-    assert not waiting.is_alive()
 
 
 @cites("STR010")
