@@ -1,4 +1,4 @@
-"""Command line: `footplate check|plan|estimate|run|queue|list|show|stop|resume|logs|metrics|presets|rules|docs|ui`.
+"""Command line: `footplate COMMAND`; COMMANDS lists them.
 
 Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
 stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, runs
+from backend.cli import commands, runs, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": commands.plan,
     "estimate": commands.estimate,
     "run": runs.run,
+    "sweep": sweep.start,
     "queue": runs.queued,
     "list": runs.list_runs,
     "show": runs.show,
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, run."""
+    """check, plan, estimate, run, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -112,6 +113,25 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any way")
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
+    sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
+    sweep.add_argument(
+        "--vary",
+        action="append",
+        required=True,
+        metavar="SECTION.KEY=VALUES",
+        help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range",
+    )
+    sweep.add_argument("--random", type=int, default=0, metavar="N", help="N random samples instead of the grid")
+    sweep.add_argument("--seeds", type=int, default=1, metavar="N", help="N runs with different seeds for each")
+    sweep.add_argument("--limit", type=int, default=50, metavar="N", help="refuse more runs than this (default: 50)")
+    sweep.add_argument(
+        "--halving",
+        type=int,
+        default=0,
+        metavar="FACTOR",
+        help="stop runs early by validation loss: one in FACTOR goes on, at the first evaluation and at FACTOR times "
+        "the steps after each comparison",
+    )
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
@@ -127,7 +147,8 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     place.add_argument("--last", action="store_true", help="move it to the end")
     place.add_argument("--before", metavar="OTHER", help="move it before another waiting run")
     place.add_argument("--share", action="store_true", help="do not wait for other programs on its GPUs")
-    command("list", folder, help="list all runs, newest first")
+    listed = command("list", folder, help="list all runs, newest first")
+    listed.add_argument("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
     command("show", run_id, help="print the state, options and results of a run")
     stop = command("stop", run_id, help="stop a run after its current step and save a checkpoint")
     stop.add_argument("--no-save", action="store_true", help="stop without saving a checkpoint")

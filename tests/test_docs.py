@@ -120,7 +120,7 @@ def test_options_exist(path):
     sections = "|".join(RunSpec.model_fields)
     files = {"py", "md", "yaml", "json", "jsonl", "txt", "sh", "toml", "png"}
     unknown = []
-    for name, value in re.findall(rf"\b((?:{sections})\.[a-z_0-9]+)\b(?:=([^\s`]+))?", path.read_text()):
+    for name, value in re.findall(rf"(?<!--vary )\b((?:{sections})\.[a-z_0-9]+)\b(?:=([^\s`]+))?", path.read_text()):
         if name.rpartition(".")[2] in files:
             continue
         if name not in by_name():

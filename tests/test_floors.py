@@ -29,6 +29,7 @@ LAYERS = {
     "backend.resolve": 4,
     "backend.inspect": 3,
     "backend.engines": 2,
+    "backend.sweep": 2,
     "backend.config.presets": 2,
     "backend.data": 1.2,
     "backend.machine": 1.2,

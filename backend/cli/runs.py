@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from backend.cli import sweep
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue
@@ -90,7 +91,14 @@ def follow(followed: Run, offset: int) -> Iterator[str]:
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
-    """Print all runs, newest first."""
+    """Print all runs, newest first; with --sweep those of one sweep, best first."""
+    if arguments.sweep:
+        members = sweep.rows(Path(arguments.runs), arguments.sweep)
+        if arguments.json:
+            print_json(members)
+        else:
+            sweep.print_rows(members)
+        return 0
     found = [r.summary() for r in runs(Path(arguments.runs))]
     if arguments.json:
         print_json(found)

@@ -25,6 +25,7 @@ FSDP = "fsdp.json"  # FSDP config, if the strategy is FSDP
 ACCELERATE = "accelerate.yaml"  # accelerate config, if accelerate is the launcher
 HOSTFILE = "hostfile"  # nodes, for the deepspeed launcher
 ESTIMATE = "estimate.json"  # memory estimate
+SWEEP = "sweep.json"  # the sweep that the run belongs to, and the options that it varies
 SCRIPT = "run.sh"  # starts the same run from a shell
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
 
@@ -38,7 +39,7 @@ METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/
-STOP = "stop"  # stop request, "save" or "discard"; created by the page, the command line or the supervisor
+STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0
 MODEL = "model"

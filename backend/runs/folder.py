@@ -347,7 +347,7 @@ class Run:
             resume = f"Resume continues from checkpoint {saved[-1]}."
         if state == "stopped":
             failure = self.failure()
-            return f"Stopped{at}. {failure['sentence'] if failure else resume}"
+            return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         return f"Lost{at}: {KILLED} {resume}"

@@ -168,6 +168,13 @@ class Supervisor:
         except OSError:
             return ""
 
+    def _stop_reason(self) -> str:
+        """Why the run asked itself to stop: the text after the first line of the stop file."""
+        try:
+            return (self.folder / STOP).read_text(encoding="utf-8", errors="replace").partition("\n")[2].strip()
+        except OSError:
+            return ""
+
     def _grace(self, request: str) -> float:
         if _phase(self.folder) in PHASES_BEFORE_TRAINING:
             return self.timeouts.before_training
@@ -183,6 +190,8 @@ class Supervisor:
             "end": "done" if finished else "stopped" if self._stop_request() else "failed",
             "ended": time.time(),
         }
+        if reason := self._stop_reason():
+            self.state |= {"cause": reason}
         self._write()
         if self.state_unwritten:  # a full disk takes no new file, but the old one can be overwritten
             with contextlib.suppress(OSError), (self.folder / STATE).open("r+", encoding="utf-8") as file:

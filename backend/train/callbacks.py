@@ -97,6 +97,8 @@ class ProgressCallback(TrainerCallback):
             return  # the Trainer's summary at the end of training
         self.run_log.metrics({"step": state.global_step, "time": time.time(), **point})
         self.run_log.info(self._line(state, point))
+        if "eval_loss" in point:
+            self.run_log.compare_with_sweep(state.global_step)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
         """Write progress after each batch of an evaluation."""

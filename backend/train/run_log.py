@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, PROGRESS, STOP
+from backend.runs import METRICS, PROGRESS, STOP, sweeps
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
 KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time")
@@ -83,6 +83,11 @@ class RunLog:
         except OSError:
             return 0
         return 1 if word == "discard" else 2
+
+    def compare_with_sweep(self, step: int) -> None:
+        """After an evaluation: stop this run if it is behind the others of its sweep."""
+        if self.rank == 0 and (reason := sweeps.stop_if_behind(self.folder, step)):
+            self.info(f"Stopping early. {reason}")
 
 
 def write_json(path: Path, value: Any) -> None:

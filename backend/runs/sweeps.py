@@ -1,0 +1,83 @@
+"""Sweeps: runs that differ in a few options, and early stopping of the worse ones.
+
+Imports backend.runs. A sweep is nothing but queued runs whose folders have a sweep.json with the same id. Successive
+halving needs no coordinator: at certain steps (rungs) each run compares its own validation loss with those that the
+other runs had at the same step, and asks itself to stop if it is not among the best. That is the stopping variant of
+ASHA (Li et al. 2020, arXiv:1810.05934).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.runs import METRICS, STOP, SWEEP, replace_text
+from backend.runs.folder import Run
+from backend.runs.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run's part in a sweep. `varied`: option key -> value. `first_rung`: the step of the first comparison, 0 for
+    none; the next ones are at `factor` times the step before, and one in `factor` runs goes on."""
+
+    sweep: str
+    varied: dict[str, Any]
+    first_rung: int = 0
+    factor: int = 3
+
+    def to_json(self) -> str:
+        """As the text of sweep.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def is_rung(self, step: int) -> bool:
+        """Whether runs are compared at this step."""
+        rung = self.first_rung
+        while 0 < rung < step:
+            rung *= self.factor
+        return 0 < rung == step
+
+
+def member(folder: Path) -> Member | None:
+    """The part of this run in a sweep; None if it belongs to none."""
+    try:
+        return Member(**json.loads((folder / SWEEP).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:
+    """The runs of a sweep, oldest first."""
+    for path in sorted(root.glob(f"[!.]*/{SWEEP}")):
+        found = member(path.parent)
+        if found and found.sweep == sweep:
+            yield Run(path.parent), found
+
+
+def eval_losses(folder: Path) -> dict[int, float]:
+    """Step -> validation loss of a run."""
+    reader = Metrics(folder / METRICS)
+    reader.read()
+    return {int(p["step"]): float(p["eval_loss"]) for p in reader.points if p.get("eval_loss") is not None}
+
+
+def stop_if_behind(folder: Path, step: int) -> str:
+    """At a rung: ask the run to save a checkpoint and stop unless its validation loss is among the best. Returns the
+    reason, '' if the run goes on."""
+    own = member(folder)
+    if own is None or not own.is_rung(step):
+        return ""
+    found = [eval_losses(run.path).get(step) for run, _ in members(folder.parent, own.sweep)]
+    losses = sorted(loss for loss in found if loss is not None and math.isfinite(loss))
+    loss = eval_losses(folder).get(step, math.nan)
+    goes_on = len(losses) // own.factor
+    if len(losses) < own.factor or loss <= losses[goes_on - 1]:
+        return ""
+    place = 1 + sum(other < loss for other in losses) if math.isfinite(loss) else len(losses)
+    reason = f"Its validation loss at step {step} is number {place} of {len(losses)} in the sweep."
+    replace_text(folder / STOP, f"save\n{reason}\n")
+    return reason

@@ -1,0 +1,122 @@
+"""The options of each run of a sweep: a grid or random samples of values, times seeds.
+
+Imports config. Values are written as on the command line: `1e-5,1e-4` is a list, `0.1..0.3` a range, `log:1e-5..1e-3` a
+range on a logarithmic scale. A grid needs the number of points of a range: `log:1e-5..1e-3/3`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backend.config import RunSpec
+from backend.config.options import Problem, SpecError, by_name, edit, get
+
+RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^,]+?)\.\.(?P<high>[^,/]+)(?:/(?P<points>\d+))?")
+SEED = "train.seed"
+SAMPLER_SEED = 0  # the same command gives the same samples
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of one option: a list of `choices`, or the range from `low` to `high` with `points` points."""
+
+    name: str
+    choices: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    is_log: bool = False
+    points: int = 0
+
+    def grid(self) -> list[Any]:
+        """All values. Raises SpecError for a range without a number of points."""
+        if self.choices:
+            return list(self.choices)
+        if not self.points:
+            raise _problem(self.name, f"a grid needs the number of points of a range, such as {self._text()}/3")
+        shares = [number / max(1, self.points - 1) for number in range(self.points)]
+        return list(dict.fromkeys(map(self._at, shares)))
+
+    def sample(self, rng: random.Random) -> Any:
+        """One random value."""
+        return rng.choice(self.choices) if self.choices else self._at(rng.random())
+
+    def _at(self, share: float) -> float | int:
+        if self.is_log:
+            value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
+        else:
+            value = self.low + share * (self.high - self.low)
+        return round(value) if by_name()[self.name].kind == "int" else float(f"{value:.4g}")
+
+    def _text(self) -> str:
+        return f"{'log:' * self.is_log}{self.low:g}..{self.high:g}"
+
+
+def parse(text: str) -> Values:
+    """`train.learning_rate=1e-5,1e-4` as Values. Raises SpecError."""
+    name, equals, values = (part.strip() for part in text.partition("="))
+    if not equals or not values:
+        raise _problem("", f"--vary {text}: expected section.key=values, such as train.learning_rate=1e-5,1e-4")
+    if name not in by_name():
+        edit(RunSpec(), {name: values})  # raises SpecError, which names the closest option
+    found = RANGE.fullmatch(values)
+    if not found:
+        return Values(name, tuple(part.strip() for part in values.split("|" if "|" in values else ",")))
+    try:
+        low, high = float(found["low"]), float(found["high"])
+    except ValueError:
+        raise _problem(name, f"{values} is not a range of numbers") from None
+    if by_name()[name].kind not in ("int", "float"):
+        raise _problem(name, "only numbers have ranges; write the values with commas")
+    if not low < high or (found["log"] and low <= 0):
+        raise _problem(name, f"{values} must begin with the smaller number{', above 0' if found['log'] else ''}")
+    return Values(name, low=low, high=high, is_log=bool(found["log"]), points=int(found["points"] or 0))
+
+
+def patches(
+    spec: RunSpec, varied: Sequence[Values], samples: int = 0, seeds: int = 1, limit: int = 50
+) -> list[dict[str, Any]]:
+    """The changes of `spec` for each run: the grid of all values, or that many random `samples`; each with `seeds`
+    different seeds. Raises SpecError for an invalid value, or more than `limit` runs."""
+    if samples:
+        rng = random.Random(SAMPLER_SEED)
+        points = [{values.name: values.sample(rng) for values in varied} for _ in range(samples)]
+    else:
+        names = [values.name for values in varied]
+        points = [
+            dict(zip(names, point, strict=True)) for point in itertools.product(*(values.grid() for values in varied))
+        ]
+    first = spec.train.seed
+    if seeds > 1:
+        points = [{**point, SEED: first + number} for point in points for number in range(seeds)]
+    if len(points) > limit:
+        raise _problem("", f"the sweep has {len(points)} runs, more than the limit of {limit}; raise --limit")
+    found = []
+    for point in points:
+        made = edit(spec, point)  # as typed -> as validated
+        found.append({name: get(made, name) for name in point})
+    return [patch for number, patch in enumerate(found) if patch not in found[:number]]
+
+
+def label(patch: dict[str, Any]) -> str:
+    """The changes as a short name: `learning_rate=0.0001 r=8`."""
+    return " ".join(f"{name.rpartition('.')[2]}={_short(value)}" for name, value in patch.items())
+
+
+def _short(value: Any) -> str:
+    return (
+        "+".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _problem(name: str, message: str) -> SpecError:
+    return SpecError([Problem(name, message)])

@@ -1,0 +1,186 @@
+"""Sweeps: which runs they start, and which of them stop early."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import sweep
+from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import SpecError
+from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps
+from backend.runs.folder import Run
+
+RATE, RANK = "train.learning_rate", "lora.r"
+
+
+def patches(*varied: str, **more: Any) -> list[dict[str, Any]]:
+    return sweep.patches(RunSpec(), [sweep.parse(text) for text in varied], **more)
+
+
+def test_a_grid_has_every_combination() -> None:
+    assert patches(f"{RATE}=1e-5,1e-4", f"{RANK}=4,8") == [
+        {RATE: rate, RANK: rank} for rate in (1e-5, 1e-4) for rank in (4, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{RATE}=log:1e-5..1e-3/3", [1e-5, 1e-4, 1e-3]),
+        (f"{RATE}=0.1..0.3/3", [0.1, 0.2, 0.3]),
+        (f"{RANK}=log:4..64/5", [4, 8, 16, 32, 64]),
+        (f"{RANK}=1..3/9", [1, 2, 3]),  # equal values once
+        ("train.optim=adamw_torch,lion_32bit", ["adamw_torch", "lion_32bit"]),
+        ("lora.target_modules=q_proj|q_proj,v_proj", [("q_proj",), ("q_proj", "v_proj")]),
+        ("data.packing=true,false", [True, False]),
+    ],
+)
+def test_values(text: str, expected: list[Any]) -> None:
+    name = text.partition("=")[0]
+    assert [patch[name] for patch in patches(text)] == expected
+
+
+def test_samples_are_inside_the_range_and_repeatable() -> None:
+    found = patches(f"{RATE}=log:1e-6..1e-2", f"{RANK}=4..64", samples=40)
+    assert found == patches(f"{RATE}=log:1e-6..1e-2", f"{RANK}=4..64", samples=40)
+    assert len(found) == 40 and all(1e-6 <= p[RATE] <= 1e-2 and 4 <= p[RANK] <= 64 for p in found)
+    below = sum(p[RATE] < 1e-4 for p in found)
+    assert 10 < below < 30, "half of the samples are below the geometric mean"
+    assert all(isinstance(p[RANK], int) for p in found)
+
+
+def test_seeds_multiply_the_runs() -> None:
+    found = patches(f"{RATE}=1e-5,1e-4", seeds=3)
+    assert [(p[RATE], p["train.seed"]) for p in found] == [(r, s) for r in (1e-5, 1e-4) for s in (42, 43, 44)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RATE, "expected section.key=values"),
+        ("train.lr=1e-4", "did you mean train.learning_rate"),
+        (f"{RATE}=1e-5..1e-3", "needs the number of points of a range, such as 1e-05..0.001/3"),
+        (f"{RATE}=1e-3..1e-5/3", "must begin with the smaller number"),
+        (f"{RATE}=log:0..1/3", "must begin with the smaller number, above 0"),
+        (f"{RATE}=a..b/3", "is not a range of numbers"),
+        ("train.optim=1..2/2", "only numbers have ranges"),
+        (f"{RANK}=0,8", "must be at least"),
+        (f"{RANK}=1..99/60", "more than the limit of 50"),
+    ],
+)
+def test_mistakes_are_named(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        patches(text)
+
+
+def test_labels_are_short() -> None:
+    assert sweep.label({RATE: 1e-4, "lora.target_modules": ("q_proj", "v_proj")}) == (
+        "learning_rate=0.0001 target_modules=q_proj+v_proj"
+    )
+
+
+# -- successive halving ------------------------------------------------------------------------------------------------
+
+MakeMember = Callable[..., Run]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> MakeMember:
+    """Makes runs of a sweep with validation losses at steps."""
+
+    def made(losses: dict[int, float | None], sweep_id: str = "s", factor: int = 3) -> Run:
+        part = sweeps.Member(sweep_id, {RANK: 8}, 10, factor)
+        run = Run.create(tmp_path, "member", Plan(("true",), files={SWEEP: part.to_json()}), datetime(2026, 11, 23))
+        points = [json.dumps({"step": step, "eval_loss": loss}) + "\n" for step, loss in losses.items()]
+        (run.path / METRICS).write_text("".join(points))
+        return run
+
+    return made
+
+
+def test_rungs() -> None:
+    assert [step for step in range(200) if sweeps.Member("s", {}, 10, 3).is_rung(step)] == [10, 30, 90]
+    assert not any(sweeps.Member("s", {}).is_rung(step) for step in range(200))
+
+
+def test_runs_behind_the_others_stop(make: MakeMember) -> None:
+    losses = [2.0, 3.0, 1.0, 4.0, 5.0, 1.5]
+    runs = [make({10: loss}) for loss in losses]
+    stopped = [bool(sweeps.stop_if_behind(run.path, 10)) for run in runs]
+    assert stopped == [True, True, False, True, True, False], "the best third goes on"
+    reason = sweeps.stop_if_behind(runs[0].path, 10)
+    assert reason == "Its validation loss at step 10 is number 3 of 6 in the sweep."
+    assert (runs[0].path / STOP).read_text() == f"save\n{reason}\n"
+    assert not (runs[2].path / STOP).exists()
+
+
+def test_runs_are_compared_at_the_same_step_only(make: MakeMember) -> None:
+    slow = make({10: 3.0, 20: 9.0})
+    for _ in range(2):
+        make({10: 2.0, 30: 0.1})
+    assert not sweeps.stop_if_behind(slow.path, 20), "not a rung"
+    assert not sweeps.stop_if_behind(slow.path, 30), "fewer than three runs have got there"
+    assert sweeps.stop_if_behind(slow.path, 10)
+
+
+def test_other_sweeps_and_single_runs_do_not_count(make: MakeMember, tmp_path: Path) -> None:
+    run = make({10: 3.0})
+    for _ in range(5):
+        make({10: 1.0}, sweep_id="other")
+    assert not sweeps.stop_if_behind(run.path, 10)
+    single = Run.create(tmp_path, "single", Plan(("true",)), datetime(2026, 11, 23))
+    assert not sweeps.stop_if_behind(single.path, 10)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make: MakeMember) -> None:
+    run = make({10: None})
+    for _ in range(3):
+        make({10: 1.0})
+    assert sweeps.stop_if_behind(run.path, 10)
+    assert math.isnan(sweeps.eval_losses(run.path).get(10, math.nan))
+
+
+# -- command line ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "first-run", "--runs", str(tmp_path), "--vary", "train.stage=sft,kto"]
+    assert main(words) == 1
+    assert "Nothing was started. stage=kto:" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--halving", "1"], "--halving must be at least 2"),
+        (["--halving", "3", "--set", "eval.strategy=epoch"], "eval.strategy: must be steps for --halving"),
+    ],
+)
+def test_halving_needs_evaluations(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "first-run", "--runs", str(tmp_path), "--vary", f"{RANK}=4,8", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_has_the_best_run_first(make: MakeMember, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make({10: loss, 20: loss / 2}) for loss in (4.0, 2.0)] + [make({})]
+    assert main(["list", "--runs", str(tmp_path), "--sweep", "s", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["id"], row["eval_loss"]) for row in found] == [
+        (runs[1].id, 1.0),
+        (runs[0].id, 2.0),
+        (runs[2].id, None),
+    ]
+    assert main(["list", "--runs", str(tmp_path), "--sweep", "s"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("r=8")
+    assert main(["list", "--runs", str(tmp_path), "--sweep", "nothing"]) == 2
