@@ -9,16 +9,10 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
-from backend.rules.examples import DEMO, EQUIPPED_TWO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
+from backend.rules.examples import DEMO, H100, LLAMA_8B, TWO_H100, USER_DATA, USER_DATA_FACTS
 
 DPO = {"train.stage": "dpo", "data.builtin": "train-pairs"}
 KTO = {"train.stage": "kto", "data.builtin": "train-pairs"}
-ZERO3_DPO = {
-    **DPO,
-    "parallel.strategy": "zero3",
-    "launch.nproc_per_node": 2,
-    "preference.precompute_ref_log_probs": True,
-}
 TENSOR_PARALLEL = {
     **DPO,
     "parallel.strategy": "tensor",
@@ -211,34 +205,6 @@ def precomputed_reference_with_tensor_parallel(case: Case) -> str | None:
     if not precomputes or case.run.tensor_parallel_size == 1:
         return None
     return f"preference.precompute_ref_log_probs is on, and the strategy is {case.strategy.label}."
-
-
-@rule(
-    "STG010",
-    "error",
-    fields=("preference.precompute_ref_log_probs", "parallel.strategy", "lora.modules_to_save"),
-    title="Reference log-probabilities cannot be precomputed for this adapter under ZeRO-3",
-    source="verified with trl 1.16 and deepspeed 0.19: RuntimeError (tracing error) in "
-    "partitioned_param_coordinator.py at the second step, CheckpointError with activation checkpointing",
-    fixes=(Fix("Compute them at each step", {"preference.precompute_ref_log_probs": False}, cost="slower steps"),),
-    fails_on=Example({**ZERO3_DPO, "train.activation_checkpointing": True}, EQUIPPED_TWO),
-    passes_on=Example(ZERO3_DPO, EQUIPPED_TWO),
-    proof="launch",
-)
-def precomputed_reference_of_adapter_under_zero3(case: Case) -> str | None:
-    """The reference is the model without its adapter. To precompute its log-probabilities, TRL wraps the model in a
-    DeepSpeed engine of its own before training. Afterwards, parameters are gathered at other moments than activation
-    checkpointing and the copies of lora.modules_to_save need."""
-    spec = case.spec
-    if not _stage(case).uses_reference_model or not spec.preference.precompute_ref_log_probs:
-        return None
-    if case.run.zero_stage < 3 or spec.method.kind != "lora":
-        return None
-    if spec.train.activation_checkpointing:
-        return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and activation checkpointing fail together."
-    if spec.lora.modules_to_save:
-        return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and lora.modules_to_save fail together."
-    return None
 
 
 @rule(

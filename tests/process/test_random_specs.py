@@ -45,6 +45,7 @@ SILENT_CHANGES = {
     "STR005": "generations differ from those of one process",
     "STR012": "DeepSpeed steps with its CPU Adam instead",
     "STR013": "the state stays in memory",
+    "STR052": "the state is not quantized",
 }
 SECONDS_TO_SUCCEED, SECONDS_TO_FAIL = 400, 60
 DOCUMENT = HOME / "docs/checks.md"

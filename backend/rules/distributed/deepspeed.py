@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
+from backend.modelspec import trainable_tensors
 from backend.rules.base import Case, Example, Fix, rule
-from backend.rules.common_fixes import DDP, FSDP2, ZERO2, ZERO3
+from backend.rules.common_fixes import ADAMW, DDP, FSDP2, ZERO2, ZERO3
 from backend.rules.distributed.examples import ZERO2_STRATEGY
-from backend.rules.examples import DEMO, LAPTOP, TWO_H100
+from backend.rules.examples import DEMO, EQUIPPED_TWO, LAPTOP, TWO_H100
 
 CPU_OFFLOAD = {**ZERO2_STRATEGY, "parallel.offload_optimizer": "cpu"}
 NVME_OFFLOAD = {"parallel.strategy": "zero3", "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+STATE_BLOCK = 256  # elements of a block in torchao's 8-bit and 4-bit optimizers, at most
+BLOCKWISE = {**ZERO2_STRATEGY, "train.optim": "adamw_torch_8bit"}
+ZERO3_DPO = {
+    "parallel.strategy": "zero3",
+    "launch.nproc_per_node": 2,
+    "train.stage": "dpo",
+    "data.builtin": "train-pairs",
+    "preference.precompute_ref_log_probs": True,
+}
 NVME_FACTS = replace(DEMO, nvme_problem="")
 OPTIMIZER_TO_CPU = Fix(
     "Offload the optimizer to CPU memory", {"parallel.offload_optimizer": "cpu"}, cost="needs host RAM"
@@ -199,3 +209,57 @@ def unloadable_under_zero3(case: Case) -> str | None:
     if case.run.zero_stage != 3 or not kinds or case.spec.method.quantization != "none":
         return None
     return f"The strategy is {case.strategy.label}, and the model type is {kinds.pop()}."
+
+
+@rule(
+    "STR051",
+    "error",
+    fields=("preference.precompute_ref_log_probs", "parallel.strategy", "lora.modules_to_save"),
+    title="Reference log-probabilities cannot be precomputed for this adapter under ZeRO-3",
+    source="verified with trl 1.16 and deepspeed 0.19: RuntimeError (tracing error) in "
+    "partitioned_param_coordinator.py at the second step, CheckpointError with activation checkpointing",
+    fixes=(Fix("Compute them at each step", {"preference.precompute_ref_log_probs": False}, cost="slower steps"),),
+    fails_on=Example({**ZERO3_DPO, "train.activation_checkpointing": True}, EQUIPPED_TWO),
+    passes_on=Example(ZERO3_DPO, EQUIPPED_TWO),
+    proof="launch",
+)
+def precomputed_reference_of_adapter_under_zero3(case: Case) -> str | None:
+    """The reference is the model without its adapter. To precompute its log-probabilities, TRL wraps the model in a
+    DeepSpeed engine of its own before training. Afterwards, parameters are gathered at other moments than activation
+    checkpointing and the copies of lora.modules_to_save need."""
+    spec = case.spec
+    if not registry.STAGES[case.spec.train.stage].uses_reference_model or not spec.preference.precompute_ref_log_probs:
+        return None
+    if case.run.zero_stage < 3 or spec.method.kind != "lora":
+        return None
+    if spec.train.activation_checkpointing:
+        return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and activation checkpointing fail together."
+    if spec.lora.modules_to_save:
+        return "Precomputed reference log-probabilities, LoRA, ZeRO-3 and lora.modules_to_save fail together."
+    return None
+
+
+@rule(
+    "STR052",
+    "error",
+    fields=("train.optim", "parallel.strategy"),
+    title="The blocks of this optimizer's state do not fit ZeRO's fragments",
+    source="deepspeed 0.19 utils/tensor_fragment.py, set_optim_state_fragment; torchao 0.18 optim/subclass_4bit.py and "
+    "subclass_8bit.py: start and end must be at a block boundary",
+    fixes=(DDP, ADAMW),
+    fails_on=Example({**BLOCKWISE, "lora.r": 3}, EQUIPPED_TWO),
+    passes_on=Example({**BLOCKWISE, "lora.r": 16}, EQUIPPED_TWO),
+)
+def blockwise_state_in_fragments(case: Case) -> str | None:
+    """torchao's 8-bit and 4-bit AdamW quantize their state in blocks. Below ZeRO-3, DeepSpeed keeps the state of many
+    parameters in one flat tensor and takes the part of each parameter out of it. The first step fails if a part does
+    not begin at a block; if the flat tensor is not a multiple of a block, its state silently keeps 32 bits."""
+    row, shape = registry.OPTIMIZERS[case.spec.train.optim], case.shape
+    blockwise = row.compiled and row.bits < 32
+    if not blockwise or shape is None or case.strategy.engine != "deepspeed" or case.run.zero_stage == 3:
+        return None
+    matrices = [leaf for leaf in trainable_tensors(case.spec.method, case.spec.lora, shape) if leaf.out_features]
+    found = next((leaf for leaf in matrices if leaf.parameters % STATE_BLOCK), None)
+    if found is None:
+        return None
+    return f"{found.path} has {found.parameters:,} elements, and {row.label} needs multiples of {STATE_BLOCK}."

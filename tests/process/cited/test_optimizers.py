@@ -19,13 +19,14 @@ from accelerate.utils.ao import convert_model_to_fp8_ao, filter_linear_layers
 from badam import BlockOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from galore_torch.galore_projector import GaLoreProjector
 from grokadamw import GrokAdamW
 from lomo_optim import AdaLomo, Lomo
 from schedulefree import AdamWScheduleFree
 from torch import nn
 from torchao.float8 import Float8LinearConfig
-from torchao.optim import AdamW8bit
+from torchao.optim import AdamW4bit, AdamW8bit
 from transformers import Trainer, TrainingArguments
 from transformers.optimization import Adafactor
 
@@ -224,3 +225,20 @@ def test_fp8_replaces_quantized_layers() -> None:
     model = nn.Sequential(nn.Linear(64, 64), bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 64))
     convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
     assert type(model[1]).__name__ == "Float8Linear"
+
+
+@cites("STR052")
+@pytest.mark.parametrize("optimizer", [AdamW8bit, AdamW4bit])
+def test_quantized_state_is_sliced_at_blocks_only(optimizer: Any) -> None:
+    """As DeepSpeed slices the state of a flat partition: tensor_fragment.py, set_optim_state_fragment."""
+    flat = nn.Parameter(torch.ones(4096))
+    state = optimizer([flat])._new_buffer(flat, signed=True)
+    fragment: Any = object.__new__(tensor_fragment)
+    fragment.hp_fragment_address = fragment_address(numel=1024, start=512)
+    fragment.set_optim_state_fragment(flat, {"exp_avg": state})
+    assert fragment.optim_fragment["exp_avg"].shape == (1024,)
+    fragment.hp_fragment_address = fragment_address(numel=1024, start=510)
+    with pytest.raises(ValueError, match="align with block boundary"):
+        fragment.set_optim_state_fragment(flat, {"exp_avg": state})
+    odd = nn.Parameter(torch.ones(4096 + 8))
+    assert type(optimizer([odd])._new_buffer(odd, signed=True)) is torch.Tensor, "not quantized"
