@@ -63,6 +63,8 @@ class Train(Section):
     """Added to the denominator of the update for numerical stability; 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0), Ui("Max gradient norm", when=read_by("max_grad_norm"))] = 1.0
     """Gradients are clipped to this global norm; 1.0 is usual, and 0 disables clipping."""
+    max_nonfinite_steps: Annotated[int, Field(ge=1, le=100_000), Ui("Max non-finite steps", unit="steps")] = 3
+    """Ends the run as diverged after this many steps in a row with a loss that is NaN or infinite; 1 to 10 is usual."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95
     """Decay rate of the momentum buffer; 0.95 is usual for Muon, 0.9 for SGD."""
     projection_rank: Annotated[int, Field(ge=1, le=65536), Ui("Projection rank", when=read_by("projection_rank"))] = 128

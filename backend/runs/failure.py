@@ -152,6 +152,13 @@ KNOWN_FAILURES = (
         "Change the owner or mode of that path, or use another path.",
     ),
     KnownFailure(
+        r"(?m)^backend\.[\w.]+: (?P<name>Training diverged: .+\.) Start a new run",
+        "{name}",
+        "Start a new run with a lower train.learning_rate or more train.warmup_steps, and with bf16 or fp32 if it uses "
+        "fp16.",
+        ("train.learning_rate", "train.warmup_steps", "precision.compute", "train.max_nonfinite_steps"),
+    ),
+    KnownFailure(
         r"(?m)^backend\.[\w.]+: (?P<name>.+)$",  # errors of Footplate are messages for users already
         "{name}",
         "",

@@ -34,6 +34,7 @@ from backend.train import (
 )
 from backend.train.callbacks import CheckpointCallback, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
+from backend.train.divergence import DivergenceCallback
 from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
@@ -84,8 +85,10 @@ def train_in_phases(context: TrainContext) -> None:
         prompts,
     )
     progress, checkpoint = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
-    callbacks = [generation, progress, checkpoint]
+    divergence = DivergenceCallback(spec, context.folder, group, run_log)
+    callbacks = [generation, progress, checkpoint, divergence]
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
+    trainer.divergence = divergence
     start = _start(context)
     lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers

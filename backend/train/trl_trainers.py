@@ -1,7 +1,7 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, context, device, lora, optimizers, patches, universal_checkpoint. Every trainer gets tokenized
-examples (data, preference_data), so its own preparation is skipped.
+Imports registry, config, context, device, divergence, lora, optimizers, patches, universal_checkpoint. Every trainer
+gets tokenized examples (data, preference_data), so its own preparation is skipped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.train import device, lora, optimizers, universal_checkpoint
 from backend.train.context import TrainContext
+from backend.train.divergence import DivergenceCallback
 from backend.train.patches import trl_orpo_dataset
 
 
@@ -44,6 +45,7 @@ class TrainerMixin(optimizers.OptimizerMixin):
 
     loraplus_lr_ratio = 1.0
     context: TrainContext
+    divergence: DivergenceCallback | None = None
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -52,6 +54,13 @@ class TrainerMixin(optimizers.OptimizerMixin):
         if new and self.loraplus_lr_ratio != 1:
             lora.set_loraplus_lr(optimizer, self.model if model is None else model, self.loraplus_lr_ratio)
         return optimizer
+
+    def training_step(self: Any, *args: Any, **more: Any) -> Any:
+        """Take note of a loss that is NaN or infinite."""
+        loss = super().training_step(*args, **more)  # type: ignore[misc]
+        if self.divergence is not None:
+            self.divergence.add(loss)
+        return loss
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another."""

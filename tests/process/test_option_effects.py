@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from training_runs import ignore_progress, make_engine, make_run_folder, make_spec, train_in_one_process
+from transformers import TrainerControl, TrainerState
 
 from backend.config import RunSpec
 from backend.config.options import by_name, edit, effective, options, word
@@ -38,6 +40,7 @@ from backend.train import (
     verify,
 )
 from backend.train.callbacks import CheckpointCallback
+from backend.train.divergence import DivergenceCallback
 from backend.train.run_log import RunLog, TrainError
 from backend.train.training import TrainContext, _start
 
@@ -135,6 +138,17 @@ def base_layer_type(spec: RunSpec) -> Any:
     """The class and double quantization of a base layer."""
     layer = adapted_model(spec).base_model.model.model.layers[0].self_attn.q_proj.base_layer
     return type(layer).__name__, getattr(getattr(layer.weight, "quant_state", None), "nested", None)
+
+
+def steps_until_divergence(spec: RunSpec) -> int:
+    """Steps with a loss that is NaN until the run ends."""
+    callback = DivergenceCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path(".")))
+    state, control = TrainerState(max_steps=100), TrainerControl(should_log=True)
+    with pytest.raises(TrainError, match="diverged"):
+        for state.global_step in range(1, 100):
+            callback.add(torch.tensor(math.nan))
+            callback.on_step_end(None, state, control)
+    return state.global_step
 
 
 def rule_errors(spec: RunSpec) -> str:
@@ -476,6 +490,7 @@ CASES: dict[str, Case] = {
     "train.badam_switch_mode": Case("ascending", badam_switching, BADAM),
     "train.badam_switch_block_every": Case(7, badam_switching, BADAM),
     "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
+    "train.max_nonfinite_steps": Case(2, steps_until_divergence),
     "train.neftune_noise_alpha": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.train_sampling_strategy": Case("group_by_length", sampling_order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,14 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
+import torch
+from fork_server import ForkServer, write_run
 from skip_checks import EXTENSIONS
 from torch.utils.file_baton import FileBaton
 from training_runs import log_text, losses, make_spec, result, same_losses
+from transformers import TrainerControl, TrainerState
 
-from backend.train import checkpoints, deepspeed_ops
+from backend.train import checkpoints, deepspeed_ops, device
+from backend.train.divergence import DivergenceCallback, weights_are_finite
 from backend.train.patches.torch_build_lock import BuildLock
-from backend.train.run_log import RunLog
+from backend.train.run_log import RunLog, TrainError
 
 SHORT = {"train.max_steps": 3, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 0}
 
@@ -181,3 +185,75 @@ def test_zero_starts_with_a_stale_build_lock(fork_server: ForkServer, root: Path
     fork_server.train(root / "zero2", spec, 2, env)
     assert not lock.exists()
     assert result(root / "zero2")["steps"] == 1
+
+
+NAN_FROM_STEP_4 = """
+import math, os
+from trl.trainer.sft_trainer import SFTTrainer
+from backend.train import __main__ as training
+compute = SFTTrainer.compute_loss
+
+def compute_loss(self, *args, **more):
+    loss = compute(self, *args, **more)
+    nan = self.state.global_step >= 3 and os.environ.get("RANK", "1") == "1"
+    return loss * math.nan if nan else loss
+
+SFTTrainer.compute_loss = compute_loss
+training.main()
+"""
+
+
+@pytest.mark.parametrize(("ranks", "steps", "last"), [(2, 9, 6), (0, 4, 4)])
+def test_a_diverged_run_fails_and_keeps_finite_weights(
+    fork_server: ForkServer, root: Path, ranks: int, steps: int, last: int
+) -> None:
+    """One rank has a loss of NaN: the run ends after three steps, or at its last step if that comes earlier."""
+    changes = {**SHORT, "train.max_steps": steps, "save.final_model": True, "method.kind": "full"}
+    changes |= {"parallel.strategy": "ddp" if ranks else "single", "save.total_limit": 1}
+    folder, script = root / f"diverged-{steps}", root / "nan.py"
+    script.write_text(NAN_FROM_STEP_4)
+    write_run(folder, make_spec(changes))
+    assert fork_server.run(folder, ranks, script=str(script)) == 1
+    sentence = [line for line in log_text(folder).splitlines() if "diverged" in line][-1]
+    assert ("steps 4 to 6" if last == 6 else "step 4 ") in sentence
+    assert "The last finite weights are in checkpoint-2." in sentence
+    assert "Traceback" not in log_text(folder)
+    assert max(losses(folder)) == last - 1, "the last step ended the run before its loss was logged"
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["checkpoint-2"]
+    assert not (folder / "model").exists()
+    assert not (folder / "result.json").exists()
+
+
+def test_only_steps_in_a_row_count(tmp_path: Path) -> None:
+    """fp16 skips steps with a loss that is not finite, and continues."""
+    callback = DivergenceCallback(make_spec(), tmp_path, device.ProcessGroup(), RunLog(tmp_path))
+    state, control = TrainerState(max_steps=100), TrainerControl()
+    model = torch.nn.Linear(2, 2)
+    for step, batches in enumerate(((1.0, math.nan), (math.inf, 2.0), (1.0, 1.0), (math.nan,), (1.0,)), 1):
+        state.global_step, control.should_log, control.should_save = step, step != 2, step == 2
+        for loss in batches:
+            callback.add(torch.tensor(loss))
+        callback.on_step_end(None, state, control, model)
+        assert not control.should_save, "weights may be NaN after a step with such a loss"
+    control.should_save = True
+    callback.on_step_end(None, state, control, model)
+    assert control.should_save
+    for state.global_step in (7, 8):
+        callback.add(torch.tensor(math.nan))
+        callback.on_step_end(None, state, control, model)
+    callback.add(torch.tensor(math.nan))
+    state.global_step = 9
+    with pytest.raises(TrainError, match="the loss of steps 7 to 9"):
+        callback.on_step_end(None, state, TrainerControl(should_log=True), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(3, 3).to(dtype)
+    model.bias.requires_grad = False
+    assert weights_are_finite(model)
+    model.bias.data[0] = math.nan
+    assert weights_are_finite(model), "frozen weights are not trained"
+    for value in (math.nan, -math.inf):
+        model.weight.data[1, 1] = value
+        assert not weights_are_finite(model)

@@ -167,6 +167,12 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("OSError: We couldn't connect to 'https://huggingface.co' to load", "could not be reached", "model.source"),
         ("RuntimeError: No CUDA GPUs are available", "is not available", "launch.device"),
         ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),
+        (
+            "backend.train.run_log.TrainError: Training diverged: the loss of steps 4 to 6 is NaN or infinite. The "
+            "last finite weights are in checkpoint-2. Start a new run with a lower train.learning_rate or more",
+            "diverged: the loss of steps 4 to 6 is NaN or infinite. The last finite weights are in checkpoint-2.",
+            "learning_rate",
+        ),
         ("KeyboardInterrupt", "interrupted from the keyboard", ""),
         ("torch.distributed.elastic.SignalException: Process 5 got signal: Signals.SIGTERM.", "received SIGTERM", ""),
     ],
@@ -183,5 +189,5 @@ def test_an_interrupted_build(tmp_path: Path) -> None:
 
 
 def test_every_known_failure_is_a_sentence() -> None:
-    assert len(KNOWN_FAILURES) == 17
+    assert len(KNOWN_FAILURES) == 18
     assert all(known.sentence.endswith((".", "}")) for known in KNOWN_FAILURES)
