@@ -45,7 +45,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 CLOSE = {"connection": "close"}  # the rest of the body is not read
-NOT_LOGGED_IN = "Not logged in: open the page in a browser and log in."
+NOT_LOGGED_IN = "Not logged in: open or reload the page in a browser, and log in."
 HEADERS = (
     (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),

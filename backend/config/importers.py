@@ -16,6 +16,7 @@ from backend import registry
 from backend.config import RunSpec, merge
 from backend.config.options import Problem, SpecError, edit
 from backend.config.processes import world_size
+from backend.config.yaml_text import load_yaml
 from backend.engines import engine_of
 from backend.engines.fsdp import STATE_DICTS
 from backend.launch import accelerate_config
@@ -29,7 +30,7 @@ Patch = dict[str, Any]
 def detect_format(text: str) -> str:
     """'deepspeed' or 'accelerate' if the text is such a configuration file, otherwise ''."""
     try:
-        found = yaml.safe_load(text)  # JSON is YAML
+        found = load_yaml(text)  # JSON is YAML
     except yaml.YAMLError:
         return ""
     if not isinstance(found, dict):
@@ -41,7 +42,7 @@ def detect_format(text: str) -> str:
 
 def import_config(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
     """(`spec` with the values of the file, the dotted keys that became extra config). Raises SpecError."""
-    imported = _parse_numbers(yaml.safe_load(text))
+    imported = _parse_numbers(load_yaml(text))
     if detect_format(text) == "deepspeed":
         return _import_deepspeed(imported, spec)
     result = edit(spec, _accelerate(imported))

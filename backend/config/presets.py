@@ -15,6 +15,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, build, changes, nest
+from backend.config.yaml_text import load_yaml
 from backend.machine import Machine, machines
 from backend.paths import PRESETS
 
@@ -73,7 +74,7 @@ def presets(folder: Path = PRESETS) -> list[Preset]:
 
 def _mapping(text: str) -> Mapping[str, Any]:
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""

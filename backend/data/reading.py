@@ -19,6 +19,7 @@ from typing import Any
 
 from backend.config import Data
 from backend.data.chat import Example, shorten, type_name
+from backend.data.patterns import TooManyEntries, matches
 from backend.paths import ASSETS
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -61,7 +62,9 @@ def expand(files: Iterable[str], base: Path | None = None) -> list[Path]:
     for name in files:
         pattern = str((base or Path()) / os.path.expanduser(name))  # Path.expanduser raises for unknown users
         try:
-            paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+            paths = [pattern] if Path(pattern).exists() else sorted(matches(pattern))
+        except TooManyEntries as error:
+            raise DataFileError(name, 0, str(error)) from None
         except OSError as error:  # such as a name that is too long, because it is the data itself
             raise DataFileError(shorten(name), 0, f"cannot be read: {error.strerror or error}") from None
         if not paths:

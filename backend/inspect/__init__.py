@@ -86,6 +86,9 @@ def wait_for_worker(
     wait_for_examples(spec, base, environment, until - time.monotonic(), show)
 
 
+MAX_TEMPLATE = 1024 * 1024  # characters
+
+
 def _template_problem(data: Data, base: Path) -> str:
     """What is wrong with the chat template file, a sentence; '' if nothing is."""
     if data.chat_template != "file":
@@ -93,12 +96,17 @@ def _template_problem(data: Data, base: Path) -> str:
     if not data.chat_template_file:
         return "data.chat_template_file is empty: set the path of a Jinja chat template."
     path = base / Path(data.chat_template_file).expanduser()
+    if path.exists() and not path.is_file():  # reading a pipe would wait for a writer
+        return f"The chat template file {path} is not a regular file."
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE + 1)
     except OSError as error:
         return f"The chat template file {path} cannot be read: {error.strerror or error}."
     except UnicodeDecodeError:
         return f"The chat template file {path} is not UTF-8 text."
+    if len(text) > MAX_TEMPLATE:
+        return f"The file {path} is not a chat template: it is longer than {MAX_TEMPLATE // 1024} KiB."
     if "messages" not in text:
         return f"The file {path} is not a chat template: it never uses the variable messages."
     return ""

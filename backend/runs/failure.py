@@ -17,6 +17,7 @@ from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 MAX_MESSAGE = 400  # characters
+MAX_LINE = 1000  # characters of a line of the log or a traceback
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 PEER_GONE = re.compile(r"(?i)connection (closed|reset)|broken pipe|remote process exited|socket closed|recvBytes")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -254,7 +255,13 @@ def _log(path: Path) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return text.replace("\r\n", "\n").rpartition("\n" + SEPARATOR)[2]
+    text = text.replace("\r\n", "\n").rpartition("\n" + SEPARATOR)[2]
+    return _clip_lines(text)
+
+
+def _clip_lines(text: str) -> str:
+    """Lines are clipped, because the patterns take quadratic time in the length of a line."""
+    return re.sub(rf"([^\n]{{{MAX_LINE}}})[^\n]+", r"\1", text)
 
 
 def _recorded(folder: Path, since_ns: int) -> tuple[int | None, str]:
@@ -284,7 +291,8 @@ def _error(path: Path) -> tuple[int, str]:
     try:
         when = path.stat().st_mtime_ns
         message = json.loads(path.read_text(encoding="utf-8", errors="replace"))["message"]
-        return when, str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+        text = str(message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message)
+        return when, _clip_lines(text[-LOG_BYTES:])
     except (OSError, ValueError, KeyError, TypeError):
         return 0, ""
 

@@ -131,6 +131,8 @@ def error_response(error: Exception) -> Response:
             return json({"error": str(error)}, 409)
         case OSError(errno=errno.ENOSPC):
             return json({"error": "The disk that stores the runs is full. Free some space, then try again."}, 507)
+        case RecursionError():
+            return json({"error": "A value or a file is nested too deeply."}, 422)
     error_id = secrets.token_hex(4)
     trace = "".join(traceback.format_exception(error))
     sys.stderr.write(f"Footplate, error {error_id}:\n{trace}\n")
