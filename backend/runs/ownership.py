@@ -24,7 +24,7 @@ def problem(folder: Path) -> str:
         status, plan = os.lstat(folder), os.lstat(folder / PLAN)
         if not stat.S_ISDIR(status.st_mode) or not stat.S_ISREG(plan.st_mode):
             return f"{folder.name} is a symbolic link, or its {PLAN} is not a regular file."
-        own = _own_uid(folder.parent)
+        own = own_uid(folder.parent)
         if status.st_uid != own or plan.st_uid != own:
             return f"The run {folder.name} belongs to another user, who decides what it would execute."
         with os.scandir(folder) as entries:
@@ -37,7 +37,7 @@ def problem(folder: Path) -> str:
 
 
 @lru_cache(maxsize=64)
-def _own_uid(root: Path) -> int:
+def own_uid(root: Path) -> int:
     """The owner of files that this process creates in `root`: some network file systems and containers map users."""
     try:
         with tempfile.TemporaryFile(dir=root) as probe:
