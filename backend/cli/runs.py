@@ -17,7 +17,7 @@ from typing import Any
 from backend.cli import sweep
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
 from backend.runs.metrics import Metrics, since
 
@@ -93,7 +93,7 @@ def follow(followed: Run, offset: int) -> Iterator[str]:
 def list_runs(arguments: argparse.Namespace) -> int:
     """Print all runs, newest first; with --sweep those of one sweep, best first."""
     if arguments.sweep:
-        members = sweep.rows(Path(arguments.runs), arguments.sweep)
+        members = sweeps.rows(Path(arguments.runs), arguments.sweep)
         if arguments.json:
             print_json(members)
         else:

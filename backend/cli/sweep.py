@@ -18,7 +18,7 @@ from backend.config.options import Problem, SpecError, edit
 from backend.machine import probe
 from backend.preflight import Report
 from backend.runs import SWEEP, sweeps
-from backend.runs.folder import Run, RunError
+from backend.runs.folder import Run
 
 
 def start(arguments: argparse.Namespace) -> int:
@@ -62,19 +62,6 @@ def _create(root: Path, report: Report, part: sweeps.Member) -> Run:
     plan = replace(report.plan, files={**report.plan.files, SWEEP: part.to_json()})
     title = f"{report.title} {sweep.label(part.varied)}".strip()
     return Run.create(root, title, plan, datetime.now(), report.about, report.expected)
-
-
-def rows(root: Path, identity: str) -> list[dict[str, Any]]:
-    """The runs of a sweep, the lowest validation loss first; then those without one."""
-    found = []
-    for run, part in sweeps.members(root, identity):
-        losses, summary = sweeps.eval_losses(run.path), run.summary()
-        best = min(losses.values(), default=None)
-        kept = {key: summary[key] for key in ("state", "step", "loss", "sentence")}
-        found.append({"id": run.id, "varied": part.varied, "eval_loss": best, **kept})
-    if not found:
-        raise RunError(f"There is no sweep named {identity!r} in {root}.")
-    return sorted(found, key=lambda row: (row["eval_loss"] is None, row["eval_loss"] or 0, row["id"]))
 
 
 def print_rows(found: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.runs import METRICS, STOP, SWEEP, replace_text
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
 from backend.runs.metrics import Metrics
 
 
@@ -81,3 +81,15 @@ def stop_if_behind(folder: Path, step: int) -> str:
     reason = f"Its validation loss at step {step} is number {place} of {len(losses)} in the sweep."
     replace_text(folder / STOP, f"save\n{reason}\n")
     return reason
+
+
+def rows(root: Path, sweep: str) -> list[dict[str, Any]]:
+    """The runs of a sweep, the lowest validation loss first, then those without one. Raises RunError."""
+    found = []
+    for run, part in members(root, sweep):
+        summary, losses = run.summary(), eval_losses(run.path)
+        kept = {key: summary[key] for key in ("id", "state", "step", "loss", "sentence")}
+        found.append({**kept, "varied": part.varied, "eval_loss": min(losses.values(), default=None)})
+    if not found:
+        raise RunError(f"There is no sweep named {sweep!r}.")
+    return sorted(found, key=lambda row: (row["eval_loss"] is None, row["eval_loss"] or 0, row["id"]))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from backend.__main__ import main
 from backend.config import RunSpec
 from backend.config.options import SpecError
 from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
+from webui.api import runs as runs_api
 
 RATE, RANK = "train.learning_rate", "lora.r"
 
@@ -184,3 +186,12 @@ def test_the_table_has_the_best_run_first(make: MakeMember, tmp_path: Path, caps
     assert main(["list", "--runs", str(tmp_path), "--sweep", "s"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("r=8")
     assert main(["list", "--runs", str(tmp_path), "--sweep", "nothing"]) == 2
+
+
+def test_the_page_gets_labels_too(make: MakeMember, tmp_path: Path) -> None:
+    run = make({10: 4.0})
+    found = runs_api.sweep(SimpleNamespace(runs=tmp_path), "s")  # type: ignore[arg-type]
+    assert found["labels"] == {RANK: "LoRA rank (r)"}
+    assert [row["id"] for row in found["runs"]] == [run.id]
+    with pytest.raises(RunError, match="There is no sweep named 'nothing'"):
+        runs_api.sweep(SimpleNamespace(runs=tmp_path), "nothing")  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/machines": checking.list_machines,
     "/api/runs": runs.list_runs,
     "/api/runs/{id}": runs.show,
+    "/api/sweeps/{id}": runs.sweep,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,

@@ -18,8 +18,8 @@ from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
 
 from backend.config import presets, variables
-from backend.config.options import SpecError, changes
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue
+from backend.config.options import SpecError, by_name, changes
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
@@ -153,6 +153,7 @@ def show(run: PathRun) -> dict[str, Any]:
     return {
         "summary": run.summary(),
         "queue": _place_in_queue(run),
+        "sweep": part.sweep if (part := sweeps.member(run.path)) else "",
         "progress": run.progress(),
         "result": run.result(),
         "estimate": run.estimate(),
@@ -168,6 +169,13 @@ def show(run: PathRun) -> dict[str, Any]:
         "folder": str(run.path),
         "can": run.can(),
     }
+
+
+def sweep(state: State, id: str) -> dict[str, Any]:
+    """The runs of a sweep, the lowest validation loss first, and the labels of the options that it varies."""
+    found = sweeps.rows(state.runs, id)
+    labels = {name: by_name()[name].label for row in found for name in row["varied"] if name in by_name()}
+    return {"runs": found, "labels": labels}
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
 import { cardNode, detailParts, downloadLinks, failureParts, resultCards, sampleParts } from "./run_results.js";
+import { createSweep } from "./sweep.js";
 import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
 
 const QUEUE_ACTIONS = ["hold", "release", "share", "unqueue"];
@@ -58,6 +59,7 @@ function buildPage(place) {
       drawCards();
     },
   });
+  page.sweep = createSweep(isVisible);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
@@ -71,6 +73,7 @@ function buildPage(place) {
     page.failure,
     page.cards,
     page.samples,
+    page.sweep.node,
     page.charts.node,
     page.log.node,
     page.details,
@@ -167,6 +170,7 @@ function notFound(error) {
 function close() {
   page.poller.stop();
   page.charts.close();
+  page.sweep.close();
   page.log.close();
 }
 
@@ -225,6 +229,7 @@ function draw() {
   drawProgress(summary);
   drawTitle();
   drawActions();
+  page.sweep.open(run.sweep, id);
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("failure", run.failure, drawFailure);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
