@@ -234,6 +234,13 @@ def _lease_folder() -> Path:
     return place
 
 
+def touch(leases: Sequence[int]) -> None:
+    """Mark the lease files as in use."""
+    for lease in leases:
+        with contextlib.suppress(OSError):  # of another user
+            os.utime(lease)
+
+
 def _release(leases: Sequence[int]) -> None:
     for lease in leases:
         os.close(lease)

@@ -46,6 +46,7 @@ from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
 QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a program on a GPU is asked for less often
+TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete what nobody has written for days
 BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
@@ -138,9 +139,12 @@ class Supervisor:
         self._end()
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
-        requested = sigterm_sent = 0.0
+        requested = sigterm_sent = touched = 0.0
         while (code := _reap(launcher)) is None:
             time.sleep(POLL_SECONDS)
+            if time.monotonic() - touched > TOUCH_SECONDS:
+                touched = time.monotonic()
+                queue.touch(self.turn.leases or ())
             if self.state_unwritten:
                 self._write()
             request, now = self._stop_request(), time.monotonic()

@@ -265,6 +265,22 @@ def test_a_gpu_that_another_program_uses(make: MakeRun, tmp_path: Path, monkeypa
         wait_for_state(run, "done")
 
 
+def test_leases_are_touched_so_that_cleaners_of_tmp_keep_them(make: MakeRun, folder: Path) -> None:
+    run, lease = make("first"), folder / queue.DEVICES / "cpu"
+    lease.parent.mkdir(parents=True)
+    lease.touch()
+    os.utime(lease, (0, 0))
+    run.start()
+    wait_for(lambda: lease.stat().st_mtime > 0)
+    held = os.open(lease, os.O_RDONLY)
+    os.utime(lease, (0, 0))
+    queue.touch([held])
+    assert lease.stat().st_mtime > 0
+    os.close(held)
+    finish(run)
+    wait_for_state(run, "done")
+
+
 def test_a_damaged_order_loses_no_run(make: MakeRun, folder: Path) -> None:
     first, second = make("first"), make("second")
     first.start()
