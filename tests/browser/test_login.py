@@ -59,9 +59,3 @@ def test_password_and_logout(page, tmp_path, password_file):
         expect(page.get_by_label("Password")).to_be_visible()
         page.goto(server.url)
         expect(page.get_by_label("Password")).to_be_visible()
-
-
-def test_without_a_login_there_is_nothing_to_log_out_of(page, server):
-    page.goto(server.url)
-    wait_until_ready(page)
-    expect(page.get_by_role("button", name="Log out")).to_have_count(0)

@@ -123,3 +123,8 @@ def test_a_hidden_option_is_shown_by_one_click(page):
     assert results(page, "nvme_path")[0] == "parallel.nvme_path"
     expect(row).to_contain_text("Hidden. Shown when")
     expect(row.get_by_role("button")).to_have_count(0)  # two values would have to change
+
+
+def test_without_a_login_there_is_nothing_to_log_out_of(page):
+    """test_login.py has the button."""
+    expect(page.get_by_role("button", name="Log out")).to_have_count(0)
