@@ -43,8 +43,7 @@ class Parallel(Section):
     """Gradients are communicated in buckets of this size; 25 is usual for DDP, 200 for ZeRO. Larger buckets need more
     memory."""
     ddp_timeout: Annotated[int, Field(ge=1), Ui("Distributed timeout", when=MULTI_PROCESS, unit="s")] = 1800
-    """Ends the run if a rank waits longer than this in a collective; raise it for slow data preparation. 1800 is
-    usual."""
+    """Ends the run if a rank waits longer than this in a collective, or if a rank no longer responds; 1800 is usual."""
     offload_optimizer: Annotated[str, *one_of(registry.OFFLOADS), Ui("Offload optimizer to", when=OFFLOADING)] = "none"
     """Keeps the optimizer state in CPU memory or on NVMe and steps on the CPU: less GPU memory, slower steps."""
     offload_param: Annotated[str, *one_of(registry.OFFLOADS), Ui("Offload parameters to", when=ZERO3)] = "none"

@@ -101,6 +101,13 @@ KNOWN_FAILURES = (
         anywhere=True,
     ),
     KnownFailure(
+        r"(?m)^backend\.[\w.]+: (?P<name>Rank \d.+ \(parallel\.ddp_timeout\)[^.]*\.)",
+        "{name}",
+        "Check the log of this rank and its host for the cause of the delay; if a step takes that long, raise "
+        "parallel.ddp_timeout. Resume continues from the last complete checkpoint.",
+        ("parallel.ddp_timeout",),
+    ),
+    KnownFailure(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
         r"|Timed out (after \d+ seconds )?waiting|DistStoreError[^\n]*time",
         "A rank waited longer than parallel.ddp_timeout for the other ranks.",

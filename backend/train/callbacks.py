@@ -146,9 +146,13 @@ class CheckpointCallback(TrainerCallback):
         self.keep, self.run, self.group, self.run_log = spec.save.total_limit, run, group, run_log
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The engine has created its process groups."""
+        self.group.limit_collectives()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree with all ranks on a stop after each step, so that all of them end at the same step."""
-        requested = self.group.agree(self.run_log.stop_requested() if self.group.rank == 0 else 0)
+        requested = self.group.agree_on_step(self.run_log.stop_requested() if self.group.rank == 0 else 0)
         if requested and state.global_step < state.max_steps:
             self.stopped = requested
             args.save_only_model = False  # the run must be able to resume from this checkpoint

@@ -1,7 +1,7 @@
 """Devices, collective backends, and how the ranks of a run communicate outside of training.
 
-A separate gloo group carries what is not training (waiting for preparation, agreeing on a stop), because that may take
-longer than a collective of the training ever should.
+Separate gloo groups carry what is not training. Ranks agree on a stop within parallel.ddp_timeout, but wait for each
+other's preparation and checkpoints as long as these take, while the heartbeats show that all ranks run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import uuid
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ import torch.distributed as dist
 
 from backend import registry
 from backend.runs import ERROR_FILE, RANK
+from backend.train.heartbeat import Heartbeat
 from backend.train.run_log import TrainError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GROUP_TIMEOUT = timedelta(days=2)
+PREPARATION_TIMEOUT = timedelta(days=2)
 
 
 def device_count(family: str) -> int:
@@ -92,6 +94,8 @@ class ProcessGroup:
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._group: Any = None
+        self._step_group: Any = None
+        self._heartbeat: Heartbeat | None = None
 
     def sign(self) -> None:
         """Write the global rank next to this rank's error file: torchrun's folders are named by the local rank."""
@@ -100,12 +104,15 @@ class ProcessGroup:
             with contextlib.suppress(OSError):
                 Path(path).with_name(RANK).write_text(str(self.rank), encoding="utf-8")
 
-    def meet(self, folder: Path) -> None:
-        """Create the gloo group; with several ranks torch's process group must exist. Raises TrainError unless all
-        ranks see the run's `folder`."""
+    def meet(self, folder: Path, timeout: float) -> None:
+        """Create the gloo groups and start the heartbeat; with several ranks torch's process group must exist.
+        `timeout`: parallel.ddp_timeout. Raises TrainError unless all ranks see the run's `folder`."""
         if self.world == 1:
             return
-        self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        self._heartbeat = Heartbeat(self.rank, self.world, timeout)
+        self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
+        self._step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._heartbeat.start()
         mark = folder / f".met-{self.gather(uuid.uuid4().hex)[0]}"
         if self.rank == 0:
             mark.touch()
@@ -121,11 +128,11 @@ class ProcessGroup:
 
     def agree(self, number: int = 0) -> int:
         """The largest `number` of all ranks. A collective call."""
-        if self._group is None:
-            return number
-        value = torch.tensor(number, dtype=torch.int64)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
-        return int(value)
+        return _largest(number, self._group)
+
+    def agree_on_step(self, number: int) -> int:
+        """As agree, right after a training step: a rank that does not come within parallel.ddp_timeout is an error."""
+        return _largest(number, self._step_group)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in order. A collective call."""
@@ -142,10 +149,37 @@ class ProcessGroup:
             dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
+    def limit_collectives(self) -> None:
+        """Set parallel.ddp_timeout for every process group of the training: transformers 5.23 sets it for the default
+        group only, and on a CPU not even there; DeviceMesh and DeepSpeed create groups with torch's default."""
+        if self._heartbeat is None:
+            return
+        timeout = timedelta(seconds=self._heartbeat.timeout)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")  # not for XCCL and HCCL
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not self._group:
+                    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def check_timeout(self, error: RuntimeError) -> None:
+        """Raise TrainError that names the ranks that others waited for, if `error` is a time-out of a collective."""
+        if self._heartbeat is not None:
+            self._heartbeat.check_timeout(error)
+
     def leave(self) -> None:
         """Destroy the process groups: without this a rank can abort when its peers end first."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _largest(number: int, group: Any) -> int:
+    if group is None:
+        return number
+    value = torch.tensor(number, dtype=torch.int64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return int(value)
 
 
 def peak_bytes(family: str) -> int:

@@ -56,6 +56,9 @@ def train(spec: RunSpec, run: ResolvedRun, folder: Path, from_scratch: bool, gro
             train_in_phases(context)
         except Stopped:
             context.run_log.info("Stopped.")
+        except RuntimeError as error:
+            group.check_timeout(error)
+            raise
     group.leave()
 
 
@@ -68,7 +71,7 @@ def train_in_phases(context: TrainContext) -> None:
     run_log.progress("preparing model", "")
     config = trainers.training_arguments(context.engine, context.folder)
     verify.check_backend(context.run)
-    group.meet(context.folder)
+    group.meet(context.folder, spec.parallel.ddp_timeout)
     source = _source(context)
     tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(context, tokens)

@@ -27,6 +27,7 @@ from backend.train.divergence import DivergenceCallback, weights_are_finite
 from backend.train.patches.torch_build_lock import BuildLock
 from backend.train.run_log import RunLog, TrainError
 
+TIMEOUT = 3  # seconds
 SHORT = {"train.max_steps": 3, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 0}
 
 
@@ -257,3 +258,48 @@ def test_weights_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
     for value in (math.nan, -math.inf):
         model.weight.data[1, 1] = value
         assert not weights_are_finite(model)
+
+
+def hang_rank_1(how: str) -> str:
+    """A training in which rank 1 hangs at `how`: 'step' or 'preparation' (the process is stopped), or 'alive'."""
+    call = "time.sleep(1000)" if how == "alive" else "os.kill(os.getpid(), signal.SIGSTOP)"
+    return f"""
+import os, signal, time
+from backend.train import __main__ as training, training as phases
+from trl.trainer.sft_trainer import SFTTrainer
+owner, name = {'(phases, "_trainer")' if how == "preparation" else '(SFTTrainer, "compute_loss")'}
+call, calls = getattr(owner, name), []
+
+def hang(*args, **more):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == {1 if how == "preparation" else 3}:
+        {call}
+    return call(*args, **more)
+
+setattr(owner, name, hang)
+training.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("preparation", "ddp"),
+        ("alive", "ddp"),
+        ("step", "fsdp2"),
+        pytest.param("step", "zero2", marks=pytest.mark.soak),
+        pytest.param("alive", "zero3", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_that_hangs_ends_the_run_and_is_named(
+    fork_server: ForkServer, root: Path, how: str, strategy: str
+) -> None:
+    folder, script = root / f"hung-{how}-{strategy}", root / f"hang-{how}.py"
+    script.write_text(hang_rank_1(how))
+    write_run(folder, make_spec({"parallel.strategy": strategy, "parallel.ddp_timeout": TIMEOUT}))
+    began = time.monotonic()
+    assert fork_server.run(folder, 2, script=str(script), seconds=100) == 1, log_text(folder)
+    assert time.monotonic() - began < 60
+    sentence = next(line for line in log_text(folder).splitlines() if "Rank 1 (PID " in line)
+    assert ("did not take part" if how == "alive" else f"has not responded for {TIMEOUT} s") in sentence
+    assert "Traceback" not in log_text(folder)

@@ -168,6 +168,18 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("RuntimeError: No CUDA GPUs are available", "is not available", "launch.device"),
         ("backend.train.data.DataError: Row 7 has no text.", "Row 7 has no text.", ""),
         (
+            "backend.train.run_log.TrainError: Rank 1 (PID 5 on vm) has not responded for 4 s (parallel.ddp_timeout): "
+            "its process is stopped or hangs, or its host is not reachable. Resume continues.",
+            "Rank 1 (PID 5 on vm) has not responded for 4 s (parallel.ddp_timeout): its process is stopped or hangs, ",
+            "ddp_timeout",
+        ),
+        (
+            "backend.train.run_log.TrainError: Rank 3 (PID 5 on vm) did not take part in a collective within 4 s "
+            "(parallel.ddp_timeout), while the others waited. Check its log",
+            "did not take part in a collective within 4 s (parallel.ddp_timeout), while the others waited.",
+            "ddp_timeout",
+        ),
+        (
             "backend.train.run_log.TrainError: Training diverged: the loss of steps 4 to 6 is NaN or infinite. The "
             "last finite weights are in checkpoint-2. Start a new run with a lower train.learning_rate or more",
             "diverged: the loss of steps 4 to 6 is NaN or infinite. The last finite weights are in checkpoint-2.",
@@ -189,5 +201,5 @@ def test_an_interrupted_build(tmp_path: Path) -> None:
 
 
 def test_every_known_failure_is_a_sentence() -> None:
-    assert len(KNOWN_FAILURES) == 18
+    assert len(KNOWN_FAILURES) == 19
     assert all(known.sentence.endswith((".", "}")) for known in KNOWN_FAILURES)
