@@ -22,7 +22,7 @@ from backend.train.patches import torch_build_lock
 from backend.train.run_log import RunLog
 
 PHASE = "building kernels"
-SHOWN_AFTER_SECONDS = 1.0  # loading a built operator takes less
+SHOWN_AFTER_SECONDS, LOGGED_AFTER_SECONDS = 1.0, 5.0  # loading a built operator takes less
 
 
 def needed(run: ResolvedRun) -> list[str]:
@@ -56,10 +56,9 @@ def _progress(name: str, run_log: RunLog) -> Iterator[None]:
             elapsed = time.monotonic() - began
             lock = torch_build_lock.BuildLock.waiting
             text = f"Building DeepSpeed kernels: {name}"
-            if lock:
-                text += ", by another process"
-            if not announced:
-                run_log.info(f"{text} (lock file {lock})." if lock else f"{text}, on its first use on this machine.")
+            if not announced and elapsed >= LOGGED_AFTER_SECONDS:
+                builder = f", by another rank or run, which holds {lock}" if lock else ""
+                run_log.info(f"{text}, on its first use on this machine{builder}.")
                 announced = True
             run_log.progress(PHASE, f"{text}, {duration(elapsed)}.")
 
