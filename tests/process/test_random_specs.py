@@ -37,7 +37,10 @@ SEEDS = [1, 2, int(os.environ.get("FOOTPLATE_FUZZ_SEED", 3))]
 SILENT_CHANGES = {
     "PRC001": "the libraries ignore fp16 on a CPU",
     "OPT002": "bitsandbytes pages only the state of tensors with 100,000 elements or more; smaller ones need no GPU",
+    "OPT020": "torchao keeps the state of tensors with fewer than 4,096 elements in 32 bits",
+    "OPT022": "the average of the weights is neither evaluated nor saved",
     "OPT005": "every micro-batch is an optimizer step",
+    "QNT003": "under ZeRO-3 each rank keeps the whole weight next to its shard",
     "QNT005": "the merged weights are rounded to 4 bits again",
     "LCH010": "the launcher overrides the variable on each rank",
     "PRC008": "DeepSpeed keeps fp32 state anyway",
