@@ -84,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
     ui = subcommands.add_parser("ui", parents=[folder], help="serve the web page", description="Serve the web page.")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     ui.add_argument("--port", type=int, default=7860, help="port to listen on; 0 takes a free one (default: 7860)")
-    ui.add_argument("--no-login", action="store_true", help="serve without token and password, to every local user")
-    ui.add_argument("--certfile", default="", metavar="FILE", help="TLS certificate (PEM): serves https")
+    ui.add_argument("--no-login", action="store_true", help="serve every local user, without a token or password")
+    ui.add_argument("--certfile", default="", metavar="FILE", help="TLS certificate (PEM), to serve HTTPS")
     ui.add_argument("--keyfile", default="", metavar="FILE", help="private key of --certfile")
     return top
 
@@ -110,7 +110,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     run = command("run", spec, folder, help="start a run; it waits in the queue until its devices are free")
     after = run.add_mutually_exclusive_group()
     after.add_argument("--after-ok", metavar="RUN", help="start after this run has succeeded")
-    after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any way")
+    after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any state")
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
@@ -121,16 +121,16 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
         metavar="SECTION.KEY=VALUES",
         help="values of one option: 1e-5,1e-4 or 0.1..0.3 or log:1e-5..1e-3; a grid needs /POINTS after a range",
     )
-    sweep.add_argument("--random", type=int, default=0, metavar="N", help="N random samples instead of the grid")
-    sweep.add_argument("--seeds", type=int, default=1, metavar="N", help="N runs with different seeds for each")
+    sweep.add_argument("--random", type=int, default=0, metavar="N", help="try N random samples instead of the grid")
+    sweep.add_argument("--seeds", type=int, default=1, metavar="N", help="run each combination with N different seeds")
     sweep.add_argument("--limit", type=int, default=50, metavar="N", help="refuse more runs than this (default: 50)")
     sweep.add_argument(
         "--halving",
         type=int,
         default=0,
         metavar="FACTOR",
-        help="stop runs early by validation loss: one in FACTOR goes on, at the first evaluation and at FACTOR times "
-        "the steps after each comparison",
+        help="stop runs early (successive halving): at the first evaluation, and again after FACTOR times as many "
+        "steps, only the best 1/FACTOR by validation loss continue",
     )
 
 
@@ -138,15 +138,15 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     """queue, list, show, stop, resume, logs, metrics."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
-    queue = command("queue", folder, help="list the waiting runs in order, or change the place of one")
+    queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
     queue.add_argument("run", metavar="RUN", nargs="?", help="a waiting run: its id or a unique prefix of it")
     place = queue.add_mutually_exclusive_group()
-    place.add_argument("--hold", action="store_true", help="keep it in the queue, and let others pass")
-    place.add_argument("--release", action="store_true", help="end a hold")
-    place.add_argument("--first", action="store_true", help="move it to the front")
-    place.add_argument("--last", action="store_true", help="move it to the end")
-    place.add_argument("--before", metavar="OTHER", help="move it before another waiting run")
-    place.add_argument("--share", action="store_true", help="do not wait for other programs on its GPUs")
+    place.add_argument("--hold", action="store_true", help="keep the run from starting; later runs may start first")
+    place.add_argument("--release", action="store_true", help="end the hold, so that the run can start")
+    place.add_argument("--first", action="store_true", help="move the run to the front")
+    place.add_argument("--last", action="store_true", help="move the run to the end")
+    place.add_argument("--before", metavar="OTHER", help="move the run before another waiting run")
+    place.add_argument("--share", action="store_true", help="start the run even if other programs use its GPUs")
     listed = command("list", folder, help="list all runs, newest first")
     listed.add_argument("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
     command("show", run_id, help="print the state, options and results of a run")

@@ -38,7 +38,8 @@ class Values:
         if self.choices:
             return list(self.choices)
         if not self.points:
-            raise _problem(self.name, f"a grid needs the number of points of a range, such as {self._text()}/3")
+            example = f"{self._text()}/3"
+            raise _problem(self.name, f"add the number of grid points to the range, such as {example}, or use --random")
         shares = [number / max(1, self.points - 1) for number in range(self.points)]
         return list(dict.fromkeys(map(self._at, shares)))
 
@@ -72,9 +73,9 @@ def parse(text: str) -> Values:
     except ValueError:
         raise _problem(name, f"{values} is not a range of numbers") from None
     if by_name()[name].kind not in ("int", "float"):
-        raise _problem(name, "only numbers have ranges; write the values with commas")
+        raise _problem(name, "only numeric options can have a range; list the values, separated by commas")
     if not low < high or (found["log"] and low <= 0):
-        raise _problem(name, f"{values} must begin with the smaller number{', above 0' if found['log'] else ''}")
+        raise _problem(name, f"{values} must start with the smaller number{', above 0' if found['log'] else ''}")
     return Values(name, low=low, high=high, is_log=bool(found["log"]), points=int(found["points"] or 0))
 
 

@@ -31,7 +31,7 @@ def start(arguments: argparse.Namespace) -> int:
     reports = [wait_for_preflight(edit(spec, patch), machine) for patch in patches]
     for patch, report in zip(patches, reports, strict=True):
         if not report.can_run:
-            print(f"Nothing was started. {sweep.label(patch)}:")
+            print(f"Nothing was started. The checks report errors for {sweep.label(patch)}:")
             print_findings(report)
             return 1
     identity = f"{datetime.now():%Y-%m-%d_%H%M%S}"
@@ -52,9 +52,10 @@ def _first_rung(spec: RunSpec, factor: int) -> int:
     if not factor:
         return 0
     if factor < 2:
-        raise SpecError([Problem("", "--halving must be at least 2: of that many runs, one goes on")])
+        raise SpecError([Problem("", "--halving must be at least 2: one in that many runs continues")])
     if spec.eval.strategy != "steps":
-        raise SpecError([Problem("eval.strategy", "must be steps for --halving, which compares validation losses")])
+        message = "must be steps for --halving, which compares validation losses at the same step"
+        raise SpecError([Problem("eval.strategy", message)])
     return spec.eval.steps
 
 

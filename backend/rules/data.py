@@ -203,7 +203,7 @@ NO_EVAL_LOSS = Fix(
 )
 def evaluation_without_validation_set(case: Case) -> Violation | None:
     """Without validation examples there is no eval loss, and therefore no eval curve and no best checkpoint to load at
-    the end. Validation examples without a trained token are dropped."""
+    the end. Validation examples in which no token counts toward the loss are dropped."""
     strategy, data = case.spec.eval.strategy, case.spec.data
     if strategy == "no":
         return None
@@ -417,9 +417,9 @@ def unrenderable_examples(case: Case) -> Violation | None:
     "DAT019",
     "error",
     fields=("data.files", "data.rejected_column"),
-    title="The chosen and the rejected completion are the same in every training pair",
-    source="the examples: a pair of identical completions has no preference, and is dropped",
-    manual_fix="Set data.chosen_column and data.rejected_column to different completions of the prompt.",
+    title="The chosen and rejected completions are identical in every training pair",
+    source="the examples: a pair of identical completions expresses no preference and is dropped",
+    manual_fix="Set data.chosen_column and data.rejected_column to two columns with different completions.",
     fails_on=Example(
         {**USER_DATA, "train.stage": "dpo"},
         facts=replace(PAIRS, num_usable=0, num_identical_pairs=20),
@@ -430,8 +430,8 @@ def unrenderable_examples(case: Case) -> Violation | None:
     ),
 )
 def identical_pairs(case: Case) -> str | Violation | None:
-    """A preference loss compares the chosen with the rejected completion. Pairs in which both are the same within
-    data.max_length are dropped, so no training example is left."""
+    """A preference loss compares the chosen with the rejected completion. Pairs whose completions are identical after
+    truncation to data.max_length are dropped, so no training example is left."""
     facts = case.facts
     if not facts.num_identical_pairs or not _training_set_is_empty(case) or not _mostly_identical(case):
         return None

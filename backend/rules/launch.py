@@ -330,19 +330,19 @@ def engine_environment_variables(case: Case) -> Violation | None:
     fields=("launch.env",),
     title="launch.env contains a secret",
     source="Footplate's run folder: spec.yaml, plan.json and run.sh contain launch.env as text",
-    manual_fix="Set it in the environment in which Footplate is started, which runs inherit; for the Hugging Face Hub, "
-    "run hf auth login.",
+    manual_fix="Set the environment variable in the shell that starts Footplate: runs inherit it. For the Hugging Face "
+    "Hub, run hf auth login instead.",
     fails_on=Example({"launch.env": {"HF_TOKEN": "hf_example"}}),
     passes_on=Example({"launch.env": {"HF_TOKEN_PATH": "/root/token", "TOKENIZERS_PARALLELISM": "false"}}),
 )
 def secret_in_environment(case: Case) -> Violation | None:
-    """Options are stored as text in the run folder, and appear in exported files and scripts. Who gets one of them, for
-    example to reproduce the run, would also get the secret."""
+    """Options are stored as plain text in the run folder, in exported files and in scripts. Anyone who receives one of
+    these files, for example to reproduce the run, would also receive the secret."""
     found = variables.secrets(case.spec.launch.env)
     if not found:
         return None
     fix = without_variables(case, found)
-    inherited = replace(fix, cost="set in the environment of Footplate instead")
+    inherited = replace(fix, cost="set it in the environment of Footplate instead")
     return Violation(f"launch.env sets {names(found)}, which would be stored unencrypted.", (inherited,))
 
 
@@ -350,14 +350,14 @@ def secret_in_environment(case: Case) -> Violation | None:
     "LCH017",
     "warning",
     fields=("launch.env",),
-    title="launch.env decides which code is loaded",
+    title="launch.env sets a variable that decides which code is loaded",
     source="ld.so(8); Python, Using Python, Environment variables; torch 2.13 utils/cpp_extension.py",
     fails_on=Example({"launch.env": {"LD_PRELOAD": "/tmp/library.so"}}),
     passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}),
 )
 def code_in_environment(case: Case) -> Violation | None:
-    """The run loads libraries, Python modules or programs from where these variables point, with your permissions. Keep
-    them only if you know where they come from, above all in an imported file."""
+    """The run loads the libraries, Python modules or programs that these variables name, and executes them with your
+    permissions. Keep the variables only if you trust their source, especially after you imported a file."""
     found = variables.choosing_code(case.spec.launch.env)
     if not found:
         return None

@@ -85,15 +85,15 @@ def torch_build_without_device(case: Case) -> str | None:
     "HW008",
     "advice",
     fields=("launch.devices",),
-    title="Another process is using this GPU, so the run waits for it",
+    title="Another process is using this GPU, so the run would wait in the queue",
     source="NVML: nvmlDeviceGetComputeRunningProcesses",
     fails_on=Example({}, BUSY),
     passes_on=Example({"launch.devices": (1,)}, BUSY),
     at_start=True,
 )
 def gpu_in_use(case: Case) -> Violation | None:
-    """A run waits in the queue until no other process uses its GPUs. Processes on one GPU take turns and share its
-    memory: both slow down, and either can run out of memory."""
+    """A run waits in the queue until no other process uses its GPUs. Processes that use one GPU at the same time share
+    its compute and memory: all of them slow down, and each can run out of memory."""
     busy = [gpu for gpu in case.gpus if gpu.processes] if case.run.device == case.machine.device else []
     if not busy:
         return None

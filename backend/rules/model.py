@@ -270,15 +270,15 @@ def quantized_weights_are_read(case: Case) -> str | None:
     "MDL012",
     "warning",
     fields=("model.trust_remote_code", "model.path", "model.hub_id"),
-    title="The run executes the code of the model repository",
+    title="The run executes Python code from the model repository",
     source="transformers 5.23 dynamic_module_utils.py",
     fixes=(Fix("Turn trust_remote_code off", {"model.trust_remote_code": False}, safe=False),),
     fails_on=Example({"model.source": "hub", "model.hub_id": "some/model", "model.trust_remote_code": True}),
     passes_on=Example({"model.source": "hub", "model.hub_id": "some/model"}),
 )
 def remote_code(case: Case) -> str | None:
-    """With trust_remote_code, transformers imports Python files of the model repository, which can do everything that
-    you can do on this machine. Most models do not need it."""
+    """With trust_remote_code, transformers imports Python files from the model repository. Their code can do everything
+    that you can do on this machine. Most models do not need trust_remote_code."""
     model = case.spec.model
     if not model.trust_remote_code:
         return None

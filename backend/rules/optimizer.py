@@ -223,7 +223,7 @@ def schedule_free_on_deepspeed(case: Case) -> str | None:
     proof="launch",
 )
 def schedule_free_without_beta1(case: Case) -> str | None:
-    """Beta1 interpolates between the weights that are trained and their average. At 0 the average cannot be computed
+    """Beta1 interpolates between the weights that are trained and their average. At 0, the average cannot be computed
     from the trained weights, and the run fails when it evaluates or saves."""
     row = _optimizer(case)
     if not row.swaps_weights_for_eval or "adam_beta1" not in row.reads or case.spec.train.adam_beta1 > 0:

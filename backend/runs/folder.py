@@ -133,7 +133,7 @@ class Run:
         """Restart a run that has ended. Raises RunError if it is alive, or finished without `from_scratch`."""
         state = self.state
         if state in ALIVE:
-            raise RunError("This run is still running. Stop it before you resume it.")
+            raise RunError("This run is still running or waiting. Stop it before you resume it.")
         if state == "done" and not from_scratch:
             raise RunError("This run has finished. Start a new run with its options, or restart it from scratch.")
         self.start(from_scratch, timeouts)
@@ -150,7 +150,7 @@ class Run:
     def clean_up(self) -> int:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
         if processes.is_locked(self.path):
-            raise RunError("This run is still running. Stop it before you clean up its processes.")
+            raise RunError("This run is still running or waiting. Stop it before you clean up its processes.")
         count = len(processes.run_processes(self.path))
         if left := processes.terminate(self.path):
             raise RunError(
@@ -165,7 +165,7 @@ class Run:
         try:
             lock = processes.acquire_lock(self.path)
             if lock is None:
-                raise RunError("This run is still running. Stop it before you delete it.")
+                raise RunError("This run is still running or waiting. Stop it before you delete it.")
             processes.terminate(self.path)
             gone = self.path.with_name(
                 f".deleted-{self.id}"
@@ -328,9 +328,8 @@ class Run:
             discard = self._text(STOP) == "discard"
             return "Stopping without a checkpoint." if discard else "Stopping after this step, with a checkpoint."
         if state == "done":
-            steps = f"{step} steps in " if step else "in "
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
-            return f"Done: {steps}{taken}."
+            return f"Done: {step} steps in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
 
     def _sentence_of_end(self, state: str, step: int | None) -> str:

@@ -68,7 +68,8 @@ def folder() -> Path:
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = found.lstat()
     if about.st_uid != os.getuid() or found.is_symlink():
-        raise PermissionError(1, f"It belongs to another user; set {FOLDER} to a folder of your own", str(found))
+        message = f"The queue folder belongs to another user; set {FOLDER} to a folder that you own"
+        raise PermissionError(1, message, str(found))
     return found
 
 
@@ -141,7 +142,7 @@ def _take_turn(order: list[Entry], entry: Entry) -> Turn:
 def _obstacle(order: Sequence[Entry], entry: Entry) -> Turn | None:
     """Why the run is not next, except for its devices; None if it is."""
     if entry.held:
-        return Turn(reason="It is on hold.")
+        return Turn(reason="This run is on hold.")
     if waits := _predecessor(entry):
         return waits
     before = 0
@@ -150,7 +151,7 @@ def _obstacle(order: Sequence[Entry], entry: Entry) -> Turn | None:
             before += 1
             first = other.id
     if before:
-        return Turn(reason=f"{first} is before it." if before == 1 else f"{before} runs are before it.")
+        return Turn(reason=f"{first} is ahead of this run." if before == 1 else f"{before} runs are ahead of this run.")
     return None
 
 
@@ -164,7 +165,8 @@ def _predecessor(entry: Entry) -> Turn | None:
         return Turn(reason=f"{other.id} must {'succeed' if entry.after_ok else 'end'} first.")
     if entry.after_ok and state != "done":
         ended = {"failed": "failed", "stopped": "was stopped", "deleted": "was deleted"}.get(state, "was lost")
-        return Turn(reason=f"It was to start after {other.id}, which {ended}.", is_final=True)
+        reason = f"This run was to start only after {other.id} succeeded, but that run {ended}."
+        return Turn(reason=reason, is_final=True)
     return None
 
 

@@ -78,7 +78,8 @@ def stop_if_behind(folder: Path, step: int) -> str:
     if len(losses) < own.factor or loss <= losses[goes_on - 1]:
         return ""
     place = 1 + sum(other < loss for other in losses) if math.isfinite(loss) else len(losses)
-    reason = f"Its validation loss at step {step} is number {place} of {len(losses)} in the sweep."
+    ranked = f"Its validation loss at step {step} is number {place} of {len(losses)} runs"
+    reason = f"{ranked}; only the best {goes_on} continue."
     replace_text(folder / STOP, f"save\n{reason}\n")
     return reason
 

@@ -53,7 +53,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     expect(rows).to_have_count(3, timeout=TIMEOUT)
     assert names(page) == ["b", "c", "d"]
     expect(rows.nth(0)).to_contain_text(f"{first.id} uses the CPU.")
-    expect(rows.nth(2)).to_contain_text("2 runs are before it.")
+    expect(rows.nth(2)).to_contain_text("2 runs are ahead of this run.")
     expect(rows.nth(0).get_by_role("button", name="Move up")).to_be_disabled()
     expect(rows.nth(2).get_by_role("button", name="Move down")).to_be_disabled()
 
@@ -63,7 +63,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     expect(page.locator(".fp-queue-name").nth(0)).to_have_text("d")
     assert names(page) == ["d", "b", "c"]
     rows.nth(0).get_by_role("button", name="Hold").click()
-    expect(rows.nth(0)).to_contain_text("It is on hold.")
+    expect(rows.nth(0)).to_contain_text("This run is on hold.")
 
     server.kill()
     server.start()

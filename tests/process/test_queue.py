@@ -76,7 +76,7 @@ def test_runs_on_one_device_take_turns(make: MakeRun) -> None:
     wait_for_state(first, "running")
     assert (second.state, third.state) == ("queued", "queued")
     assert waiting(second) == f"Waiting in the queue. {first.id} uses the CPU."
-    wait_for(lambda: waiting(third) == f"Waiting in the queue. {second.id} is before it.")
+    wait_for(lambda: waiting(third) == f"Waiting in the queue. {second.id} is ahead of this run.")
     assert second.summary()["started"] is None
     assert order() == ["second", "third"]
     finish(first)
@@ -118,7 +118,7 @@ def test_a_large_run_is_not_overtaken(make: MakeRun) -> None:
     for run in (small, later):
         finish(run)
         wait_for_state(run, "done")
-    assert waiting(large) == "Waiting in the queue. It is on hold."
+    assert waiting(large) == "Waiting in the queue. This run is on hold."
     queue.change(large.path, held=False)
     wait_for_state(large, "running")
     finish(large)
@@ -157,7 +157,7 @@ def test_the_order_can_be_changed(make: MakeRun) -> None:
     ("code", "after_ok", "state", "sentence"),
     [
         (WAITS, True, "done", ""),
-        (FAILS, True, "stopped", r"Not started. It was to start after \S+_first, which failed."),
+        (FAILS, True, "stopped", r"Not started. .* only after \S+_first succeeded, but that run failed."),
         (FAILS, False, "done", ""),
     ],
 )

@@ -69,11 +69,11 @@ def test_seeds_multiply_the_runs() -> None:
     [
         (RATE, "expected section.key=values"),
         ("train.lr=1e-4", "did you mean train.learning_rate"),
-        (f"{RATE}=1e-5..1e-3", "needs the number of points of a range, such as 1e-05..0.001/3"),
-        (f"{RATE}=1e-3..1e-5/3", "must begin with the smaller number"),
-        (f"{RATE}=log:0..1/3", "must begin with the smaller number, above 0"),
+        (f"{RATE}=1e-5..1e-3", "add the number of grid points to the range, such as 1e-05..0.001/3"),
+        (f"{RATE}=1e-3..1e-5/3", "must start with the smaller number"),
+        (f"{RATE}=log:0..1/3", "must start with the smaller number, above 0"),
         (f"{RATE}=a..b/3", "is not a range of numbers"),
-        ("train.optim=1..2/2", "only numbers have ranges"),
+        ("train.optim=1..2/2", "only numeric options can have a range"),
         (f"{RANK}=0,8", "must be at least"),
         (f"{RANK}=1..99/60", "more than the limit of 50"),
     ],
@@ -119,7 +119,7 @@ def test_runs_behind_the_others_stop(make: MakeMember) -> None:
     stopped = [bool(sweeps.stop_if_behind(run.path, 10)) for run in runs]
     assert stopped == [True, True, False, True, True, False], "the best third goes on"
     reason = sweeps.stop_if_behind(runs[0].path, 10)
-    assert reason == "Its validation loss at step 10 is number 3 of 6 in the sweep."
+    assert reason == "Its validation loss at step 10 is number 3 of 6 runs; only the best 2 continue."
     assert (runs[0].path / STOP).read_text() == f"save\n{reason}\n"
     assert not (runs[2].path / STOP).exists()
 
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make: MakeMember) -> None:
 def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", "first-run", "--runs", str(tmp_path), "--vary", "train.stage=sft,kto"]
     assert main(words) == 1
-    assert "Nothing was started. stage=kto:" in capsys.readouterr().out
+    assert "Nothing was started. The checks report errors for stage=kto:" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -179,11 +179,11 @@ function drawPredecessor() {
   if (old) old.remove();
   if (!id) return;
   const menu = el("select", { "aria-label": "Condition" });
-  menu.append(el("option", { value: "" }, "has succeeded"), el("option", { value: "1" }, "has ended in any way"));
+  menu.append(el("option", { value: "" }, "has succeeded"), el("option", { value: "1" }, "has ended, in any state"));
   menu.value = address.get("after_any") || "";
   menu.addEventListener("change", () => address.set({ after_any: menu.value }, { replace: true }));
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
-  const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait for it");
+  const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait");
   const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
   $("#fp-status").before(el("p.fp-after", { id: "fp-after" }, text, clear));
 }

@@ -10,7 +10,7 @@ export const changeQueue = (id, changes) => post(`${runPath(id)}/queue`, changes
 
 /** Remove a run from the queue, after a question. */
 export async function removeFromQueue(id, name) {
-  const question = `Remove ${name} from the queue? It is not started; Resume puts it back at the end.`;
+  const question = `Remove ${name} from the queue? It will not start. Resume puts it back at the end of the queue.`;
   if (await confirmDialog(question, "Remove from queue", true)) await post(`${runPath(id)}/stop`, { save: false });
 }
 
@@ -44,7 +44,7 @@ export function createQueue(changed) {
     const [previous, afterNext] = [queue[index - 1], queue[index + 2]];
     const change = (changes) => () => changeQueue(run.id, changes);
     const actions = [
-      run.in_use && button("Start anyway", "Start although another program uses the GPU", change({ shares: true })),
+      run.in_use && button("Start anyway", "Start even though another program uses the GPU", change({ shares: true })),
       button("\u2191", "Move up", change({ before: previous?.id }), !previous?.here),
       button("\u2193", "Move down", change({ before: afterNext?.id || "" }), index + 1 === queue.length),
       run.held ? button("Release", "Release", change({ held: false })) : button("Hold", "Hold", change({ held: true })),

@@ -225,8 +225,8 @@ def unloadable_under_zero3(case: Case) -> str | None:
 )
 def precomputed_reference_of_adapter_under_zero3(case: Case) -> str | None:
     """The reference is the model without its adapter. To precompute its log-probabilities, TRL wraps the model in a
-    DeepSpeed engine of its own before training. Afterwards, parameters are gathered at other moments than activation
-    checkpointing and the copies of lora.modules_to_save need."""
+    separate DeepSpeed engine before training. During training, ZeRO-3 gathers parameters at the wrong time for
+    activation checkpointing and for the modules in lora.modules_to_save, and the run fails in its first steps."""
     spec = case.spec
     if not registry.STAGES[case.spec.train.stage].uses_reference_model or not spec.preference.precompute_ref_log_probs:
         return None
@@ -243,7 +243,7 @@ def precomputed_reference_of_adapter_under_zero3(case: Case) -> str | None:
     "STR052",
     "error",
     fields=("train.optim", "parallel.strategy"),
-    title="The blocks of this optimizer's state do not fit ZeRO's fragments",
+    title="This optimizer's quantization blocks do not match DeepSpeed's flat parameter buffers",
     source="deepspeed 0.19 utils/tensor_fragment.py, set_optim_state_fragment; torchao 0.18 optim/subclass_4bit.py and "
     "subclass_8bit.py: start and end must be at a block boundary",
     fixes=(DDP, ADAMW),
@@ -251,9 +251,9 @@ def precomputed_reference_of_adapter_under_zero3(case: Case) -> str | None:
     passes_on=Example({**BLOCKWISE, "lora.r": 16}, EQUIPPED_TWO),
 )
 def blockwise_state_in_fragments(case: Case) -> str | None:
-    """torchao's 8-bit and 4-bit AdamW quantize their state in blocks. Below ZeRO-3, DeepSpeed keeps the state of many
-    parameters in one flat tensor and takes the part of each parameter out of it. The first step fails if a part does
-    not begin at a block; if the flat tensor is not a multiple of a block, its state silently keeps 32 bits."""
+    """torchao's 8-bit and 4-bit AdamW quantize their state in blocks. With ZeRO-0 to 2, DeepSpeed flattens many
+    parameters into one buffer, with one state tensor. The first step fails if the state of a parameter does not begin
+    at a block boundary. If the buffer is not a multiple of the block size, its state silently stays in fp32."""
     row, shape = registry.OPTIMIZERS[case.spec.train.optim], case.shape
     blockwise = row.compiled and row.bits < 32
     if not blockwise or shape is None or case.strategy.engine != "deepspeed" or case.run.zero_stage == 3:
@@ -262,4 +262,5 @@ def blockwise_state_in_fragments(case: Case) -> str | None:
     found = next((leaf for leaf in matrices if leaf.parameters % STATE_BLOCK), None)
     if found is None:
         return None
-    return f"{found.path} has {found.parameters:,} elements, and {row.label} needs multiples of {STATE_BLOCK}."
+    needed = f"{row.label} with DeepSpeed needs a multiple of {STATE_BLOCK}"
+    return f"{found.path} has {found.parameters:,} elements, but {needed}."
