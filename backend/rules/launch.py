@@ -351,7 +351,7 @@ def secret_in_environment(case: Case) -> Violation | None:
     "warning",
     fields=("launch.env",),
     title="launch.env sets a variable that decides which code is loaded",
-    source="ld.so(8); Python, Using Python, Environment variables; torch 2.13 utils/cpp_extension.py",
+    source="ld.so(8); Python, Using Python, Environment variables",
     fails_on=Example({"launch.env": {"LD_PRELOAD": "/tmp/library.so"}}),
     passes_on=Example({"launch.env": {"HF_HOME": "/data/hub"}}),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,3 +78,20 @@ def test_some_architectures_do_not_isolate_packed_sequences() -> None:
     assert packing_leaks(build("mamba")) > 1e-3
     with pytest.raises(ValueError, match="without `causal_conv1d`"):
         packing_leaks(build("qwen3_next"))
+
+
+@cites("MDL012")
+def test_code_of_a_model_folder_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, executed = tmp_path / "model", tmp_path / "executed"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    (folder / "own.py").write_text(
+        "from pathlib import Path\nfrom transformers import PretrainedConfig\n"
+        f"Path({str(executed)!r}).touch()\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    assert not executed.exists()
+    AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert executed.exists()
