@@ -44,6 +44,7 @@ from backend.inspect.worker import SETTING
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.preflight import preflight
+from backend.train import checkpoints
 from backend.train.run_log import TrainError
 
 FULL = {"method.kind": "full", "train.per_device_train_batch_size": 2}
@@ -391,6 +392,7 @@ def test_changed_global_batch_size_is_reported_and_best_checkpoint_loads(trained
     trainer_state.write_text(
         json.dumps({**json.loads(trainer_state.read_text()), "best_metric": 0.0})
     )  # no later evaluation is better
+    (trainer_state.parent / checkpoints.COMPLETE).write_text("")  # so that the changed file is not taken for damage
     folder, code = resume_in_new_run(trained, source, {**changes, "train.max_steps": 4}, 1)
     assert code == 0, log_text(folder)
     assert "The global batch size is 2 instead of 4." in log_text(folder)
