@@ -270,6 +270,17 @@ def test_resumes_from_its_checkpoint(trained: TrainedRuns, name: str) -> None:
     assert losses(folder) == same_losses(before)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("step", [2, 3])
+def test_sequence_parallelism_resumes_in_the_second_epoch(trained: TrainedRuns, step: int) -> None:
+    """At its start and within it; every epoch has two steps and its own order of examples."""
+    epochs = {**FULL, **SAVING, "save.steps": step, "data.max_samples": 8, "train.max_steps": 5}
+    folder = trained.run(f"sequence-epochs-{step}", {**epochs, **CASES["zero2-sequence"].changes}, 2)
+    before = losses(folder)
+    trained.fork_server.resume(folder, step, 2)
+    assert losses(folder) == same_losses(before)
+
+
 def test_lora_resumes_from_its_checkpoint(trained: TrainedRuns) -> None:
     folder = trained.adapter("fsdp2")
     before = losses(folder)

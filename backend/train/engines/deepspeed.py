@@ -18,7 +18,7 @@ from torch import distributed as dist
 from backend.runs import DEEPSPEED
 from backend.train import deepspeed_ops, device, kernels
 from backend.train.engines.base import TrainEngine
-from backend.train.patches import ulysses_epochs, ulysses_kv_heads, ulysses_skip_batches
+from backend.train.patches import ulysses_epochs, ulysses_gradients, ulysses_kv_heads, ulysses_skip_batches
 from backend.train.run_log import RunLog, TrainError
 
 
@@ -53,6 +53,8 @@ class TrainDeepSpeed(TrainEngine):
         if self.run.sequence_parallel_size > 1:
             ulysses_epochs.apply()
             ulysses_skip_batches.apply()
+            if self.run.zero_stage < 3:
+                ulysses_gradients.apply(self.run.sequence_parallel_size)
 
     def prepare_config(self, config: Any) -> None:
         """Ulysses reads num_key_value_heads, which older architectures do not set: they have as many as heads."""

@@ -3,7 +3,7 @@
 deepspeed runtime/sequence_parallel/ulysses_sp.py, `UlyssesSPDataLoaderAdapter.__iter__` returns itself. The Trainer
 reads exactly the batches of an epoch, so the end of an epoch is raised at the first batch of the next one, and the
 Trainer skips that optimizer step. Without the patch a run of N epochs ends N - 1 steps early, before the learning rate
-schedule does.
+schedule does. The adapter also lacks `set_epoch`: a resumed run would repeat the order of the first epoch.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ from typing import Any
 LIBRARY, SEEN_IN = "deepspeed", "0.19.8"
 
 
-def start_epoch(adapter: Any) -> Any:
-    """`adapter` with its next batches already read: if it was exhausted, those of a new epoch."""
-    if not adapter.micro_batches:
+def set_epoch(adapter: Any, epoch: int) -> None:
+    """Ends the epoch before, and orders the examples of `epoch`, which a resumed run may begin with."""
+    if getattr(adapter, "began", False):
         with suppress(StopIteration):  # refill() begins a new epoch before it raises
             adapter.refill()
+    adapter.dl.set_epoch(epoch)
+
+
+def start_epoch(adapter: Any) -> Any:
+    """`adapter` after the batches that a resumed run skips."""
+    adapter.began, skipped = True, getattr(adapter, "skipped", 0)
+    adapter.skipped = 0
+    for _ in range(skipped):
+        next(adapter)
     return adapter
 
 
 def apply() -> None:
-    """Replace `__iter__` of the adapter."""
-    _adapter().__iter__ = start_epoch
+    """Replace `__iter__` of the adapter, and add `set_epoch`."""
+    _adapter().__iter__, _adapter().set_epoch = start_epoch, set_epoch
 
 
 def obsolete() -> bool:
