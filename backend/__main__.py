@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Command] = {
     "resume": runs.resume,
     "logs": runs.logs,
     "metrics": runs.metrics,
+    "stacks": runs.explain_stacks,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -158,6 +159,7 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     command("metrics", run_id, help="print the logged metrics of a run")
+    command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands on runs: run, queue, list, show, stop, resume, logs, metrics.
+"""Commands on runs: run, queue, list, show, stop, resume, logs, metrics, stacks.
 
 Imports everything below the command line. A run is a folder: each command reads or writes that folder and ends.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from backend.cli import sweep
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
 from backend.machine import probe
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, sweeps
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
 from backend.runs.metrics import Metrics, since
 
@@ -190,6 +190,22 @@ def metrics(arguments: argparse.Namespace) -> int:
         print(
             "  ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in point.items() if k != "time")
         )
+    return 0
+
+
+def explain_stacks(arguments: argparse.Namespace) -> int:
+    """Print what each rank of a running run is doing, and its stacks."""
+    found = _find_run(arguments)
+    if found.state not in ALIVE:
+        raise RunError("This run is not running. Its processes have ended.")
+    collected = stacks.collect(found.path)
+    if arguments.json:
+        print_json(stacks.as_json(collected))
+        return 0
+    print(stacks.explain(collected))
+    for stack in collected:
+        if stack.text:
+            print(f"\nRank {stack.rank}, PID {stack.pid} on {stack.host}:\n{stack.text.rstrip()}")
     return 0
 
 

@@ -4,7 +4,7 @@ Imports only the standard library. All information about a run is on disk: each 
 is computed from files (`folder.py`). `supervisor.py` is the detached process that waits in the queue, starts the
 launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
-`metrics.py` reads log and metrics incrementally.
+`metrics.py` reads log and metrics incrementally; `stacks.py` asks every rank what it is doing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/
+STACKS = "stacks"  # a file per rank, by that rank: its stack when someone asks what it does
 STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
 CHECKPOINTS = "checkpoints"
 COMPLETE = "complete"  # in a checkpoint: written last, by rank 0

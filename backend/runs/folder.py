@@ -292,6 +292,7 @@ class Run:
             "loss": next((p["loss"] for p in reversed(points) if "loss" in p), None),
             "fraction": 1.0 if state == "done" else fraction,
             "eta_seconds": throughput.eta(progress, step_seconds, now),
+            "stalled": state in ("running", "stopping") and throughput.is_stalled(progress, step_seconds, now),
             "method": about.get("method", ""),
             "model": about.get("model", ""),
             "created": plan.get("created"),

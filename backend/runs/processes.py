@@ -93,6 +93,20 @@ def terminate(
     return tuple(sorted(process.pid for process in left))
 
 
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if it does not exist."""
+    status = _status(pid)
+    return status[1] if status else 0
+
+
+def condition(pid: int) -> str:
+    """The state letter of proc_pid_stat(5), such as T for stopped by a signal; '' if there is no such process."""
+    try:
+        return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def _signal(process: Process, number: signal.Signals) -> None:
     status = _status(process.pid)
     if status and status[1] == process.started:

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from backend.runs import (
     RESULT,
     RUN_MARKER,
     SEPARATOR,
+    STACKS,
     STATE,
     STOP,
     SUPERVISOR,
@@ -77,6 +79,7 @@ class Supervisor:
         """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
         processes.terminate(self.folder)
         (self.folder / STOP).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / STACKS, ignore_errors=True)
         if self.entry.devices or self.entry.after:
             self.turn = queue.join(self.entry)
         if self.turn.leases is None:

@@ -27,13 +27,18 @@ def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_sec
         text = str(progress.get("text") or progress.get("phase") or "the first step").rstrip(".")
         return f"Running: {text[:1].lower()}{text[1:]}."
     where = f"step {step} of {most}" if most else f"step {step}"
-    idle = now - progress.get("time", now)
-    if idle > max(STALL_SECONDS, 10 * (step_seconds or 0)):
-        return f"Running: {where}, but no step for {duration(idle)}. See the end of the log for the cause."
+    if is_stalled(progress, step_seconds, now):
+        idle = duration(now - progress["time"])
+        return f"Running: {where}, but no step for {idle}. See the end of the log for the cause."
     if left is None:
         return f"Running: {where}."
     about = f"{max(1, round(left))} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
     return f"Running: {where}, about {about} left."
+
+
+def is_stalled(progress: dict[str, Any], step_seconds: float | None, now: float) -> bool:
+    """Whether nothing was reported for much longer than a step usually takes."""
+    return now - float(progress.get("time", now)) > max(STALL_SECONDS, 10 * (step_seconds or 0))
 
 
 def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> float | None:

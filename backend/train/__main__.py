@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from backend.train import device, exit, unsloth, verify
+from backend.train import device, exit, stacks, unsloth, verify
 
 
 @record  # type: ignore[untyped-decorator]
@@ -24,6 +24,7 @@ def main() -> None:
     sys.excepthook = exit.print_error
     group, folder = device.ProcessGroup(), given.folder.resolve()
     group.sign()
+    stacks.Stacks(folder, group.rank).write_on_request()
     spec, run = verify.read_plan(folder)
     verify.check_rules(spec, folder)
     unsloth.import_unsloth(spec)

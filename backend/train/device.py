@@ -25,6 +25,7 @@ from backend import registry
 from backend.runs import ERROR_FILE, RANK
 from backend.train.heartbeat import Heartbeat
 from backend.train.run_log import TrainError
+from backend.train.stacks import Stacks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PREPARATION_TIMEOUT = timedelta(days=2)
@@ -109,7 +110,7 @@ class ProcessGroup:
         `timeout`: parallel.ddp_timeout. Raises TrainError unless all ranks see the run's `folder`."""
         if self.world == 1:
             return
-        self._heartbeat = Heartbeat(self.rank, self.world, timeout)
+        self._heartbeat = Heartbeat(self.rank, self.world, timeout, Stacks(folder, self.rank))
         self._group = dist.new_group(backend="gloo", timeout=PREPARATION_TIMEOUT)
         self._step_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._heartbeat.start()

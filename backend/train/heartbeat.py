@@ -1,8 +1,8 @@
 """Detects a rank that no longer runs: stopped, swapped out, or on a host that hangs.
 
-Imports runs, run_log. Each rank has a thread that writes a counter into torch's store and reads those of the others. So
-parallel.ddp_timeout also holds where ranks wait for work that may take hours (rank 0 prepares data, or saves), and the
-error names the rank, which the error of a collective does not.
+Imports runs, run_log, stacks. Each rank has a thread that writes a counter into torch's store and reads those of the
+others. So parallel.ddp_timeout also holds where ranks wait for work that may take hours (rank 0 prepares data, or
+saves), and the error names the rank, which the error of a collective does not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from backend.runs import ERROR_FILE
 from backend.train.run_log import TrainError
+from backend.train.stacks import Stacks
 
 LEFT = "left"
 AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun; without it, rank 0 has the store
@@ -31,9 +32,11 @@ VOTE_SECONDS = 3.0  # between the time-outs of ranks that wait in the same colle
 
 
 class Heartbeat:
-    """The heartbeats of all ranks; `timeout` is parallel.ddp_timeout in seconds. torch's process group must exist."""
+    """The heartbeats of all ranks; `timeout` is parallel.ddp_timeout in seconds. torch's process group must exist.
+    The thread also writes the collectives into `stacks` when someone asks what the ranks do."""
 
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, rank: int, world: int, timeout: float, stacks: Stacks) -> None:
+        self.stacks = stacks
         self.rank, self.others, self.timeout = rank, [r for r in range(world) if r != rank], timeout
         self.interval = min(5.0, max(0.1, timeout / 10))
         # A connection of its own, because a rank that waits for a key blocks the other threads on the connection.
@@ -91,6 +94,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._ended.wait(self.interval):
             began = time.monotonic()
+            self.stacks.write_collectives()
             try:
                 self._beat()
                 self._listen()

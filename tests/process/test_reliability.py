@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from torch.utils.file_baton import FileBaton
 from training_runs import log_text, losses, make_spec, result, same_losses
 from transformers import TrainerControl, TrainerState
 
+from backend.runs import processes, stacks
 from backend.train import checkpoints, deepspeed_ops, device
 from backend.train.divergence import DivergenceCallback, weights_are_finite
 from backend.train.patches.torch_build_lock import BuildLock
@@ -281,6 +284,33 @@ training.main()
 """
 
 
+HUNG = {
+    "preparation": r"Rank 1: stopped by a signal; kill -CONT \d+ continues it\.",
+    "step": r"Rank 1: stopped by a signal; kill -CONT \d+ continues it\.",
+    "alive": r"Rank 0 entered \w+ \(collective \d+ of the process group\) \d+ s ago; rank 1 did not\. Rank 0: .+ "
+    r"Rank 1: in hang \(\S+/hang-alive\.py, line \d+\)\.",
+}
+
+
+@contextmanager
+def explanations(folder: Path) -> Iterator[list[str]]:
+    """What `footplate stacks` says again and again, until the context ends."""
+    found: list[str] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.2):
+            found.append(stacks.explain(stacks.collect(folder, seconds=2)))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
 @pytest.mark.parametrize(
     ("how", "strategy"),
     [
@@ -292,14 +322,18 @@ training.main()
     ],
 )
 def test_a_rank_that_hangs_ends_the_run_and_is_named(
-    fork_server: ForkServer, root: Path, how: str, strategy: str
+    fork_server: ForkServer, root: Path, monkeypatch: pytest.MonkeyPatch, how: str, strategy: str
 ) -> None:
     folder, script = root / f"hung-{how}-{strategy}", root / f"hang-{how}.py"
     script.write_text(hang_rank_1(how))
     write_run(folder, make_spec({"parallel.strategy": strategy, "parallel.ddp_timeout": TIMEOUT}))
     began = time.monotonic()
-    assert fork_server.run(folder, 2, script=str(script), seconds=100) == 1, log_text(folder)
+    find = processes.run_processes  # forked processes show the environment of the fork server
+    monkeypatch.setattr(processes, "run_processes", lambda _: find(fork_server.marker))
+    with explanations(folder) as found:
+        assert fork_server.run(folder, 2, script=str(script), seconds=100) == 1, log_text(folder)
     assert time.monotonic() - began < 60
+    assert any(re.search(HUNG[how], text) for text in found), found
     sentence = next(line for line in log_text(folder).splitlines() if "Rank 1 (PID " in line)
     assert ("did not take part" if how == "alive" else f"has not responded for {TIMEOUT} s") in sentence
     assert "Traceback" not in log_text(folder)

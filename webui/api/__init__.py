@@ -45,6 +45,7 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/{id}/resume": runs.resume,
     "/api/runs/{id}/queue": runs.change_queue,
     "/api/runs/{id}/cleanup": runs.clean_up,
+    "/api/runs/{id}/stacks": runs.explain_stacks,
 }
 DELETE: Mapping[str, Endpoint] = {"/api/runs/{id}": runs.delete}
 

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, Response
 
 from backend.config import presets, variables
 from backend.config.options import SpecError, by_name, changes
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, sweeps
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
@@ -299,6 +299,11 @@ def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, An
 def clean_up(run: PathRun) -> dict[str, Any]:
     """Terminate the leftover processes of a lost run."""
     return {"count": run.clean_up(), "summary": run.summary()}
+
+
+def explain_stacks(run: PathRun) -> dict[str, Any]:
+    """What each rank is doing, and its stacks. Waits for the ranks, some seconds at most."""
+    return stacks.as_json(stacks.collect(run.path) if run.state in ALIVE else ())
 
 
 def delete(state: State, run: PathRun) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
 import { cardNode, detailParts, downloadLinks, failureParts, resultCards, sampleParts } from "./run_results.js";
+import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
 import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
 
@@ -60,6 +61,7 @@ function buildPage(place) {
     },
   });
   page.sweep = createSweep(isVisible);
+  page.stacks = createStacks(base);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
@@ -70,6 +72,7 @@ function buildPage(place) {
     { hidden: true },
     el("header.fp-run-head", {}, titlePart(), actionsPart()),
     progressPart(),
+    page.stacks.node,
     page.failure,
     page.cards,
     page.samples,
@@ -230,6 +233,7 @@ function draw() {
   drawTitle();
   drawActions();
   page.sweep.open(run.sweep, id);
+  page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("failure", run.failure, drawFailure);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);

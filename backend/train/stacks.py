@@ -1,0 +1,69 @@
+"""Tells what this rank is doing when someone asks (`runs/stacks.py`, `footplate stacks`).
+
+Imports runs, runs.processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+from torch._C import _distributed_c10d
+
+from backend.runs import STACKS, processes
+from backend.runs.stacks import REQUEST
+
+BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"  # entries of torch's Flight Recorder, which records collectives; 0: off
+
+
+class Stacks:
+    """The files of one rank in the run's `folder`; `rank` is the global one."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.request, self.path = folder / STACKS / REQUEST, folder / STACKS / f"{rank}.txt"
+        self._answered = 0
+
+    def write_on_request(self) -> None:
+        """From now on SIGUSR2 writes the stacks of all threads. To be called before the process group exists,
+        which then records collectives."""
+        os.environ.setdefault(BUFFER_SIZE, "2000")
+        with contextlib.suppress(OSError):  # a full disk must not prevent training
+            self.path.parent.mkdir(exist_ok=True)
+            started = processes.started(os.getpid())
+            header = f"PID {os.getpid()}, started at {started}, on {socket.gethostname()}\n"
+            temporary = self.path.with_suffix(".new")
+            temporary.write_text(header, encoding="utf-8")
+            file = os.open(temporary, os.O_WRONLY | os.O_APPEND)  # kept open: faulthandler writes to the descriptor
+            faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+            temporary.replace(self.path)  # the file tells readers that the signal is safe, so it comes last
+
+    def write_collectives(self) -> None:
+        """Write which collectives this rank entered last, if they were requested since the last call."""
+        with contextlib.suppress(OSError):
+            requested = self.request.stat().st_mtime_ns
+            if requested <= self._answered:
+                return
+            temporary = self.path.with_suffix(".json.new")
+            temporary.write_text(json.dumps({"time": time.time(), "last": _last_collectives()}), encoding="utf-8")
+            temporary.replace(self.path.with_suffix(".json"))
+            self._answered = requested
+
+
+def _last_collectives() -> dict[str, tuple[int, str, float]]:
+    """Process group -> number, name and time (Unix seconds) of the collective that this rank entered last, from what
+    torch's Flight Recorder has of NCCL and of gloo."""
+    found: dict[str, tuple[int, str, float]] = {}
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        for entry in json.loads(dump(includeCollectives=True, onlyActive=False))["entries"] if dump else ():
+            group, number = " ".join(entry["process_group"]), int(entry["collective_seq_id"])
+            if number >= found.get(group, (0,))[0]:
+                collective = str(entry["profiling_name"]).rpartition(":")[2]
+                found[group] = (number, collective, entry["time_created_ns"] / 1e9)
+    return found
