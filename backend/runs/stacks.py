@@ -66,7 +66,7 @@ def collect(folder: Path, seconds: float = SECONDS) -> list[RankStack]:
     (place / REQUEST).touch()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(
-        condition != "running" or _answered(path, requested, len(asked) > 1)
+        condition != "running" or _answered(path, requested)
         for path, condition in ((headers[rank], condition) for rank, condition in asked.items())
     ):
         time.sleep(POLL_SECONDS)
@@ -107,13 +107,13 @@ def _ask(path: Path, alive: set[processes.Process]) -> str:
     return "running"
 
 
-def _answered(path: Path, requested: float, collectives: bool) -> bool:
-    """Whether the stacks are complete and, of several ranks, the collectives were written after the request."""
+def _answered(path: Path, requested: float) -> bool:
+    """Whether the stacks are complete and, if the rank has a heartbeat, the collectives were written since."""
     if "most recent call first" not in (text := _text(path)) or not text.endswith("\n"):
         return False
     with contextlib.suppress(OSError):
-        return not collectives or path.with_suffix(".json").stat().st_mtime >= requested - 0.01
-    return False
+        return path.with_suffix(".json").stat().st_mtime >= requested - 0.01
+    return True
 
 
 def _read(rank: int, path: Path, condition: str) -> RankStack:

@@ -27,7 +27,7 @@ class Stacks:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.request, self.path = folder / STACKS / REQUEST, folder / STACKS / f"{rank}.txt"
-        self._answered = 0
+        self._answered = -1
 
     def write_on_request(self) -> None:
         """From now on SIGUSR2 writes the stacks of all threads. To be called before the process group exists,
@@ -41,17 +41,19 @@ class Stacks:
             temporary.write_text(header, encoding="utf-8")
             file = os.open(temporary, os.O_WRONLY | os.O_APPEND)  # kept open: faulthandler writes to the descriptor
             faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+            self.path.with_suffix(".json").unlink(missing_ok=True)  # of a process that torchrun has restarted
             temporary.replace(self.path)  # the file tells readers that the signal is safe, so it comes last
 
     def write_collectives(self) -> None:
-        """Write which collectives this rank entered last, if they were requested since the last call."""
+        """Write which collectives this rank entered last, if they were requested since the last call. The first call
+        always writes, which tells readers to wait for answers."""
         with contextlib.suppress(OSError):
-            requested = self.request.stat().st_mtime_ns
+            requested = self.request.stat().st_mtime_ns if self.request.exists() else 0
             if requested <= self._answered:
                 return
-            temporary = self.path.with_suffix(".json.new")
+            temporary, target = self.path.with_suffix(".json.new"), self.path.with_suffix(".json")
             temporary.write_text(json.dumps({"time": time.time(), "last": _last_collectives()}), encoding="utf-8")
-            temporary.replace(self.path.with_suffix(".json"))
+            temporary.replace(target)
             self._answered = requested
 
 
