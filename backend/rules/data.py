@@ -432,7 +432,10 @@ def unrenderable_examples(case: Case) -> Violation | None:
 def identical_pairs(case: Case) -> str | Violation | None:
     """A preference loss compares the chosen with the rejected completion. Pairs whose completions are identical after
     truncation to data.max_length are dropped, so no training example is left."""
-    facts = case.facts
+    facts, data = case.facts, case.spec.data
+    chosen, rejected = data.chosen_column or "chosen", data.rejected_column or "rejected"
+    if chosen == rejected and case.spec.train.stage in registry.PREFERENCE_STAGES:
+        return f"data.chosen_column and data.rejected_column both name the column {chosen!r}."
     if not facts.num_identical_pairs or not _training_set_is_empty(case) or not _mostly_identical(case):
         return None
     if facts.num_usable:

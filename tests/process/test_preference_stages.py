@@ -180,6 +180,36 @@ def test_generation_ends_after_a_precomputed_reference_with_zero3(
     assert len(result(folder)["samples"]) == 3
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("precomputed", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "kind", "more"),
+    [
+        ("dpo", "full", {"data__max_samples": 4}),  # the reference takes one batch
+        ("dpo", "lora", {"lora__modules_to_save": ("lm_head",)}),
+        ("kto", "lora", {"lora__modules_to_save": ("lm_head",)}),
+    ],
+)
+def test_reference_with_zero3(
+    root: Path, fork_server: ForkServer, stage: str, kind: str, more: dict[str, Any], precomputed: bool
+) -> None:
+    """The losses of ZeRO-2, and its checkpoints can be resumed from."""
+    more = {"train__per_device_train_batch_size": 2, "train__max_steps": 3, "save__final_model": False, **more}
+    more |= {"save__strategy": "steps", "save__steps": 2, "save__total_limit": 0}
+    more |= {"preference__precompute_ref_log_probs": precomputed}
+    zero2, zero3 = (
+        fork_server.train(
+            root / f"{stage}-{kind}-{name}-{precomputed}", spec(stage, kind, parallel__strategy=name, **more), 2
+        )
+        for name in ("zero2", "zero3")
+    )
+    before = losses(zero3)
+    assert len({round(loss, 6) for loss in before.values()}) > 1
+    assert before == same_losses(losses(zero2), REORDERING_TOLERANCE)
+    fork_server.resume(zero3, 2, 2)
+    assert losses(zero3) == same_losses(before)
+
+
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_losses_match_one_process(
     trained_runs: dict[tuple[str, str], Path], root: Path, fork_server: ForkServer, name: str

@@ -232,6 +232,7 @@ FILES = (
 )
 UNBATCHED = {BATCH: 1, ACCUMULATION: 6}
 SPLIT = {**USER_DATA, LENGTH: 64, "data.validation": "split", "data.validation_split": 0.3}
+USER_PAIRS = {**USER_DATA, "data.format": "pairs", "train.stage": "dpo"}
 SAMPLES = "data.max_samples"
 WITHOUT_VALIDATION = {"data.validation": "none", "eval.strategy": "no"}
 NO_EVAL_LOSS = {"eval.strategy": "no", "save.load_best_model_at_end": False}
@@ -286,6 +287,9 @@ DATA = (
                    words="of which none has two different completions within"),
     facts_boundary("DAT019", {**SPLIT, "train.stage": "dpo"}, few_usable(2, num_identical_pairs=4),
                    few_usable(2, num_identical_pairs=5)),
+    boundary("DAT019", {**USER_PAIRS, "data.chosen_column": "better"}, {"data.rejected_column": "worse"},
+             {"data.rejected_column": "better"}, words="both name the column 'better'"),
+    boundary("DAT019", {**USER_PAIRS, "data.chosen_column": "rejected"}, {"data.rejected_column": "chosen"}, {}),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2), few_usable(4, 5), NO_EVAL_LOSS, {LENGTH: 256},
                    words="The validation set has 3 examples, of which none has a trained token within"),
     facts_boundary("DAT007", SPLIT, few_usable(4, 2, num_identical_pairs=8), few_usable(4, num_identical_pairs=9),

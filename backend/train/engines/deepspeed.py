@@ -18,7 +18,13 @@ from torch import distributed as dist
 from backend.runs import DEEPSPEED
 from backend.train import deepspeed_ops, device, kernels
 from backend.train.engines.base import TrainEngine
-from backend.train.patches import ulysses_epochs, ulysses_gradients, ulysses_kv_heads, ulysses_skip_batches
+from backend.train.patches import (
+    peft_reference_adapter,
+    ulysses_epochs,
+    ulysses_gradients,
+    ulysses_kv_heads,
+    ulysses_skip_batches,
+)
 from backend.train.run_log import RunLog, TrainError
 
 
@@ -50,6 +56,8 @@ class TrainDeepSpeed(TrainEngine):
     def start(self, config: Any) -> None:
         """Start DeepSpeed's communication before the model is made."""
         device.start_deepspeed(self.run.device)
+        if self.run.zero_stage == 3:
+            peft_reference_adapter.apply()
         if self.run.sequence_parallel_size > 1:
             ulysses_epochs.apply()
             ulysses_skip_batches.apply()
