@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ForkServer
 from training_runs import (
     REORDERING_TOLERANCE,
     TorchrunLaunch,
@@ -16,6 +17,7 @@ from training_runs import (
     log_text,
     losses,
     make_run_folder,
+    make_spec,
     read_metrics,
     request_stop,
     result,
@@ -192,12 +194,10 @@ def test_from_scratch_begins_at_step_0(one_process: dict[str, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(root: Path, cache: Path) -> dict[str, Path]:
+def two_ranks(root: Path, fork_server: ForkServer) -> dict[str, Path]:
     """Each method on two ranks, with the global batch size of the one-process runs."""
-    folders = {name: make_run_folder(root, f"{name}-ddp", {**EQUAL_BATCH, **METHODS[name]}) for name in METHODS}
-    for folder in folders.values():
-        TorchrunLaunch(folder, cache, 2).wait_for_exit()
-    return folders
+    specs = {name: {**EQUAL_BATCH, **METHODS[name], "launch.nproc_per_node": 2} for name in METHODS}
+    return {name: fork_server.train(root / f"{name}-ddp", make_spec(spec), 2) for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize("name", METHODS)
