@@ -372,17 +372,20 @@ def log_levels(spec: RunSpec) -> Any:
 
 
 @cache
-def saved_files(root: str, save: bool, merge: bool) -> Any:
-    """The model files that a run saves."""
-    more = {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
-    folder = make_run_folder(Path(root), f"saved-{save}-{merge}", more)
-    train_in_one_process(Path(root) / "cache", folder)
-    return sorted(p.name for p in folder.glob("model/*.safetensors"))
+def saved_files(root: Path) -> dict[tuple[bool, bool], list[str]]:
+    """(save.final_model, save.merge_adapter) -> the model files that a run saves."""
+    folders = {
+        (save, merge): make_run_folder(
+            root, f"saved-{save}-{merge}", {"save.final_model": save, "save.merge_adapter": merge, "train.max_steps": 1}
+        )
+        for save, merge in ((False, False), (True, False), (True, True))
+    }
+    train_in_one_process(root / "cache", *folders.values())
+    return {key: sorted(p.name for p in folder.glob("model/*.safetensors")) for key, folder in folders.items()}
 
 
 def saved_model_files(spec: RunSpec) -> Any:
-    root = Path(model_source(spec).name).parents[2]
-    return saved_files(str(root), spec.save.final_model, spec.save.merge_adapter)
+    return saved_files(Path(model_source(spec).name).parents[2])[spec.save.final_model, spec.save.merge_adapter]
 
 
 FILES = {"data.source": "files", "data.files": ("INPUTS/a.jsonl",)}
