@@ -150,7 +150,7 @@ def _launch(form: Form) -> None:
 def _outputs(form: Form) -> None:
     with section("evaluation", "Evaluation"), fields():
         form.place("eval.strategy", "eval.steps", "eval.per_device_eval_batch_size", "eval.num_generations")
-        form.place("eval.max_new_tokens")
+        form.place("eval.max_new_tokens", "eval.early_stopping_patience", "eval.early_stopping_threshold")
     with section("checkpoint", "Checkpoints"):
         with fields():
             form.place("save.strategy", "save.steps", "save.total_limit", "save.resume_from")

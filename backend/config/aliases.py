@@ -43,6 +43,7 @@ TRANSFORMERS: Mapping[str, str] = {
     "eval_strategy": "eval.strategy",
     "evaluation_strategy": "eval.strategy",
     "eval_steps": "eval.steps",
+    "patience": "eval.early_stopping_patience",
     "eval_batch_size": "eval.per_device_eval_batch_size",
     "save_strategy": "save.strategy",
     "save_steps": "save.steps",

@@ -30,6 +30,15 @@ class Eval(Section):
     ] = 8
     """Examples per forward pass on each device during evaluation; lower it if evaluation runs out of memory. 8 is
     usual."""
+    early_stopping_patience: Annotated[
+        int, Field(ge=0, le=10_000), Ui("Early stopping patience", when=EVALUATING, unit="evaluations")
+    ] = 0
+    """Ends training after this many evaluations in a row without a lower eval loss; 3 to 5 is usual, and 0 turns it
+    off."""
+    early_stopping_threshold: Annotated[float, Field(ge=0, le=100), Ui("Early stopping threshold", when=EVALUATING)] = (
+        0.0
+    )
+    """How much lower the eval loss must be to count as an improvement for early stopping; usually 0."""
     num_generations: Annotated[int, Field(ge=0, le=10_000), Ui("Generations to evaluate", when=GENERATING)] = 0
     """Validation prompts that the model completes before and after training, scored against the expected text; 0
     disables it."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
 from backend.runs.throughput import duration
@@ -53,6 +53,31 @@ class StepTimer:
     def pause(self) -> None:
         """Do not count the time until the next step starts."""
         self._paused = True
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """The Trainer's early stopping, with a line in the run log. A resumed run goes on counting."""
+
+    def __init__(self, patience: int, threshold: float, run_log: RunLog) -> None:
+        super().__init__(patience, threshold)
+        self.run_log = run_log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the evaluations before the checkpoint that this start resumes from."""
+        earlier = TrainerState()
+        for value in (logs["eval_loss"] for logs in state.log_history if "eval_loss" in logs):
+            self.check_metric_value(args, earlier, control, value)
+            earlier.best_metric = value if earlier.best_metric is None else min(value, earlier.best_metric)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **more: Any) -> None:
+        """Count evaluations without improvement."""
+        super().on_evaluate(args, state, control, metrics, **more)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            limit = state.best_metric - self.early_stopping_threshold
+            self.run_log.info(
+                f"Stopping early after step {state.global_step}: {self.early_stopping_patience_counter} evaluations in "
+                f"a row without an eval loss below {limit:.6g}."
+            )
 
 
 class ProgressCallback(TrainerCallback):

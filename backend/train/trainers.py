@@ -15,7 +15,7 @@ from transformers import PrinterCallback
 from backend import registry
 from backend.config import RunSpec
 from backend.runs import CHECKPOINTS
-from backend.train import kernels, optimizers, trl_trainers, unsloth
+from backend.train import kernels, optimizers, rehearsal, trl_trainers, unsloth
 from backend.train.data import PreparedData
 from backend.train.engines import TrainEngine
 from backend.train.patches import (
@@ -48,6 +48,7 @@ def training_arguments(engine: TrainEngine, run: Path) -> Any:
         **optimizers.arguments(spec),
         **_eval_save_logging(spec),
         **engine.trainer_arguments(run),
+        **rehearsal.trainer_arguments(),
     )
     config = trl_trainers.config_class(spec)(**requested)
     unsloth.check_arguments(spec, requested, config)
@@ -83,9 +84,15 @@ def _training(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def stops_early(spec: RunSpec) -> bool:
+    """Whether training ends when the eval loss no longer improves."""
+    return spec.eval.strategy != "no" and spec.eval.early_stopping_patience > 0
+
+
 def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
     """The TrainingArguments of evaluation, checkpoints and logging."""
     logging = spec.logging
+    compares_evaluations = spec.save.load_best_model_at_end or stops_early(spec)
     return {
         "eval_strategy": spec.eval.strategy,
         "eval_steps": spec.eval.steps,
@@ -96,8 +103,8 @@ def _eval_save_logging(spec: RunSpec) -> dict[str, Any]:
         "save_total_limit": None,  # CheckpointCallback deletes old ones, only once the newer one is complete
         "save_only_model": spec.save.only_model,
         "load_best_model_at_end": spec.save.load_best_model_at_end,
-        "metric_for_best_model": "eval_loss" if spec.save.load_best_model_at_end else None,
-        "greater_is_better": False if spec.save.load_best_model_at_end else None,
+        "metric_for_best_model": "eval_loss" if compares_evaluations else None,
+        "greater_is_better": False if compares_evaluations else None,
         "logging_steps": logging.steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # a loss that is NaN must be visible

@@ -32,7 +32,7 @@ from backend.train import (
     universal_checkpoint,
     verify,
 )
-from backend.train.callbacks import CheckpointCallback, ProgressCallback, preference_metrics
+from backend.train.callbacks import CheckpointCallback, EarlyStopping, ProgressCallback, preference_metrics
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.engines import train_engine
@@ -90,6 +90,8 @@ def train_in_phases(context: TrainContext) -> None:
     progress, checkpoint = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
     divergence = DivergenceCallback(spec, context.folder, group, run_log)
     callbacks = [generation, progress, checkpoint, divergence]
+    if trainers.stops_early(spec):
+        callbacks.append(EarlyStopping(spec.eval.early_stopping_patience, spec.eval.early_stopping_threshold, run_log))
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
     trainer.divergence = divergence
     start = _start(context)

@@ -179,6 +179,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "eval.per_device_eval_batch_size": (1, 2, 8),
     "eval.num_generations": (0, 1, 3),
     "eval.max_new_tokens": (1, 8),
+    "eval.early_stopping_patience": (0, 1, 3),
+    "eval.early_stopping_threshold": (0.0, 0.5),
     "save.steps": (1, 2, 100),
     "save.total_limit": (0, 1, 2),
     "logging.run_name": ("", "a name"),

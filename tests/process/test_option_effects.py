@@ -39,7 +39,7 @@ from backend.train import (
     unsloth,
     verify,
 )
-from backend.train.callbacks import CheckpointCallback
+from backend.train.callbacks import CheckpointCallback, EarlyStopping
 from backend.train.divergence import DivergenceCallback
 from backend.train.run_log import RunLog, TrainError
 from backend.train.training import TrainContext, _start
@@ -148,6 +148,21 @@ def steps_until_divergence(spec: RunSpec) -> int:
         for state.global_step in range(1, 100):
             callback.add(torch.tensor(math.nan))
             callback.on_step_end(None, state, control)
+    return state.global_step
+
+
+def evaluations_until_stop(spec: RunSpec) -> int:
+    """Evaluations until training stops early, of which the first four improve by 0.1 each; 0: it does not."""
+    config = SimpleNamespace(metric_for_best_model="eval_loss", greater_is_better=False)
+    if not trainers.stops_early(spec):
+        return 0
+    callback = EarlyStopping(spec.eval.early_stopping_patience, spec.eval.early_stopping_threshold, RunLog(Path(".")))
+    state, control = TrainerState(), TrainerControl()
+    while not control.should_training_stop:
+        state.global_step += 1
+        metrics = {"eval_loss": 3.0 - 0.1 * min(state.global_step, 4)}
+        callback.on_evaluate(config, state, control, metrics)
+        state.best_metric = min(metrics["eval_loss"], state.best_metric or math.inf)
     return state.global_step
 
 
@@ -549,6 +564,10 @@ CASES: dict[str, Case] = {
     "eval.strategy": Case("epoch", argument("eval_strategy")),
     "eval.steps": Case(3, argument("eval_steps"), EVALUATED),
     "eval.per_device_eval_batch_size": Case(3, argument("eval_batch_size"), EVALUATED),
+    "eval.early_stopping_patience": Case(2, evaluations_until_stop, EVALUATED),
+    "eval.early_stopping_threshold": Case(
+        0.15, evaluations_until_stop, {**EVALUATED, "eval.early_stopping_patience": 2}
+    ),
     "eval.num_generations": Case(3, eval_example_count),
     "eval.max_new_tokens": Case(9, max_new_tokens_),
     "save.strategy": Case("epoch", argument("save_strategy")),

@@ -52,6 +52,20 @@ def test_resuming_at_the_last_step_trains_no_step(fork_server: ForkServer, root:
     assert after["samples"] == before["samples"]
 
 
+def test_training_stops_early_and_a_resumed_run_goes_on_counting(fork_server: ForkServer, root: Path) -> None:
+    """No evaluation is better by 100: the second, third and fourth do not count as improvements."""
+    changes = {"train.max_steps": 9, "eval.strategy": "steps", "eval.steps": 1, "save.strategy": "steps"}
+    changes |= {"save.steps": 2, "save.total_limit": 0, "save.final_model": True}
+    changes |= {"eval.early_stopping_patience": 3, "eval.early_stopping_threshold": 100.0}
+    folder = fork_server.train(root / "early", make_spec(changes))
+    assert "Stopping early after step 4: 3 evaluations in a row without an eval loss below -9" in log_text(folder)
+    assert result(folder)["steps"] == 4
+    assert (folder / "model").is_dir()
+    fork_server.resume(folder, 2)
+    assert sorted(losses(folder)) == [1, 2, 3, 4]
+    assert log_text(folder).count("Stopping early after step 4") == 2
+
+
 def overwrite(offset: int) -> Callable[[Path], object]:
     """Set a byte of a file to zero; a negative offset counts from its end."""
 
