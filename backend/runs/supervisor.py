@@ -42,6 +42,7 @@ from backend.runs import (
     queue,
     replace_text,
     start_env,
+    webhook,
 )
 from backend.runs.folder import StopTimeouts
 from backend.runs.queue import Entry, Turn
@@ -67,7 +68,8 @@ class Supervisor:
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
-        inherited = {**os.environ, ERROR_FILE: str(folder / ERROR)}
+        inherited = {name: value for name, value in os.environ.items() if name != webhook.WEBHOOK}
+        inherited = {**inherited, ERROR_FILE: str(folder / ERROR)}
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
         self.entry = Entry(str(folder), plan.get("devices", {}), after=after, after_ok=after_ok)
         self.turn = Turn(())
@@ -140,6 +142,11 @@ class Supervisor:
             self._write()
             self.state |= {"exit_code": self._wait(launcher)}
         self._end()
+
+    def release(self, lock: int) -> None:
+        """Let go of the run and its devices before the process ends."""
+        for descriptor in (lock, *(self.turn.leases or ())):
+            os.close(descriptor)
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
         requested = sigterm_sent = touched = 0.0
@@ -299,6 +306,8 @@ def main(arguments: Sequence[str]) -> int:
     _detach(given.folder)
     if supervisor.wait_for_turn():
         supervisor.run()
+        supervisor.release(lock)
+        webhook.notify(given.folder)
     os._exit(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import re
@@ -10,12 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes
+from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes, webhook
 from backend.runs.folder import Run, RunError, StopTimeouts
 
 pytestmark = pytest.mark.alone
@@ -403,3 +404,57 @@ def test_killed_torchrun_leaves_no_rank(torchrun: Run) -> None:
     wait_for(lambda: torchrun.state == "running", 90)
     os.kill(process_id(torchrun, "launcher"), signal.SIGKILL)
     assert wait_until_ended(torchrun, 60).state == "failed" and not processes.run_processes(torchrun.path)
+
+
+class Receiver(http.server.BaseHTTPRequestHandler):
+    """Keeps what is posted in `server.posted`."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append((self.path, json.loads(body)))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[http.server.HTTPServer]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Receiver) as server:
+        server.posted = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("code", "state"), [("pass", "done"), ("raise SystemExit('CUDA error')", "failed")])
+def test_webhook_is_told_how_a_run_ended(
+    make_run: MakeRun, receiver: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch, code: str, state: str
+) -> None:
+    secret = f"http://127.0.0.1:{receiver.server_port}/services/T0/B0/secret"
+    monkeypatch.setenv(webhook.WEBHOOK, secret)
+    run = make_run(f"import os\nassert {webhook.WEBHOOK!r} not in os.environ\n{code}")
+    run.start()
+    wait_for(lambda: receiver.posted)  # type: ignore[attr-defined]
+    assert not processes.is_locked(run.path), "the run has ended before"
+    [(path, content)] = receiver.posted  # type: ignore[attr-defined]
+    assert path == "/services/T0/B0/secret"
+    assert (content["id"], content["state"]) == (run.id, state)
+    assert content["text"] == content["content"] == f"Footplate: {run.name}. {run.summary()['sentence']}"
+    wait_for(lambda: not processes.run_processes(run.path))
+    assert not [p for p in run.path.rglob("*") if p.is_file() and "secret" in p.read_text(errors="replace")]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/secret", "file:///etc/passwd", "nonsense"])
+def test_webhook_that_cannot_be_reached_is_in_the_log(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv(webhook.WEBHOOK, url)
+    run = make_run("pass")
+    run.start()
+    wait_for(lambda: "FOOTPLATE_WEBHOOK: the notification was not sent: " in (run.path / LOG).read_text())
+    assert run.state == "done"
+    assert url not in (run.path / LOG).read_text()
