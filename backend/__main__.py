@@ -2,7 +2,7 @@
 
 Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
 stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
-`resume --follow` 0 done, 1 failed, 3 stopped; 2 for a spec, file or run that cannot be read or found.
+`resume --follow` 0 done, 1 failed, 3 stopped, as `rehearse`; 2 for a spec, file or run that cannot be read or found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, runs, sweep
+from backend.cli import commands, rehearse, runs, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": commands.plan,
     "estimate": commands.estimate,
     "run": runs.run,
+    "rehearse": rehearse.start,
     "sweep": sweep.start,
     "queue": runs.queued,
     "list": runs.list_runs,
@@ -92,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, run, sweep."""
+    """check, plan, estimate, run, rehearse, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -114,6 +115,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any state")
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
+    command("rehearse", spec, folder, help="try a spec in a minute: two steps, a crash, a resume and the saved model")
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(
         "--vary",

@@ -17,6 +17,7 @@ LAYERS = {
     "webui": 9,
     "backend.__main__": 8.1,
     "backend.cli": 8,
+    "backend.rehearsal": 7.2,
     "backend.preflight": 7.1,
     "backend.compare": 7,
     "backend.rules": 6,

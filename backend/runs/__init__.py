@@ -4,7 +4,8 @@ Imports only the standard library. All information about a run is on disk: each 
 is computed from files (`folder.py`). `supervisor.py` is the detached process that waits in the queue, starts the
 launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
-`metrics.py` reads log and metrics incrementally; `stacks.py` asks every rank what it is doing.
+`metrics.py` reads log and metrics incrementally; `stacks.py` asks every rank what it is doing; `rehearsals.py` runs
+through a spec in a minute.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/
+REHEARSED = "rehearsed.jsonl"  # of a rehearsal: one completed phase per line, with its time and peak memory, by rank 0
 STACKS = "stacks"  # a file per rank, by that rank: its stack when someone asks what it does
 STOP = "stop"  # stop request, "save" or "discard", then the reason; by page, command line, supervisor or rank 0
 CHECKPOINTS = "checkpoints"
@@ -49,6 +51,7 @@ SUPERVISOR, SHELL = "supervisor", "shell"  # contents of LOCK: who started the r
 SEPARATOR = "---- started "  # begins the log line that separates one start from the next
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable: where torch writes the root cause's traceback
 RUN_MARKER = "FOOTPLATE_RUN"  # environment variable of every process of a run: the resolved folder
+REHEARSAL = "FOOTPLATE_REHEARSAL"  # environment variable: the trainer rehearses (backend/train/rehearsal.py)
 SKIP_CHECKS = "FOOTPLATE_SKIP_CHECKS"  # environment variable: the trainer checks no rules, as `--skip-checks` asks
 
 

@@ -261,8 +261,8 @@ def _oom_kills() -> int:
     return 0
 
 
-def _detach(folder: Path) -> None:
-    """Detach from the terminal and the parent process; errors of the supervisor go to the run's log."""
+def detach(folder: Path) -> None:
+    """Detach from the terminal and the parent process; errors of this process go to the log in `folder`."""
     os.setsid()
     with contextlib.suppress(OSError, AttributeError):  # Linux: orphans of the run become children of this process
         ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: setattr(supervisor, "sigterm_received", True))
     if os.fork():
         return 0
-    _detach(given.folder)
+    detach(given.folder)
     if supervisor.wait_for_turn():
         supervisor.run()
         supervisor.release(lock)

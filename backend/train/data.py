@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,31 @@ def tokenizer_for(
     return ExampleTokenizer(tokenizer, chat, pretraining, spec.data.max_length)
 
 
-def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], None]) -> PreparedData:
-    """Read and tokenize all examples; `info` gets log lines. Raises TrainError."""
+def tokenize_longest(
+    examples: Sequence[ConvertedExample],
+    to_columns: ExampleTokenizer | PreferenceTokenizer,
+    workers: int,
+    tick: Tick,
+    count: int,
+) -> tuple[Dataset, Counter[str]]:
+    """As `tokenize`, of about the `count` longest examples, the longest first. Their text decides which are tokenized;
+    examples that cannot be used are replaced by the next ones."""
+    ordered, taken = sorted(examples, key=lambda example: len(str(example.value)), reverse=True), count
+    while True:
+        dataset, counts = tokenize(ordered[:taken], to_columns, workers, tick)
+        if len(dataset) >= count or taken >= len(ordered):
+            break
+        taken *= 4
+    columns = [name for name in dataset.column_names if name.endswith("ids")]
+    lengths = [sum(map(len, lists)) for lists in zip(*(dataset[name] for name in columns), strict=True)]
+    return dataset.select(sorted(range(len(lengths)), key=lambda n: -lengths[n])[:count]), counts
+
+
+def prepare(
+    spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], None], longest: tuple[int, int] | None = None
+) -> PreparedData:
+    """Read and tokenize all examples; `info` gets log lines. `longest`: only so many of the longest training and
+    validation examples, the longest first. Raises TrainError."""
     train, validation = load_examples(spec)
     to_columns = tokenizer_for(spec, tokenizer, train)
     if isinstance(to_columns, ExampleTokenizer) and to_columns.chat and not to_columns.chat.trains_stop_token:
@@ -222,16 +246,18 @@ def prepare(spec: RunSpec, tokenizer: Any, tick: Tick, info: Callable[[str], Non
             "stop. Set data.loss_on to all_tokens, or use another template."
         )
     workers = spec.data.dataset_num_proc
-    dataset, counts = tokenize(train, to_columns, workers, tick)
-    info(f"{len(train):,} training examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+    part, which = (partial(tokenize_longest, count=longest[0]), "The longest of ") if longest else (tokenize, "")
+    dataset, counts = part(train, to_columns, workers, tick)
+    info(f"{which}{len(train):,} training examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
     if not len(dataset):
         raise TrainError(_no_example_left(len(train), counts, spec))
     eval_dataset = None
     if validation and spec.eval.strategy != "no":
-        eval_dataset, counts = tokenize(validation, to_columns, workers, tick)
-        info(f"{len(validation):,} validation examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+        part = partial(tokenize_longest, count=longest[1]) if longest else tokenize
+        eval_dataset, counts = part(validation, to_columns, workers, tick)
+        info(f"{which}{len(validation):,} validation examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
         eval_dataset = eval_dataset if len(eval_dataset) else None
     dataset = add_kl_completions(dataset, spec)
     if eval_dataset is not None:

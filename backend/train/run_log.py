@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class RunLog:
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder, self.rank = folder, rank
+        self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
         self._written = 0.0
 
@@ -50,7 +51,10 @@ class RunLog:
         """Write what the run is doing now to progress.json; `fraction` is the completed part of the phase."""
         if self.rank:
             return
-        new, now = phase != self._progress.get("phase"), time.time()
+        before, now = self._progress.get("phase", ""), time.time()
+        new = phase != before
+        if new and before and self.end_phase:
+            self.end_phase(before)
         kept = {key: self._progress[key] for key in KEPT_BETWEEN_PHASES if key in self._progress}
         self._progress = {**kept, "phase": phase, "text": text, "fraction": fraction, **more, "time": now}
         if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:

@@ -44,11 +44,10 @@ def training_arguments(engine: TrainEngine, run: Path) -> Any:
         fp16=precision == "fp16",
         tf32=True if spec.precision.compute == "tf32" else None,
         disable_tqdm=True,
-        **{**_training(spec), **trl_trainers.stage_arguments(spec)},
+        **{**_training(spec), **trl_trainers.stage_arguments(spec), **rehearsal.trainer_arguments()},
         **optimizers.arguments(spec),
         **_eval_save_logging(spec),
         **engine.trainer_arguments(run),
-        **rehearsal.trainer_arguments(),
     )
     config = trl_trainers.config_class(spec)(**requested)
     unsloth.check_arguments(spec, requested, config)

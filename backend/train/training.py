@@ -27,6 +27,7 @@ from backend.train import (
     model,
     optimizers,
     rank0_loading,
+    rehearsal,
     sharding,
     trainers,
     universal_checkpoint,
@@ -68,6 +69,7 @@ def train_in_phases(context: TrainContext) -> None:
     verify.check_device(context.run)
     verify.check_ranks(spec, context.run, group.world)
     context.engine.build_kernels(run_log)
+    rehearsing = rehearsal.callbacks(context)
     run_log.progress("preparing model", "")
     config = trainers.training_arguments(context.engine, context.folder)
     verify.check_backend(context.run)
@@ -89,7 +91,7 @@ def train_in_phases(context: TrainContext) -> None:
     )
     progress, checkpoint = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
     divergence = DivergenceCallback(spec, context.folder, group, run_log)
-    callbacks = [generation, progress, checkpoint, divergence]
+    callbacks = [generation, progress, checkpoint, divergence, *rehearsing]
     if trainers.stops_early(spec):
         callbacks.append(EarlyStopping(spec.eval.early_stopping_patience, spec.eval.early_stopping_threshold, run_log))
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
@@ -125,7 +127,7 @@ def _prepared(context: TrainContext, tokens: Any) -> data.PreparedData:
 
     def prepare() -> data.PreparedData:
         tick = context.tick("preparing data", "Preparing data.")
-        made = data.prepare(spec, tokens, tick, context.run_log.info)
+        made = data.prepare(spec, tokens, tick, context.run_log.info, rehearsal.dataset_sizes(context.run, spec))
         if group.world > 1:
             data.save(made, folder)
         return made

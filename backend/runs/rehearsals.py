@@ -1,0 +1,306 @@
+"""Rehearsals: two runs in a scratch folder, one that trains two steps with a crash between them, and one that loads the
+model that it saved.
+
+Imports backend.runs. A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files
+of its runs. `python -m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it
+holds the lock of the folder, writes the outcome and deletes the runs. What it leaves behind when it is killed is
+deleted before the next rehearsal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from backend.runs import LOG, REHEARSED, STOP, Plan, processes, replace_text, webhook
+from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts, runs
+from backend.runs.supervisor import detach
+
+FOLDER = ".rehearsals"  # in the runs folder
+ABOUT = "rehearsal.json"  # written once: the ids of the two runs, and notes
+OUTCOME = "outcome.json"  # the final status
+KEPT = 5  # rehearsals that have ended, without their runs
+POLL_SECONDS, STOP_SECONDS = 0.1, 60.0
+TIMEOUTS = StopTimeouts(discard=5.0, before_training=0.5)  # there is nothing to keep
+LABELS: Mapping[str, str] = {
+    "starting": "Start the processes and import the libraries",
+    "building kernels": "Build kernels",
+    "preparing model": "Locate the model",
+    "preparing data": "Prepare the longest examples",
+    "loading model": "Load the model",
+    "preparing engine": "Prepare the engine",
+    "generating before": "Generate",
+    "evaluating": "Evaluate",
+    "checkpoint": "Save a checkpoint",
+    "killed": "Kill rank 0 (SIGKILL)",
+    "resume": "Resume from the checkpoint",
+    "generating after": "Generate",
+    "saving": "Save the model",
+    "load": "Load the saved model and use it",
+}
+
+
+class Rehearsal:
+    """A rehearsal's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+
+    @classmethod
+    def create(
+        cls, root: Path, name: str, plan: Plan, load: Plan | None, about: Mapping[str, str],
+        estimate: Mapping[str, Any] | None, notes: Sequence[str],
+    ) -> Rehearsal:  # fmt: skip
+        """A new rehearsal below the runs folder `root`: of the run `plan`, and of `load`, whose command gets the folder
+        of the first run as its argument. Raises RunError."""
+        delete_old(root)
+        now = datetime.now()
+        train = Run.create(root / FOLDER / f"{now:%Y%m%d%H%M%S%f}", name, plan, now, about, estimate)
+        self = cls(train.path.parent)
+        kept: dict[str, Any] = {"train": train.id, "load": "", "name": name, "notes": list(notes)}
+        if load:
+            load = replace(load, argv=(*load.argv, str(train.path)))
+            kept["load"] = Run.create(self.path, f"{name} load", load, now, about).id
+        try:
+            replace_text(self.path / ABOUT, json.dumps(kept))
+        except OSError as error:
+            raise RunError(f"The rehearsal could not be written: {error.strerror}.") from error
+        return self
+
+    def start(self) -> None:
+        """Start the process that runs it. Raises RunError."""
+        command = [sys.executable, "-m", "backend.runs.rehearsals", str(self.path)]
+        try:
+            subprocess.run(
+                command, cwd=PACKAGES, stdin=subprocess.DEVNULL, start_new_session=True, timeout=60, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RunError(f"The rehearsal's process did not start: {error}.") from error
+
+    def stop(self) -> None:
+        """Request a stop."""
+        with contextlib.suppress(OSError):
+            replace_text(self.path / STOP, "discard")
+
+    def status(self) -> dict[str, Any]:
+        """id, name, state (running, done, failed, stopped, lost), the `phases` that have ended, the phase `now` with a
+        `text`, the failure, and the peak memory next to its estimate, in bytes."""
+        alive = processes.is_locked(self.path)
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.path / OUTCOME).read_text(encoding="utf-8")))
+        return self._status("running" if alive else "lost")
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[Run]:
+        """The runs in their order."""
+        kept = self._about()
+        return [Run(self.path / kept[name]) for name in ("train", "load") if kept.get(name)]
+
+    def _about(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.path / ABOUT).read_text(encoding="utf-8")))
+        return {}
+
+    def _status(self, state: str) -> dict[str, Any]:
+        kept, found = self._about(), self.runs()
+        train, load = (found[0] if found else None), (found[1] if len(found) > 1 else None)
+        phases = list(completed(recorded(train))) if train else []
+        if load and (result := load.result()):
+            phases.append({"phase": "load", **{key: result[key] for key in ("seconds", "peak_bytes")}})
+        peaks = [phase["peak_bytes"] for phase in phases if phase["phase"] != "load"]
+        peaks += train.result().get("peak_bytes", []) if train else []
+        current = load if load and load.state != "new" else train
+        return {
+            "id": self.id,
+            "name": kept.get("name", ""),
+            "state": state,
+            "phases": [{**phase, "label": label(phase["phase"])} for phase in phases],
+            "now": label(self.current_phase(current)) if current else "",
+            "text": current.summary()["sentence"] if current else "",
+            "seconds": round(time.time() - (train.summary()["created"] or 0), 1) if train else 0,
+            "peak_bytes": max(peaks, default=None),
+            "estimated_bytes": train.estimate().get("measured_bytes") if train else None,
+            "notes": kept.get("notes", []),
+            "failure": None,
+        }
+
+    def current_phase(self, run: Run) -> str:
+        """The phase that `run` is in, or in which it ended."""
+        if self.runs()[0].id != run.id:
+            return "load"
+        phase = str(run.progress().get("phase") or "starting")
+        lines = recorded(run)
+        last = lines[-1]["phase"] if lines else ""
+        if phase != "training":
+            return phase
+        if last == "evaluating" or (last.startswith("step") and run.progress().get("step") == _step(last)):
+            return "checkpoint"
+        return f"step {1 + max([_step(line['phase']) for line in lines], default=0)}"
+
+
+def _step(phase: str) -> int:
+    return int(phase.removeprefix("step ")) if phase.startswith("step ") else 0
+
+
+def label(phase: str) -> str:
+    """A phase as it is shown."""
+    return LABELS.get(phase) or phase.capitalize()
+
+
+def recorded(run: Run) -> list[dict[str, Any]]:
+    """The phases that the trainer has recorded, of both starts."""
+    lines = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (run.path / REHEARSED).read_text(encoding="utf-8").splitlines():
+            lines.append(json.loads(line))
+    return lines
+
+
+def completed(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Phase, seconds and peak memory of each phase that has ended. What the second start does before its step is one
+    phase."""
+    killed, resuming = False, 0.0
+    for line in lines:
+        shown = {key: line[key] for key in ("phase", "seconds", "peak_bytes")}
+        if killed and not _step(line["phase"]):
+            resuming += line["seconds"]
+            continue
+        if killed:
+            yield {**shown, "phase": "resume", "seconds": round(resuming, 3)}
+            killed = False
+        yield shown
+        killed = line["phase"] == "killed"
+
+
+class Driver:
+    """Runs a rehearsal, in the process that holds its lock."""
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
+        self.failure: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Run all of it, write the outcome, delete the runs."""
+        status = {**self.rehearsal._status("lost")}
+        try:
+            state = self._run()
+            status = {**self.rehearsal._status(state), "failure": self.failure}
+        except RunError as error:
+            failure = {"phase": label("starting"), "sentence": str(error), "help": "", "traceback": "", "fields": []}
+            status |= {"state": "failed", "failure": failure}
+        if status["state"] != "running":
+            status |= {"now": "", "text": ""}
+        self._keep_log()
+        discard_runs(self.rehearsal)  # first: the disk may be full
+        replace_text(self.rehearsal.path / OUTCOME, json.dumps(status))
+
+    def _run(self) -> str:
+        """The state at the end: done, failed or stopped."""
+        train, *rest = self.rehearsal.runs()
+        state = self._wait(train)
+        if state == "failed" and [line["phase"] for line in recorded(train)][-1:] == ["killed"]:
+            state = self._wait(train)
+        for run in (train, *rest):
+            if run is not train:
+                state = self._wait(run)
+            if state in ("failed", "lost"):
+                self.failure = _failure(self.rehearsal, run)
+                return "failed"
+            if state != "done":
+                return "stopped"
+        return "done"
+
+    def _wait(self, run: Run) -> str:
+        """Start or resume a run, and wait for its end."""
+        if self._stop_requested():
+            return "stopped"
+        run.start(timeouts=TIMEOUTS)
+        requested = False
+        while (state := run.state) in ALIVE:
+            if self._stop_requested() and not requested:
+                requested = True
+                with contextlib.suppress(RunError):  # it has just ended
+                    run.stop(save=False)
+            time.sleep(POLL_SECONDS)
+        return "stopped" if requested else state
+
+    def _stop_requested(self) -> bool:
+        return (self.rehearsal.path / STOP).exists()
+
+    def _keep_log(self) -> None:
+        with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
+            for path in (run.path / LOG for run in self.rehearsal.runs()):
+                log.write(path.read_bytes() if path.exists() else b"")
+
+
+def _failure(rehearsal: Rehearsal, run: Run) -> dict[str, Any]:
+    """The failure of `run`, with the phase in which it ended."""
+    found = run.failure() or {"sentence": run.summary()["sentence"], "help": "", "traceback": "", "fields": []}
+    if "killed" in [line["phase"] for line in recorded(run)][-1:]:  # once more, after the resume
+        sentence = "The run did not resume from the checkpoint of step 1: it trained that step again."
+        return found | {"phase": label("resume"), "sentence": sentence, "help": "See the log."}
+    return {"phase": label(rehearsal.current_phase(run)), **found}
+
+
+def discard_runs(rehearsal: Rehearsal) -> None:
+    """Stop and delete the runs of a rehearsal."""
+    for run in runs(rehearsal.path):
+        with contextlib.suppress(RunError):
+            run.stop(save=False)
+        deadline = time.monotonic() + STOP_SECONDS
+        while run.state in ALIVE and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(RunError):
+            run.delete()
+
+
+def delete_old(root: Path) -> None:
+    """Delete what killed rehearsals left behind, and all but the newest of those that have ended."""
+    ended = []
+    for path in sorted((root / FOLDER).glob("*")):
+        if processes.is_locked(path):
+            continue
+        if (path / OUTCOME).exists():
+            ended.append(path)
+        elif time.time() - path.stat().st_mtime > STOP_SECONDS or (path / LOG).exists() or (path / "lock").exists():
+            discard_runs(Rehearsal(path))
+            shutil.rmtree(path, ignore_errors=True)
+    for path in ended[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def find_rehearsal(root: Path, name: str) -> Rehearsal:
+    """The rehearsal with this id. Raises RunError."""
+    path = root / FOLDER / name
+    if not name.isdigit() or not (path / ABOUT).is_file():
+        raise RunError("This rehearsal no longer exists.")
+    return Rehearsal(path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Acquire the lock of the rehearsal's folder and fork: the parent returns, the child runs the rehearsal."""
+    rehearsal = Rehearsal(Path(arguments[0]).resolve())
+    if processes.acquire_lock(rehearsal.path) is None:  # held until this process ends
+        return 1
+    if os.fork():
+        return 0
+    detach(rehearsal.path)
+    os.environ.pop(webhook.WEBHOOK, None)  # nobody waits for the end of its runs
+    Driver(rehearsal).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The spec of a rehearsal, and the driver of its runs with programs in place of the trainer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import registry
+from backend.config import RunSpec, presets
+from backend.config.options import changes, edit, effective
+from backend.inspect import InputFacts, inspect_inputs
+from backend.machine import Machine
+from backend.rehearsal import differences, rehearsal_spec
+from backend.rules import RULES, Case, examine
+from backend.rules.examples import DEMO, LAPTOP
+from backend.runs import Plan, processes
+from backend.runs.folder import Run, runs
+from backend.runs.rehearsals import FOLDER, Driver, Rehearsal, delete_old, find_rehearsal
+
+RECORD = """
+import json, os, signal, sys, time
+def phase(name):
+    line = {"phase": name, "seconds": 0.5, "time": time.time(), "peak_bytes": 1000}
+    open("rehearsed.jsonl", "a").write(json.dumps(line) + "\\n")
+resumed = os.path.exists("rehearsed.jsonl")
+phase("starting")
+"""
+CRASHES_ONCE = RECORD + (
+    "phase('loading model')\n"
+    "if not resumed:\n    phase('step 1'); phase('killed'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    "phase('step 2')\nopen('result.json', 'w').write(json.dumps({'peak_bytes': [2000, 3000]}))\n"
+)
+CRASHES_ALWAYS = RECORD + "phase('killed'); os.kill(os.getpid(), signal.SIGKILL)\n"
+FAILS = RECORD + (
+    "open('progress.json', 'w').write(json.dumps({'phase': 'preparing data'}))\n"
+    "raise SystemExit('backend.train.run_log.TrainError: bad data.')\n"
+)
+SLEEPS = RECORD + "open('progress.json', 'w').write(json.dumps({'phase': 'loading model'}))\ntime.sleep(60)\n"
+LOADS = "open('result.json', 'w').write('{\"seconds\": 0.1, \"peak_bytes\": 7}')\n"
+
+
+def errors(spec: RunSpec, machine: Machine, facts: InputFacts) -> list[str]:
+    return [f.code for f in examine(Case(effective(spec), machine, facts)) if f.level == "error"]
+
+
+@pytest.mark.parametrize("preset", presets.presets(), ids=lambda preset: preset.name)
+def test_the_spec_of_a_rehearsal_passes_the_checks_of_a_preset(preset: Any, tmp_path: Path) -> None:
+    facts = inspect_inputs(preset.spec, tmp_path)
+    assert errors(rehearsal_spec(preset.spec), preset.machine, facts) == []
+
+
+def test_the_spec_of_a_rehearsal_passes_the_checks_that_the_spec_passes() -> None:
+    """The passing examples of all rules, and every stage with every strategy."""
+    cases = [(rule.passes_on.patch, rule.passes_on.machine, rule.passes_on.facts) for rule in RULES]
+    pairs = {"data.builtin": "train-pairs"}
+    for stage, strategy in itertools.product(registry.STAGES, registry.STRATEGIES):
+        data = pairs if stage in registry.PREFERENCE_STAGES else {}
+        cases.append(({"train.stage": stage, "parallel.strategy": strategy, **data}, None, None))
+        cases.append(({**cases[-1][0], "method.kind": "full", "save.strategy": "no"}, None, None))
+    passing = set()
+    for patch, machine, facts in cases:
+        spec, machine, facts = edit(RunSpec(), patch), machine or LAPTOP, facts or DEMO
+        if not errors(spec, machine, facts):
+            assert errors(rehearsal_spec(spec), machine, facts) == [], patch
+            passing.add((spec.train.stage, spec.parallel.strategy))
+    assert {stage for stage, _ in passing} == set(registry.STAGES)
+    assert {strategy for _, strategy in passing} == set(registry.STRATEGIES)
+
+
+def test_a_rehearsal_changes_only_length_intervals_and_reports() -> None:
+    spec = edit(
+        RunSpec(), {"train.gradient_accumulation_steps": 64, "train.warmup_steps": 100.0, "data.max_length": 900}
+    )
+    before, after = changes(spec), changes(rehearsal_spec(spec))
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == {
+        "train.duration", "train.max_steps", "train.gradient_accumulation_steps", "train.max_nonfinite_steps",
+        "train.warmup_steps",
+        "eval.max_new_tokens", "eval.strategy", "eval.steps", "save.strategy", "save.steps",
+    }  # fmt: skip
+    assert rehearsal_spec(edit(spec, {"save.strategy": "no", "eval.strategy": "no"})).save.strategy == "no"
+    nodes = edit(spec, {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.nnodes": 2})
+    assert rehearsal_spec(nodes).launch.rendezvous == "standalone"
+    assert "this node" in differences(nodes)[0]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "runs"
+    for path in (tmp_path / "runs" / FOLDER).glob("*"):
+        for run in runs(path):
+            assert not processes.run_processes(run.path)
+
+
+def make(root: Path, train: str, load: str = LOADS) -> Rehearsal:
+    def plan(code: str) -> Plan:
+        return Plan((sys.executable, "-c", code))
+
+    return Rehearsal.create(root, "try", plan(train), plan(load), {}, {"measured_bytes": 5000}, ["A note."])
+
+
+def test_a_rehearsal_resumes_after_its_crash_and_leaves_no_run(root: Path) -> None:
+    rehearsal = make(root, CRASHES_ONCE)
+    Driver(rehearsal).run()
+    status = rehearsal.status()
+    assert status["state"] == "done", status
+    assert [phase["phase"] for phase in status["phases"]] == [
+        "starting", "loading model", "step 1", "killed", "resume", "step 2", "load",
+    ]  # fmt: skip
+    assert (status["peak_bytes"], status["estimated_bytes"], status["notes"]) == (3000, 5000, ["A note."])
+    assert status["phases"][4]["seconds"] == 1.0  # starting and loading model
+    assert not runs(rehearsal.path)
+    assert find_rehearsal(root, rehearsal.id).status() == status
+
+
+@pytest.mark.parametrize(
+    ("train", "load", "phase", "sentence"),
+    [
+        (FAILS, LOADS, "Prepare the longest examples", "bad data."),
+        (CRASHES_ALWAYS, LOADS, "Resume from the checkpoint", "did not resume"),
+        (CRASHES_ONCE, "raise SystemExit('x')", "Load the saved model and use it", "exited with code 1"),
+    ],
+)
+def test_the_phase_and_the_cause_of_a_failure(root: Path, train: str, load: str, phase: str, sentence: str) -> None:
+    rehearsal = make(root, train, load)
+    Driver(rehearsal).run()
+    failure = rehearsal.status()["failure"]
+    assert rehearsal.status()["state"] == "failed"
+    assert failure["phase"] == phase
+    assert sentence in failure["sentence"], failure
+    assert (rehearsal.path / "log.txt").exists() and not runs(rehearsal.path)
+
+
+def test_stop_and_a_killed_process(root: Path) -> None:
+    stopped = make(root, SLEEPS)
+    stopped.start()
+    wait_for_training(stopped)
+    assert stopped.status()["now"] == "Load the model"
+    stopped.stop()
+    wait(lambda: stopped.status()["state"] == "stopped")
+    wait(lambda: not processes.is_locked(stopped.path))
+
+    killed = make(root, SLEEPS)
+    killed.start()
+    run = wait_for_training(killed)
+    locker = next(int(p.name) for p in Path("/proc").glob("[0-9]*") if str(killed.path) in command(p))
+    os.kill(locker, signal.SIGKILL)
+    wait(lambda: killed.status()["state"] == "lost")
+    assert run.state in ("running", "starting")  # the run has its own supervisor
+    delete_old(root)
+    assert not killed.path.exists()
+    assert stopped.path.exists()
+    assert not processes.run_processes(run.path)
+
+
+def command(process: Path) -> str:
+    """The command line of a rehearsal's process."""
+    try:
+        text = (process / "cmdline").read_bytes().decode()
+    except OSError:
+        return ""
+    return text if "backend.runs.rehearsals" in text else ""
+
+
+def wait_for_training(rehearsal: Rehearsal) -> Run:
+    run = rehearsal.runs()[0]
+    wait(lambda: run.progress().get("phase") == "loading model")
+    return run
+
+
+def wait(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
