@@ -16,6 +16,7 @@ from typing import Any
 
 from backend.cli import sweep
 from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
+from backend.inspect import predecessor
 from backend.machine import probe
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find, runs
@@ -41,9 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not report.can_run:  # the trainer must not refuse what the user has chosen to start
         plan = replace(plan, env={**plan.env, SKIP_CHECKS: "1"})
     after = arguments.after_ok or arguments.after_any
-    predecessor = find_run(Path(arguments.runs), after) if after else None
+    wanted = find_run(Path(arguments.runs), after) if after else None
+    earlier = predecessor(report.spec, Path.cwd(), wanted, not arguments.after_any)
     created = Run.create(Path(arguments.runs), report.title, plan, datetime.now(), report.about, report.expected)
-    created.start(after=predecessor, after_ok=not arguments.after_any)
+    created.start(after=earlier, after_ok=not arguments.after_any)
     return _started(created, arguments, 0)
 
 

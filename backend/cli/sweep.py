@@ -15,6 +15,7 @@ from backend import sweep
 from backend.cli.commands import print_findings, print_json, read_spec, wait_for_preflight
 from backend.config import RunSpec
 from backend.config.options import Problem, SpecError, edit
+from backend.inspect import predecessor
 from backend.machine import probe
 from backend.preflight import Report
 from backend.runs import SWEEP, sweeps
@@ -39,7 +40,7 @@ def start(arguments: argparse.Namespace) -> int:
     for patch, report in zip(patches, reports, strict=True):
         part = sweeps.Member(identity, patch, first_rung, arguments.halving or sweeps.Member.factor)
         started.append(_create(Path(arguments.runs), report, part))
-        started[-1].start()
+        started[-1].start(after=predecessor(report.spec, Path.cwd(), None))
     if arguments.json:
         print_json({"sweep": identity, "runs": [run.id for run in started]})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from backend import registry
@@ -10,6 +11,8 @@ from backend.config.fields import (
     Ui,
     one_of,
 )
+
+RUN_ID = re.compile(r"\d{4}-\d\d-\d\d_\d{6}_(.+)")  # the folder of a run
 
 
 class Model(Section):
@@ -37,6 +40,9 @@ class Model(Section):
 
     @property
     def name(self) -> str:
-        """A short name: the built-in model, or the last part of the path or Hub ID."""
-        last = (self.path if self.source == "path" else self.hub_id).rstrip("/").rpartition("/")[2]
+        """A short name: the built-in model, or the last part of the path or Hub ID; for the model of a run, what the
+        run is named after its date."""
+        parts = (self.path if self.source == "path" else self.hub_id).rstrip("/").split("/")
+        of_run = RUN_ID.fullmatch(parts[-2]) if len(parts) > 1 and parts[-1] == "model" else None
+        last = of_run[1] if of_run else parts[-1]
         return self.builtin if self.source == "builtin" else last

@@ -14,6 +14,7 @@ from typing import Any
 from backend.config import Data, RunSpec
 from backend.config.options import edit
 from backend.config.processes import rendezvous_port
+from backend.inspect.chain import awaited_model, predecessor
 from backend.inspect.checkpoint import checkpoint_problem
 from backend.inspect.data_files import inspect_data_files
 from backend.inspect.disk import inspect_nvme_folder
@@ -31,6 +32,7 @@ __all__ = [
     "download_config",
     "inspect_inputs",
     "no_show",
+    "predecessor",
     "resolve_paths",
     "wait_for_worker",
 ]
@@ -64,7 +66,10 @@ def resolve_paths(spec: RunSpec, base: Path) -> RunSpec:
 
 def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = os.environ) -> InputFacts:
     """Inspect every file that `spec` names; relative paths are resolved against `base`. Never raises."""
-    model, data = inspect_model(spec, base, environment), inspect_data_files(spec, base)
+    awaited = awaited_model(spec, base)
+    data = inspect_data_files(spec, base)
+    spec = awaited.spec if awaited else spec
+    model = inspect_model(spec, base, environment) | (awaited.facts if awaited else {})
     return InputFacts(
         **merge_facts(model | data, inspect_examples(spec, base, environment)),
         template_problem=_template_problem(spec.data, base),
@@ -81,6 +86,8 @@ def wait_for_worker(
     `inspect_inputs` knows them. `show` gets the progress as a text. For callers that can wait: the command line and
     Start."""
     until = time.monotonic() + seconds
+    awaited = awaited_model(spec, base)
+    spec = awaited.spec if awaited else spec
     inspect_examples(spec, base, environment)  # starts it, next to the architecture
     wait_for_architecture(spec, base, environment, min(seconds, ARCHITECTURE_SECONDS), show)
     wait_for_examples(spec, base, environment, until - time.monotonic(), show)

@@ -89,6 +89,8 @@ def test_a_run_is_started_after_another_one(server, page):
     page.wait_for_selector("body[data-ready]")
     wait_for_status(page, "Can run|Cannot run")
     expect(page.locator("#fp-after")).to_contain_text(f"Start waits until {first.id}")
+    page.get_by_role("button", name="Train its model").click()
+    expect(page.locator("#model-path textarea, #model-path input").first).to_have_value(f"{first.path}/model")
     use_tiny_model(page, 2)
     second = start_run(page, server)
     wait_for_state(page, "queued", TIMEOUT)

@@ -18,7 +18,8 @@ from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
 
 from backend.config import presets, variables
-from backend.config.options import SpecError, by_name, changes
+from backend.config.options import SpecError, by_name, changes, effective
+from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find
 from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
@@ -89,7 +90,10 @@ def start(state: State, body: StartRequest) -> Response:
     if _run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
         run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
-    after = _find_run(state, body.after) if body.after else None
+    spec, _ = parse_form(body.values)
+    after = predecessor(
+        effective(spec), Path.cwd(), _find_run(state, body.after) if body.after else None, body.after_ok
+    )
     with state.keys.lock():
         run = _run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":

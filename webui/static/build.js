@@ -185,7 +185,19 @@ function drawPredecessor() {
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(id)}` }, id);
   const clear = el("button.fp-link", { type: "button", onclick: () => selectPredecessor("") }, "Do not wait");
   const text = el("span", {}, "Start waits until ", link, " ", menu, ".");
-  $("#fp-status").before(el("p.fp-after", { id: "fp-after" }, text, clear));
+  const train = el("button.fp-link", { type: "button", onclick: () => trainModelOf(id) }, "Train its model");
+  $("#fp-status").before(el("p.fp-after", { id: "fp-after" }, text, train, clear));
+}
+
+/** Train the model that another run saves. @param {string} id */
+async function trainModelOf(id) {
+  try {
+    const { folder } = await get(runPath(id));
+    const patch = { "model.source": "path", "model.path": `${folder}/model` };
+    form.setValues(patch, { undo: `The model is the one that ${id} saves.` });
+  } catch (error) {
+    notifyError(error);
+  }
 }
 
 /** Apply all safe fixes as one change with one Undo. */
