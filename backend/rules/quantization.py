@@ -59,17 +59,18 @@ def quantized_base(case: Case) -> str:
     "error",
     fields=("lora.init", "method.quantization"),
     title="This LoRA initialization needs an unquantized base model",
-    source="peft 0.21 lora/layer.py: pissa_init reads floating-point weights, and orthogonal_init takes their dtype; "
-    "a base weight with "
-    "the initial adapter subtracted quantizes to other values than the original weight",
+    source="peft 0.21 lora/layer.py: pissa_init raises TypeError; orthogonal_init creates a trained parameter of the "
+    "base weight's dtype; olora_init quantizes the base weight again, which on a small model changed the logits half "
+    "as much as the quantization itself",
     fixes=(DEFAULT_INIT, UNQUANTIZED),
     fails_on=Example({**NF4_SPEC, "lora.init": "pissa"}),
     passes_on=Example({**NF4_SPEC, "lora.init": "gaussian"}),
     proof="launch",
 )
 def lora_init_on_quantized_base(case: Case) -> str | None:
-    """PiSSA and OLoRA compute the adapter from floating-point base weights and subtract it from them. Orthogonal
-    initialization gives the adapter the dtype of the base weights. Quantized weights allow neither."""
+    """PiSSA and OLoRA compute the adapter from the base weights and subtract it from them. PEFT refuses PiSSA for
+    quantized weights. With OLoRA it quantizes the remainder again, which changes the model before training begins.
+    Orthogonal initialization gives the adapter the dtype of the base weights, which must be a floating-point one."""
     if case.spec.method.kind != "lora" or case.spec.lora.init in ("default", "gaussian") or not quantized_base(case):
         return None
     label = registry.LORA_INITS[case.spec.lora.init].label
