@@ -1,4 +1,4 @@
-"""The page: one Gradio Blocks with three views (Build, Run, Runs), of which `body[data-tab]` shows one.
+"""The page: one Gradio Blocks with four views (Build, Run, Runs, Compare), of which `body[data-tab]` shows one.
 
 Imports: form, layout, search_index, gradio. Gradio renders the form; everything that updates (check report, log,
 charts, list of runs) is JavaScript in static/ on the API's routes. HTML here is constant: data reaches the page as
@@ -27,6 +27,7 @@ STYLES = (
     "run.css",
     "charts.css",
     "runs.css",
+    "compare_runs.css",
     "responsive.css",
 )
 # Gradio adds the scripts of the head while it renders the page, in any order and possibly after this runs.
@@ -94,6 +95,7 @@ REPORT = """
 
 RUN = '<div id="fp-run-page"></div>'
 RUNS = '<div id="fp-runs-page"></div>'
+COMPARE = '<div id="fp-compare-page"></div>'
 
 THEME = gr.themes.Default(
     primary_hue="blue",
@@ -124,6 +126,8 @@ def build() -> gr.Blocks:
             _static(RUN)
         with gr.Column(elem_id="fp-runs", elem_classes=["fp-view"]):
             _static(RUNS)
+        with gr.Column(elem_id="fp-compare", elem_classes=["fp-view"]):
+            _static(COMPARE)
         _add_events(page, form)
     if form.missing():
         raise ValueError(f"not placed in layout.py: {', '.join(form.missing())}")

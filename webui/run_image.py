@@ -43,7 +43,7 @@ def draw(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result
         _line(axes, *column(points, f"eval_{key}"), color=EVAL, width=1.6, marker="o")
         axes.set_ylabel(name, color=DIM)
     for axes in (loss, *others):
-        _style_axes(axes)
+        style_axes(axes)
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
@@ -109,7 +109,8 @@ def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: fl
         axes.plot(steps, values, linewidth=width, markersize=3, **style)
 
 
-def _style_axes(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
+    """Grid, ticks and one spine, without a box."""
     axes.grid(color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=DIM, labelsize=8, length=0)

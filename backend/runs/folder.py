@@ -33,6 +33,7 @@ from backend.runs import (  # fmt: skip
     PLAN,
     PROGRESS,
     RANK_LOGS,
+    RESOLVED,
     RESULT,
     SCRIPT,
     SHELL,
@@ -238,6 +239,10 @@ class Run:
     def estimate(self) -> dict[str, Any]:
         """The memory estimate; empty for a run that was created without one."""
         return self._json(ESTIMATE)
+
+    def resolved(self) -> dict[str, Any]:
+        """What follows from the options and the machine (ResolvedRun); empty if it was not recorded."""
+        return self._json(RESOLVED)
 
     def checkpoints(self) -> list[int]:
         """Steps of the complete checkpoints, in order."""

@@ -22,7 +22,8 @@ from typing import Any
 
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
-NOT_METRICS = ("step", "time", "epoch")
+NOT_METRICS = ("step", "time", "epoch", "tokens")
+AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
 Point = dict[str, Any]
 
 # -- the log ---------------------------------------------------------------------------------------------------
@@ -180,17 +181,76 @@ class Column:
         return chosen
 
 
-class Metrics:
-    """A metrics file that is read while it grows. Thread-safe.
+class Axes:
+    """Epochs, tokens and seconds of training by step, over all starts of a run.
 
-    `points` has each step once: `{"event": "resumed", "step": k}` removes the points after step k, because those steps
-    are repeated.
+    A start counts its tokens from 0. Seconds leave out the time between two starts; the first logging interval, which
+    has no point at its begin, is its tokens divided by its throughput.
     """
+
+    def __init__(self) -> None:
+        self.columns = {name: Column(array("d", [0]), array("d", [0])) for name in AXES[1:]}
+        self._earlier_tokens = self._seconds = 0.0
+        self._time: float | None = None  # of the last point, or of the last start
+
+    def resume(self, step: float, time: Any) -> None:
+        """Continue after `step`: drop what comes after it."""
+        for column in self.columns.values():
+            column.cut(max(0, step))
+        self._earlier_tokens, self._seconds = (self.columns[name].values[-1] for name in ("tokens", "seconds"))
+        self._time = time if isinstance(time, int | float) else None
+
+    def add(self, step: float, point: Point) -> None:
+        """Add a point. Of several points of one step, the first counts."""
+        epoch, tokens, time = point.get("epoch"), point.get("tokens"), point.get("time")
+        if isinstance(time, int | float):
+            speed = point.get("tokens_per_second")
+            if self._time is not None:
+                self._seconds += max(0.0, time - self._time)
+            elif tokens and speed:
+                self._seconds += tokens / speed
+            self._time = time
+            self._add("seconds", step, self._seconds)
+        if isinstance(epoch, int | float):
+            self._add("epoch", step, epoch)
+        if isinstance(tokens, int | float):
+            self._add("tokens", step, self._earlier_tokens + tokens)
+
+    def _add(self, name: str, step: float, value: float) -> None:
+        column = self.columns[name]
+        if step > column.steps[-1] and value >= column.values[-1]:
+            column.steps.append(step)
+            column.values.append(value)
+
+    def known(self, name: str) -> bool:
+        """Whether the run has logged this axis."""
+        return name == "step" or self.columns[name].values[-1] > 0
+
+    def place(self, name: str, steps: Sequence[float]) -> list[float]:
+        """The positions of `steps` on an axis; between two points it is interpolated."""
+        known, values, placed = self.columns[name].steps, self.columns[name].values, []
+        for step in steps:
+            i = min(bisect_left(known, step), len(known) - 1)
+            value = values[i]
+            if known[i] > step:
+                value -= (known[i] - step) / (known[i] - known[i - 1]) * (value - values[i - 1])
+            placed.append(round(value, 6))
+        return placed
+
+    def steps_between(self, name: str, low: float, high: float) -> tuple[float, float]:
+        """The steps of a range of an axis."""
+        steps, values = self.columns[name].steps, self.columns[name].values
+        end = bisect_left(values, high)
+        return steps[max(0, bisect_right(values, low) - 1)], steps[end] if end < len(steps) else math.inf
+
+
+class Metrics:
+    """A metrics file that is read while it grows. Thread-safe. `columns` has the values of each metric."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.points: list[Point] = []
         self.columns: dict[str, Column] = {}
+        self.axes = Axes()
         self.last: Point = {}
         self.offset = 0
         self.start = 0  # how often the file was replaced
@@ -211,11 +271,39 @@ class Metrics:
             self.offset = offset
             return changed
 
-    def series(self, count: int = 1000, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-        """series: {key: {x: steps, y: values}}; last: the newest value of each key; min and max of each key."""
+    @property
+    def points(self) -> list[Point]:
+        """The points that were read, each step once: `{"event": "resumed", "step": k}` removes those after step k,
+        which are repeated. Parsed on each call, since they take ten times the memory of the columns."""
+        try:
+            with self.path.open("rb") as file:
+                lines = file.read(self.offset).splitlines()
+        except FileNotFoundError:
+            return []
+        found: list[Point] = []
+        for point in _points(lines):
+            step = point.get("step")
+            if not isinstance(step, int | float):
+                continue
+            if point.get("event") == "resumed":
+                found = [p for p in found if p["step"] <= step]
+            if "event" not in point:
+                found.append(point)
+        return found
+
+    def series(
+        self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
+    ) -> dict[str, Any]:
+        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; last: the
+        newest value of each key; min and max of each key. `low` and `high` are positions on the axis."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
-            drawn = {key: column.buckets(count, low, high) for key, column in self.columns.items() if column.steps}
+            if axis != "step":
+                low, high = self.axes.steps_between(axis, low, high)
+            columns = self.columns if self.axes.known(axis) else {}
+            drawn = {key: column.buckets(count, low, high) for key, column in columns.items() if column.steps}
+            if axis != "step":
+                drawn = {key: (self.axes.place(axis, x), y) for key, (x, y) in drawn.items()}
             return {
                 "etag": self.etag,
                 "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
@@ -228,7 +316,7 @@ class Metrics:
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, io.SEEK_END) < self.offset:
-                    self.points, self.columns, self.last = [], {}, {}
+                    self.columns, self.axes, self.last = {}, Axes(), {}
                     self.offset, self.start = 0, self.start + 1
                 file.seek(self.offset)
                 data = file.read()
@@ -242,13 +330,13 @@ class Metrics:
         if not isinstance(step, int | float):
             return
         if point.get("event") == "resumed":
-            self.points = [p for p in self.points if p["step"] <= step]
+            self.axes.resume(step, point.get("time"))
             for column in self.columns.values():
                 column.cut(step)
         if "event" in point:
             return
-        self.points.append(point)
         self.last.update(point)
+        self.axes.add(step, point)
         for key, value in point.items():
             if (type(value) is float or type(value) is int) and key not in NOT_METRICS and math.isfinite(value):
                 column = self.columns.get(key) or self.columns.setdefault(key, Column())

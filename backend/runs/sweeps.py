@@ -17,7 +17,7 @@ from typing import Any
 
 from backend.runs import METRICS, STOP, SWEEP, replace_text
 from backend.runs.folder import Run, RunError
-from backend.runs.metrics import Metrics
+from backend.runs.metrics import Column, Metrics
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def eval_losses(folder: Path) -> dict[int, float]:
     """Step -> validation loss of a run."""
     reader = Metrics(folder / METRICS)
     reader.read()
-    return {int(p["step"]): float(p["eval_loss"]) for p in reader.points if p.get("eval_loss") is not None}
+    column = reader.columns.get("eval_loss", Column())
+    return dict(zip(map(int, column.steps), column.values, strict=True))
 
 
 def stop_if_behind(folder: Path, step: int) -> str:

@@ -117,6 +117,7 @@ class ProgressCallback(TrainerCallback):
             self.tokens = int(logs.get("num_tokens", 0))
             spent = self.clock.busy - self._logged_busy
             point["tokens_per_second"] = round((self.tokens - self._logged_tokens) / spent, 1) if spent > 0 else None
+            point["tokens"] = self.tokens  # since this start
             self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
             return  # the Trainer's summary at the end of training

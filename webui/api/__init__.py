@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, rules_page, runs
+from webui.api import checking, compare_runs, rules_page, runs
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
@@ -24,6 +24,9 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs": runs.list_runs,
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": runs.sweep,
+    "/api/comparison": compare_runs.compare,
+    "/api/comparison/curves.csv": compare_runs.curves_csv,
+    "/api/comparison/curves.png": compare_runs.image,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,

@@ -22,7 +22,7 @@ from backend.config.options import SpecError, by_name, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, Run, RunError, find
-from backend.runs.metrics import LogChunk, since, since_points, tail, to_csv
+from backend.runs.metrics import AXES, LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, form_values, parse_form, run_preflight, without_secrets
@@ -222,13 +222,17 @@ def points(run: PathRun, off: int = 0) -> Any:
 
 
 def series(
-    state: State, run: PathRun, n: int = 1000, x0: float | None = None, x1: float | None = None, have: str = ""
-) -> Any:
-    """The curves, downsampled to about `n` points, from step `x0` to `x1`; 204 if `have` is their current tag."""
+    state: State, run: PathRun, n: int = 1000, x0: float | None = None, x1: float | None = None, have: str = "",
+    x: str = "step",
+) -> Any:  # fmt: skip
+    """The curves over the axis `x`, downsampled to about `n` points, from `x0` to `x1`; 204 if `have` is their current
+    tag."""
+    if x not in AXES:
+        raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
     metrics = state.metrics(run.path / METRICS)
     if have == metrics.etag:
         return no_content()
-    return metrics.series(min(MAX_POINTS, max(MIN_POINTS, n)), x0, x1)
+    return metrics.series(min(MAX_POINTS, max(MIN_POINTS, n)), x0, x1, x)
 
 
 # -- download ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import { integer, num } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
 
-const HEIGHT = 196;
+export const HEIGHT = 196;
 const POINTS = 1000;
 /**
  * A chart: the series `key`, and a second one over it. `optional`: shown only if the run logs the series.
@@ -14,7 +14,7 @@ const POINTS = 1000;
  *   log?: boolean, best: "lowest" | "highest", optional?: boolean }} Chart
  */
 /** @type {Chart[]} */
-const CHARTS = [
+export const CHARTS = [
   { ...trainAndEval("loss", "Loss"), log: true, best: "lowest" },
   { ...trainAndEval("reward_margin", "Reward margin"), optional: true },
   { ...trainAndEval("reward_accuracy", "Reward accuracy"), optional: true },
@@ -46,7 +46,7 @@ const color = (name) => getComputedStyle(document.body).getPropertyValue(name).t
  * Bias-corrected exponential moving average, over means of 2^k points: a long series alternates between the minimum and
  * maximum of each bucket, and a line through them would be a band. `weight` is 0 to 0.99.
  */
-function smoothed({ x, y }, weight) {
+export function smoothed({ x, y }, weight) {
   const window = 2 ** Math.max(0, Math.ceil(Math.log2(x.length / 400)));
   const result = { x: [], y: [] };
   let mean = 0;
@@ -62,7 +62,7 @@ function smoothed({ x, y }, weight) {
   return result;
 }
 
-function tickText(value) {
+export function tickText(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${num(value / 1e6, 3)}M`;
   if (size >= 1e4) return `${num(value / 1e3, 4)}K`;
@@ -70,7 +70,7 @@ function tickText(value) {
 }
 
 /** The value nearest to an index: validation points are few, and the pointer is rarely exactly on one. */
-function nearest(values, index) {
+export function nearest(values, index) {
   for (let distance = 0; distance < values.length; distance += 1) {
     for (const i of [index - distance, index + distance]) {
       if (values[i] !== null && values[i] !== undefined) return values[i];

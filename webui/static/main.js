@@ -2,6 +2,7 @@
 // The entry point: starts the views and switches between them. Gradio's event handlers call `window.footplate`.
 import { get, url } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
+import { mountCompareRuns } from "./compare_runs.js";
 import { $, address, copy, emit, notify, notifyError, on } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark } from "./gradio.js";
@@ -10,11 +11,14 @@ import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
 import { startSearch } from "./search.js";
 
-const VIEWS = ["build", "run", "runs"];
+const VIEWS = ["build", "run", "runs", "compare"];
 
-/** Show a view, and put it into the address. @param {string} tab @param {string} [run] */
-function showView(tab, run) {
-  address.set(run ? { tab, run } : { tab });
+/**
+ * Show a view, and put it into the address. `compared` are the parameters of the Compare view.
+ * @param {string} tab @param {string} [run]
+ */
+function showView(tab, run, compared = {}) {
+  address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
 }
 
@@ -25,7 +29,7 @@ function drawView() {
   document.body.dataset.tab = VIEWS.includes(tab) ? tab : "build";
   for (const link of document.querySelectorAll(".fp-top nav a[data-tab]")) {
     const name = link.getAttribute("data-tab");
-    link.toggleAttribute("aria-current", name === tab);
+    link.toggleAttribute("aria-current", name === (tab === "compare" ? "runs" : tab));
     if (name === "run") {
       link.toggleAttribute("hidden", !run);
       link.setAttribute("href", `?tab=run&run=${encodeURIComponent(run || "")}`);
@@ -41,7 +45,8 @@ function linkClicked(event) {
   if (!link || event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
   event.preventDefault();
   const parameters = new URLSearchParams(link.getAttribute("href").slice(1));
-  showView(parameters.get("tab"), parameters.get("run") || undefined);
+  const compared = { runs: parameters.get("runs"), x: parameters.get("x") };
+  showView(parameters.get("tab"), parameters.get("run") || undefined, compared);
   window.scrollTo(0, 0);
 }
 
@@ -78,6 +83,7 @@ async function start(description) {
   window.addEventListener("popstate", drawView);
   mountRun(showView);
   mountRuns();
+  mountCompareRuns();
   drawView();
   await loadMachines().catch(() => {});
   await loadInitialValues().catch((error) => drawCheckFailed("Loading failed", error.message));

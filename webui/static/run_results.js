@@ -142,7 +142,7 @@ export const cardNode = ({ title, value, note, large }) =>
 // -- generated samples ------------------------------------------------------------------------------------------------
 
 /** Whether two texts match as exact match in Python does: JSON objects may differ in spaces and the order of keys. */
-function isSame(one, other) {
+export function isSame(one, other) {
   return canonical(one) === canonical(other);
 }
 function canonical(text) {

@@ -1,6 +1,7 @@
 // @ts-check
 // The Runs view: every run, newest first. A name is a real link, so that a middle click opens a tab.
 import { get } from "./api.js";
+import { LEAST, MOST, compareLink } from "./compare_runs.js";
 import { $, el, emit, notify, notifyError, setText } from "./dom.js";
 import { dateTime, duration, num, toSeconds } from "./format.js";
 import { createPoller } from "./poll.js";
@@ -21,6 +22,7 @@ const RESUMABLE = ["new", "stopped", "failed", "lost"];
 let tag = ""; // of the newest list
 let runs = null;
 let group = "";
+const selected = new Set(); // ids of the runs to compare
 const rows = new Map(); // id -> row; a row stays the same node, so that it keeps the focus
 const page = /** @type {Record<string, any>} */ ({});
 
@@ -43,6 +45,8 @@ export function mountRuns() {
       el("b"),
     ),
   );
+  page.compare = el("a.fp-chip.fp-runs-compare", { role: "link" });
+  drawSelection();
   page.head = el(
     "header.fp-runs-head",
     { hidden: true },
@@ -51,6 +55,7 @@ export function mountRuns() {
     el("span.fp-gap"),
     page.filter,
     el("div.fp-chips", { role: "group", "aria-label": "State" }, page.chips),
+    page.compare,
   );
   page.body = el("tbody");
   const heading = (name) => el("th", { scope: "col" }, name || el("span.fp-sr", {}, "Actions"));
@@ -82,6 +87,23 @@ function selectGroup(key) {
   group = key;
   for (const chip of page.chips) chip.setAttribute("aria-pressed", String(chip.dataset.group === key));
   draw();
+}
+
+function select(id, isSelected) {
+  if (isSelected) selected.add(id);
+  else selected.delete(id);
+  drawSelection();
+}
+
+/** The link to the comparison; without an address, and so disabled, until there is something to compare. */
+function drawSelection() {
+  const count = selected.size;
+  const possible = count >= LEAST && count <= MOST;
+  setText(page.compare, count ? `Compare ${count}` : "Compare");
+  page.compare.title = possible ? "Compare the selected runs" : `Select ${LEAST} to ${MOST} runs`;
+  page.compare.setAttribute("aria-disabled", String(!possible));
+  if (possible) page.compare.setAttribute("href", compareLink([...selected]));
+  else page.compare.removeAttribute("href");
 }
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
@@ -119,6 +141,7 @@ function drawRows(matches) {
     if (ids.has(id)) continue;
     row.node.remove();
     rows.delete(id);
+    select(id, false);
   }
   let previous = null;
   for (const run of runs) {
@@ -140,6 +163,7 @@ function updateDurations() {
 
 function createRow(id) {
   const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` });
+  const box = el("input.fp-runs-select", { type: "checkbox", onchange: () => select(id, box.checked) });
   const badge = el("span.fp-badge");
   const bar = el("span");
   const steps = el("span.fp-number");
@@ -152,7 +176,7 @@ function createRow(id) {
   const node = el(
     "tr",
     {},
-    cell("Name", link),
+    cell("Name", el("div.fp-runs-name", {}, box, link)),
     cell("State", badge),
     ...Object.values(cells),
     el("td.fp-row-actions", {}, Object.values(actions)),
@@ -160,6 +184,7 @@ function createRow(id) {
 
   function drawRow(run) {
     setText(link, run.name || id);
+    box.setAttribute("aria-label", `Select ${run.name || id} to compare`);
     link.title = run.sentence || "";
     if (badge.dataset.state !== run.state) drawBadge(badge, run.state);
     node.dataset.state = run.state;

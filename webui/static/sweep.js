@@ -1,6 +1,7 @@
 // @ts-check
 // The sweep of a run: its runs as a table, best first, and as lines over parallel axes.
 import { get } from "./api.js";
+import { compareLink } from "./compare_runs.js";
 import { el, setText } from "./dom.js";
 import { num } from "./format.js";
 import { createPoller } from "./poll.js";
@@ -111,8 +112,9 @@ function table(/** @type {Member[]} */ runs, columns, labels, current) {
 export function createSweep(isVisible) {
   const heading = el("h3", {}, "Sweep");
   const best = el("p.fp-dim");
+  const compare = el("a.fp-sweep-compare", {}, "Compare curves and generations");
   const body = el("div");
-  const node = el("section.fp-panel.fp-sweep", { hidden: true, "aria-label": "Sweep" }, heading, best, body);
+  const node = el("section.fp-panel.fp-sweep", { hidden: true, "aria-label": "Sweep" }, heading, best, compare, body);
   let [sweep, current, drawn] = ["", "", ""];
   const poller = createPoller(pull, { isVisible, interval: 3000, onTrouble: () => {} });
 
@@ -125,6 +127,7 @@ export function createSweep(isVisible) {
 
   /** @param {Member[]} runs @param {Record<string, string>} labels */
   function draw(runs, labels) {
+    compare.href = compareLink(runs.map((run) => run.id)); // of many, the best
     const state = JSON.stringify([runs, current]);
     if (state === drawn) return;
     drawn = state;

@@ -1,0 +1,73 @@
+"""An image of the curves of several runs.
+
+Imports matplotlib, so it is imported with the first request, as `run_image`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from webui.run_image import DIM, INK, MIN_POINTS_TO_SMOOTH, smoothed, style_axes
+
+INCHES, DPI = (10.0, 7.5), 150
+# As --fp-run-1 to 20 in compare_runs.css.
+COLORS = (
+    "#1d4ed8", "#c2410c", "#15803d", "#a21caf", "#0e7490", "#b91c1c", "#6d28d9", "#a16207", "#475569", "#be185d",
+    "#6b9bff", "#f79a5b", "#5cc184", "#db8be8", "#45b8cf", "#f08080", "#a98bf0", "#d3ac3a", "#94a3b8", "#f07fb4",
+)  # fmt: skip
+PANELS = (  # metric, its validation metric, label
+    ("loss", "eval_loss", "loss"),
+    ("reward_margin", "eval_reward_margin", "reward margin"),
+    ("reward_accuracy", "eval_reward_accuracy", "reward accuracy"),
+    ("learning_rate", "", "learning rate"),
+    ("tokens_per_second", "", "tokens per second"),
+)
+X_LABELS = {"step": "step", "epoch": "epoch", "tokens": "tokens", "seconds": "wall time in minutes"}
+MAX_NAME_LENGTH = 48
+
+Series = Mapping[str, Mapping[str, Sequence[float]]]
+
+
+def draw(runs: Sequence[tuple[str, Series]], axis: str) -> bytes:
+    """The PNG of the curves of (name, series) of each run over `axis`."""
+    figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    panels = [p for p in PANELS if p[0] == "loss" or any(p[0] in series for _, series in runs)]
+    found = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=(3, *[1] * (len(panels) - 1)))
+    scale = 1 / 60 if axis == "seconds" else 1.0
+    handles: dict[str, Any] = {}
+    for axes, (metric, validation, label) in zip(found[:, 0], panels, strict=True):
+        for number, (name, series) in enumerate(runs):
+            color = COLORS[number % len(COLORS)]
+            for key, style in ((metric, "-"), (validation, "--")):
+                if key not in series:
+                    continue
+                x, y = [scale * value for value in series[key]["x"]], list(series[key]["y"])
+                many = key == metric != "learning_rate" and len(y) >= MIN_POINTS_TO_SMOOTH
+                line = axes.plot(x, smoothed(y) if many else y, style, color=color, linewidth=1.3, markersize=3)[0]
+                handles.setdefault(f"{number} {name}", line)
+        axes.set_ylabel(label, color=DIM, fontsize=9)
+        style_axes(axes)
+    found[-1, 0].set_xlabel(X_LABELS[axis], color=DIM)
+    if handles:
+        names = [_short(name.partition(" ")[2]) for name in handles]
+        legend = figure.legend(
+            handles.values(), names, loc="outside lower center", ncols=min(4, 1 + len(names) // 5), frameon=False,
+            labelcolor=INK, fontsize=8,
+        )  # fmt: skip
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # dollar signs in a name are not TeX
+        found[0, 0].set_title("Training loss smoothed; validation loss dashed", color=DIM, fontsize=9, loc="left")
+    else:
+        nothing = "No metrics were logged" if axis == "step" else f"No {axis} were logged"
+        found[0, 0].text(0.5, 0.5, nothing, transform=found[0, 0].transAxes, ha="center", color=DIM)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 3]}..."
