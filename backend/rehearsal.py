@@ -13,8 +13,10 @@ from typing import Any
 
 from backend.config import RunSpec
 from backend.config.options import edit, effective
+from backend.inspect import predecessor
 from backend.preflight import Report, preflight
 from backend.runs import REHEARSAL, Plan
+from backend.runs.folder import RunError
 from backend.runs.rehearsals import Rehearsal
 
 MAX_GENERATIONS, MAX_NEW_TOKENS = 2, 16
@@ -64,6 +66,8 @@ def differences(spec: RunSpec) -> list[str]:
 def rehearse(root: Path, report: Report, base: Path) -> tuple[Report, Rehearsal | None]:
     """Start a rehearsal of a checked spec in the scratch folder of the runs folder `root`. Returns the report of the
     spec with two steps, and None if that has errors. Raises RunError."""
+    if earlier := predecessor(report.spec, base, None):
+        raise RunError(f"Not rehearsed: {earlier.id} saves the model and has not ended.")
     small = preflight(rehearsal_spec(report.spec), report.machine, base)
     if not small.can_run:
         return small, None

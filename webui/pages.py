@@ -78,9 +78,12 @@ REPORT = """
     <p class="fp-status-more"></p>
     <p class="fp-status-examples" aria-live="off"></p>
     <button type="button" class="fp-button" id="fp-fix-all" hidden>Apply all fixes</button>
+    <button type="button" class="fp-button" id="fp-try" hidden
+      title="Rehearse it: two steps on the longest examples, a crash, a resume, and the saved model">Try it</button>
     <button type="button" class="fp-start" id="fp-start" disabled>Start</button>
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
   </section>
+  <section class="fp-card" id="fp-rehearsal" aria-label="Rehearsal" hidden></section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>
   <section class="fp-card" id="fp-preview" aria-label="Launch preview">

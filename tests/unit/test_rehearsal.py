@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small import client
 
 from backend import registry
 from backend.config import RunSpec, presets
@@ -159,6 +160,25 @@ def test_stop_and_a_killed_process(root: Path) -> None:
     assert not killed.path.exists()
     assert stopped.path.exists()
     assert not processes.run_processes(run.path)
+
+
+def test_the_api_starts_shows_and_stops_a_rehearsal(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    values = {"model.builtin": "tiny-llama", "launch.launcher": "python", "launch.device": "cpu"}
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine(python=str(python))) as api:
+        refused = api.post("/api/rehearsals", json={"values": {**values, "data.max_length": "x"}})
+        assert (refused.status_code, refused.json()["field"]) == (422, "data.max_length")
+        started = api.post("/api/rehearsals", json={"values": values})
+        assert started.status_code == 201, started.text
+        path = f"/api/rehearsals/{started.json()['id']}"
+        assert api.get(path).json()["state"] == "running"
+        assert api.get("/api/runs").json()["runs"] == []
+        api.post(f"{path}/stop", json={})
+        wait(lambda: api.get(path).json()["state"] == "stopped")
+        assert api.get("/api/rehearsals/..%2Fx").status_code == 404
+        assert api.get("/api/rehearsals/123").json() == {"error": "This rehearsal no longer exists."}
 
 
 def command(process: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, rules_page, runs
+from webui.api import checking, compare_runs, rehearsals, rules_page, runs
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
@@ -24,6 +24,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs": runs.list_runs,
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": runs.sweep,
+    "/api/rehearsals/{id}": rehearsals.status,
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
     "/api/comparison/curves.png": compare_runs.image,
@@ -44,6 +45,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/compare": checking.compare_strategies,
     "/api/fix": checking.apply_safe_fixes,
     "/api/runs": runs.start,
+    "/api/rehearsals": rehearsals.start,
+    "/api/rehearsals/{id}/stop": rehearsals.stop,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,
     "/api/runs/{id}/queue": runs.change_queue,

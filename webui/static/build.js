@@ -5,6 +5,7 @@ import { $, address, download, el, notify, notifyError } from "./dom.js";
 import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
+import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart } from "./report.js";
 
 const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
@@ -246,6 +247,8 @@ async function exportFile() {
 export function addBuildEvents(showView) {
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
+  $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues()));
+  resumeRehearsal();
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
   $("#fp-import-file").addEventListener("change", importFile);
   for (const id of ["#fp-export", "#fp-export-plan"]) {

@@ -4,6 +4,7 @@ import { url } from "./api.js";
 import { $, copy, el } from "./dom.js";
 import * as form from "./form.js";
 import { drawMemory } from "./memory.js";
+import { isRehearsing } from "./rehearsal.js";
 import { diffList, fixNote, applyFix } from "./fixes.js";
 
 const MAX_FIXES = 3; // on a card; the memory card lists all fixes of the memory rules
@@ -46,6 +47,7 @@ function drawContent(report) {
   $(".fp-status-text", box).textContent = status.text;
   const more = [report.place && `On ${report.place}`, report.summary].filter(Boolean).join(": ");
   $(".fp-status-more", box).textContent = more;
+  $("#fp-try").hidden = preventsStart(status); // Apply fixes is in its place
   drawFixAll(findings.filter((f) => f.level === "error"));
   outlineFields(findings, invalid);
   form.offerModuleNames(report.modules || {});
@@ -71,6 +73,7 @@ export function drawCheckFailed(title, text) {
 /** Start, or Export in its place when the run is planned for another machine. The Export link above stays enabled. */
 function disableStart(disabled) {
   for (const id of ["#fp-start", "#fp-export-plan"]) $(id).disabled = disabled;
+  $("#fp-try").disabled = disabled || isRehearsing();
 }
 
 function drawFixAll(errors) {

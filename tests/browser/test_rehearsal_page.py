@@ -1,0 +1,78 @@
+"""Try it: phases of a rehearsal, live and after a reload, and the journey of a broken chat template."""
+
+import re
+import sys
+
+import pytest
+from playwright.sync_api import expect
+
+from backend.runs import Plan
+from backend.runs.rehearsals import Rehearsal
+from webui.drafts import Drafts
+
+RECORDS = """
+import json, time
+for phase in ("starting", "loading model"):
+    line = {"phase": phase, "seconds": 1.25, "time": time.time(), "peak_bytes": 2**30}
+    open("rehearsed.jsonl", "a").write(json.dumps(line) + "\\n")
+open("progress.json", "w").write(json.dumps({"phase": "generating before"}))
+time.sleep(60)
+"""
+TRAINS_ONLY = (
+    "{% if add_generation_prompt %}{{ raise_exception('no prompt for generation') }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+def ready(page, url):
+    page.goto(url)
+    expect(page.locator("body[data-ready]")).to_be_visible(timeout=60_000)
+
+
+def open_with(page, server, values, draft):
+    """Open the form with these values, as a saved draft."""
+    Drafts(server.runs / ".drafts").save(draft, values)
+    ready(page, f"{server.url}/?draft={draft}")
+    expect(page.locator("#fp-status[data-fresh=yes] .fp-status-text")).to_have_text(re.compile("^Can run"))
+
+
+def test_live_phases_stop_and_reload(server, page):
+    plan = Plan((sys.executable, "-c", RECORDS))
+    rehearsal = Rehearsal.create(server.runs, "try", plan, None, {}, {"measured_bytes": 2**31}, ["A note."])
+    rehearsal.start()
+    page.goto(f"{server.url}/static/icon.svg")
+    page.evaluate(f"localStorage.setItem('fp-rehearsal', '{rehearsal.id}')")
+    ready(page, server.url)
+    panel = page.locator("#fp-rehearsal")
+    rows = panel.locator("tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(1)).to_have_text("Load the model1.3 s1.0 GiB")
+    expect(rows.nth(2)).to_have_text("Generate\u2026")
+    expect(page.locator("#fp-try")).to_be_disabled()
+    panel.get_by_role("button", name="Stop").click()
+    expect(panel.locator("h3")).to_have_text("Rehearsal stopped", timeout=20_000)
+    expect(page.locator("#fp-try")).to_be_enabled()
+    ready(page, server.url)
+    expect(panel).to_contain_text("Peak memory of a rank: 1.0 GiB, estimated 2.0 GiB.")
+    expect(panel).to_contain_text("A note.")
+    panel.get_by_role("button", name="Dismiss").click()
+    expect(panel).to_be_hidden()
+
+
+@pytest.mark.soak
+def test_a_rehearsal_that_finds_a_broken_template_then_passes(server, page, tmp_path):
+    """The checks render examples, which is all that the training does with this template."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TRAINS_ONLY)
+    values = {"model.builtin": "tiny-llama", "launch.device": "cpu"}
+    attempt, panel = page.locator("#fp-try"), page.locator("#fp-rehearsal")
+    broken = {"data.chat_template": "file", "data.chat_template_file": str(template)}
+    open_with(page, server, values | broken, "broken-template")
+    attempt.click()
+    expect(panel.locator(".fp-failure h3")).to_have_text("Load the saved model and use it", timeout=240_000)
+    expect(panel).to_contain_text("no prompt for generation")
+    open_with(page, server, values, "own-template")
+    attempt.click()
+    expect(panel.locator("h3").first).to_have_text("Rehearsal passed", timeout=240_000)
+    expect(panel.locator("tr")).to_have_count(14)

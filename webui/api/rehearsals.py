@@ -1,0 +1,55 @@
+"""Endpoints of rehearsals: start, status, stop.
+
+Imports: runs.rehearsals, rehearsal, checking. A rehearsal is its folder, so its state survives a restart of the server.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+
+from backend.rehearsal import rehearse
+from backend.runs.folder import RunError
+from backend.runs.rehearsals import Rehearsal, find_rehearsal
+from webui.api.app_state import AppState
+from webui.api.checking import findings_json, parse_form, run_preflight
+from webui.api.requests import ApiError, FormRequest, State, json
+from webui.api.runs import INSPECTION_SECONDS
+
+
+def start(state: State, body: FormRequest) -> Response:
+    """Start a rehearsal of the form's values on this machine."""
+    spec, problems = parse_form(body.values)
+    report = run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
+    if problems:
+        named = "; ".join(f"{p.field} {p.message}" for p in problems)
+        raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
+    rehearsal = None
+    if report.can_run:
+        report, rehearsal = rehearse(state.runs, report, Path.cwd())
+    if rehearsal is None:
+        findings = findings_json(report, report.spec)
+        titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")
+        raise ApiError(422, f"Not started: {titles}.", findings=findings)
+    return json({"id": rehearsal.id}, 201)
+
+
+def status(state: State, id: str) -> dict[str, Any]:
+    """The phases that have ended, the current one, and the outcome."""
+    return _find(state, id).status()
+
+
+def stop(state: State, id: str) -> dict[str, Any]:
+    """Request a stop."""
+    rehearsal = _find(state, id)
+    rehearsal.stop()
+    return rehearsal.status()
+
+
+def _find(state: AppState, id: str) -> Rehearsal:
+    try:
+        return find_rehearsal(state.runs, id)
+    except RunError as error:
+        raise ApiError(404, str(error)) from None

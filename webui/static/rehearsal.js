@@ -1,0 +1,97 @@
+// @ts-check
+// The rehearsal of the form's values: its phases, each with its time and the peak memory so far.
+import { get, post } from "./api.js";
+import { $, el, notifyError } from "./dom.js";
+import { bytes, duration } from "./format.js";
+import { createPoller } from "./poll.js";
+import { failureParts } from "./run_results.js";
+
+const STORED = "fp-rehearsal"; // in this browser: the id of the last one
+const TITLES = { running: "Rehearsal", done: "Rehearsal passed", stopped: "Rehearsal stopped" };
+
+const path = () => `api/rehearsals/${encodeURIComponent(localStorage.getItem(STORED) || "")}`;
+const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
+let drawn = "";
+
+/** Start a rehearsal. @param {Record<string, any>} values of the form */
+export async function startRehearsal(values) {
+  const button = $("#fp-try");
+  button.disabled = true;
+  try {
+    const { id } = await post("api/rehearsals", { values });
+    localStorage.setItem(STORED, id);
+    poller.start();
+  } catch (error) {
+    notifyError(error);
+    button.disabled = false;
+  }
+}
+
+/** Show the last rehearsal of this browser. */
+export function resumeRehearsal() {
+  if (localStorage.getItem(STORED)) poller.start();
+}
+
+/** @param {() => boolean} isCurrent */
+async function poll(isCurrent) {
+  try {
+    const status = await get(path());
+    if (!isCurrent()) return "end";
+    draw(status);
+    return status.state === "running" ? undefined : "end";
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    if (isCurrent()) dismiss(); // a later one has replaced it
+    return "end";
+  }
+}
+
+export const isRehearsing = () => poller.isActive();
+
+function dismiss() {
+  localStorage.removeItem(STORED);
+  drawn = "";
+  $("#fp-rehearsal").hidden = true;
+}
+
+function draw(status) {
+  const running = status.state === "running";
+  if (!running) $("#fp-try").disabled = $("#fp-start").disabled;
+  else $("#fp-try").disabled = true;
+  const text = JSON.stringify({ ...status, seconds: 0 });
+  if (text === drawn) return; // a traceback stays open
+  drawn = text;
+  const action = running
+    ? el("button.fp-link", { type: "button", onclick: () => post(`${path()}/stop`).catch(notifyError) }, "Stop")
+    : el("button.fp-link", { type: "button", onclick: dismiss }, "Dismiss");
+  const box = $("#fp-rehearsal");
+  box.hidden = false;
+  box.dataset.state = status.state;
+  const title = TITLES[status.state] || "Rehearsal failed";
+  box.replaceChildren(
+    el("div.fp-card-head", {}, el("h3", {}, title), el("span.fp-gap"), action),
+    el("table.fp-phases", {}, el("tbody", {}, status.phases.map(phaseRow), running ? currentRow(status) : null)),
+    ...(running ? [] : outcomeParts(status)),
+  );
+}
+
+const phaseRow = ({ label, seconds, peak_bytes: peak }) =>
+  el("tr", {}, el("th", { scope: "row" }, label), el("td", {}, `${seconds.toFixed(1)} s`), el("td", {}, bytes(peak)));
+
+function currentRow({ now, text }) {
+  const waiting = text.startsWith("Waiting in the queue");
+  return el("tr.fp-phase-now", {}, el("th", { scope: "row", colspan: 3 }, waiting ? text : `${now}\u2026`));
+}
+
+function outcomeParts({ state, seconds, peak_bytes: peak, estimated_bytes: estimated, notes, failure }) {
+  const memory = peak ? `Peak memory of a rank: ${bytes(peak)}` : "";
+  const compared = memory && estimated ? `${memory}, estimated ${bytes(estimated)}.` : memory && `${memory}.`;
+  const lost = state === "lost" ? "Its process was killed, or the machine shut down." : "";
+  const error = failure && el("section.fp-failure", {}, ...failureParts(failure, 2));
+  if (error) $("h3", error).textContent = failure.phase;
+  return [
+    error,
+    el("p.fp-dim", {}, [lost, `${duration(seconds)}.`, compared].filter(Boolean).join(" ")),
+    ...notes.map((note) => el("p.fp-dim", {}, note)),
+  ].filter(Boolean);
+}
