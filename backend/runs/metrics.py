@@ -277,19 +277,9 @@ class Metrics:
         which are repeated. Parsed on each call, since they take ten times the memory of the columns."""
         try:
             with self.path.open("rb") as file:
-                lines = file.read(self.offset).splitlines()
+                return _kept_points(file.read(self.offset).splitlines())
         except FileNotFoundError:
             return []
-        found: list[Point] = []
-        for point in _points(lines):
-            step = point.get("step")
-            if not isinstance(step, int | float):
-                continue
-            if point.get("event") == "resumed":
-                found = [p for p in found if p["step"] <= step]
-            if "event" not in point:
-                found.append(point)
-        return found
 
     def series(
         self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
@@ -341,6 +331,33 @@ class Metrics:
             if (type(value) is float or type(value) is int) and key not in NOT_METRICS and math.isfinite(value):
                 column = self.columns.get(key) or self.columns.setdefault(key, Column())
                 column.add(step, value)
+
+
+def points_with(path: Path, key: str) -> list[Point]:
+    """The points with `key`, each step once. The other lines are not parsed, which is ten times as fast."""
+    name = f'"{key}"'.encode()
+    try:
+        with path.open("rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        return []
+    lines = data[: _complete_length(data)].splitlines()
+    points = _kept_points([line for line in lines if name in line or b'"event"' in line])
+    return [point for point in points if point.get(key) is not None]
+
+
+def _kept_points(lines: Iterable[bytes]) -> list[Point]:
+    """The points with a step, without those of steps that a resumed run repeats."""
+    found: list[Point] = []
+    for point in _points(lines):
+        step = point.get("step")
+        if not isinstance(step, int | float):
+            continue
+        if point.get("event") == "resumed":
+            found = [p for p in found if p["step"] <= step]
+        if "event" not in point:
+            found.append(point)
+    return found
 
 
 def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point], int]:

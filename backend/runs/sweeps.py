@@ -17,7 +17,7 @@ from typing import Any
 
 from backend.runs import METRICS, STOP, SWEEP, replace_text
 from backend.runs.folder import Run, RunError
-from backend.runs.metrics import Column, Metrics
+from backend.runs.metrics import points_with
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,7 @@ def members(root: Path, sweep: str) -> Iterator[tuple[Run, Member]]:
 
 def eval_losses(folder: Path) -> dict[int, float]:
     """Step -> validation loss of a run."""
-    reader = Metrics(folder / METRICS)
-    reader.read()
-    column = reader.columns.get("eval_loss", Column())
-    return dict(zip(map(int, column.steps), column.values, strict=True))
+    return {int(p["step"]): float(p["eval_loss"]) for p in points_with(folder / METRICS, "eval_loss")}
 
 
 def stop_if_behind(folder: Path, step: int) -> str:

@@ -53,7 +53,7 @@ export function createCompareCharts({ onMissing }) {
   const draw = () => cards.forEach((card) => card.draw());
   onThemeChange(() => cards.forEach((card) => card.rebuild()));
 
-  /** Request the curves of each run and draw them as they arrive, four requests at a time. */
+  /** Request the curves of each run and draw them as they arrive, two requests at a time. */
   async function load(fresh = false) {
     const mine = ++generation;
     const points = Math.max(200, Math.min(1000, Math.floor(MOST_POINTS / state.runs.length)));
@@ -66,10 +66,10 @@ export function createCompareCharts({ onMissing }) {
         const response = await get(path).catch(() => null);
         if (mine !== generation) return;
         if (response) state.found.set(run.id, response);
-        if (response && (waiting.length % 4 === 0 || fresh)) draw();
+        if (response && (waiting.length % 4 === 0 || state.found.size === 1)) draw();
       }
     };
-    await Promise.all([1, 2, 3, 4].map(next));
+    await Promise.all([1, 2].map(next));
     if (mine !== generation) return;
     draw();
     const missing = state.runs.filter(({ id }) => !Object.keys((state.found.get(id) || { series: {} }).series).length);
