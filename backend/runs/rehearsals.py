@@ -32,6 +32,7 @@ OUTCOME = "outcome.json"  # the final status
 KEPT = 5  # rehearsals that have ended, without their runs
 POLL_SECONDS, STOP_SECONDS = 0.1, 60.0
 TIMEOUTS = StopTimeouts(discard=5.0, before_training=0.5)  # there is nothing to keep
+CLEAN_UP = "Delete the runs"
 LABELS: Mapping[str, str] = {
     "starting": "Start the processes and import the libraries",
     "building kernels": "Build kernels",
@@ -98,7 +99,8 @@ class Rehearsal:
         `text`, the failure, and the peak memory next to its estimate, in bytes."""
         alive = processes.is_locked(self.path)
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self.path / OUTCOME).read_text(encoding="utf-8")))
+            found = dict(json.loads((self.path / OUTCOME).read_text(encoding="utf-8")))
+            return found if alive or found["state"] != "running" else {**found, "state": "lost"}
         return self._status("running" if alive else "lost")
 
     # -- helpers -------------------------------------------------------------------------------------------------------
@@ -203,7 +205,12 @@ class Driver:
         if status["state"] != "running":
             status |= {"now": "", "text": ""}
         self._keep_log()
-        discard_runs(self.rehearsal)  # first: the disk may be full
+        with contextlib.suppress(OSError):  # a full disk: deleting the runs frees some of it
+            self._write({**status, "state": "running", "now": CLEAN_UP, "text": ""})
+        discard_runs(self.rehearsal)
+        self._write(status)
+
+    def _write(self, status: Mapping[str, Any]) -> None:
         replace_text(self.rehearsal.path / OUTCOME, json.dumps(status))
 
     def _run(self) -> str:
@@ -272,7 +279,7 @@ def delete_old(root: Path) -> None:
     for path in sorted((root / FOLDER).glob("*")):
         if processes.is_locked(path):
             continue
-        if (path / OUTCOME).exists():
+        if (path / OUTCOME).exists() and not runs(path):
             ended.append(path)
         elif time.time() - path.stat().st_mtime > STOP_SECONDS or (path / LOG).exists() or (path / "lock").exists():
             discard_runs(Rehearsal(path))

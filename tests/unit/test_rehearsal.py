@@ -22,7 +22,7 @@ from backend.machine import Machine
 from backend.rehearsal import differences, rehearsal_spec
 from backend.rules import RULES, Case, examine
 from backend.rules.examples import DEMO, LAPTOP
-from backend.runs import Plan, processes
+from backend.runs import Plan, processes, rehearsals
 from backend.runs.folder import Run, runs
 from backend.runs.rehearsals import FOLDER, Driver, Rehearsal, delete_old, find_rehearsal
 
@@ -108,10 +108,17 @@ def make(root: Path, train: str, load: str = LOADS) -> Rehearsal:
     return Rehearsal.create(root, "try", plan(train), plan(load), {}, {"measured_bytes": 5000}, ["A note."])
 
 
-def test_a_rehearsal_resumes_after_its_crash_and_leaves_no_run(root: Path) -> None:
+def test_a_rehearsal_resumes_after_its_crash_and_leaves_no_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = make(root, CRASHES_ONCE)
+    seen = []
+    discard = rehearsals.discard_runs
+    monkeypatch.setattr(rehearsals, "discard_runs", lambda r: [discard(r), seen.append(r.status())])
+    lock = processes.acquire_lock(rehearsal.path)
     Driver(rehearsal).run()
     status = rehearsal.status()
+    assert {**status, "state": "running", "now": "Delete the runs"} == seen[0], "phases never vanish"
+    assert lock is not None
+    os.close(lock)
     assert status["state"] == "done", status
     assert [phase["phase"] for phase in status["phases"]] == [
         "starting", "loading model", "step 1", "killed", "resume", "step 2", "load",
