@@ -119,6 +119,7 @@ def test_run_writes_result_progress_and_checkpoints(uninterrupted: Path) -> None
     assert run_result["tokens"] > 0
     assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
     assert all(p["tokens_per_second"] > 0 for p in read_metrics(uninterrupted))
+    assert max(p["tokens"] for p in read_metrics(uninterrupted)) == run_result["tokens"]
     progress = json.loads((uninterrupted / "progress.json").read_text())
     assert (progress["phase"], progress["step"], progress["max_steps"]) == ("done", STEPS, STEPS)
     assert progress["first_step_time"] < progress["time"]

@@ -54,7 +54,7 @@ export function mountCompareRuns() {
   page.body = el("div.fp-run", {}, charts, page.summary, page.options, page.samples);
   page.node = el("div.fp-compare-runs", {}, head, page.problems, page.body);
   $("#fp-compare-page").replaceChildren(page.node);
-  page.poller = createPoller(pull, { isVisible, interval: 3000, onTrouble });
+  page.poller = createPoller(pull, { isVisible, interval: 10000, onTrouble });
   on("view", (tab) => (tab === "compare" ? open() : close()));
   onThemeChange(() => response && drawTables());
 }
