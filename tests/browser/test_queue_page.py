@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 from playwright.sync_api import expect
 from served import serving
-from test_journeys import open_page, start_run, use_tiny_model, wait_for_state, wait_for_status
+from test_journeys import choose, open_page, start_run, use_tiny_model, wait_for_state, wait_for_status
 
 from backend.runs import SPEC, Plan, queue
 from backend.runs.folder import Run
@@ -91,6 +91,7 @@ def test_a_run_is_started_after_another_one(server, page):
     expect(page.locator("#fp-after")).to_contain_text(f"Start waits until {first.id}")
     page.get_by_role("button", name="Train its model").click()
     expect(page.locator("#model-path textarea, #model-path input").first).to_have_value(f"{first.path}/model")
+    choose(page, "model.source", "builtin")
     use_tiny_model(page, 2)
     second = start_run(page, server)
     wait_for_state(page, "queued", TIMEOUT)
