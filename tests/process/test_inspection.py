@@ -94,6 +94,7 @@ def test_broken_examples_deep_in_a_file_are_named(tmp_path: Path, environment: d
 def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> None:
     terminal, end = pty.openpty()
     words = command(tmp_path, [TALK] * 400_000)
+    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, cwd=HOME, env=environment) as checking:
         os.close(end)
         shown, until = "", time.monotonic() + TIMEOUT
@@ -104,7 +105,11 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> 
         started = psutil.Process(checking.pid).children(recursive=True)
         assert [process.cmdline()[2] for process in started] == ["backend.train.worker"]
         checking.send_signal(signal.SIGINT)
-        out, _ = checking.communicate(timeout=60)
+        try:
+            out, _ = checking.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            checking.send_signal(signal.SIGABRT)  # writes its stacks to the terminal
+            pytest.fail(os.read(terminal, 1 << 16).decode())
     assert checking.returncode == 130 and not out
     assert not psutil.wait_procs(started, timeout=10)[1]
     while select.select([terminal], [], [], 0)[0]:
