@@ -239,7 +239,13 @@ FIXED: Sequence[tuple[str, Cell]] = (
 )
 
 
-@pytest.mark.parametrize(("kind", "cell"), FIXED, ids=[kind for kind, _ in FIXED])
+QUICK_KINDS = ("llama", "qwen3_moe", "gpt2", "mamba", "gemma3_text", "bert", "bart", "rwkv", "opt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell"),
+    [pytest.param(kind, cell, id=kind, marks=() if kind in QUICK_KINDS else pytest.mark.soak) for kind, cell in FIXED],
+)
 def test_fixed_combinations(
     kind: str, cell: Cell, tiny: Path, root: Path, machine: Machine, fork_server: ForkServer
 ) -> None:

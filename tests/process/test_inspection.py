@@ -93,7 +93,8 @@ def test_broken_examples_deep_in_a_file_are_named(tmp_path: Path, environment: d
 
 def test_ctrl_c_ends_the_worker(tmp_path: Path, environment: dict[str, str]) -> None:
     terminal, end = pty.openpty()
-    words = command(tmp_path, [TALK] * 400_000)
+    # Processes that a shell has started in the background ignore SIGINT, and so do theirs.
+    words = ["env", "--default-signal=INT", *command(tmp_path, [TALK] * 400_000)]
     environment = {**environment, "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=end, cwd=HOME, env=environment) as checking:
         os.close(end)

@@ -45,7 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(
-    ("method", "batch", "checkpoints"), [("lora", 1, False), ("lora", 4, True), ("full", 1, False)]
+    ("method", "batch", "checkpoints"),
+    [pytest.param("lora", 1, False, marks=pytest.mark.soak), ("lora", 4, True), ("full", 1, False)],
 )
 def test_estimate_matches_the_tracked_peak(kind: str, method: str, batch: int, checkpoints: bool) -> None:
     config = {"model_type": kind, **BASE, **CONFIGS[kind]}

@@ -136,7 +136,7 @@ def test_log_is_short_and_has_no_warnings(uninterrupted: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(root: Path, cache: Path) -> Path:
+def stopped(root: Path, cache: Path, fork_server: ForkServer) -> Path:
     """Stopped with a checkpoint after some steps, then resumed."""
     folder = make_run_folder(root, "stopped", {**RESUMED, "save.strategy": "no"})
     launch = TorchrunLaunch(folder, cache, 2)
@@ -147,7 +147,7 @@ def stopped(root: Path, cache: Path) -> Path:
     assert not (folder / "result.json").exists()
     shutil.copy(folder / "metrics.jsonl", folder / "metrics.first")
     (folder / "stop").unlink()
-    TorchrunLaunch(folder, cache, 2).wait_for_exit()
+    assert fork_server.run(folder, 2) == 0, log_text(folder)
     return folder
 
 
@@ -159,7 +159,7 @@ def test_a_stopped_run_continues_with_the_same_losses(uninterrupted: Path, stopp
 
 
 @pytest.fixture(scope="module")
-def killed(root: Path, cache: Path) -> Path:
+def killed(root: Path, cache: Path, fork_server: ForkServer) -> Path:
     """Killed after its first checkpoint, with an incomplete checkpoint and a truncated line of metrics, then
     resumed."""
     folder = make_run_folder(root, "killed", RESUMED)
@@ -171,7 +171,7 @@ def killed(root: Path, cache: Path) -> Path:
     (folder / "checkpoints/checkpoint-9/complete").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    TorchrunLaunch(folder, cache, 2).wait_for_exit()
+    assert fork_server.run(folder, 2) == 0, log_text(folder)
     return folder
 
 
