@@ -19,7 +19,7 @@ from backend.cli.commands import print_findings, print_json, read_spec, report_j
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks, sweeps
-from backend.runs.folder import ALIVE, Run, RunError, find, runs
+from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import Metrics, since
 
 OUTCOMES = {"done": 0, "stopped": 3}
@@ -116,10 +116,11 @@ def show(arguments: argparse.Namespace) -> int:
     """Print one run: its state, its options and its results."""
     shown = _find_run(arguments)
     about = _run_json(shown)
+    spec = about.pop("spec")
     if arguments.json:
         print_json(about)
         return 0
-    print(f"{shown.id}\n{about['summary']['sentence']}\n\n{(shown.path / SPEC).read_text(encoding='utf-8')}")
+    print(f"{shown.id}\n{about['summary']['sentence']}\n\n{spec}")
     for name in (
         *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
         "eval_reward_accuracy",
@@ -136,15 +137,20 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _run_json(shown: Run) -> dict[str, Any]:
-    return {
-        "summary": shown.summary(),
-        "progress": shown.progress(),
-        "result": shown.result(),
-        "failure": shown.failure(),
-        "checkpoints": shown.checkpoints(),
-        "folder": str(shown.path),
-        "command": shown.plan().command(),
-    }
+    """Everything about a run but its log and metrics. Raises RunError for a damaged run."""
+    try:
+        return {
+            "summary": shown.summary(),
+            "progress": shown.progress(),
+            "result": shown.result(),
+            "failure": shown.failure(),
+            "checkpoints": shown.checkpoints(),
+            "folder": str(shown.path),
+            "command": shown.plan().command(),
+            "spec": (shown.path / SPEC).read_text(encoding="utf-8"),
+        }
+    except UNREADABLE as error:
+        raise RunError(damage(error)) from error
 
 
 def stop(arguments: argparse.Namespace) -> int:

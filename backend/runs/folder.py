@@ -50,6 +50,8 @@ from backend.runs.metrics import last_points
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
 KILLED = "the run's supervisor process was killed, or the machine shut down."
+# What reading a file raises that another program has changed, or that has an unexpected type.
+UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 ALIVE = ("queued", "starting", "running", "stopping")
 
 
@@ -274,8 +276,18 @@ class Run:
         }  # fmt: skip
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """One row of the list of runs. Times are Unix seconds, as is `now` (default: the current time), or None."""
-        now = time.time() if now is None else now
+        """One row of the list of runs. Times are Unix seconds, as is `now` (default: the current time), or None. A run
+        with files that cannot be read has the state damaged, and does not hide the others."""
+        try:
+            return self._summary(time.time() if now is None else now)
+        except UNREADABLE as error:
+            unknown = dict.fromkeys(
+                ("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created")
+            )
+            known = {"id": self.id, "name": self.id, "state": "damaged", "stalled": False, "method": "", "model": ""}
+            return unknown | known | {"sentence": damage(error)}
+
+    def _summary(self, now: float) -> dict[str, Any]:
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
         points = last_points(self.path / METRICS)
         about, shell = plan.get("about", {}), self._text(LOCK).strip() == SHELL
@@ -398,7 +410,23 @@ def runs(root: Path) -> list[Run]:
         names = sorted((entry.name for entry in os.scandir(root) if entry.name[0] != "."), reverse=True)
     except OSError:
         return []
-    return [Run(root / name) for name in names if (root / name / PLAN).is_file() and not ownership.problem(root / name)]
+    return [Run(root / name) for name in names if _is_run(root / name)]
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return (path / PLAN).is_file() and not ownership.problem(path)
+    except PermissionError:
+        return True  # shown as damaged
+
+
+def damage(error: Exception) -> str:
+    """What is wrong with a run whose files cannot be read, as a sentence."""
+    if isinstance(error, OSError):
+        name = Path(str(error.filename or "a file")).name
+        return f"Damaged: {name} in the run's folder cannot be read ({error.strerror or error})."
+    kind = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "has unexpected content"
+    return f"Damaged: a file in the run's folder {kind} ({PLAN}, {PROGRESS}, {METRICS}, {STATE} or {RESULT})."
 
 
 def find(root: Path, name: str) -> Run:

@@ -21,7 +21,7 @@ from backend.config import presets, variables
 from backend.config.options import SpecError, by_name, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
-from backend.runs.folder import ALIVE, Run, RunError, find
+from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import AXES, LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
@@ -152,7 +152,14 @@ def _queue(state: AppState) -> list[dict[str, Any]]:
 
 
 def show(run: PathRun) -> dict[str, Any]:
-    """Everything about one run except its log and metrics."""
+    """Everything about one run except its log and metrics. Raises RunError for a damaged run."""
+    try:
+        return _everything(run)
+    except UNREADABLE as error:
+        raise RunError(damage(error)) from error
+
+
+def _everything(run: Run) -> dict[str, Any]:
     plan, yaml = run.plan(), _spec_text(run)
     return {
         "summary": run.summary(),

@@ -14,6 +14,7 @@ export const STATES = {
   stopped: "Stopped",
   failed: "Failed",
   lost: "Lost",
+  damaged: "Damaged",
 };
 
 export const hasEnded = (state) => !ALIVE.includes(state);

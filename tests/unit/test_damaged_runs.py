@@ -1,0 +1,102 @@
+"""A run with unreadable or broken files is listed as damaged, and hides no other run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from small import client
+
+from backend.__main__ import main
+from backend.machine import Machine
+from backend.runs import LOCK, METRICS, PLAN, PROGRESS, RESULT, SPEC, STATE, SUPERVISOR, Plan
+from backend.runs.folder import Run, runs
+
+
+def content(name: str, text: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def folder_named(name: str) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return make
+
+
+BREAKAGES: dict[str, Callable[[Path], object]] = {
+    "metrics is a folder": folder_named(METRICS),
+    "plan of wrong types": content(PLAN, json.dumps({"argv": 5, "about": [1], "files": 7, "devices": "x"})),
+    "plan is a list": content(PLAN, "[1, 2]"),
+    "plan is not text": content(PLAN, b"\xff\xfe\x00"),
+    "progress of wrong types": content(PROGRESS, json.dumps({"step": "seven", "max_steps": "many", "time": "now"})),
+    "state is garbage": content(STATE, "garbage"),
+    "state of wrong types": content(STATE, json.dumps({"end": 3, "started": "x", "ended": [], "queued": {}})),
+    "result is a list": content(RESULT, "[]"),
+    "spec is not text": content(SPEC, b"\xff\xfe\x00bad"),
+    "spec is missing": lambda folder: (folder / SPEC).unlink(),
+    "metrics of wrong types": content(METRICS, '{"step": {}, "loss": []}\n7\n"x"\n'),
+    "deeply nested progress": content(PROGRESS, "[" * 5000),
+}
+
+
+def make(root: Path, name: str) -> Run:
+    run = Run.create(root, name, Plan(("true",), files={SPEC: "train:\n  max_steps: 7\n"}), datetime.now())
+    (run.path / LOCK).write_text(SUPERVISOR)
+    (run.path / PROGRESS).write_text(json.dumps({"phase": "training", "step": 3, "max_steps": 7, "time": 1.0}))
+    (run.path / STATE).write_text(json.dumps({"end": "failed", "started": 1.0, "ended": 2.0, "exit_code": 1}))
+    (run.path / METRICS).write_text(json.dumps({"step": 3, "loss": 2.5}) + "\n")
+    (run.path / RESULT).write_text("{}")
+    return run
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_damaged_run_is_shown_and_can_be_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    healthy, broken = make(tmp_path / "runs", "healthy"), make(tmp_path / "runs", "broken")
+    BREAKAGES[name](broken.path)
+    rows = {run.id: run.summary() for run in runs(tmp_path / "runs")}
+    assert rows.keys() == {healthy.id, broken.id}
+    assert rows[healthy.id]["loss"] == 2.5
+    assert rows[broken.id].keys() == rows[healthy.id].keys()
+    for command in ("show", "metrics", "logs", "stacks", "stop"):
+        assert main([command, broken.id, "--runs", str(tmp_path / "runs")]) in (0, 2), command
+    assert main(["list", "--runs", str(tmp_path / "runs")]) == 0
+    assert "Traceback" not in "".join(capsys.readouterr())
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine()) as api:
+        assert {row["id"] for row in api.get("/api/runs").json()["runs"]} == rows.keys()
+        found = api.get(f"/api/runs/{broken.id}")
+        assert found.status_code in (200, 404, 409), found.text
+        assert found.status_code == 200 or "Damaged: " in found.json()["error"] or "missing" in found.json()["error"]
+        assert api.get(f"/api/runs/{healthy.id}").json()["summary"]["loss"] == 2.5
+        assert api.delete(f"/api/runs/{broken.id}").status_code == 200
+    assert [run.id for run in runs(tmp_path / "runs")] == [healthy.id]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    broken = make(tmp_path, "broken")
+    BREAKAGES["metrics is a folder"](broken.path)
+    row = broken.summary()
+    assert row["state"] == "damaged"
+    assert row["sentence"] == "Damaged: metrics.jsonl in the run's folder cannot be read (Is a directory)."
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_without_permissions_is_listed(tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    closed = make(tmp_path / "runs", "closed")
+    (tmp_path / "runs").chmod(0o755)
+    os.chown(closed.path, 65534, 65534)
+    closed.path.chmod(0)
+    os.seteuid(65534)
+    try:
+        assert [run.summary()["state"] for run in runs(tmp_path / "runs")] == ["damaged"]
+    finally:
+        os.seteuid(0)
