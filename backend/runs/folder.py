@@ -195,7 +195,9 @@ class Run:
             return "new"
         # The supervisor records the end before it releases the lock: without one it was killed, or just restarted.
         end = self._json(STATE).get("end")
-        return str(end) if end else self._alive_state() if processes.is_locked(self.path) else "lost"
+        if end or not processes.is_locked(self.path):
+            return str(end or ("done" if self._fresh(RESULT) else "lost"))  # ranks finish without their supervisor
+        return self._alive_state()
 
     def can(self) -> dict[str, bool]:
         """Which operations are possible now."""

@@ -221,6 +221,7 @@ def test_the_pause_before_a_resume_counts_for_no_step(alive: Run) -> None:
         ("supervisor", {"end": "failed", "exit_code": 1}, {}, "failed"),
         ("supervisor", {"started": 1.0}, {}, "lost"),
         ("supervisor", "torn {", {}, "lost"),
+        ("supervisor", {"started": 1.0}, {RESULT: {"steps": 3}}, "done"),
         ("shell", {"started": 1.0}, {RESULT: {}}, "done"),
         ("shell", {"end": "done"}, {STOP: "save"}, "stopped"),
         ("shell", {"end": "done"}, {}, "failed"),
