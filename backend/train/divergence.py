@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from backend.config import RunSpec
@@ -93,8 +94,20 @@ def weights_are_finite(model: torch.nn.Module) -> bool:
 def _trained(model: torch.nn.Module) -> Iterable[torch.Tensor]:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
-            weight: Any = getattr(parameter, "ds_tensor", parameter)  # the shard of this rank under ZeRO-3
-            weight = weight.detach()
+            weight: Any = _shard(parameter) if hasattr(parameter, "ds_tensor") else parameter.detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight
             if weight.numel() and not weight.is_meta:
                 yield weight
+
+
+def _shard(parameter: Any) -> torch.Tensor:
+    """The part of a ZeRO-3 parameter that this rank holds, empty while it is on NVMe.
+
+    All shards have the same size. DeepSpeed never writes the padding at the end of the last ones, so it may be NaN.
+    """
+    shard = parameter.ds_tensor.detach().flatten()
+    size = parameter.ds_tensor.ds_numel
+    if shard.numel() != size:  # NVMe offload leaves a buffer of one element
+        return shard[:0]
+    start = dist.get_rank(parameter.ds_process_group) * size
+    return shard[: max(0, parameter.ds_numel - start)]

@@ -277,6 +277,25 @@ def test_weights_that_are_not_finite_are_found(dtype: torch.dtype) -> None:
         assert not weights_are_finite(model)
 
 
+NAN_IN_NEW_MEMORY = """
+import torch
+from backend.train import __main__ as training
+torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
+training.main()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp2", marks=pytest.mark.soak)])
+def test_padding_of_shards_is_not_checked(fork_server: ForkServer, root: Path, strategy: str) -> None:
+    """Three ranks cannot share the weights evenly; ZeRO-3 never writes the rest of its last shards."""
+    folder, script = root / f"padded-{strategy}", root / "nan.py"
+    script.write_text(NAN_IN_NEW_MEMORY)
+    changes = {**SHORT, "method.kind": "full", "parallel.strategy": strategy, "train.per_device_train_batch_size": 1}
+    write_run(folder, make_spec({**changes, "launch.nproc_per_node": 3}))
+    assert fork_server.run(folder, 3, script=str(script)) == 0, log_text(folder)
+    assert sorted(losses(folder)) == [1, 2, 3]
+
+
 def hang_rank_1(how: str) -> str:
     """A training in which rank 1 hangs at `how`: 'step' or 'preparation' (the process is stopped), or 'alive'."""
     call = "time.sleep(1000)" if how == "alive" else "os.kill(os.getpid(), signal.SIGSTOP)"
