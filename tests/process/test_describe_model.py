@@ -283,7 +283,9 @@ if sys.argv[2] == "ready":
 while not tables.pid:
     time.sleep(0.01)
 print(tables.pid, flush=True)
-time.sleep(0 if sys.argv[3] == "leaves" else 600)
+if sys.argv[3] == "killed":
+    time.sleep(600)
+sys.stdin.readline()
 """
 
 
@@ -291,12 +293,13 @@ time.sleep(0 if sys.argv[3] == "leaves" else 600)
 @pytest.mark.parametrize("ending", ["killed", "leaves"])
 def test_worker_ends_with_its_parent(state: str, ending: str, tmp_path: Path) -> None:
     words = [sys.executable, "-c", PARENT, str(tmp_path), state, ending]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=HOME) as parent:
-        assert parent.stdout
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=HOME) as parent:
+        assert parent.stdin and parent.stdout
         worker = int(parent.stdout.readline())
         assert psutil.pid_exists(worker)
         if ending == "killed":
             parent.kill()
+        parent.stdin.close()
         parent.wait(60)
     assert process_ended(worker, 60)
 
