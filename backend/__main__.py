@@ -54,6 +54,7 @@ COMMANDS: Mapping[str, Command] = {
     "logs": runs.logs,
     "metrics": runs.metrics,
     "stacks": runs.explain_stacks,
+    "bundle": runs.bundle,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -110,7 +111,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     command("check", spec, machine, help="check a spec before launch: errors, warnings and advice with their fixes")
     plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
     plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
-    command("estimate", spec, machine, help="print the memory and disk estimate item by item")
+    command("estimate", spec, machine, folder, help="print the memory and disk estimate item by item")
     run = command("run", spec, folder, help="start a run; it waits in the queue until its devices are free")
     after = run.add_mutually_exclusive_group()
     after.add_argument("--after-ok", metavar="RUN", help="start after this run has succeeded")
@@ -140,7 +141,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """queue, list, show, stop, resume, logs, metrics."""
+    """queue, list, show, stop, resume, logs, metrics, stacks, bundle."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
@@ -164,6 +165,8 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     command("metrics", run_id, help="print the logged metrics of a run")
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
+    bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
+    bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,15 @@ class Report:
         peak = self.estimate.device_bytes
         overhead = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
-        return {**estimate_json(self.estimate), "measured_bytes": peak if on_cpu else peak - overhead}
+        measured = peak if on_cpu else peak - overhead
+        return {**estimate_json(self.estimate), "measured_bytes": measured, "compared": list(self.compared)}
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """What two runs must have in common so that the measured peak of one says something about the estimate of the
+        other: model, method, quantization, strategy and device type."""
+        spec, quantization = self.spec, self.spec.method.quantization
+        return spec.model.name, spec.method.kind, quantization, spec.parallel.strategy, self.run.device
 
     @property
     def summary(self) -> str:

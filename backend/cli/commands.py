@@ -24,6 +24,7 @@ from backend.config import Launch, RunSpec
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, probe, read
+from backend.measured import MeasuredPeaks
 from backend.preflight import Report, estimate_json, preflight
 from backend.rules import Finding, Fix
 
@@ -107,8 +108,8 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
     if finding.reason:
         yield from _wrapped(f"Why: {finding.reason}")
     for fix in finding.fixes:
-        yield from _wrapped(f"Fix: {fix.label}{_notes(fix)}")
-        yield f"{INDENT}     {_set_arguments(fix)}"
+        yield from _wrapped(f"Fix: {fix.label}{notes(fix)}")
+        yield f"{INDENT}     {set_arguments(fix)}"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -117,13 +118,13 @@ def _wrapped(text: str) -> list[str]:
     )
 
 
-def _notes(fix: Fix) -> str:
+def notes(fix: Fix) -> str:
     """What a fix costs, and whether the training result stays the same."""
-    notes = [fix.cost, "safe" if fix.safe else UNSAFE]
-    return f" ({'; '.join(note for note in notes if note)})"
+    found = [fix.cost, "safe" if fix.safe else UNSAFE]
+    return f" ({'; '.join(note for note in found if note)})"
 
 
-def _set_arguments(fix: Fix) -> str:
+def set_arguments(fix: Fix) -> str:
     """A fix as arguments of the command line."""
     return " ".join(f"--set {name}={shlex.quote(_text(value))}" for name, value in fix.patch.items())
 
@@ -156,9 +157,10 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def estimate(arguments: argparse.Namespace) -> int:
     """Print the memory and disk estimate, item by item."""
-    found = run_preflight(arguments).estimate
+    report = run_preflight(arguments)
+    found, measured = report.estimate, MeasuredPeaks(Path(arguments.runs)).latest(report)
     if arguments.json:
-        print_json(estimate_json(found))
+        print_json({**estimate_json(found), "measured": measured.as_json(report) if measured else None})
         return 0
     if found.unknown:
         print(f"{'This is a lower bound' if found.lower_bound else 'Memory use cannot be estimated'}: {found.unknown}")
@@ -172,6 +174,8 @@ def estimate(arguments: argparse.Namespace) -> int:
     if not found.unknown:
         low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
         print(f"Estimated peak per device: {low} to {high}.")
+    if measured:
+        print(f"{measured.sentence} By that factor, this run would peak at {_gib(measured.corrected(report)).strip()}.")
     return 0
 
 

@@ -6,6 +6,8 @@ Imports everything below the command line. A run is a folder: each command reads
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -14,10 +16,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from backend import bundle as debug_bundle
+from backend import remedies
 from backend.cli import sweep
-from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
+from backend.cli.commands import (  # fmt: skip
+    notes,
+    print_findings,
+    print_json,
+    read_spec,
+    report_json,
+    set_arguments,
+    wait_for_preflight,
+)
 from backend.inspect import predecessor
 from backend.machine import probe
+from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import Metrics, since
@@ -132,7 +145,34 @@ def show(arguments: argparse.Namespace) -> int:
         if (value := about["result"].get(name)) is not None:
             print(f"{name.replace('_', ' ')}: {value:.4g}")
     if about["failure"]:
-        print(f"{about['failure']['sentence']} {about['failure']['help']}\n{about['failure']['traceback']}")
+        print(f"{about['failure']['sentence']} {about['failure']['help']}")
+        _print_remedies(shown)
+        print(about["failure"]["traceback"])
+    return 0
+
+
+def _print_remedies(failed: Run) -> None:
+    """Print the changes after which a failed run can be started again, each with its command."""
+    found = remedies.find(failed, probe(Path.cwd()), Path.cwd())
+    if found.fixes:
+        print(f"\nStart it again with one of these changes. {found.note}".rstrip())
+    for fix in found.fixes:
+        peak = f", {amount(fix.peak)} {found.where}" if fix.peak else ""
+        print(f"  {fix.label}{peak}{notes(fix)}")
+        print(f"    footplate run {shlex.quote(str(failed.path / SPEC))} {set_arguments(fix)}")
+
+
+def bundle(arguments: argparse.Namespace) -> int:
+    """Write the debug bundle of a run and print its path."""
+    found = _find_run(arguments)
+    output = Path(arguments.output or f"{found.id}-bundle.zip")
+    packed = debug_bundle.build(found, probe(Path.cwd()), datetime.now())
+    with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(packed)
+    if arguments.json:
+        print_json({"path": str(output), "bytes": len(packed)})
+    else:
+        print(f"{output}: look at it before you publish it; log and traceback may quote training examples.")
     return 0
 
 

@@ -6,6 +6,7 @@ run inherits the environment of the server or shell that starts it.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -25,6 +26,16 @@ CODE_VARIABLES = {
     "TRITON_CACHE_DIR", "HF_MODULES_CACHE", "HF_ENDPOINT",
 }  # fmt: skip
 CODE_PREFIXES = ("LD_", "DYLD_", "BASH_FUNC")
+# Tokens of Hugging Face, GitHub, OpenAI and others with the same prefix, AWS and Slack; JSON web tokens; HTTP headers.
+ACCESS_TOKENS = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bsk-[\w-]{16,}|\bA[KS]IA[0-9A-Z]{16}\b"
+    r"|\bxox[a-z]-[\w-]{10,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=]{8,}"
+)
+PASSWORDS_IN_ADDRESSES = re.compile(r"(?P<before>\b[a-z][\w+.-]*://[^\s:/@]*:)[^\s/@]+@")
+ASSIGNMENTS = re.compile(
+    r"(?P<before>(?P<name>\b[A-Z][A-Z0-9_]*|\b(?i:api_?key|password|passwd|secret|(?:access|auth|hf)_token)|(?<=[?&])token)"
+    r"[\"']?\s?[=:]\s?[\"']?)(?P<value>[^\s\"',;&]+)"
+)
 
 
 def secrets(env: Mapping[str, str]) -> list[str]:
@@ -56,7 +67,22 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide_secrets(text: str, env: Mapping[str, str]) -> str:
-    """`text` with MASK in place of the values of the secrets in `env`."""
+    """`text` with MASK in place of the values of the secrets in `env`, also as they appear in shell and JSON."""
     for name in secrets(env):
-        text = text.replace(shlex.quote(env[name]), MASK).replace(env[name], MASK)
+        for form in (shlex.quote(env[name]), json.dumps(env[name])[1:-1], env[name]):
+            text = text.replace(form, MASK)
     return text
+
+
+def hide_tokens(text: str) -> str:
+    """`text` with MASK in place of what looks like a secret: access tokens, passwords in addresses, and assignments to
+    variables that seem to hold a secret."""
+    text = ACCESS_TOKENS.sub(MASK, text)
+    text = PASSWORDS_IN_ADDRESSES.sub(rf"\g<before>{MASK}@", text)
+    return ASSIGNMENTS.sub(_masked_assignment, text)
+
+
+def _masked_assignment(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    secret = _is_secret(name, value) if name.isupper() else not value.isdigit()
+    return match["before"] + MASK if secret else match[0]

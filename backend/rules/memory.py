@@ -29,6 +29,16 @@ LESS_HOST_RAM = (
     "Start fewer processes per node, so that fewer copies of the weights are loaded, or use nodes with more RAM."
 )
 MORE_DEVICE_MEMORY = "more memory on the devices"
+HOST_FIXES = (
+    FSDP2,
+    Fix("Keep the optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=MORE_DEVICE_MEMORY),
+    Fix(
+        "Disable offload",
+        {"parallel.offload_optimizer": "none", "parallel.offload_param": "none"},
+        cost=MORE_DEVICE_MEMORY,
+    ),
+    Fix("Disable CPU offload", {"parallel.cpu_offload": False}, cost=MORE_DEVICE_MEMORY),
+)
 SOURCE = "the estimate: closed formulas, verified with measured peaks"
 
 
@@ -114,17 +124,7 @@ def possible_host_out_of_memory(case: Case) -> Violation | None:
 def _exceeded_host_ram(case: Case) -> Violation:
     found, free = case.estimate, case.machine.ram_free_bytes
     largest = max((row for row in found.rows if row.where == "host"), key=lambda row: row.bytes)
-    candidates = (
-        FSDP2,
-        Fix("Keep the optimizer state on the devices", {"parallel.offload_optimizer": "none"}, cost=MORE_DEVICE_MEMORY),
-        Fix(
-            "Disable offload",
-            {"parallel.offload_optimizer": "none", "parallel.offload_param": "none"},
-            cost=MORE_DEVICE_MEMORY,
-        ),
-        Fix("Disable CPU offload", {"parallel.cpu_offload": False}, cost=MORE_DEVICE_MEMORY),
-    )
-    fixes = [fix for fix in candidates if case.takes(fix.patch) and _fits_afterwards(case, fix)]
+    fixes = [fix for fix in HOST_FIXES if case.takes(fix.patch) and _fits_afterwards(case, fix)]
     message = (
         f"The run needs {amount(found.host_bytes)} of host RAM on each node; {amount(free)} is free. "
         f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}."

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR
+from backend.runs import ERROR, LOG, RANK, RANK_LOGS, SEPARATOR, device_memory
 
 LOG_BYTES = 512 * 1024  # the end of the log that is searched
 MAX_MESSAGE = 400  # characters
@@ -28,13 +28,20 @@ ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 @dataclass(frozen=True)
 class Failure:
-    """`sentence` says what happened and `help` how to fix it; `fields` are option keys; `rank` None: the launcher."""
+    """`sentence` says what happened and `help` how to fix it; `fields` are option keys; `rank` None: the launcher;
+    `kind` one of the kinds below that have remedies (backend/remedies.py), or ''."""
 
     sentence: str
     help: str = ""
     traceback: str = ""
     rank: int | None = None
     fields: tuple[str, ...] = ()
+    kind: str = ""
+
+
+DEVICE_MEMORY, HOST_MEMORY, SHARED_MEMORY, DISK = "device memory", "host memory", "shared memory", "disk"
+PORT, TIMEOUT, DEVICE, COLUMNS = "port", "timeout", "device", "columns"
+DIVERGED, LAUNCHER, CHECKS = "diverged", "launcher", "checks"
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class KnownFailure:
     help: str
     fields: tuple[str, ...] = ()
     anywhere: bool = False
+    kind: str = ""
 
 
 # The first match counts, so specific patterns come before general ones.
@@ -63,6 +71,7 @@ KNOWN_FAILURES = (
             "train.activation_checkpointing",
         ),
         anywhere=True,
+        kind=DEVICE_MEMORY,
     ),
     KnownFailure(
         r"(?i)insufficient shared memory|unable to (open|allocate|mmap)[^\n]*shared memory|bus error",
@@ -70,6 +79,7 @@ KNOWN_FAILURES = (
         "Set train.dataloader_num_workers to 0, or give the container more shared memory (docker run --shm-size).",
         ("train.dataloader_num_workers",),
         anywhere=True,
+        kind=SHARED_MEMORY,
     ),
     KnownFailure(
         r"(?i)DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|^\s*MemoryError",
@@ -77,6 +87,7 @@ KNOWN_FAILURES = (
         "Reduce launch.nproc_per_node or train.per_device_train_batch_size, or stop other programs.",
         ("launch.nproc_per_node", "train.per_device_train_batch_size", "train.dataloader_num_workers"),
         anywhere=True,
+        kind=HOST_MEMORY,
     ),
     KnownFailure(
         r"(?i)No space left on device|Disk quota exceeded",
@@ -84,6 +95,7 @@ KNOWN_FAILURES = (
         "Free disk space, or keep fewer checkpoints with save.total_limit, then resume.",
         ("save.total_limit", "save.only_model"),
         anywhere=True,
+        kind=DISK,
     ),
     KnownFailure(
         r"(?i)EADDRINUSE|address already in use",
@@ -91,6 +103,7 @@ KNOWN_FAILURES = (
         "Choose another launch.master_port; on one node, 0 picks a free port, except with the deepspeed launcher.",
         ("launch.master_port",),
         anywhere=True,
+        kind=PORT,
     ),
     KnownFailure(
         r"in _assign_worker_ranks|Rendezvous(Timeout|Connection)Error",
@@ -106,6 +119,7 @@ KNOWN_FAILURES = (
         "Check the log of this rank and its host for the cause of the delay; if a step takes that long, raise "
         "parallel.ddp_timeout. Resume continues from the last complete checkpoint.",
         ("parallel.ddp_timeout",),
+        kind=TIMEOUT,
     ),
     KnownFailure(
         r"(?i)Watchdog caught collective operation timeout|collective[^\n]*tim(ed )?out|gloo[^\n]*timed out"
@@ -115,6 +129,7 @@ KNOWN_FAILURES = (
         "long, raise parallel.ddp_timeout.",
         ("parallel.ddp_timeout",),
         anywhere=True,
+        kind=TIMEOUT,
     ),
     KnownFailure(
         r"ModuleNotFoundError: No module named '(?P<name>[\w.]+)'",
@@ -147,12 +162,14 @@ KNOWN_FAILURES = (
         "The requested GPU is not available.",
         "Set launch.device to auto, and launch.devices to device IDs of this machine.",
         ("launch.device", "launch.devices"),
+        kind=DEVICE,
     ),
     KnownFailure(
         r"(?m)^KeyError: (?P<quote>['\"])(?P<name>.+)(?P=quote)$",
         "The key '{name}' was not found. The most frequent cause is a missing column in the data.",
         "Compare the columns of the data files with data.format and the column options.",
         ("data.format", "data.messages_column", "data.prompt_column", "data.completion_column", "data.text_column"),
+        kind=COLUMNS,
     ),
     KnownFailure(
         r"(?m)^PermissionError: .*?(?P<quote>['\"])(?P<name>.+)(?P=quote)$",
@@ -165,11 +182,13 @@ KNOWN_FAILURES = (
         "Start a new run with a lower train.learning_rate or more train.warmup_steps, and with bf16 or fp32 if it uses "
         "fp16.",
         ("train.learning_rate", "train.warmup_steps", "precision.compute", "train.max_nonfinite_steps"),
+        kind=DIVERGED,
     ),
     KnownFailure(
         r"(?m)^backend\.[\w.]+: (?P<name>.+)$",  # errors of Footplate are messages for users already
         "{name}",
         "",
+        kind=CHECKS,
     ),
     KnownFailure(
         r"SignalException: [^\n]*Signals\.SIGINT|^KeyboardInterrupt",
@@ -188,7 +207,10 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
     """Why the last start, at `since_ns` (time of the folder's file system), failed. `state` is state.json."""
     if cause := state.get("cause"):
         return Failure(
-            str(cause), "Install it, or choose another launcher with launch.launcher.", fields=("launch.launcher",)
+            str(cause),
+            "Install it, or choose another launcher with launch.launcher.",
+            fields=("launch.launcher",),
+            kind=LAUNCHER,
         )
     log = _log(folder / LOG)
     run_log = log.partition(ELASTIC)[0]
@@ -204,7 +226,7 @@ def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
         return _ended_by(-code, None, run_log, state)
     last = traceback[traceback.rfind(TRACEBACK) :] if traceback else run_log[-4000:]
     if known := _known(last) or _known(traceback, anywhere=True) or _known(run_log[-4000:], anywhere=True):
-        return Failure(known.sentence, known.help, traceback, rank, known.fields)
+        return replace(_with_amounts(known, traceback or run_log), traceback=traceback, rank=rank)
     return _unknown_failure(traceback, rank, code)
 
 
@@ -220,7 +242,7 @@ def _unknown_failure(traceback: str, rank: int | None, code: int) -> Failure:
 def _ended_by(number: int, rank: int | None, log: str, state: dict[str, Any]) -> Failure:
     """A process that was killed by a signal has no traceback; its log may contain the cause."""
     if number == signal.SIGABRT and (known := _known(log[-4000:])):
-        return Failure(known.sentence, known.help, "", rank, known.fields)
+        return replace(known, rank=rank)
     who = "The launcher" if rank is None else f"Rank {rank}"
     name = signal.Signals(number).name
     if number != signal.SIGKILL:
@@ -235,9 +257,15 @@ def _ended_by(number: int, rank: int | None, log: str, state: dict[str, Any]) ->
     reduce = "reduce launch.nproc_per_node, train.per_device_train_batch_size or train.dataloader_num_workers"
     if state.get("oom_kills"):
         sentence = f"{who} was killed ({name}) because the machine ran out of CPU memory (RAM)."
-        return Failure(sentence, reduce[0].upper() + reduce[1:] + ".", rank=rank, fields=fields)
+        return Failure(sentence, reduce[0].upper() + reduce[1:] + ".", rank=rank, fields=fields, kind=HOST_MEMORY)
     sentence = f"{who} was killed ({name}) by a user or by a memory limit."
     return Failure(sentence, f"If CPU memory (RAM) was short, {reduce}.", rank=rank, fields=fields)
+
+
+def _with_amounts(known: Failure, text: str) -> Failure:
+    """The failure with the amounts of memory that torch's error names."""
+    found = device_memory.parse(text) if known.kind == DEVICE_MEMORY else None
+    return replace(known, sentence=device_memory.sentence(found)) if found else known
 
 
 def _known(text: str, anywhere: bool = False) -> Failure | None:
@@ -246,7 +274,7 @@ def _known(text: str, anywhere: bool = False) -> Failure | None:
             continue
         if match := re.search(known.pattern, text, re.MULTILINE):
             named = {name: _short(value) for name, value in match.groupdict().items()}
-            return Failure(known.sentence.format(**named), known.help, fields=known.fields)
+            return Failure(known.sentence.format(**named), known.help, fields=known.fields, kind=known.kind)
     return None
 
 

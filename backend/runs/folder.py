@@ -266,7 +266,7 @@ class Run:
         return {rank: tuple(sorted((newest / str(rank)).glob("std*.log"), reverse=True)) for rank in ranks}
 
     def failure(self) -> dict[str, Any] | None:
-        """Why the run failed: sentence, help, traceback, rank (None: the launcher), fields. None if it did not."""
+        """Why the run failed: sentence, help, traceback, rank (None: launcher), fields, kind. None if it did not."""
         state, kept = self.state, self._json(STATE)
         broke_off = state == "stopped" and kept.get("exit_code") and not kept.get("forced")
         if state != "failed" and not broke_off:
@@ -274,7 +274,7 @@ class Run:
         found = self._failure()
         return {
             "sentence": found.sentence, "help": found.help, "traceback": found.traceback, "rank": found.rank,
-            "fields": list(found.fields),
+            "fields": list(found.fields), "kind": found.kind,
         }  # fmt: skip
 
     def summary(self, now: float | None = None) -> dict[str, Any]:

@@ -28,6 +28,8 @@ GET: Mapping[str, Endpoint] = {
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
     "/api/comparison/curves.png": compare_runs.image,
+    "/api/runs/{id}/remedies": runs.list_remedies,
+    "/api/runs/{id}/bundle.zip": runs.bundle_zip,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.machine import Machine, machines, probe
+from backend.measured import MeasuredPeaks
 from backend.runs import LOCK, PLAN, STATE, ownership, replace_text
 from backend.runs.folder import Run
 from backend.runs.metrics import Metrics
@@ -158,6 +159,7 @@ class AppState:
         self.drafts = Drafts(root / ".drafts")
         self.keys = IdempotencyKeys(root / ".keys")
         self.summaries = RunSummaries(root)
+        self.peaks = MeasuredPeaks(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
         self._readers: OrderedDict[Path, Metrics] = OrderedDict()

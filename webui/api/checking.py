@@ -60,6 +60,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         state.drafts.save(body.draft, without_secrets(body.values))
     spec, problems = parse_form(body.values)
     report = run_preflight(state, spec, body.machine)
+    measured = state.peaks.latest(report)
     return {
         "place": report.machine.name if body.machine else "",
         "seq": body.seq,
@@ -70,6 +71,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             **estimate_json(report.estimate),
             "device_label": _device_label(report),
             "download": _downloadable_config(report),
+            "measured": measured.as_json(report) if measured else None,
         },
         "examples": {
             "checked": report.facts.num_checked,
@@ -106,7 +108,7 @@ def apply_safe_fixes(state: State, body: FormRequest) -> dict[str, Any]:
     result = autofix(spec, lambda changed: build_case(changed, machine, Path.cwd()))
     patch = {option.name: get(result.spec, option.name) for option in options()}
     return {
-        **_fix(Fix(", ".join(result.applied), patch), spec),
+        **fix_json(Fix(", ".join(result.applied), patch), spec),
         "count": len(result.applied),
         "remaining": [finding.title for finding in result.remaining],
     }
@@ -261,11 +263,11 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "reason": finding.reason,
         "fields": list(finding.fields),
         "source": finding.source,
-        "fixes": [_fix(fix, spec) for fix in finding.fixes],
+        "fixes": [fix_json(fix, spec) for fix in finding.fixes],
     }
 
 
-def _fix(fix: Fix, spec: RunSpec) -> dict[str, Any]:
+def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
     """A fix with its patch in form values, limited to what it changes in `spec`."""
     known = by_name()
     changed = {name: value for name, value in fix.patch.items() if get(spec, name) != value}
@@ -292,7 +294,7 @@ def _display(name: str, value: Any) -> Any:
 
 def _strategy(variant: Variant, spec: RunSpec) -> dict[str, Any]:
     facts = {"fits": variant.fits, "runs": variant.runs}
-    return {**asdict(variant), **facts, **_fix(Fix(variant.name, variant.patch), spec)}
+    return {**asdict(variant), **facts, **fix_json(Fix(variant.name, variant.patch), spec)}
 
 
 def _preview(report: Report, runs: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
 
-from backend.config import presets, variables
+from backend import bundle, remedies
+from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, by_name, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
@@ -25,7 +26,7 @@ from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import AXES, LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
-from webui.api.checking import findings_json, form_values, parse_form, run_preflight, without_secrets
+from webui.api.checking import findings_json, fix_json, form_values, parse_form, run_preflight, without_secrets
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 
 MAX_ID_LENGTH = 200
@@ -182,6 +183,17 @@ def _everything(run: Run) -> dict[str, Any]:
     }
 
 
+def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
+    """The changes after which a failed run can be started again, and what their peaks are about."""
+    found = remedies.find(run, state.machine.get(), Path.cwd())
+    spec = presets.load(_spec_text(run)) if found.fixes else RunSpec()
+    return {
+        "fixes": [fix_json(fix, spec) for fix in found.fixes],
+        "where": found.where,
+        "note": found.note,
+    }
+
+
 def sweep(state: State, id: str) -> dict[str, Any]:
     """The runs of a sweep, the lowest validation loss first, and the labels of the options that it varies."""
     found = sweeps.rows(state.runs, id)
@@ -268,6 +280,12 @@ def spec_yaml(run: PathRun) -> Response:
     """The run's configuration."""
     text = variables.hide_secrets(_spec_text(run), run.plan().env)
     return _download(text, f"{run.id}.yaml", "application/yaml; charset=utf-8")
+
+
+def bundle_zip(state: State, run: PathRun) -> Response:
+    """The debug bundle for a bug report."""
+    packed = bundle.build(run, state.machine.get(), datetime.now())
+    return Response(packed, media_type="application/zip", headers=_disposition(f"{run.id}-bundle.zip", "attachment"))
 
 
 def report_png(state: State, run: PathRun) -> Response:

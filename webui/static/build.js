@@ -21,6 +21,8 @@ let startKey = randomId(); // one start per key: a double click or a retry creat
 let lastReport = null;
 let starting = false;
 let presets = [];
+let setLoaded = () => {};
+const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
 
 function randomId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
@@ -69,7 +71,9 @@ function useDraft(id) {
 }
 
 /** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
-export async function loadInitialValues() {
+export const loadInitialValues = () => loadDraftOrPreset().finally(setLoaded);
+
+async function loadDraftOrPreset() {
   drawPredecessor();
   await loadPresets();
   const id = address.get("draft") || localStorage.getItem("fp-draft");
@@ -210,13 +214,20 @@ async function fixAll() {
   form.setValues(found.patch, { undo: applied + remaining, details: diffList(found.diff) });
 }
 
-/** Copy a run's options into the form. @param {(tab: string) => void} showView */
-export async function cloneRun(id, showView) {
-  const { values } = await get(`${runPath(id)}/values`);
+/**
+ * Copy a run's options into the form: with the change of a fix, or to edit one field.
+ * @param {{ id: string, fix?: any, field?: string }} wanted @param {(tab: string) => void} showView
+ */
+export async function cloneRun({ id, fix = null, field = "" }, showView) {
+  const [{ values }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
   showView("build");
   $("#fp-presets").value = "";
   describePreset();
-  form.setValues(values, { undo: "The run's options were copied into the form." });
+  const copied = "The run's options were copied into the form";
+  const shown = fix ? { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) } : {};
+  form.setValues({ ...values, ...(fix ? fix.patch : {}) }, { undo: `${copied}.`, ...shown });
+  window.scrollTo(0, 0);
+  if (field) form.goTo(field);
 }
 
 async function importFile(event) {

@@ -72,7 +72,7 @@ async function start(description) {
   startTheme();
   void showLogout();
   on("edited", checkSoon);
-  on("clone", (id) => cloneRun(id, showView).catch(notifyError));
+  on("clone", (wanted) => cloneRun(wanted, showView).catch(notifyError));
   on("after", (id) => {
     selectPredecessor(id);
     showView("build");

@@ -36,6 +36,7 @@ export function drawMemory(memory, finding) {
     children.push(
       bar(memory, text, level),
       lowerBound ? null : range(memory),
+      memory.measured ? earlierRun(memory.measured) : null,
       finding && finding.fixes.length ? reductions(finding) : null,
       el("details", { open: detailsOpen }, el("summary", {}, "Breakdown"), breakdown(memory.rows)),
       comparison(),
@@ -72,6 +73,14 @@ function range(memory) {
   const end = el("i", { title: `${bytes(capacity)} available` });
   end.style.left = `${(100 * capacity) / scale}%`;
   return el("div.fp-range", { role: "img", "aria-label": text }, line, capacity && scale > capacity ? end : null);
+}
+
+/** What the newest comparable run measured, and the peak if this estimate is off by the same factor. */
+function earlierRun({ run, ratio, at_least: atLeast, corrected_bytes: corrected }) {
+  const title = `${run}: the last run with this model, method, quantization and strategy`;
+  const link = el("a", { href: `?tab=run&run=${encodeURIComponent(run)}`, title }, "last similar run");
+  const factor = `${atLeast ? "needed at least" : "measured"} ${ratio.toFixed(2)}x its estimate`;
+  return el("p.fp-dim", {}, "The ", link, ` ${factor}; by that factor, this run would peak at ${bytes(corrected)}.`);
 }
 
 /** Every fix of a memory finding, with the peak that it leads to. */

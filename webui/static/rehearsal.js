@@ -4,7 +4,7 @@ import { get, post } from "./api.js";
 import { $, el, notifyError } from "./dom.js";
 import { bytes, duration } from "./format.js";
 import { createPoller } from "./poll.js";
-import { failureParts } from "./run_results.js";
+import { failureParts } from "./failure.js";
 
 const STORED = "fp-rehearsal"; // in this browser: the id of the last one
 const TITLES = { running: "Rehearsal", done: "Rehearsal passed", stopped: "Rehearsal stopped" };

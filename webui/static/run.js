@@ -4,10 +4,11 @@ import { get, post, runPath } from "./api.js";
 import { createCharts } from "./charts.js";
 import { $, address, confirmDialog, el, emit, notify, notifyError, on, setText } from "./dom.js";
 import { num } from "./format.js";
+import { failureParts, remedies } from "./failure.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
-import { cardNode, detailParts, downloadLinks, failureParts, resultCards, sampleParts } from "./run_results.js";
+import { cardNode, detailParts, downloadLinks, resultCards, sampleParts } from "./run_results.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
 import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
@@ -138,7 +139,7 @@ function actionsPart() {
     button("restart", "Restart from scratch", restartFromScratch),
     button("cleanup", "Clean up leftover processes", cleanUp),
     button("next", "Start another after this", () => emit("after", id)),
-    button("clone", "Copy into form", () => emit("clone", id)),
+    button("clone", "Copy into form", () => emit("clone", { id })),
     page.downloads,
     button("remove", "Delete", remove, true),
   );
@@ -302,7 +303,12 @@ function drawTitle() {
 
 function drawFailure(failure) {
   page.failure.hidden = !failure;
-  if (failure) page.failure.replaceChildren(...failureParts(failure, (run.ranks || []).length));
+  if (!failure) return;
+  const failed = id;
+  const openField = (field) => emit("clone", { id: failed, field });
+  const parts = failureParts(failure, (run.ranks || []).length, openField);
+  const changes = remedies(base(), (fix) => emit("clone", { id: failed, fix }));
+  page.failure.replaceChildren(...parts, changes);
 }
 
 function drawSamples(samples) {

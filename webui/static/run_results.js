@@ -11,6 +11,7 @@ const FILES = [
   ["Metrics", "metrics.csv"],
   ["Log", "log.txt"],
   ["Configuration", "spec.yaml"],
+  ["Debug bundle", "bundle.zip"],
 ];
 
 export const fold = (title, body, onCopy = null) =>
@@ -30,20 +31,6 @@ export const downloadLinks = (base) =>
   FILES.map(([name, file]) =>
     el("a", { href: url(`${base}/${file}`), download: "" }, name, el("span.fp-dim", {}, file)),
   );
-
-// -- failure ----------------------------------------------------------------------------------------------------------
-
-/** @returns {Node[]} */
-export function failureParts(failure, rankCount) {
-  const onRank = Number.isFinite(failure.rank) && rankCount > 1;
-  const trace = el("pre.fp-code.fp-trace", { tabindex: 0 }, failure.traceback || "");
-  return [
-    el("h3", {}, onRank ? `Error, first on rank ${failure.rank}` : "Error"),
-    el("p.fp-failure-text", {}, failure.sentence),
-    failure.help ? el("p", {}, failure.help) : null,
-    failure.traceback ? fold("Traceback", trace, () => copy(failure.traceback, "Traceback")) : null,
-  ].filter(Boolean);
-}
 
 // -- result cards -----------------------------------------------------------------------------------------------------
 

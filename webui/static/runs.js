@@ -223,7 +223,7 @@ function createActions(id, name) {
   };
   const actions = {
     resume: button("Resume", () => act(actions.resume, () => resumeRun(id))),
-    clone: button("Copy into form", () => emit("clone", id)),
+    clone: button("Copy into form", () => emit("clone", { id })),
     remove: button("Delete", remove, true),
   };
   return actions;

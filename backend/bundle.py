@@ -1,0 +1,139 @@
+"""A zip file for a bug report about a run: what was asked for, what ran and how it ended, without secrets.
+
+Imports machine, config, runs. It has no data, checkpoints, model or generated texts; but log and traceback may quote
+examples, and all texts name paths and hosts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from backend.config import variables
+from backend.machine import Machine, describe
+from backend.runs import (  # fmt: skip
+    ACCELERATE,
+    CHECKPOINTS,
+    DEEPSPEED,
+    ERROR,
+    ESTIMATE,
+    FSDP,
+    HOSTFILE,
+    LOG,
+    METRICS,
+    PLAN,
+    PROGRESS,
+    RANK_LOGS,
+    RESOLVED,
+    RESULT,
+    SCRIPT,
+    SPEC,
+    STACKS,
+    STATE,
+    SWEEP,
+)
+from backend.runs.folder import UNREADABLE, Run
+
+FILES = (
+    SPEC, RESOLVED, PLAN, DEEPSPEED, FSDP, ACCELERATE, HOSTFILE, ESTIMATE, SWEEP, SCRIPT, STATE, PROGRESS, ERROR,
+)  # fmt: skip
+FILE_BYTES, LOG_BYTES, RANK_BYTES = 2**20, 2 * 2**20, 64 * 2**10  # the end of a file of this size is kept
+MAX_RANK_FILES = 192  # three files for each of 64 ranks
+TRUNCATED = "[The beginning of this file was left out.]\n"
+README = """\
+Debug bundle of the Footplate run {id}, made on {now:%Y-%m-%d %H:%M:%S}.
+
+State: {state}
+{failure}
+Machine: {machine}
+Packages: {packages}
+
+run.json has the same in machine-readable form. The other files are copies from the run folder; of long files the end.
+Left out are the data, checkpoints, model and generated texts. Values of environment variables that seem to be secret,
+access tokens, and passwords in addresses are replaced by {mask}. Log and traceback may quote training examples, and
+all files may name paths, users and hosts: look at them before you publish the bundle.
+"""
+
+
+def build(run: Run, machine: Machine, now: datetime) -> bytes:
+    """The zip file. Files that are missing or cannot be read are left out."""
+    hidden = {**{name: value for name, value in os.environ.items() if name != "PWD"}, **_planned_env(run)}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in _texts(run, machine, now):
+            file.writestr(f"{run.id}/{name}", variables.hide_tokens(variables.hide_secrets(text, hidden)))
+    return packed.getvalue()
+
+
+def _planned_env(run: Run) -> Mapping[str, str]:
+    with suppress(*UNREADABLE):
+        return run.plan().env
+    return {}
+
+
+def _texts(run: Run, machine: Machine, now: datetime) -> Iterator[tuple[str, str]]:
+    about = _about(run, machine)
+    failure = about["failure"]
+    lines = f"Failure: {failure['sentence']} {failure['help']}".rstrip() + "\n" if failure else ""
+    packages = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    yield (
+        "README.txt",
+        README.format(
+            id=run.id, now=now, state=about["state"], failure=lines, machine=describe(machine), packages=packages,
+            mask=variables.MASK,
+        ),
+    )  # fmt: skip
+    yield "run.json", json.dumps(about, indent=1, default=str)
+    for name in FILES:
+        if text := _end_of(run.path / name, FILE_BYTES):
+            yield name, text
+    for name in (LOG, METRICS):
+        if text := _end_of(run.path / name, LOG_BYTES):
+            yield name, text
+    found = [*(run.path / STACKS).glob("*"), *_newest((run.path / RANK_LOGS).glob("*/attempt_*/*/*"))]
+    for path in found:
+        if text := _end_of(path, RANK_BYTES):
+            yield str(path.relative_to(run.path)), text
+
+
+def _about(run: Run, machine: Machine) -> dict[str, Any]:
+    """State, failure, result without generated texts, checkpoints with their sizes, and the machine."""
+    state, failure, result = "damaged", None, {}
+    with suppress(*UNREADABLE):
+        state = run.state
+        failure = run.failure()
+        result = {name: value for name, value in run.result().items() if name != "samples"}
+    checkpoints = {
+        str(path.relative_to(run.path)): path.stat().st_size
+        for path in islice((run.path / CHECKPOINTS).glob("*/*"), MAX_RANK_FILES)
+        if path.is_file()
+    }
+    return {
+        "id": run.id, "state": state, "failure": failure, RESULT: result, CHECKPOINTS: checkpoints,
+        "machine": asdict(machine),
+    }  # fmt: skip
+
+
+def _newest(paths: Iterator[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True)[:MAX_RANK_FILES]
+
+
+def _end_of(path: Path, limit: int) -> str:
+    """The last `limit` bytes of a regular file; '' if it is missing, a link or cannot be read."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            text = file.read(limit).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return TRUNCATED + text if size > limit else text

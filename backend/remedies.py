@@ -1,0 +1,243 @@
+"""Remedies of a failed run: changes of its options, each a fix that passes the checks, with the peak that it leads to.
+
+Imports preflight, measured, rules, runs. Out of memory has the remedies of the memory rules, with peaks that are
+corrected by what this run needed. For failures without remedies of their own, the errors that the checks find now have
+fixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from backend.config import RunSpec, presets
+from backend.config.options import SpecError, edit
+from backend.inspect.ports import inspect_port
+from backend.machine import Machine
+from backend.measured import least_needed
+from backend.memory import OVERHEAD, Estimate
+from backend.preflight import build_case
+from backend.rules import Case, Finding, Fix, examine
+from backend.rules.base import amount, counted
+from backend.rules.common_fixes import BF16
+from backend.rules.memory import HOST_FIXES
+from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
+from backend.runs import SPEC, failure
+from backend.runs.folder import Run
+
+MAX_REMEDIES = 5
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Fixes of a failed run, the best first. Their `peak` is predicted for `where`: "per device" or "host RAM"; `note`
+    says how."""
+
+    fixes: tuple[Fix, ...] = ()
+    where: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failed run: its folder, why it failed, and its spec as it would be checked now."""
+
+    run: Run
+    failure: Mapping[str, Any]
+    case: Case
+    base: Path
+
+    @property
+    def spec(self) -> RunSpec:
+        """The options of the run."""
+        return self.case.spec
+
+    def changed(self, patch: Mapping[str, Any]) -> Case:
+        """The case after a change, with its own inspected files."""
+        return build_case(edit(self.spec, patch), self.case.machine, self.base)
+
+
+def find(run: Run, machine: Machine, base: Path) -> Remedies:
+    """The remedies of a run on this machine; none if it did not fail, or its spec cannot be read."""
+    why = run.failure()
+    try:
+        spec = presets.load((run.path / SPEC).read_text(encoding="utf-8")) if why else None
+    except (OSError, SpecError):
+        return Remedies()
+    if not why or not spec:
+        return Remedies()
+    failed = Failed(run, why, build_case(spec, machine, base), base)
+    kind = "" if why["kind"] == failure.CHECKS else why["kind"]
+    if kind == failure.DEVICE_MEMORY or (kind == failure.HOST_MEMORY and failed.case.run.device == "cpu"):
+        found = _less_device_memory(failed)
+    elif kind == failure.HOST_MEMORY:
+        found = _less_host_memory(failed)
+    else:
+        found = Remedies(tuple(BY_KIND[kind](failed)) if kind in BY_KIND else _fixes_of_errors(failed))
+    return replace(found, fixes=tuple(islice(_passing(failed, found.fixes), MAX_REMEDIES)))
+
+
+def _passing(failed: Failed, fixes: Iterable[Fix]) -> Iterator[Fix]:
+    """The fixes that change the run and lead to no new error."""
+    known = _error_codes(failed.case)
+    for fix in (fix for fix in fixes if failed.case.takes(fix.patch)):
+        after = failed.changed(fix.patch)
+        if after.spec != failed.spec and not _error_codes(after) - known:
+            yield fix
+
+
+def _errors(case: Case) -> list[Finding]:
+    return [finding for finding in examine(case) if finding.level == "error"]
+
+
+def _error_codes(case: Case) -> set[str]:
+    return {finding.code for finding in _errors(case)}
+
+
+def _fixes_of_errors(failed: Failed) -> tuple[Fix, ...]:
+    """The fixes of what the checks find now, without those after which the error is still there."""
+    fixes = []
+    for finding in _errors(failed.case):
+        useful = (f for f in finding.fixes if finding.code not in _error_codes(failed.changed(f.patch)))
+        fixes += list(islice(useful, 2))
+    return tuple(fixes)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _less_device_memory(failed: Failed) -> Remedies:
+    """The remedies of the memory rules after which the corrected estimate fits. Where none is known to fit, for example
+    since this machine has no such device, those that save most."""
+    case, kept = failed.case, failed.run.estimate()
+    least, estimated = least_needed(failed.failure["traceback"], kept), int(kept.get("measured_bytes") or 0)
+    ratio = max(1.0, least / estimated) if estimated else 1.0
+    where = "per process" if case.run.device == "cpu" else "per device"
+    evaluation = _smaller_evaluation(failed)
+    if case.estimate.unknown or failed.run.resolved().get("device", case.run.device) != case.run.device:
+        safe = (fix for fix in single_changes(case) if fix.safe)
+        return Remedies((*evaluation, *safe), note="The peaks cannot be predicted on this machine.")
+    free, limit = case.estimate.capacity_bytes, case.estimate.ratios[1] / ratio
+    found = find_remedies(case, min(limit, 1.0)) or find_remedies(case, min(limit, POSSIBLE_EXCESS)) if free else []
+    fixes = [(fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in found]
+    fixes = [(fix, peak) for fix, peak in fixes if peak <= free]
+    now = _corrected(case.estimate, ratio)
+    note = _note(case.estimate, ratio, least, estimated)
+    if not fixes:
+        changes = ((fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in single_changes(case))
+        fixes = sorted(((fix, peak) for fix, peak in changes if peak < now), key=lambda item: item[1])
+        note += " None of these changes alone is known to fit." if fixes and free else ""
+    return Remedies((*evaluation, *(replace(fix, peak=peak) for fix, peak in fixes)), where, note)
+
+
+def _corrected(estimate: Estimate, ratio: float) -> int:
+    """The estimated peak on a device, times `ratio` except for the memory that torch's allocator does not see."""
+    overhead = sum(row.bytes for row in estimate.rows if row.name == OVERHEAD)
+    return round((estimate.device_bytes - overhead) * ratio) + overhead
+
+
+def _note(estimate: Estimate, ratio: float, least: int, estimated: int) -> str:
+    free = f"{amount(estimate.capacity_bytes)} of memory is free. " if estimate.capacity_bytes else ""
+    if ratio <= 1:
+        return f"{free}The peaks are estimates; this run was estimated at {amount(estimate.device_bytes)}."
+    return (
+        f"{free}This run needed at least {amount(least)}, {ratio:.2f}x the estimate of {amount(estimated)}; the peaks "
+        "below are corrected by that factor."
+    )
+
+
+def _smaller_evaluation(failed: Failed) -> list[Fix]:
+    """A smaller batch in evaluation, if the run failed there."""
+    size = failed.spec.eval.per_device_eval_batch_size
+    if failed.run.progress().get("phase") != "evaluating" or size == 1:
+        return []
+    patch = {"eval.per_device_eval_batch_size": max(1, size // 4)}
+    return [Fix(f"Eval batch size {max(1, size // 4)}", patch, cost="slower evaluation")]
+
+
+def _less_host_memory(failed: Failed) -> Remedies:
+    """Changes that reduce the RAM of a node. What worker processes of the data loader need is not estimated."""
+    now = failed.case.estimate
+    fixes = list(_no_loader_workers(failed))
+    for fix in filter(lambda fix: failed.case.takes(fix.patch), (*_fewer_processes(failed), *HOST_FIXES)):
+        after = failed.changed(fix.patch).estimate
+        if after.host_bytes < now.host_bytes and after.fits is not False:
+            fixes.append(replace(fix, peak=after.host_bytes))
+    note = "" if now.unknown else f"This run was estimated at {amount(now.host_bytes)} of host RAM per node."
+    return Remedies(tuple(fixes), "host RAM", note)
+
+
+def _fewer_processes(failed: Failed) -> Iterator[Fix]:
+    processes, accumulation = failed.case.run.nproc_per_node, failed.spec.train.gradient_accumulation_steps
+    if processes % 2 == 0:
+        patch = {"launch.nproc_per_node": processes // 2, "train.gradient_accumulation_steps": 2 * accumulation}
+        label = f"{counted(processes // 2, 'process')} with more gradient accumulation"
+        yield Fix(label, patch, cost="uses half of the devices")
+
+
+# -- other kinds -------------------------------------------------------------------------------------------------------
+
+
+def _no_loader_workers(failed: Failed) -> Iterator[Fix]:
+    if failed.spec.train.dataloader_num_workers:
+        yield Fix("Load data without worker processes", {"train.dataloader_num_workers": 0}, cost="slower data loading")
+
+
+def _less_disk(failed: Failed) -> Iterator[Fix]:
+    yield Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="older checkpoints are deleted")
+    yield Fix("Save checkpoints without optimizer state", {"save.only_model": True}, cost="the run cannot be resumed")
+    yield Fix("Save no checkpoints", {"save.strategy": "no"}, cost="the run cannot be resumed")
+
+
+def _other_port(failed: Failed) -> Iterator[Fix]:
+    port = failed.spec.launch.master_port
+    if port:
+        yield Fix("Pick a free master port", {"launch.master_port": 0})
+    if free := inspect_port(port).get("free_port"):
+        yield Fix(f"Master port {free}", {"launch.master_port": free})
+
+
+def _longer_timeout(failed: Failed) -> Iterator[Fix]:
+    seconds = 4 * failed.spec.parallel.ddp_timeout
+    patch = {"parallel.ddp_timeout": seconds}
+    yield Fix(f"Distributed timeout of {seconds:,} s", patch, cost="a rank that hangs is noticed later")
+
+
+def _available_device(failed: Failed) -> Iterator[Fix]:
+    yield Fix("Use the devices of this machine", {"launch.device": "auto", "launch.devices": ()})
+
+
+def _detected_format(failed: Failed) -> Iterator[Fix]:
+    yield from _fixes_of_errors(failed)
+    yield Fix("Detect the data format", {"data.format": "auto"})
+
+
+def _stable_training(failed: Failed) -> Iterator[Fix]:
+    train = failed.spec.train
+    rate = float(f"{train.learning_rate / 5:.2g}")
+    if failed.case.run.compute_dtype == "fp16":
+        yield replace(BF16, cost="fp16 overflows above 65,504")
+    yield Fix(f"Learning rate {rate:g}", {"train.learning_rate": rate}, safe=False, cost="slower convergence")
+    if train.warmup_steps < 0.1:
+        yield Fix("Warm up for 10% of the steps", {"train.warmup_steps": 0.1}, safe=False)
+    if not 0 < train.max_grad_norm <= 1:
+        yield Fix("Clip gradients to norm 1", {"train.max_grad_norm": 1.0}, safe=False)
+
+
+def _torchrun(failed: Failed) -> Iterator[Fix]:
+    yield Fix("Use torchrun", {"launch.launcher": "torchrun"})
+
+
+BY_KIND: Mapping[str, Callable[[Failed], Iterable[Fix]]] = {
+    failure.SHARED_MEMORY: _no_loader_workers,
+    failure.DISK: _less_disk,
+    failure.PORT: _other_port,
+    failure.TIMEOUT: _longer_timeout,
+    failure.DEVICE: _available_device,
+    failure.COLUMNS: _detected_format,
+    failure.DIVERGED: _stable_training,
+    failure.LAUNCHER: _torchrun,
+}

@@ -1,0 +1,73 @@
+"""A failed run in the browser: the cause, and a change that is made with one click in a clone of the run."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from playwright.sync_api import expect
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import probe
+from backend.paths import HOME
+
+sys.path.append(str(HOME / "tests" / "unit"))
+from failed_runs import failed_run
+
+ERROR = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader"
+TIMEOUT = 60_000  # ms; other tests use the same cores
+PROCESS_BYTES = 5_500_000_000
+LARGE_BATCH = """
+model: {{builtin: tiny-llama}}
+data: {{source: files, files: [{data}], max_length: 1024}}
+train: {{stage: pretraining, duration: steps, max_steps: 2, per_device_train_batch_size: 64}}
+"""
+
+
+def test_a_remedy_opens_a_clone_that_passes_the_checks(server, page):
+    spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.dataloader_num_workers": 2, "train.seed": 7})
+    run = failed_run(server.runs, spec, probe(Path.cwd()), ERROR)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    failure = page.locator(".fp-failure")
+    expect(failure.locator(".fp-failure-text")).to_contain_text("shared memory (/dev/shm)", timeout=TIMEOUT)
+    expect(failure.locator(".fp-remedies")).to_contain_text("DataLoader workers: 2 \u2192 0", timeout=TIMEOUT)
+    failure.get_by_role("button", name="Clone with this change").click()
+
+    expect(page.locator("#fp-toasts")).to_contain_text("with one change: Load data without worker processes.")
+    expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes", timeout=TIMEOUT)
+    values = page.evaluate("footplate.values()")
+    assert values["train.dataloader_num_workers"] == 0 and values["train.seed"] == 7
+    expect(page.locator(".fp-status-text")).to_contain_text("Can run")
+    expect(page.locator("#fp-start")).to_be_enabled()
+
+    page.go_back()
+    failure.get_by_role("button", name="DataLoader workers").click()
+    expect(page.locator("#train-dataloader_num_workers input")).to_be_focused(timeout=TIMEOUT)
+    assert page.evaluate("footplate.values()")["train.dataloader_num_workers"] == 2
+
+
+@pytest.mark.soak
+def test_out_of_memory_is_mended_with_one_click(server, page, tmp_path):
+    """A batch needs more memory than a process may have, as in a container; the first remedy halves it."""
+    psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_DATA, (PROCESS_BYTES, PROCESS_BYTES))  # runs inherit it
+    text = " ".join(f"word{number % 97}" for number in range(1200))
+    (tmp_path / "long.jsonl").write_text(64 * f'{{"text": "{text}"}}\n')
+    (tmp_path / "large-batch.yaml").write_text(LARGE_BATCH.format(data=tmp_path / "long.jsonl"))
+    page.goto(server.url)
+    page.locator("#fp-import-file").set_input_files(tmp_path / "large-batch.yaml")
+    expect(page.locator(".fp-status-text")).to_contain_text("Can run", timeout=TIMEOUT)
+    start(page)
+    failure = page.locator(".fp-failure")
+    expect(failure.locator(".fp-failure-text")).to_contain_text("ran out of CPU memory (RAM)", timeout=3 * TIMEOUT)
+    remedy = failure.locator(".fp-remedies li").first
+    expect(remedy).to_contain_text("Batch size 32 with more gradient accumulation", timeout=TIMEOUT)
+    remedy.get_by_role("button", name="Clone with this change").click()
+    start(page)
+    expect(page.locator('.fp-run[data-state="Done"]')).to_be_visible(timeout=3 * TIMEOUT)
+
+
+def start(page):
+    """Start a run that passes the checks."""
+    expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes", timeout=TIMEOUT)
+    page.click("#fp-start")
