@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, rehearse, runs, sweep
+from backend.cli import commands, rehearse, runs, runs_list, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -47,7 +47,8 @@ COMMANDS: Mapping[str, Command] = {
     "rehearse": rehearse.start,
     "sweep": sweep.start,
     "queue": runs.queued,
-    "list": runs.list_runs,
+    "list": runs_list.list_runs,
+    "annotate": runs_list.annotate,
     "show": runs.show,
     "stop": runs.stop,
     "resume": runs.resume,
@@ -141,7 +142,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """queue, list, show, stop, resume, logs, metrics, stacks, bundle."""
+    """queue, list, annotate, show, stop, resume, logs, metrics, stacks, bundle."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
@@ -153,8 +154,23 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     place.add_argument("--last", action="store_true", help="move the run to the end")
     place.add_argument("--before", metavar="OTHER", help="move the run before another waiting run")
     place.add_argument("--share", action="store_true", help="start the run even if other programs use its GPUs")
-    listed = command("list", folder, help="list all runs, newest first")
+    listed = command("list", folder, help="list runs, newest first, with a search, columns and order of your choice")
+    listed.add_argument(
+        "--search", default="", metavar="TEXT", help='only runs that match, such as "state:failed tag:paper lr>1e-4"'
+    )
+    listed.add_argument("--columns", default="", metavar="NAMES", help="columns of a table: loss,eval_loss,lr,tags")
+    listed.add_argument("--sort", default="", metavar="COLUMN", help="sort by a column, the lowest value first")
+    listed.add_argument("--reverse", action="store_true", help="the highest value first, or the oldest run")
     listed.add_argument("--sweep", default="", metavar="SWEEP", help="the runs of one sweep, best first")
+    annotate = command("annotate", folder, help="set tags, notes, star and archive of runs, or print them")
+    annotate.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
+    annotate.add_argument("--tag", action="append", default=[], metavar="NAME", help="add a tag; can be repeated")
+    annotate.add_argument("--untag", action="append", default=[], metavar="NAME", help="remove a tag; can be repeated")
+    annotate.add_argument("--notes", metavar="TEXT", help="replace the notes")
+    for key, words in (("starred", ("star", "unstar")), ("archived", ("archive", "restore"))):
+        pair = annotate.add_mutually_exclusive_group()
+        for word, value in zip(words, (True, False), strict=True):
+            pair.add_argument(f"--{word}", dest=key, action="store_const", const=value, help=f"{word} the runs")
     command("show", run_id, help="print the state, options and results of a run")
     stop = command("stop", run_id, help="stop a run after its current step and save a checkpoint")
     stop.add_argument("--no-save", action="store_true", help="stop without saving a checkpoint")

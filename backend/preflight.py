@@ -71,9 +71,15 @@ class Report:
         return self.spec.logging.run_name or f"{self.about['model']} {self.about['method']}".strip()
 
     @property
-    def about(self) -> Mapping[str, str]:
-        """Model and method, as the list of runs shows them."""
-        return {"model": self.spec.model.name, "method": registry.METHODS[self.spec.method.kind].label}
+    def about(self) -> Mapping[str, Any]:
+        """Options that the list of runs shows."""
+        return {
+            "model": self.spec.model.name,
+            "method": registry.METHODS[self.spec.method.kind].label,
+            "dataset": self.spec.data.name,
+            "strategy": self.spec.parallel.strategy,
+            "learning_rate": self.spec.train.learning_rate,
+        }
 
     @property
     def expected(self) -> Mapping[str, Any] | None:

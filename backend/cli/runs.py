@@ -1,4 +1,4 @@
-"""Commands on runs: run, queue, list, show, stop, resume, logs, metrics, stacks.
+"""Commands on runs: run, queue, show, stop, resume, logs, metrics, stacks.
 
 Imports everything below the command line. A run is a folder: each command reads or writes that folder and ends.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 from backend import bundle as debug_bundle
 from backend import remedies
-from backend.cli import sweep
 from backend.cli.commands import (  # fmt: skip
     notes,
     print_findings,
@@ -31,12 +30,13 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks, sweeps
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import Metrics, since
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
+NAMED_RUNS = 5  # in the error for an ambiguous prefix
 POLL_SECONDS = 0.25  # between two reads of a log or a state
 
 
@@ -105,26 +105,6 @@ def follow(followed: Run, offset: int) -> Iterator[str]:
             time.sleep(POLL_SECONDS)
 
 
-def list_runs(arguments: argparse.Namespace) -> int:
-    """Print all runs, newest first; with --sweep those of one sweep, best first."""
-    if arguments.sweep:
-        members = sweeps.rows(Path(arguments.runs), arguments.sweep)
-        if arguments.json:
-            print_json(members)
-        else:
-            sweep.print_rows(members)
-        return 0
-    found = [r.summary() for r in runs(Path(arguments.runs))]
-    if arguments.json:
-        print_json(found)
-        return 0
-    for row in found:
-        print(f"{row['id']:48}  {row['state']:9}  {row['sentence']}")
-    if not found:
-        print(f"No runs in {arguments.runs}. Start one: footplate run first-run")
-    return 0
-
-
 def show(arguments: argparse.Namespace) -> int:
     """Print one run: its state, its options and its results."""
     shown = _find_run(arguments)
@@ -155,7 +135,7 @@ def _print_remedies(failed: Run) -> None:
     """Print the changes after which a failed run can be started again, each with its command."""
     found = remedies.find(failed, probe(Path.cwd()), Path.cwd())
     if found.fixes:
-        print(f"\nStart it again with one of these changes. {found.note}".rstrip())
+        print(f"\nSuggested changes for a new run. {found.note}".rstrip())
     for fix in found.fixes:
         peak = f", {amount(fix.peak)} {found.where}" if fix.peak else ""
         print(f"  {fix.label}{peak}{notes(fix)}")
@@ -172,7 +152,7 @@ def bundle(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"path": str(output), "bytes": len(packed)})
     else:
-        print(f"{output}: look at it before you publish it; log and traceback may quote training examples.")
+        print(f"{output}: review it before you share it; log and traceback may quote training examples.")
     return 0
 
 
@@ -293,10 +273,12 @@ def find_run(root: Path, name: str) -> Run:
     """The run with this id, a unique prefix of one, or a folder. Raises RunError."""
     if "/" in name or (Path(name) / SPEC).is_file():
         return find(Path(name).resolve().parent, Path(name).resolve().name)
-    matches = [r for r in runs(root) if r.id.startswith(name)]
+    matches = runs(root, prefix=name)
     exact = [r for r in matches if r.id == name]
     if len(exact or matches) == 1:
         return (exact or matches)[0]
     if matches:
-        raise RunError(f"{name!r} is the prefix of several runs: {', '.join(r.id for r in matches)}.")
+        more = f" and {len(matches) - NAMED_RUNS} more" if len(matches) > NAMED_RUNS else ""
+        named = ", ".join(r.id for r in matches[:NAMED_RUNS])
+        raise RunError(f"{name!r} is the prefix of several runs: {named}{more}.")
     return find(root, name)

@@ -95,3 +95,11 @@ class Data(Section):
     """One path per line, in the same format as the data files."""
     dataset_num_proc: Annotated[int, Field(ge=1, le=256), Ui("Tokenization processes")] = 1
     """Processes that tokenize the dataset; more than 1 pays off from about 10,000 examples."""
+
+    @property
+    def name(self) -> str:
+        """A short name: the built-in dataset, the name of the first data file, or the Hub ID."""
+        if self.source == "files":
+            more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+            return self.files[0].rstrip("/").rpartition("/")[2] + more if self.files else ""
+        return self.builtin if self.source == "builtin" else self.hub_id

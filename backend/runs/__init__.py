@@ -4,8 +4,9 @@ Imports only the standard library. All information about a run is on disk: each 
 is computed from files (`folder.py`). `supervisor.py` is the detached process that waits in the queue, starts the
 launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
-`metrics.py` reads log and metrics incrementally; `stacks.py` asks every rank what it is doing; `rehearsals.py` runs
-through a spec in a minute.
+`metrics.py` reads log and metrics incrementally; `listing.py` is the list of all runs, `search.py` its columns and the
+search in them, `notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing;
+`rehearsals.py` runs through a spec in a minute.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ ESTIMATE = "estimate.json"  # memory estimate
 SWEEP = "sweep.json"  # the sweep that the run belongs to, and the options that it varies
 SCRIPT = "run.sh"  # starts the same run from a shell
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
+
+# Written at any time.
+ANNOTATIONS = "annotations.json"  # tags, notes, star and archive; replaced atomically by page or command line
 
 # Written while the run is alive.
 LOCK = "lock"  # locked (flock) while the run is alive; contains SUPERVISOR or SHELL; its mtime is the last start

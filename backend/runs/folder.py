@@ -84,9 +84,9 @@ class Run:
     @classmethod
     def create(
         cls, root: Path, name: str, plan: Plan, now: datetime,
-        about: Mapping[str, str] | None = None, estimate: Mapping[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None, estimate: Mapping[str, Any] | None = None,
     ) -> Run:  # fmt: skip
-        """Create `root/YYYY-MM-DD_HHMMSS_name` atomically. `about` (method, model) is shown in lists of runs,
+        """Create `root/YYYY-MM-DD_HHMMSS_name` atomically. `about` (model, method) is shown in lists of runs,
         `estimate` is compared with the measured memory."""
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:48].strip("-") or "run"
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
@@ -226,6 +226,10 @@ class Run:
     def name(self) -> str:
         """The name that the user gave it."""
         return str(self._json(PLAN).get("name", self.id))
+
+    def about(self) -> dict[str, Any]:
+        """What lists show of the options: model, method, dataset, strategy, learning rate."""
+        return dict(self._json(PLAN).get("about", {}))
 
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
@@ -406,10 +410,11 @@ class Run:
         return value if isinstance(value, dict) else {}
 
 
-def runs(root: Path) -> list[Run]:
-    """All runs under `root`, newest first; folders that are half created or half deleted are not among them."""
+def runs(root: Path, prefix: str = "") -> list[Run]:
+    """All runs under `root` whose ids start with `prefix`, newest first; folders that are half created or half deleted
+    are not among them."""
     try:
-        names = sorted((entry.name for entry in os.scandir(root) if entry.name[0] != "."), reverse=True)
+        names = sorted((n for n in os.listdir(root) if n[0] != "." and n.startswith(prefix)), reverse=True)
     except OSError:
         return []
     return [Run(root / name) for name in names if _is_run(root / name)]

@@ -5,11 +5,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench import checking, page, training
+from tests.bench import checking, page, run_list, training
 
 CASES = {
     "check": checking.measure,
     "page": page.measure,
+    "runs": run_list.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
 }

@@ -20,8 +20,9 @@ from backend.machine import Machine
 from backend.rules import OUTDATED, RULES, example_findings
 from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
+from backend.runs.listing import RunList
 from webui.api import requests
-from webui.api.app_state import IdempotencyKeys, RunSummaries
+from webui.api.app_state import IdempotencyKeys
 from webui.api.requests import ApiError
 from webui.api.runs import INSPECTION_SECONDS
 from webui.drafts import Drafts
@@ -528,7 +529,7 @@ def test_a_broken_plan_does_not_hide_the_other_runs(tmp_path, plan):
     (made.path / PLAN).write_text(plan, encoding="latin-1")
     with client(tmp_path) as http:
         assert http.get("/api/runs").status_code == 200
-    found = {summary["id"]: summary for summary in RunSummaries(tmp_path).all()}
+    found = {summary["id"]: summary for summary in RunList(tmp_path).all()}
     assert set(found) >= {made.id} and len(found) == 2 and all(s["sentence"] for s in found.values())
 
 
@@ -537,7 +538,7 @@ def test_a_linked_run_is_listed_with_the_reason_but_not_opened(tmp_path):
     elsewhere = Run.create(tmp_path / "elsewhere", "x", Plan(("true",), {}, {SPEC: "{}\n"}), datetime.now())
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/linked").symlink_to(elsewhere.path)
-    [summary] = RunSummaries(tmp_path / "runs").all()
+    [summary] = RunList(tmp_path / "runs").all()
     assert "symbolic link" in summary["sentence"]
     with client(tmp_path / "runs") as http:
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/resume"), ("GET", "/log.txt")):
@@ -569,7 +570,7 @@ def test_list_reads_an_ended_run_once(app_folder):
         (new_run.path / "lock").write_text("supervisor")
         (new_run.path / "state.json").write_text('{"started": 1.0, "ended": 2.0, "end": "done"}')
     read_ids = []
-    summaries = RunSummaries(root, lambda run: read_ids.append(run.id) or run.summary())
+    summaries = RunList(root, lambda run: read_ids.append(run.id) or run.summary())
     first = summaries.all()
     assert [s["state"] for s in first] == ["done"] * 3 and len(read_ids) == 3
     assert summaries.all() == first and len(read_ids) == 3

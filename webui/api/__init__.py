@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, rehearsals, rules_page, runs
+from webui.api import checking, compare_runs, rehearsals, rules_page, runs, runs_list
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
@@ -21,7 +21,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/presets": checking.list_presets,
     "/api/presets/{name}": checking.load_preset,
     "/api/machines": checking.list_machines,
-    "/api/runs": runs.list_runs,
+    "/api/runs": runs_list.list_runs,
     "/api/runs/{id}": runs.show,
     "/api/sweeps/{id}": runs.sweep,
     "/api/rehearsals/{id}": rehearsals.status,
@@ -47,6 +47,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/compare": checking.compare_strategies,
     "/api/fix": checking.apply_safe_fixes,
     "/api/runs": runs.start,
+    "/api/runs/annotations": runs_list.annotate,
+    "/api/runs/delete": runs_list.delete_runs,
     "/api/rehearsals": rehearsals.start,
     "/api/rehearsals/{id}/stop": rehearsals.stop,
     "/api/runs/{id}/stop": runs.stop,

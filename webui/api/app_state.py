@@ -1,4 +1,4 @@
-"""What the endpoints share: the runs folder, drafts, idempotency keys, the cached machine and run summaries.
+"""What the endpoints share: the runs folder, drafts, idempotency keys, the cached machine, the list of runs.
 
 Imports: machine, runs, drafts. Everything here is a cache or is stored below the runs folder, so a restart of the
 server loses nothing.
@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from backend.machine import Machine, machines, probe
 from backend.measured import MeasuredPeaks
-from backend.runs import LOCK, PLAN, STATE, ownership, replace_text
-from backend.runs.folder import Run
+from backend.runs import replace_text
+from backend.runs.listing import RunList
 from backend.runs.metrics import Metrics
 from webui.drafts import Drafts
 
@@ -97,60 +96,6 @@ class IdempotencyKeys:
             path.unlink(missing_ok=True)
 
 
-class RunSummaries:
-    """The list of runs, fast with a thousand of them: an ended run is read once, until it is started again."""
-
-    ENDED = ("done", "stopped", "failed", "lost")
-
-    def __init__(self, root: Path, read: Callable[[Run], dict[str, Any]] = Run.summary) -> None:
-        self.root = root
-        self._read = read
-        self._cache: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
-
-    def all(self) -> list[dict[str, Any]]:
-        """The summary of every run, newest first."""
-        try:
-            names = sorted((name for name in os.listdir(self.root) if name[0] != "."), reverse=True)
-        except FileNotFoundError:  # somebody deleted the folder: the next run creates it again
-            names = []
-        for deleted in set(self._cache) - set(names):
-            self._cache.pop(deleted, None)
-        return [summary for summary in map(self._summary, names) if summary]
-
-    def _summary(self, name: str) -> dict[str, Any] | None:
-        # Every start writes the lock, every end the state.
-        stamp = tuple(_modified_ns(f"{self.root}/{name}/{file}") for file in (PLAN, LOCK, STATE))
-        if not stamp[0]:
-            return None  # not a run
-        cached = self._cache.get(name)
-        if cached and cached[0] == stamp:
-            return cached[1]
-        if why := ownership.problem(self.root / name):
-            return _unusable(name, why)
-        try:
-            summary = self._read(Run(self.root / name))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            # One broken run must not hide the others.
-            return _unusable(name, f"The files of this run cannot be read ({type(error).__name__}: {error}).")
-        if summary["state"] in self.ENDED:
-            self._cache[name] = (stamp, summary)
-        return summary
-
-
-def _unusable(name: str, why: str) -> dict[str, Any]:
-    """The summary of a run that cannot be shown, resumed or deleted here."""
-    unknown = dict.fromkeys(("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created"))
-    return {"id": name, "name": name, "state": "lost", **unknown, "method": "", "model": "", "sentence": why}
-
-
-def _modified_ns(path: str) -> int:
-    """When `path` was last written, in ns; 0 if it does not exist."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
-
-
 class AppState:
     """The shared state of one app."""
 
@@ -158,7 +103,7 @@ class AppState:
         self.runs = root
         self.drafts = Drafts(root / ".drafts")
         self.keys = IdempotencyKeys(root / ".keys")
-        self.summaries = RunSummaries(root)
+        self.runs_list = RunList(root)
         self.peaks = MeasuredPeaks(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()

@@ -1,18 +1,16 @@
-"""Endpoints of runs: start, list, show, log, metrics, downloads, stop, resume, clean up and delete.
+"""Endpoints of runs: start, show, log, metrics, downloads, stop, resume, clean up and delete.
 
 Imports: config, runs, checking. A run is its folder: each endpoint reads or writes there.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import re
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response
@@ -28,6 +26,7 @@ from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, fix_json, form_values, parse_form, run_preflight, without_secrets
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
+from webui.api.runs_list import waiting_runs
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
@@ -99,6 +98,7 @@ def start(state: State, body: StartRequest) -> Response:
         run = _run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":
             run.start(after=after, after_ok=body.after_ok)
+    state.runs_list.expire()
     return json({"id": run.id}, 201)
 
 
@@ -131,25 +131,6 @@ def _create(state: AppState, body: StartRequest) -> Run:
 
 
 # -- show --------------------------------------------------------------------------------------------------------
-
-
-def list_runs(state: State, have: str = "") -> Response:
-    """Every run, newest first, and the waiting ones in order; 204 if `have` is the tag of the current list."""
-    listed, waiting = orjson.dumps(state.summaries.all()), orjson.dumps(_queue(state))
-    tag = hashlib.blake2s(listed + waiting, digest_size=8).hexdigest()
-    if have == tag:
-        return no_content()
-    return json({"etag": tag, "queue": orjson.Fragment(waiting), "runs": orjson.Fragment(listed)})
-
-
-def _queue(state: AppState) -> list[dict[str, Any]]:
-    """The waiting runs in order. Those of another folder (not `here`) can only be looked at."""
-    found = []
-    for entry in queue.entries():
-        run = Run(Path(entry.run))
-        here = run.path.parent == state.runs.resolve()
-        found.append({"id": run.id, "name": run.name, "held": entry.held, "here": here, **run.waiting()})
-    return found
 
 
 def show(run: PathRun) -> dict[str, Any]:
@@ -316,6 +297,7 @@ def resume(state: State, run: PathRun, body: ResumeRequest) -> dict[str, Any]:
     """Continue from the last complete checkpoint, or restart from scratch."""
     with state.keys.lock():
         run.resume(from_scratch=body.from_scratch)
+    state.runs_list.expire()
     return {"summary": run.summary()}
 
 
@@ -326,7 +308,7 @@ def change_queue(state: State, run: PathRun, body: QueueRequest) -> dict[str, An
         queue.change(run.path, **changes)
     if body.before is not None:
         queue.move(run.path, before=_find_run(state, body.before).path if body.before else None)
-    return {"queue": _queue(state)}
+    return {"queue": waiting_runs(state)}
 
 
 def clean_up(run: PathRun) -> dict[str, Any]:
@@ -343,6 +325,7 @@ def delete(state: State, run: PathRun) -> dict[str, Any]:
     """Delete the run's folder."""
     run.delete()
     state.forget_metrics(run.path / METRICS)
+    state.runs_list.expire()
     return {"id": run.id}
 
 

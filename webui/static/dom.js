@@ -104,6 +104,62 @@ export function confirmDialog(text, label = "OK", destructive = false) {
   });
 }
 
+/**
+ * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.
+ * @param {string} title @param {any[]} fields @param {() => Promise<void>} save
+ */
+export function formDialog(title, fields, save) {
+  const problem = el("p.fp-dialog-problem", { hidden: true, role: "alert" });
+  const close = () => {
+    dialog.close();
+    dialog.remove();
+  };
+  const submit = async (event) => {
+    event.preventDefault();
+    try {
+      await save();
+      close();
+    } catch (error) {
+      problem.hidden = false;
+      setText(problem, error.message);
+    }
+  };
+  const buttons = [
+    el("button.fp-button", { type: "button", onclick: close }, "Cancel"),
+    el("button.fp-button.fp-primary", { type: "submit" }, "Save"),
+  ];
+  const form = el("form", { onsubmit: submit }, fields, problem, el("div.fp-dialog-row", {}, buttons));
+  const dialog = el(
+    "dialog.fp-dialog.fp-dialog-form",
+    { oncancel: close, "aria-label": title },
+    el("p", {}, title),
+    form,
+  );
+  document.body.append(dialog);
+  dialog.showModal();
+  $("input, textarea", form).focus();
+}
+
+/** A button that opens a panel with `content`. @param {string} label */
+export function dropdown(label, ...content) {
+  const node = el(
+    "details.fp-downloads",
+    {},
+    el("summary.fp-button", {}, label),
+    el("div.fp-downloads-list", {}, content),
+  );
+  document.addEventListener("click", (event) => {
+    const target = /** @type {Element} */ (event.target);
+    if (!node.contains(target) || target.closest("a")) node.open = false;
+  });
+  node.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    node.open = false;
+    node.firstChild.focus();
+  });
+  return node;
+}
+
 export async function copy(text, name) {
   try {
     await navigator.clipboard.writeText(text);

@@ -2,7 +2,7 @@
 // The Run view: state, actions, error, results, charts, log and details of the run in the address.
 import { get, post, runPath } from "./api.js";
 import { createCharts } from "./charts.js";
-import { $, address, confirmDialog, el, emit, notify, notifyError, on, setText } from "./dom.js";
+import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, setText } from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
 import { createLog } from "./log.js";
@@ -111,21 +111,8 @@ function actionsPart() {
     page[name] = el(`button.fp-button${kind}`, { type: "button", hidden: true, onclick }, text);
     return page[name];
   };
-  page.downloads = el(
-    "details.fp-downloads",
-    { hidden: true },
-    el("summary.fp-button", {}, "Downloads"),
-    el("div.fp-downloads-list"),
-  );
-  document.addEventListener("click", (event) => {
-    const target = /** @type {Element} */ (event.target);
-    if (!page.downloads.contains(target) || target.closest("a")) page.downloads.open = false;
-  });
-  page.downloads.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
-    page.downloads.open = false;
-    page.downloads.firstChild.focus();
-  });
+  page.downloads = dropdown("Downloads");
+  page.downloads.hidden = true;
   return el(
     "div.fp-run-actions",
     {},

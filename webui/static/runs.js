@@ -1,12 +1,18 @@
 // @ts-check
 // The Runs view: every run, newest first. A name is a real link, so that a middle click opens a tab.
 import { get } from "./api.js";
-import { LEAST, MOST, compareLink } from "./compare_runs.js";
-import { $, el, emit, notify, notifyError, setText } from "./dom.js";
-import { dateTime, duration, num, toSeconds } from "./format.js";
+import { $, dropdown, el, notifyError, on, setText } from "./dom.js";
+import { num } from "./format.js";
 import { createPoller } from "./poll.js";
 import { createQueue } from "./queue.js";
-import { confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
+import { annotate, createRowMenu, createSelectionBar } from "./runs_actions.js";
+import { createColumnMenu, loadView, shownColumns, storeView } from "./runs_columns.js";
+import { SearchError, parseSearch, sortRuns } from "./runs_search.js";
+import { createTable } from "./runs_table.js";
+import { hasEnded } from "./run_state.js";
+
+/** @typedef {import("./runs_search.js").Column} Column */
+/** @typedef {import("./runs_search.js").Run} Run */
 
 const GROUPS = [
   ["", "All"],
@@ -15,27 +21,40 @@ const GROUPS = [
   ["stopped", "Stopped"],
   ["failed", "Failed"],
 ];
-const COLUMNS = ["Name", "State", "Model", "Method", "Progress", "Loss", "Started", "Duration", ""];
-const NONE = "\u2013";
-const RESUMABLE = ["new", "stopped", "failed", "lost"];
+const EXAMPLES = [
+  ["qwen paper", "runs with both words, in the name, model, dataset, tags, notes or failure reason"],
+  ["state:failed", "a column that contains a text"],
+  ["lr>1e-4", "a number above or below (<) a limit"],
+  ["tag:paper", "the whole tag"],
+  ["starred:yes", "starred runs"],
+  ["archived:yes", "archived runs, which are hidden otherwise"],
+  ['notes:"with warmup"', "text with spaces"],
+];
 
 let tag = ""; // of the newest list
-let runs = null;
+const byId = /** @type {Map<string, Run>} */ (new Map());
+let runs = /** @type {Run[] | null} */ (null); // newest first
+let found = /** @type {Run[]} */ ([]); // those that match, in the order of the table
+let columns = /** @type {Column[]} */ ([]);
+let matches = (/** @type {Run} */ run) => !run.archived;
+let view = loadView();
 let group = "";
-const selected = new Set(); // ids of the runs to compare
-const rows = new Map(); // id -> row; a row stays the same node, so that it keeps the focus
+const selected = /** @type {Set<string>} */ (new Set());
 const page = /** @type {Record<string, any>} */ ({});
 
-const groupOf = (state) => (state === "lost" ? "failed" : hasEnded(state) ? state : "alive");
+const groupOf = ({ state }) => (["lost", "damaged"].includes(state) ? "failed" : hasEnded(state) ? state : "alive");
 const isVisible = () => document.body.dataset.tab === "runs";
 
 export function mountRuns() {
-  page.filter = el("input.fp-input", {
+  const changed = () => page.poller.start();
+  page.search = el("input.fp-input", {
     type: "search",
-    placeholder: "Filter by name, model or method",
-    "aria-label": "Filter runs",
-    oninput: draw,
+    placeholder: "Search, or state:failed lr>1e-4",
+    "aria-label": "Search runs",
+    "aria-describedby": "fp-runs-problem",
+    oninput: search,
   });
+  page.problem = el("p.fp-runs-problem", { id: "fp-runs-problem", hidden: true });
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
   page.chips = GROUPS.map(([key, name]) =>
     el(
@@ -45,41 +64,93 @@ export function mountRuns() {
       el("b"),
     ),
   );
-  page.compare = el("a.fp-chip.fp-runs-compare", { role: "link" });
-  drawSelection();
+  page.columns = createColumnMenu((keys) => changeView({ columns: keys }));
   page.head = el(
     "header.fp-runs-head",
     { hidden: true },
     el("h2", {}, "Runs"),
     page.away,
     el("span.fp-gap"),
-    page.filter,
+    el("div.fp-runs-search", {}, page.search, searchHelp()),
     el("div.fp-chips", { role: "group", "aria-label": "State" }, page.chips),
-    page.compare,
+    page.columns.node,
   );
-  page.body = el("tbody");
-  const heading = (name) => el("th", { scope: "col" }, name || el("span.fp-sr", {}, "Actions"));
-  const head = el("thead", {}, el("tr", {}, COLUMNS.map(heading)));
-  page.table = el("table.fp-runs-table", { hidden: true }, head, page.body);
-  page.queue = createQueue(() => page.poller.start());
+  page.table = createTable(selected, {
+    star,
+    sort: sortBy,
+    select,
+    selectAll,
+    menu: (run, at) => page.menu.open(run, at),
+  });
+  page.scroller = el("div.fp-runs-scroll", { hidden: true }, page.table.node);
+  page.menu = createRowMenu(changed);
+  page.bar = createSelectionBar(selected, { changed, clear: () => selectAll(false), find: (id) => byId.get(id) });
+  page.queue = createQueue(changed);
   const build = el("p", {}, el("a.fp-button.fp-primary", { href: "?tab=build" }, "Build a run"));
   page.empty = el("div.fp-empty", { hidden: true }, el("h2"), el("p"), build);
-  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, page.queue.node, page.head, page.table, page.empty));
+  const parts = [page.queue.node, page.head, page.problem, page.scroller, page.empty, page.bar.node, page.menu.node];
+  $("#fp-runs-page").replaceChildren(el("div.fp-runs", {}, parts));
   const onTrouble = (failures) => (page.away.hidden = failures < 2);
   page.poller = createPoller(pull, { isVisible, interval: 1000, onTrouble });
   page.poller.start();
+  addEventListener("resize", draw);
+  on("view", () => page.table.drawSoon());
 }
+
+function searchHelp() {
+  const line = ([example, meaning]) => [el("dt", {}, el("code", {}, example)), el("dd", {}, meaning)];
+  page.names = el("p.fp-dim");
+  const node = dropdown("?", el("dl", {}, EXAMPLES.flatMap(line)), page.names);
+  node.classList.add("fp-search-help");
+  node.firstChild.setAttribute("aria-label", "How to search");
+  return node;
+}
+
+// -- the list ---------------------------------------------------------------------------------------------------------
 
 async function pull(isCurrent) {
   const response = await get(`api/runs?have=${encodeURIComponent(tag)}`);
   if (!isCurrent()) return;
-  if (!response) {
-    updateDurations();
-    return;
-  }
+  if (response) merge(response);
+  else page.table.drawSoon(); // the durations of running runs
+}
+
+/** Take over what has changed since the last list. */
+function merge(response) {
   tag = response.etag || "";
-  runs = response.runs;
+  if (response.complete) byId.clear();
+  if (response.columns) {
+    columns = response.columns;
+    const name = ({ key, names }) => [key, ...names].join(", ");
+    setText(
+      page.names,
+      `Columns: ${columns
+        .filter(({ kind }) => kind !== "time")
+        .map(name)
+        .join(", ")}`,
+    );
+  }
+  const isNew = response.runs.some((run) => !byId.has(run.id));
+  for (const run of response.runs) byId.set(run.id, run);
+  for (const id of response.removed) byId.delete(id);
+  if (!runs || isNew || response.removed.length) {
+    runs = [...byId.values()].sort((a, b) => (a.id < b.id ? 1 : -1));
+    for (const id of selected) if (!byId.has(id)) selected.delete(id);
+  } else runs = runs.map((run) => byId.get(run.id) || run);
   page.queue.draw(response.queue);
+  search();
+}
+
+/** Read the search; while it cannot be read, the list stays as it is. */
+function search() {
+  try {
+    matches = parseSearch(page.search.value, columns);
+    page.problem.hidden = true;
+  } catch (error) {
+    if (!(error instanceof SearchError)) throw error;
+    page.problem.hidden = false;
+    setText(page.problem, error.message);
+  }
   draw();
 }
 
@@ -89,154 +160,82 @@ function selectGroup(key) {
   draw();
 }
 
-function select(id, isSelected) {
-  if (isSelected) selected.add(id);
-  else selected.delete(id);
-  drawSelection();
+/** @param {Partial<import("./runs_columns.js").View>} changes */
+function changeView(changes) {
+  view = { ...view, ...changes };
+  storeView(view);
+  draw();
 }
 
-/** The link to the comparison; without an address, and so disabled, until there is something to compare. */
-function drawSelection() {
-  const count = selected.size;
-  const possible = count >= LEAST && count <= MOST;
-  setText(page.compare, count ? `Compare ${count}` : "Compare");
-  page.compare.title = possible ? "Compare the selected runs" : `Select ${LEAST} to ${MOST} runs`;
-  page.compare.setAttribute("aria-disabled", String(!possible));
-  if (possible) page.compare.setAttribute("href", compareLink([...selected]));
-  else page.compare.removeAttribute("href");
+/** Numbers and times start with the direction that is usual for them; a third click ends the sorting. */
+function sortBy(key) {
+  const column = columns.find((column) => column.key === key);
+  const first = column?.kind === "time" || ["step", "duration", "tokens_per_second", "peak_memory"].includes(key);
+  if (view.sort !== key) changeView({ sort: key, descending: first });
+  else if (view.descending === first) changeView({ descending: !first });
+  else changeView({ sort: "", descending: false });
 }
 
 // -- drawing ----------------------------------------------------------------------------------------------------------
 
 function draw() {
   if (!runs) return;
-  const word = page.filter.value.trim().toLowerCase();
-  const hasWord = (run) =>
-    [run.name, run.id, run.model, run.method].some((text) =>
-      String(text || "")
-        .toLowerCase()
-        .includes(word),
-    );
-  const matches = (run) => (!group || groupOf(run.state) === group) && hasWord(run);
-  drawRows(matches);
-  const shown = runs.filter(matches).length;
+  const matching = runs.filter(matches);
+  const inGroup = group ? matching.filter((run) => groupOf(run) === group) : matching;
+  const isKnown = columns.some(({ key }) => key === view.sort);
+  found = isKnown ? sortRuns(inGroup, view.sort, view.descending) : inGroup;
   page.head.hidden = !runs.length;
-  page.table.hidden = !shown;
-  page.empty.hidden = Boolean(shown);
-  const [title, text] = runs.length
-    ? ["No run matches the filter", "Change the filter, or show all states."]
-    : ["No runs yet", "A run appears here as soon as it starts."];
-  setText($("h2", page.empty), title);
-  setText($("p", page.empty), text);
-  page.empty.lastChild.hidden = Boolean(runs.length);
+  page.scroller.hidden = !found.length;
+  page.table.draw(found, shownColumns(columns, view), view);
+  page.columns.draw(columns, view);
+  page.bar.draw();
+  drawEmpty();
   for (const chip of page.chips) {
     const key = chip.dataset.group;
-    setText(chip.lastChild, num(runs.filter((run) => !key || groupOf(run.state) === key).length));
+    setText(chip.lastChild, num(matching.filter((run) => !key || groupOf(run) === key).length));
   }
 }
 
-function drawRows(matches) {
-  const ids = new Set(runs.map((run) => run.id));
-  for (const [id, row] of rows) {
-    if (ids.has(id)) continue;
-    row.node.remove();
-    rows.delete(id);
-    select(id, false);
-  }
-  let previous = null;
-  for (const run of runs) {
-    if (!rows.has(run.id)) rows.set(run.id, createRow(run.id));
-    const row = rows.get(run.id);
-    row.draw(run);
-    row.node.hidden = !matches(run);
-    if (row.node.previousSibling !== previous || !row.node.parentNode) {
-      if (previous) previous.after(row.node);
-      else page.body.prepend(row.node);
-    }
-    previous = row.node;
-  }
-}
-
-function updateDurations() {
-  for (const run of runs || []) if (!hasEnded(run.state)) rows.get(run.id)?.draw(run);
-}
-
-function createRow(id) {
-  const link = el("a.fp-runs-link", { href: `?tab=run&run=${encodeURIComponent(id)}` });
-  const box = el("input.fp-runs-select", { type: "checkbox", onchange: () => select(id, box.checked) });
-  const badge = el("span.fp-badge");
-  const bar = el("span");
-  const steps = el("span.fp-number");
-  const cell = (name, ...children) => el("td", { "data-name": name }, ...children);
-  const cells = {};
-  for (const name of COLUMNS.slice(2, -1)) cells[name] = cell(name);
-  cells.Progress.append(el("div.fp-mini", { "aria-hidden": "true" }, bar), steps);
-  for (const name of ["Loss", "Started", "Duration"]) cells[name].classList.add("fp-number");
-  const actions = createActions(id, () => link.textContent);
-  const node = el(
-    "tr",
-    {},
-    cell("Name", el("div.fp-runs-name", {}, box, link)),
-    cell("State", badge),
-    ...Object.values(cells),
-    el("td.fp-row-actions", {}, Object.values(actions)),
-  );
-
-  function drawRow(run) {
-    setText(link, run.name || id);
-    box.setAttribute("aria-label", `Select ${run.name || id} to compare`);
-    link.title = run.sentence || "";
-    if (badge.dataset.state !== run.state) drawBadge(badge, run.state);
-    node.dataset.state = run.state;
-    setText(cells.Model, run.model || NONE);
-    setText(cells.Method, run.method || NONE);
-    setText(cells.Loss, num(run.loss));
-    bar.style.width = `${100 * (progressOf(run) || 0)}%`;
-    setText(steps, run.max_steps ? `${num(run.step || 0)} / ${num(run.max_steps)}` : "");
-    drawTimes(cells, run);
-    actions.resume.hidden = !RESUMABLE.includes(run.state);
-    setText(actions.resume, run.state === "new" ? "Start" : "Resume");
-    actions.clone.hidden = false;
-    actions.remove.hidden = !hasEnded(run.state) && run.state !== "new";
-  }
-  return { node, draw: drawRow };
-}
-
-function drawTimes(cells, run) {
-  const started = toSeconds(run.started || run.created);
-  setText(cells.Started, dateTime(started));
-  cells.Started.title = Number.isFinite(started) ? new Date(1000 * started).toLocaleString() : "";
-  const end = run.ended ? toSeconds(run.ended) : hasEnded(run.state) ? NaN : Date.now() / 1000;
-  setText(cells.Duration, run.started ? duration(end - toSeconds(run.started)) : NONE);
+function drawEmpty() {
+  page.empty.hidden = Boolean(found.length);
+  const hidden = (runs || []).filter((run) => run.archived).length;
+  const [title, text] = !runs?.length
+    ? ["No runs yet", "A run appears here as soon as it starts."]
+    : page.search.value || group
+      ? ["No run matches", "Change the search, or show all states."]
+      : ["All runs are archived", `The search archived:yes shows ${num(hidden)} archived runs.`];
+  setText($("h2", page.empty), title);
+  setText($("p", page.empty), text);
+  page.empty.lastChild.hidden = Boolean(runs?.length);
 }
 
 // -- actions ----------------------------------------------------------------------------------------------------------
 
-/** @param {string} id @param {() => string} name */
-function createActions(id, name) {
-  const button = (text, onclick, destructive = false) => {
-    const kind = destructive ? ".fp-quiet-destructive" : "";
-    return el(`button.fp-chip${kind}`, { type: "button", hidden: true, onclick }, text);
-  };
-  const remove = async () => {
-    if (await confirmDelete(name())) await act(actions.remove, () => deleteRun(id), "Run deleted.");
-  };
-  const actions = {
-    resume: button("Resume", () => act(actions.resume, () => resumeRun(id))),
-    clone: button("Copy into form", () => emit("clone", { id })),
-    remove: button("Delete", remove, true),
-  };
-  return actions;
+/** @param {Run} run @param {boolean} isSelected */
+function select(run, isSelected) {
+  if (isSelected) selected.add(run.id);
+  else selected.delete(run.id);
+  drawSelection();
 }
 
-async function act(button, work, message = "") {
-  button.disabled = true;
+/** Select all runs that are shown, or none. @param {boolean} isSelected */
+function selectAll(isSelected) {
+  selected.clear();
+  if (isSelected) for (const { id } of found) selected.add(id);
+  drawSelection();
+}
+
+function drawSelection() {
+  page.table.drawSelection();
+  page.bar.draw();
+}
+
+/** @param {Run} run */
+async function star(run) {
   try {
-    await work();
-    if (message) notify(message);
+    await annotate([run.id], { starred: !run.starred });
   } catch (error) {
     notifyError(error);
   }
-  button.disabled = false;
   page.poller.start();
 }

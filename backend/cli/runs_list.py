@@ -1,0 +1,115 @@
+"""The commands list (search, columns and order of the runs) and annotate (their tags, notes, star and archive).
+
+Imports everything below the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from backend.cli import sweep
+from backend.cli.commands import print_json
+from backend.cli.runs import find_run
+from backend.runs import notebook, search, sweeps, throughput
+from backend.runs.folder import RunError
+from backend.runs.listing import RunList
+
+MAX_WIDTH = 60  # of a text in a table; --json has all of it
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """Print the runs that match, newest first or sorted; with --sweep those of one sweep, best first."""
+    if arguments.sweep:
+        return _list_sweep(arguments)
+    now = time.time()
+    every = RunList(Path(arguments.runs)).all()
+    try:
+        wanted = search.parse(arguments.search)
+        columns = [search.column(name) for name in filter(None, arguments.columns.split(","))]
+        found: list[search.Row] = [row for row in every if wanted.matches(row, now)]
+        if arguments.sort:
+            found = search.sort(found, arguments.sort, now, descending=arguments.reverse)
+        elif arguments.reverse:
+            found.reverse()
+    except search.SearchError as error:
+        raise RunError(str(error)) from error
+    if arguments.json:
+        keys = [column.key for column in columns]
+        picked = [{"id": row["id"], **{key: search.value(row, key, now) for key in keys}} for row in found]
+        print_json(picked if columns else found)
+    elif columns:
+        _print_table(found, columns, now)
+    else:
+        for row in found:
+            print(f"{row['id']:48}  {row['state']:9}  {row['sentence']}")
+    if not found and not arguments.json:
+        none = f"No runs in {arguments.runs}. Start one: footplate run first-run"
+        print("No run matches. Archived runs match archived:yes only." if every else none)
+    return 0
+
+
+def annotate(arguments: argparse.Namespace) -> int:
+    """Change tags, notes, star or archive of runs, and print what they are now."""
+    found = [find_run(Path(arguments.runs), name) for name in arguments.run]
+    given = {"notes": arguments.notes, "starred": arguments.starred, "archived": arguments.archived}
+    try:
+        changed = {r.id: notebook.change(r.path, arguments.tag, arguments.untag, **given) for r in found}
+    except notebook.AnnotationError as error:
+        raise RunError(str(error)) from error
+    if arguments.json:
+        print_json([{"id": id, **now.as_json()} for id, now in changed.items()])
+        return 0
+    for id, now in changed.items():
+        marks = [*(["starred"] if now.starred else []), *(["archived"] if now.archived else [])]
+        print("  ".join([id, *(f"tag:{tag}" for tag in now.tags), *marks, *([now.notes] if now.notes else [])]))
+    return 0
+
+
+def _list_sweep(arguments: argparse.Namespace) -> int:
+    if arguments.search or arguments.columns or arguments.sort or arguments.reverse:
+        raise RunError(
+            "--sweep has its own columns and order: use it without --search, --columns, --sort and --reverse."
+        )
+    members = sweeps.rows(Path(arguments.runs), arguments.sweep)
+    if arguments.json:
+        print_json(members)
+    else:
+        sweep.print_rows(members)
+    return 0
+
+
+def _print_table(rows: list[search.Row], columns: list[search.Column], now: float) -> None:
+    """The columns after the id, each as wide as its longest text."""
+    head = ["id", *(column.key for column in columns)]
+    lines = [[row["id"], *(_text(column, search.value(row, column.key, now)) for column in columns)] for row in rows]
+    widths = [max(map(len, texts)) for texts in zip(head, *lines, strict=True)]
+    right = [False, *(column.kind == "number" for column in columns)]
+    for line in [head, *lines] if lines else []:
+        cells = (
+            text.rjust(width) if is_right else text.ljust(width)
+            for text, width, is_right in zip(line, widths, right, strict=True)
+        )
+        print("  ".join(cells).rstrip())
+
+
+def _text(column: search.Column, value: Any) -> str:
+    """A value in a table; - if there is none."""
+    if value is None or value in ("", []):
+        return "-"
+    if column.key == "duration":
+        return throughput.duration(value)
+    match column.kind:
+        case "time":
+            return f"{datetime.fromtimestamp(value):%Y-%m-%d %H:%M}"
+        case "tags":
+            return " ".join(value)
+        case "yes_no":
+            return "yes" if value else "no"
+        case "number":
+            return f"{value / column.scale:.4g}{f' {column.unit}' if column.scale != 1 else ''}"
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_WIDTH else f"{text[: MAX_WIDTH - 3]}..."

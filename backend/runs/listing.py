@@ -1,0 +1,242 @@
+"""RunList: one list of all runs for every reader, which reads a run again only after its files have changed.
+
+Imports backend.runs. A row is the summary of a run, its values for the columns in search.py, and its annotations. Many
+clients poll the list: those that wait at the same time share one scan of the folder, and each is sent only the rows
+that changed since its last request. The rows of runs that are not alive are kept in a file of the runs folder, so that
+a new process need not read thousands of folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.runs import LOCK, METRICS, PLAN, STATE, notebook, ownership, processes, replace_text
+from backend.runs.folder import UNREADABLE, Run, damage
+from backend.runs.metrics import last_points, last_value
+
+Row = dict[str, Any]
+INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
+INDEX_AFTER = 50  # rows that were read since the index was written: fewer are read again faster than it is written
+REST = 10  # a scan that takes long is followed by a pause of that many times its duration
+SHORT_SECONDS = 0.02  # a scan that takes less needs no pause
+MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
+SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
+SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
+REWARDS = ("reward_accuracy", "reward_margin")
+ABOUT = ("dataset", "strategy", "learning_rate")
+MEASURED = ("eval_loss", "tokens_per_second", "peak_memory", *SCORES, *REWARDS)
+
+
+def row(run: Run) -> Row:
+    """A run in the list; None for what is not known. A run that cannot be read has the state damaged."""
+    found = run.summary()
+    details: Row = {**dict.fromkeys((*ABOUT, *MEASURED)), "failure": ""}
+    try:
+        details |= _details(run, found["state"])
+    except UNREADABLE as error:
+        found |= {"state": "damaged", "sentence": damage(error)}
+    if found["state"] in ("lost", "damaged"):
+        details["failure"] = found["sentence"]
+    return {**found, **details, **notebook.read(run.path).as_json()}
+
+
+def _details(run: Run, state: str) -> Row:
+    """The values of the columns that the summary does not have. Peak memory is the largest of all ranks."""
+    about, result, points = run.about(), run.result(), last_points(run.path / METRICS)
+    speeds = (p["tokens_per_second"] for p in reversed(points) if p.get("tokens_per_second"))
+    seconds, tokens = _number(result.get("seconds")), _number(result.get("tokens"))
+    eval_loss = _number(result.get("eval_loss"))
+    failure = run.failure() if state in ("failed", "stopped") else None
+    peaks = result.get("peak_bytes")
+    return {
+        "dataset": about.get("dataset"),
+        "strategy": about.get("strategy") or run.resolved().get("strategy"),
+        "learning_rate": _number(about.get("learning_rate")),
+        "eval_loss": _number(last_value(run.path / METRICS, "eval_loss")) if eval_loss is None else eval_loss,
+        "tokens_per_second": tokens / seconds if tokens and seconds else _number(next(speeds, None)),
+        "peak_memory": max(filter(None, map(_number, peaks if isinstance(peaks, list) else ())), default=None),
+        "failure": failure["sentence"] if failure else "",
+        **{name: _number(result.get(f"{name}_after")) for name in SCORES},
+        **{name: _number(result.get(f"eval_{name}")) for name in REWARDS},
+    }
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row, the stamp of the files that it was read from, and the version of the list in which it changed."""
+
+    stamp: int
+    row: Row
+    version: int
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The rows after `tag`, an earlier state of the list, newest first; `complete`: these are all rows."""
+
+    tag: str
+    rows: list[Row]
+    removed: list[str]
+    complete: bool
+
+
+class RunList:
+    """The rows of all runs in a folder. Thread-safe."""
+
+    def __init__(self, root: Path, read: Callable[[Run], Row] = row) -> None:
+        self.root = root
+        self._read = read
+        self._entries: Mapping[str, Entry] = {}  # newest first; replaced, never changed
+        self._removed: dict[str, int] = {}  # id -> the version in which it was removed
+        self._version = self._oldest = 0  # since `_oldest`, all removed runs are known
+        self._instance = secrets.token_hex(4)  # tags of another process are unknown
+        self._lock = threading.Lock()
+        self._started, self._rest_until = -math.inf, -math.inf
+        self._unsaved: int | None = None  # rows read since the index was written; None: not loaded yet
+
+    def all(self) -> list[Row]:
+        """Every row, newest first."""
+        self._refresh()
+        return [entry.row for entry in self._entries.values()]
+
+    def since(self, tag: str) -> Changes:
+        """What changed since the state of the list that `tag` names; everything if it is unknown."""
+        self._refresh()
+        with self._lock:
+            entries, version = self._entries, self._version
+            instance, _, number = tag.partition(".")
+            known = int(number) if instance == self._instance and number.isdecimal() else -1
+            complete = known < self._oldest
+            removed = [] if complete else [id for id, gone in self._removed.items() if gone > known]
+        rows = [entry.row for entry in entries.values() if complete or entry.version > known]
+        return Changes(f"{self._instance}.{version}", rows, removed, complete)
+
+    def expire(self) -> None:
+        """Scan at the next request even if it comes during a pause: this process has changed a run."""
+        with self._lock:  # a scan that is in progress would set the pause again
+            self._rest_until = -math.inf
+
+    # -- scanning ------------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Scan the folder, unless a scan has started since this call, or a pause follows a long one."""
+        called = time.monotonic()
+        with self._lock:
+            if self._started >= called or called < self._rest_until:
+                return
+            self._started = called = time.monotonic()
+            self._scan()
+            seconds = time.monotonic() - called
+            self._rest_until = called + seconds + REST * seconds if seconds > SHORT_SECONDS else -math.inf
+
+    def _scan(self) -> None:
+        before = self._entries
+        if self._unsaved is None:
+            before = {name: Entry(stamp, kept, 1) for name, (stamp, kept) in _load_index(self.root).items()}
+            self._version, self._oldest, self._unsaved = 1, 1, 0
+        try:
+            names = sorted((name for name in os.listdir(self.root) if name[0] != "."), reverse=True)
+        except OSError:  # the folder was deleted: the next run creates it again
+            names = []
+        entries = {name: entry for name in names if (entry := self._entry(name, before.get(name)))}
+        removed = before.keys() - entries.keys()
+        if removed or any(entry.version > self._version for entry in entries.values()):
+            self._version += 1
+        self._removed = {name: gone for name, gone in self._removed.items() if name not in entries}
+        self._removed |= dict.fromkeys(removed, self._version)
+        if len(self._removed) > MAX_REMOVED:
+            self._removed, self._oldest = {}, self._version
+        self._entries = entries
+        if self._unsaved >= INDEX_AFTER:
+            self._unsaved = 0
+            _save_index(self.root, entries)
+
+    def _entry(self, name: str, known: Entry | None) -> Entry | None:
+        """The entry of a run: the known one if nothing has changed; None for a folder that is not a run."""
+        path = f"{self.root}/{name}"
+        stamp = _stamp(path)
+        if stamp is None:
+            return None
+        if known and known.stamp == stamp:
+            state = known.row["state"]
+            if state in SETTLED or (state == "queued" and processes.is_locked(Path(path))):
+                return known
+        found = self._row(name)
+        if found["state"] in SETTLED:
+            self._unsaved = (self._unsaved or 0) + 1
+        if known and known.row == found:
+            return known if known.stamp == stamp else Entry(stamp, found, known.version)
+        return Entry(stamp, found, self._version + 1)
+
+    def _row(self, name: str) -> Row:
+        why = ownership.problem(self.root / name)
+        if not why:
+            try:
+                return self._read(Run(self.root / name))
+            except UNREADABLE as error:  # one broken run must not hide the others
+                why = damage(error)
+        unknown = dict.fromkeys(("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created"))
+        return {"id": name, "name": name, "state": "damaged", **unknown, "sentence": why, "failure": why}
+
+
+def _stamp(path: str) -> int | None:
+    """Changes whenever the files of a run change that is not alive; None if this is not a run. The folder's own time
+    covers every file that is replaced, added or deleted, the others are for those that are changed in place."""
+    try:
+        plan = os.stat(f"{path}/{PLAN}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return 0  # a run that cannot be read
+    found = [plan.st_ctime_ns, plan.st_size]
+    for file in ("", LOCK, STATE, METRICS):
+        try:
+            status = os.stat(f"{path}/{file}")
+            found += (status.st_ino, status.st_ctime_ns, status.st_size)
+        except OSError:
+            found.append(0)
+    return hash(tuple(found))  # of integers: the same in every process
+
+
+# -- the index ---------------------------------------------------------------------------------------------------------
+
+
+def _load_index(root: Path) -> dict[str, tuple[int, Row]]:
+    """Name -> stamp and row, as `_save_index` wrote them; empty if another user or another version wrote the file."""
+    with contextlib.suppress(*UNREADABLE), open(os.open(root / INDEX, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        if os.fstat(file.fileno()).st_uid == ownership.own_uid(root):
+            kept = json.load(file)
+            if kept["code"] == _code():
+                return {str(name): (int(stamp), dict(found)) for name, (stamp, found) in kept["runs"].items()}
+    return {}
+
+
+def _save_index(root: Path, entries: Mapping[str, Entry]) -> None:
+    """A disk without space, or a folder that only others may write to, costs only time."""
+    kept = {name: (entry.stamp, entry.row) for name, entry in entries.items() if entry.row["state"] in SETTLED}
+    with contextlib.suppress(OSError):
+        replace_text(root / INDEX, json.dumps({"code": _code(), "runs": kept}), mode=0o600)
+
+
+def _code() -> str:
+    """Changes with the code that computes rows."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    statuses = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.blake2s(repr(statuses).encode(), digest_size=8).hexdigest()

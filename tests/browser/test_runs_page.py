@@ -1,0 +1,153 @@
+"""The list of runs as a notebook: search, star, tag, archive, sort, columns, and thousands of rows."""
+
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from backend.runs import LOCK, METRICS, RESULT, SPEC, STATE, Plan, notebook
+from backend.runs.folder import Run
+
+TIMEOUT = 60_000  # ms; other tests use the same cores
+CASES = json.loads((Path(__file__).parent.parent / "unit" / "search_cases.json").read_text(encoding="utf-8"))
+# Each case as the page computes it; the server's columns are those of search.py.
+SEARCHES = """async ({ runs, cases, sorted }) => {
+  const { parseSearch, sortRuns } = await import("./footplate/runs_search.js");
+  const { columns } = await (await fetch("api/runs")).json();
+  const numbers = (found) => found.map((run) => runs.indexOf(run));
+  const search = (text) => {
+    try {
+      return { ids: numbers(runs.filter(parseSearch(text, columns))) };
+    } catch (error) {
+      return { error: error.message };
+    }
+  };
+  const keyOf = (name) => columns.find(({ key, names }) => key === name || names.includes(name)).key;
+  return {
+    cases: cases.map((one) => search(one.search)),
+    sorted: sorted.map(({ by, descending }) => numbers(sortRuns(runs, keyOf(by), descending))),
+  };
+}"""
+
+
+def make(root, number, end="done"):
+    """A run as it looks after training."""
+    created = datetime(2026, 11, 22) + timedelta(seconds=number)
+    about = {"model": "tiny-llama", "method": "LoRA", "strategy": "ddp", "learning_rate": 10.0 ** -(number % 7)}
+    run = Run.create(root, f"run {number}", Plan(("true",), files={SPEC: "{}\n"}), created, about)
+    (run.path / LOCK).write_text("supervisor")
+    (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 61.0 + number, "end": end}))
+    (run.path / METRICS).write_text(json.dumps({"step": number, "loss": 1 + number % 11}) + "\n")
+    (run.path / RESULT).write_text(json.dumps({"eval_loss": number / 8}))
+    return run
+
+
+def names(page):
+    return page.locator(".fp-runs-link").all_inner_texts()
+
+
+def act(page, name, action):
+    page.get_by_label(f"Actions for {name}", exact=True).click()
+    page.get_by_role("menuitem", name=action).click()
+
+
+def test_search_star_tag_archive_sort_columns(server, page):
+    runs = [make(server.runs, i, "failed" if i == 2 else "done") for i in range(5)]
+    page.goto(f"{server.url}/?tab=runs")
+    expect(page.locator(".fp-runs-link")).to_have_count(5, timeout=TIMEOUT)
+    search(page)
+    annotate_one(page, runs[3])
+    change_several(page, runs)
+    choose_columns(page)
+    scroll_through_many(page, server)
+
+
+def search(page):
+    """The cases of search_cases.json, and the field."""
+    found = page.evaluate(SEARCHES, CASES)
+    for case, on_page in zip(CASES["cases"], found["cases"], strict=True):
+        assert on_page.get("ids") == case.get("ids"), case
+        assert case.get("error", "") in on_page.get("error", ""), case
+    assert found["sorted"] == [case["ids"] for case in CASES["sorted"]]
+
+    field = page.get_by_label("Search runs")
+    field.press_sequentially("state:failed")
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 2"])
+    field.fill("state:failed lr>fast")
+    expect(page.locator(".fp-runs-problem")).to_have_text("Learning rate is a number, and fast is not.")
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 2"])  # the list stays as it is
+    field.fill("")
+    expect(page.locator(".fp-runs-link")).to_have_count(5)
+
+
+def annotate_one(page, run):
+    """Star, tags and notes, with a tag that is refused."""
+    page.get_by_label("Star run 3").click(force=True)
+    expect(page.get_by_label("Star run 3")).to_have_attribute("aria-pressed", "true")
+    act(page, "run 3", "Tags and notes")
+    page.get_by_label("Tags, separated by spaces").fill("paper a:b")
+    page.locator("dialog").get_by_label("Notes").fill("the good one")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("alert")).to_contain_text("'a:b' is not a tag")
+    page.get_by_label("Tags, separated by spaces").fill("paper")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".fp-runs-tags", has_text="paper")).to_be_visible()
+    assert notebook.read(run.path) == notebook.Annotations(("paper",), "the good one", True)
+
+
+def change_several(page, runs):
+    """Tag, archive and delete selected runs."""
+    field = page.get_by_label("Search runs")
+    page.get_by_label("Select run 0").check()
+    page.get_by_label("Select run 1").check()
+    bar = page.get_by_role("region", name="Selected runs")
+    bar.get_by_role("button", name="Tag").click()
+    page.get_by_label("Tags to add").fill("old")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".fp-runs-tags", has_text="old")).to_have_count(2)
+    bar.get_by_role("button", name="Archive").click()
+    expect(page.locator(".fp-runs-link")).to_have_count(3)
+    expect(bar).to_be_hidden()
+    field.fill("archived:yes")
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 1", "run 0"])
+    page.get_by_label("Select all runs").check()
+    bar.get_by_role("button", name="Delete").click()
+    expect(page.locator("dialog")).to_contain_text("Delete 2 runs?")
+    page.locator("dialog").get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("heading", name="No run matches")).to_be_visible()
+    assert not runs[0].path.exists() and runs[2].path.exists()
+    field.fill("")
+
+
+def choose_columns(page):
+    """Another column, which sorts; the browser remembers both."""
+    page.get_by_text("Columns", exact=True).click()
+    menu = page.locator(".fp-columns-menu")
+    menu.get_by_label("Learning rate").check()
+    menu.get_by_label("Loss", exact=True).uncheck()
+    page.locator('th[data-column="learning_rate"] button').click()
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 4", "run 3", "run 2"])  # 1e-4, 1e-3, 1e-2
+    page.locator('th[data-column="learning_rate"] button').click()
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"])
+    page.reload()
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"], timeout=TIMEOUT)
+    columns = page.locator("th[data-column]").evaluate_all("heads => heads.map((head) => head.dataset.column)")
+    assert columns == ["name", "state", "model", "method", "step", "learning_rate", "started", "duration"]
+
+
+def scroll_through_many(page, server):
+    """Only the rows in sight are in the page; on a narrow one, the actions stay in sight."""
+    for i in range(5, 120):
+        make(server.runs, i)
+    page.get_by_label("Search runs").fill("run")
+    expect(page.locator(".fp-chip[data-group='']")).to_have_text("All118", timeout=TIMEOUT)
+    assert len(names(page)) < 60
+    page.locator("th", has_text="Name").get_by_role("button").click()
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    expect(page.get_by_role("link", name="run 99", exact=True)).to_be_visible()
+    assert "run 10" not in names(page)
+
+    page.set_viewport_size({"width": 800, "height": 900})
+    box = page.get_by_label("Actions for run 99", exact=True).bounding_box()
+    assert 0 < box["x"] + box["width"] <= 800

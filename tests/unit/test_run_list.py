@@ -1,0 +1,307 @@
+"""The cached list of all runs: what it notices, what it sends, and its index on disk."""
+
+import itertools
+import json
+import os
+import threading
+import time
+from datetime import datetime, timedelta
+
+import pytest
+from small import client
+
+from backend.__main__ import main
+from backend.machine import Machine
+from backend.runs import ANNOTATIONS, LOCK, METRICS, PLAN, PROGRESS, RESULT, SPEC, STATE, Plan, listing, notebook
+from backend.runs.folder import Run
+from backend.runs.listing import INDEX, RunList, row
+
+ABOUT = {"model": "tiny-llama", "method": "LoRA", "dataset": "trains", "strategy": "zero3", "learning_rate": 1e-4}
+RESULTS = {"eval_loss": 1.5, "seconds": 10, "tokens": 2000, "peak_bytes": [2**30, 3 * 2**30], "rouge_l_after": 0.5}
+
+
+SECONDS = itertools.count()
+
+
+def make(root, name="a", end="done"):
+    """A run as it looks after training, one second later than the last one."""
+    created = datetime(2026, 11, 22) + timedelta(seconds=next(SECONDS))
+    run = Run.create(root, name, Plan(("true",), files={SPEC: "{}\n"}), created, ABOUT)
+    (run.path / LOCK).write_text("supervisor")
+    (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 61.0, "end": end}))
+    (run.path / METRICS).write_text('{"step": 5, "loss": 2.5, "tokens_per_second": 7, "eval_loss": 3}\n')
+    return run
+
+
+class Counting:
+    """`row`, which counts the runs that were read."""
+
+    def __init__(self):
+        self.ids = []
+
+    def __call__(self, run):
+        self.ids.append(run.id)
+        return row(run)
+
+
+@pytest.fixture
+def counting():
+    return Counting()
+
+
+def test_a_row_has_a_value_for_each_column(tmp_path):
+    run = make(tmp_path, "first run")
+    notebook.change(run.path, ["paper"], notes="note", starred=True)
+    (run.path / RESULT).write_text(json.dumps(RESULTS))
+    found = row(run)
+    assert found.items() >= ABOUT.items()
+    assert (found["eval_loss"], found["loss"], found["rouge_l"], found["bleu"]) == (1.5, 2.5, 0.5, None)
+    assert (found["tokens_per_second"], found["peak_memory"]) == (200, 3 * 2**30)
+    assert (found["tags"], found["notes"], found["starred"], found["archived"]) == (["paper"], "note", True, False)
+    (run.path / RESULT).unlink()
+    assert row(run)["eval_loss"] == 3 and row(run)["tokens_per_second"] == 7  # from the metrics
+    failed = make(tmp_path, "failed", "failed")
+    (failed.path / "error.json").write_text("{}")
+    assert row(failed)["failure"] and row(failed)["failure"] in row(failed)["sentence"]
+
+
+def test_a_resumed_run_has_the_validation_loss_of_its_own_steps(tmp_path):
+    run = make(tmp_path)
+    lines = [{"step": 5, "eval_loss": 4.0}, {"step": 10, "eval_loss": 3.0}, {"event": "resumed", "step": 7}]
+    lines += [{"step": step, "loss": 1.0, "padding": "x" * 99} for step in range(8, 99)]
+    (run.path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert row(run)["eval_loss"] == 4.0
+
+
+CHANGES = {
+    "state": lambda run: (run.path / STATE).write_text('{"started": 1.0, "ended": 61.0, "end": "failed"}'),
+    "metrics": lambda run: (run.path / METRICS).write_text('{"step": 6, "loss": 2.5}\n'),
+    "result": lambda run: (run.path / RESULT).write_text(json.dumps(RESULTS)),
+    "tags": lambda run: notebook.change(run.path, ["new"]),
+    "damaged plan": lambda run: (run.path / PLAN).write_text('{"about": 5}'),
+    "damaged metrics": lambda run: ((run.path / METRICS).unlink(), (run.path / METRICS).mkdir()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_only_what_changed_is_read_and_sent(tmp_path, counting, change):
+    runs = [make(tmp_path, name) for name in "abc"]
+    listed = RunList(tmp_path, counting)
+    first = listed.since("")
+    assert first.complete and [found["id"] for found in first.rows] == [run.id for run in reversed(runs)]
+    counting.ids.clear()
+    same = listed.since(first.tag)
+    assert (same.tag, same.rows, same.removed, same.complete, counting.ids) == (first.tag, [], [], False, [])
+    CHANGES[change](runs[1])
+    changed = listed.since(first.tag)
+    assert changed.tag != first.tag and not changed.complete and counting.ids == [runs[1].id]
+    assert changed.rows == [row(runs[1])] and changed.rows[0] != first.rows[1]
+    if change.startswith("damaged"):
+        assert changed.rows[0]["state"] == "damaged" and changed.rows[0]["failure"].startswith("Damaged: ")
+        CHANGES["tags"](runs[1])  # a damaged run is read at each scan, so that a repair is noticed
+    assert listed.since(changed.tag).rows == ([row(runs[1])] if change.startswith("damaged") else [])
+
+
+def test_added_and_deleted_runs_are_noticed(tmp_path):
+    kept, deleted = make(tmp_path, "kept"), make(tmp_path, "deleted")
+    listed = RunList(tmp_path)
+    tags = [listed.since("").tag]
+    deleted.delete()
+    gone = listed.since(tags[0])
+    assert (gone.rows, gone.removed) == ([], [deleted.id])
+    added = make(tmp_path, "added")
+    changes = listed.since(gone.tag)
+    assert [found["id"] for found in changes.rows] == [added.id] and not changes.removed
+    both = listed.since(tags[0])
+    assert [found["id"] for found in both.rows] == [added.id] and both.removed == [deleted.id]
+    assert {found["id"] for found in listed.all()} == {kept.id, added.id}
+    assert listed.since("unknown.1").complete and listed.since("junk").complete
+
+
+def test_a_live_run_is_read_at_each_scan_and_a_waiting_one_is_not(tmp_path, counting):
+    runs = [make(tmp_path, "running"), make(tmp_path, "waiting")]
+    (runs[0].path / PROGRESS).write_text('{"phase": "training", "step": 1, "max_steps": 9}')
+    (runs[1].path / STATE).write_text('{"queued": 1.0, "waiting": "2 runs are ahead of this run."}')
+    locks = [listing.processes.acquire_lock(run.path) for run in runs]
+    try:
+        listed = RunList(tmp_path, counting)
+        assert [found["state"] for found in listed.all()] == ["queued", "running"]
+        counting.ids.clear()
+        assert len(listed.all()) == 2 and counting.ids == [runs[0].id]
+        os.close(locks.pop())  # the supervisor of the waiting run is killed
+        assert [found["state"] for found in listed.all()] == ["lost", "running"]
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def test_a_new_process_reads_only_what_changed(tmp_path, counting, monkeypatch):
+    monkeypatch.setattr(listing, "INDEX_AFTER", 3)
+    runs = [make(tmp_path, name) for name in "abc"]
+    rows = RunList(tmp_path).all()
+    assert (tmp_path / INDEX).stat().st_mode & 0o777 == 0o600
+    assert RunList(tmp_path, counting).all() == rows and counting.ids == []
+    CHANGES["state"](runs[1])
+    runs[2].delete()
+    listed = RunList(tmp_path, counting)
+    first = listed.since("")
+    assert first.complete and [found["state"] for found in first.rows] == ["failed", "done"]
+    assert counting.ids == [runs[1].id]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", '{"code": 1, "runs": {}}', '{"runs": [[1]]}', "[" * 9999])
+def test_a_damaged_index_is_ignored(tmp_path, text):
+    run = make(tmp_path)
+    (tmp_path / INDEX).write_text(text, encoding="latin-1")
+    assert [found["id"] for found in RunList(tmp_path).all()] == [run.id]
+
+
+def test_an_index_of_other_code_or_another_user_is_ignored(tmp_path, counting, monkeypatch):
+    monkeypatch.setattr(listing, "INDEX_AFTER", 1)
+    make(tmp_path)
+    RunList(tmp_path).all()
+    with monkeypatch.context() as patched:
+        patched.setattr(listing, "_code", lambda: "another version")
+        assert len(RunList(tmp_path, counting).all()) == 1 and len(counting.ids) == 1
+    RunList(tmp_path).all()
+    with monkeypatch.context() as patched:
+        patched.setattr(listing.ownership, "own_uid", lambda _: os.getuid() + 1)
+        assert [found["state"] for found in RunList(tmp_path, counting).all()] == ["damaged"]
+
+
+def test_clients_that_wait_share_one_scan(tmp_path, counting):
+    make(tmp_path)
+    listed, arrived = RunList(tmp_path, counting), threading.Barrier(9)
+    scan = listed._scan
+
+    def slow_scan():
+        scans.append(1)
+        time.sleep(0.1)
+        scan()
+
+    def ask():
+        arrived.wait()
+        assert len(listed.all()) == 1
+
+    scans = []
+    listed._scan = slow_scan
+    clients = [threading.Thread(target=ask) for _ in range(9)]
+    for waiting in clients:
+        waiting.start()
+    for waiting in clients:
+        waiting.join()
+    assert 1 <= (shared := len(scans)) <= 2  # those that came during the first scan may share a second one
+    assert len(listed.all()) == 1 and len(scans) == shared  # the pause after a long scan
+    listed.expire()
+    assert len(listed.all()) == 1 and len(scans) == shared + 1
+
+
+# -- annotations -------------------------------------------------------------------------------------------------------
+
+
+def test_annotations_are_kept_in_the_run_folder(tmp_path):
+    run = make(tmp_path)
+    assert notebook.read(run.path) == notebook.Annotations()
+    notebook.change(run.path, ["paper", "a/b-1"], starred=True)
+    kept = notebook.change(run.path, ["x"], ["paper", "unknown"], notes="Two\nlines")
+    assert kept == notebook.read(run.path) == notebook.Annotations(("a/b-1", "x"), "Two\nlines", True, False)
+    assert (run.path / ANNOTATIONS).stat().st_mode & 0o777 == 0o600
+    before = (run.path / ANNOTATIONS).stat()
+    notebook.change(run.path, ["x"])
+    assert (run.path / ANNOTATIONS).stat() == before, "an unchanged file was written"
+    for wrong in (["two words"], ["a:b"], ["-x"], ["x" * 41], [""], [str(i) for i in range(30)]):
+        with pytest.raises(notebook.AnnotationError):
+            notebook.change(run.path, wrong)
+    with pytest.raises(notebook.AnnotationError, match=r"4,000 characters"):
+        notebook.change(run.path, notes="x" * 4001)
+    assert notebook.read(run.path) == kept
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"tags": 5}', '{"tags": [1, "ok", "a b"], "notes": 3, "starred": "yes"}'])
+def test_damaged_annotations_hide_no_run(tmp_path, text):
+    run = make(tmp_path)
+    (run.path / ANNOTATIONS).write_text(text)
+    [found] = RunList(tmp_path).all()
+    assert found["state"] == "done" and found["notes"] == "" and found["tags"] in ([], ["ok"])
+    assert notebook.change(run.path, ["new"]).tags[0] == "new"
+
+
+def test_changes_at_the_same_time_lose_nothing(tmp_path):
+    run = make(tmp_path)
+    threads = [threading.Thread(target=notebook.change, args=(run.path, [f"tag{i}"])) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(notebook.read(run.path).tags) == 12
+
+
+# -- page and command line ---------------------------------------------------------------------------------------------
+
+
+def test_api_sends_changes_and_changes_several_runs(tmp_path):
+    runs = [make(tmp_path / "runs", name) for name in "abc"]
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine()) as api:
+        first = api.get("/api/runs").json()
+        assert first["complete"] and {"key", "label", "kind", "names", "scale", "unit"} == first["columns"][0].keys()
+        assert "bleu" not in first["runs"][0] and first["runs"][0]["step"] == 5  # without blanks
+        assert api.get("/api/runs", params={"have": first["etag"]}).status_code == 204
+        ids = [runs[0].id, runs[2].id, "unknown"]
+        found = api.post("/api/runs/annotations", json={"ids": ids, "add_tags": ["paper"], "archived": True}).json()
+        assert found["done"] == ids[:2] and found["problems"][0]["id"] == "unknown"
+        changed = api.get("/api/runs", params={"have": first["etag"]}).json()
+        assert [found["id"] for found in changed["runs"]] == [runs[2].id, runs[0].id]
+        assert not changed["complete"] and "columns" not in changed
+        assert all(found["tags"] == ["paper"] and found["archived"] for found in changed["runs"])
+        wrong = api.post("/api/runs/annotations", json={"ids": ids, "add_tags": ["a b"]})
+        assert wrong.status_code == 422 and "is not a tag" in wrong.json()["error"]
+        assert api.post("/api/runs/annotations", json={"ids": []}).status_code == 400
+        lock = listing.processes.acquire_lock(runs[1].path)
+        try:
+            deleted = api.post("/api/runs/delete", json={"ids": [run.id for run in runs]}).json()
+        finally:
+            os.close(lock)
+        assert deleted["done"] == [runs[0].id, runs[2].id]
+        assert deleted["problems"] == [
+            {"id": runs[1].id, "sentence": "It is still running or waiting. Stop it before you delete it."}
+        ]
+        after = api.get("/api/runs", params={"have": changed["etag"]}).json()
+        assert set(after["removed"]) == set(deleted["done"])
+        refused = api.post("/api/runs/delete", json={"ids": ["../x"]})
+        assert refused.status_code == 409 and "There is no run" in refused.json()["error"]
+
+
+def test_the_command_line_searches_sorts_and_shows_columns(tmp_path, capsys):
+    def printed(*words, code=0):
+        assert main(["list", "--runs", str(tmp_path), *words]) == code
+        found = capsys.readouterr()
+        return found.err if code else found.out
+
+    assert printed().startswith("No runs in ")
+    good, bad, old = make(tmp_path, "good"), make(tmp_path, "bad", "failed"), make(tmp_path, "old")
+    notebook.change(good.path, ["paper"], notes="a\nb")
+    notebook.change(old.path, archived=True)
+    (good.path / RESULT).write_text(json.dumps(RESULTS))
+    assert [line.split()[0] for line in printed().splitlines()] == [bad.id, good.id]
+    assert printed("--search", "tag:paper").split()[0] == good.id
+    assert printed("--search", "archived:yes").split()[0] == old.id
+    assert printed("--search", "nothing") == "No run matches. Archived runs match archived:yes only.\n"
+    lines = printed("--columns", "eval_loss,memory,lr,duration,notes", "--sort", "eval_loss").splitlines()
+    assert lines[0].split() == ["id", "eval_loss", "peak_memory", "learning_rate", "duration", "notes"]
+    assert lines[1].split() == [good.id, "1.5", "3", "GiB", "0.0001", "1", "min", "a", "b"]
+    assert lines[2].split() == [bad.id, "3", "-", "0.0001", "1", "min", "-"]
+    assert printed("--sort", "eval_loss", "--reverse").split()[0] == bad.id
+    assert json.loads(printed("--json", "--columns", "tags", "--search", "tag:paper")) == [
+        {"id": good.id, "tags": ["paper"]}
+    ]
+    assert json.loads(printed("--json"))[1]["eval_loss"] == 1.5
+    assert "There is no column color." in printed("--search", "color:red", code=2)
+    assert "There is no column color." in printed("--sort", "color", code=2)
+    changes = ("--tag", "x", "--untag", "paper", "--star", "--notes", "new", "--archive")
+    assert main(["annotate", good.id, "--runs", str(tmp_path), *changes]) == 0
+    assert capsys.readouterr().out == f"{good.id}  tag:x  starred  archived  new\n"
+    assert main(["annotate", good.id, "--runs", str(tmp_path), "--tag", "a b"]) == 2
+    assert "is not a tag" in capsys.readouterr().err
+    assert main(["annotate", good.id, bad.id, "--runs", str(tmp_path), "--restore", "--json"]) == 0
+    assert [found["archived"] for found in json.loads(capsys.readouterr().out)] == [False, False]
+    assert "--sweep has its own columns" in printed("--sweep", "x", "--search", "y", code=2)

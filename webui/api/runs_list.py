@@ -1,0 +1,116 @@
+"""Endpoints of the list of runs: the list and what changed in it, annotations, and deleting several runs.
+
+Imports: runs, app_state. The page filters and sorts (static/runs_search.js), so that typing waits for no response.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+from starlette.responses import Response
+
+from backend.runs import METRICS, notebook, queue
+from backend.runs.folder import ALIVE, Run, RunError, find
+from backend.runs.search import COLUMNS
+from webui.api.app_state import AppState
+from webui.api.requests import ApiError, RequestBody, State, json, no_content
+
+Ids = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+NAMED_PROBLEMS = 3  # in an error about several runs
+
+
+class AnnotateRequest(RequestBody):
+    """The runs, and what to change of their annotations."""
+
+    ids: Ids
+    add_tags: list[str] = Field(default_factory=list)
+    remove_tags: list[str] = Field(default_factory=list)
+    notes: str | None = None
+    starred: bool | None = None
+    archived: bool | None = None
+
+
+class DeleteRequest(RequestBody):
+    """The runs to delete."""
+
+    ids: Ids
+
+
+def list_runs(state: State, have: str = "") -> Response:
+    """The runs that changed since the list with the tag `have`, newest first, the ids of removed ones, and the waiting
+    runs in order; 204 if nothing changed. Without `have`, or if it is unknown, all runs and the columns."""
+    known, _, known_queue = have.partition("-")
+    changes = state.runs_list.since(known)
+    waiting = orjson.dumps(waiting_runs(state))
+    queue_tag = hashlib.blake2s(waiting, digest_size=8).hexdigest()
+    if changes.tag == known and queue_tag == known_queue:
+        return no_content()
+    response = {
+        "etag": f"{changes.tag}-{queue_tag}",
+        "complete": changes.complete,
+        "runs": list(map(_without_blanks, changes.rows)),
+        "removed": changes.removed,
+        "queue": orjson.Fragment(waiting),
+    }
+    return json({**response, "columns": [asdict(c) for c in COLUMNS]} if changes.complete else response)
+
+
+def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
+    """Half of the bytes of a list of thousands of runs."""
+    return {key: value for key, value in row.items() if value or (value == 0 and value is not False)}
+
+
+def waiting_runs(state: AppState) -> list[dict[str, Any]]:
+    """The waiting runs in order. Those of another folder (not `here`) can only be looked at."""
+    found = []
+    for entry in queue.entries():
+        run = Run(Path(entry.run))
+        here = run.path.parent == state.runs.resolve()
+        found.append({"id": run.id, "name": run.name, "held": entry.held, "here": here, **run.waiting()})
+    return found
+
+
+def annotate(state: State, body: AnnotateRequest) -> dict[str, Any]:
+    """Change tags, notes, star or archive of runs."""
+    changes = body.model_dump(exclude={"ids"})
+    try:
+        for tag in body.add_tags:
+            notebook.checked_tag(tag)
+        return _each(state, body.ids, lambda run: notebook.change(run.path, **changes))
+    except notebook.AnnotationError as error:
+        raise ApiError(422, str(error)) from error
+
+
+def delete_runs(state: State, body: DeleteRequest) -> dict[str, Any]:
+    """Delete the folders of runs."""
+
+    def delete(run: Run) -> None:
+        if run.state in ALIVE:  # quicker than to wait for the lock
+            raise RunError("It is still running or waiting. Stop it before you delete it.")
+        run.delete()
+        state.forget_metrics(run.path / METRICS)
+
+    return _each(state, body.ids, delete)
+
+
+def _each(state: AppState, ids: list[str], work: Callable[[Run], object]) -> dict[str, Any]:
+    """Do `work` for each run, and name the runs for which it is not possible. Raises ApiError if it never is."""
+    done, problems = [], []
+    for id in dict.fromkeys(ids):
+        try:
+            work(find(state.runs, id))
+            done.append(id)
+        except (RunError, OSError) as error:
+            sentence = f"{error.strerror or error}." if isinstance(error, OSError) else str(error)
+            problems.append({"id": id[:200], "sentence": sentence})
+    state.runs_list.expire()
+    if not done:
+        named = " ".join(f"{p['id']}: {p['sentence']}" for p in problems[:NAMED_PROBLEMS])
+        raise ApiError(409, named, problems=problems)
+    return {"done": done, "problems": problems}
