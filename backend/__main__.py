@@ -2,7 +2,8 @@
 
 Imports everything in backend except backend.train. The page and the command line call the same functions. With --json
 stdout is one JSON document and nothing else. Exit codes: `check` 0 without error findings, 1 with; `run --follow` and
-`resume --follow` 0 done, 1 failed, 3 stopped, as `rehearse`; 2 for a spec, file or run that cannot be read or found.
+`resume --follow` 0 done, 1 failed, 3 stopped, as `rehearse`; `test-devices` 1 if one is slow; 2 for a spec, file or run
+that cannot be read or found.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, rehearse, runs, runs_list, sweep
+from backend.cli import commands, device_test, rehearse, runs, runs_list, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, Command] = {
     "estimate": commands.estimate,
     "run": runs.run,
     "rehearse": rehearse.start,
+    "test-devices": device_test.start,
     "sweep": sweep.start,
     "queue": runs.queued,
     "list": runs_list.list_runs,
@@ -97,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """check, plan, estimate, run, rehearse, sweep."""
+    """check, plan, estimate, run, rehearse, test-devices, sweep."""
     spec = argparse.ArgumentParser(add_help=False)
     spec.add_argument("spec", metavar="SPEC", help="a YAML file with options, or the name of a preset")
     spec.add_argument(
@@ -120,6 +122,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
     command("rehearse", spec, folder, help="try a spec in a minute: two steps, a crash, a resume and the saved model")
+    command("test-devices", spec, folder, help="measure every device and link that a spec would use; name slow ones")
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(
         "--vary",

@@ -50,17 +50,17 @@ FILE_BYTES, LOG_BYTES, RANK_BYTES = 2**20, 2 * 2**20, 64 * 2**10  # the end of a
 MAX_RANK_FILES = 192  # three files for each of 64 ranks
 TRUNCATED = "[The beginning of this file was left out.]\n"
 README = """\
-Debug bundle of the Footplate run {id}, made on {now:%Y-%m-%d %H:%M:%S}.
+Debug bundle of the Footplate run {id}, created on {now:%Y-%m-%d %H:%M:%S} (local time).
 
 State: {state}
 {failure}
 Machine: {machine}
 Packages: {packages}
 
-run.json has the same in machine-readable form. The other files are copies from the run folder; of long files the end.
-Left out are the data, checkpoints, model and generated texts. Values of environment variables that seem to be secret,
-access tokens, and passwords in addresses are replaced by {mask}. Log and traceback may quote training examples, and
-all files may name paths, users and hosts: look at them before you publish the bundle.
+run.json has the same in machine-readable form. The other files are copied from the run folder; of long files, only the
+last part. Datasets, checkpoints, model files and generated texts are not included. Access tokens, passwords in URLs,
+and environment variables that look like secrets are replaced by {mask}. Log and traceback may quote training examples,
+and all files may contain paths, user names and host names: review them before you share the bundle.
 """
 
 

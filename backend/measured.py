@@ -41,8 +41,9 @@ class Measurement:
 
     @property
     def sentence(self) -> str:
-        """Such as "2026-11-22_101500_first-run measured 1.08x its estimate.\""""
-        return f"{self.run} {'needed at least' if self.at_least else 'measured'} {self.ratio:.2f}x its estimate."
+        """Such as "The last similar run (2026-11-22_101500_first-run) peaked at 1.08x its estimate.\""""
+        verb = "needed at least" if self.at_least else "peaked at"
+        return f"The last similar run ({self.run}) {verb} {self.ratio:.2f}x its estimate."
 
     def corrected(self, report: Report) -> int:
         """What the peak per device of `report` would be, in bytes, if its estimate is off by the same factor."""

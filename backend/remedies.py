@@ -119,7 +119,10 @@ def _less_device_memory(failed: Failed) -> Remedies:
     evaluation = _smaller_evaluation(failed)
     if case.estimate.unknown or failed.run.resolved().get("device", case.run.device) != case.run.device:
         safe = (fix for fix in single_changes(case) if fix.safe)
-        return Remedies((*evaluation, *safe), note="The peaks cannot be predicted on this machine.")
+        return Remedies(
+            (*evaluation, *safe),
+            note="Peak memory cannot be estimated on this machine, which has no such device or model file.",
+        )
     free, limit = case.estimate.capacity_bytes, case.estimate.ratios[1] / ratio
     found = find_remedies(case, min(limit, 1.0)) or find_remedies(case, min(limit, POSSIBLE_EXCESS)) if free else []
     fixes = [(fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in found]
@@ -129,7 +132,7 @@ def _less_device_memory(failed: Failed) -> Remedies:
     if not fixes:
         changes = ((fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in single_changes(case))
         fixes = sorted(((fix, peak) for fix, peak in changes if peak < now), key=lambda item: item[1])
-        note += " None of these changes alone is known to fit." if fixes and free else ""
+        note += " No single change is estimated to fit; combine several." if fixes and free else ""
     return Remedies((*evaluation, *(replace(fix, peak=peak) for fix, peak in fixes)), where, note)
 
 
@@ -140,12 +143,15 @@ def _corrected(estimate: Estimate, ratio: float) -> int:
 
 
 def _note(estimate: Estimate, ratio: float, least: int, estimated: int) -> str:
-    free = f"{amount(estimate.capacity_bytes)} of memory is free. " if estimate.capacity_bytes else ""
+    free = f"{amount(estimate.capacity_bytes)} is free now. " if estimate.capacity_bytes else ""
     if ratio <= 1:
-        return f"{free}The peaks are estimates; this run was estimated at {amount(estimate.device_bytes)}."
+        return (
+            f"{free}The failed run was estimated at {amount(estimate.device_bytes)}. Its real peak is not known, so "
+            "the peaks below are estimates too."
+        )
     return (
-        f"{free}This run needed at least {amount(least)}, {ratio:.2f}x the estimate of {amount(estimated)}; the peaks "
-        "below are corrected by that factor."
+        f"{free}The failed run needed at least {amount(least)}, {ratio:.2f}x its estimate of {amount(estimated)}. The "
+        f"peaks below are estimates times {ratio:.2f}, and may still be too low."
     )
 
 
@@ -166,7 +172,7 @@ def _less_host_memory(failed: Failed) -> Remedies:
         after = failed.changed(fix.patch).estimate
         if after.host_bytes < now.host_bytes and after.fits is not False:
             fixes.append(replace(fix, peak=after.host_bytes))
-    note = "" if now.unknown else f"This run was estimated at {amount(now.host_bytes)} of host RAM per node."
+    note = "" if now.unknown else f"The failed run was estimated at {amount(now.host_bytes)} of host RAM per node."
     return Remedies(tuple(fixes), "host RAM", note)
 
 
@@ -175,7 +181,7 @@ def _fewer_processes(failed: Failed) -> Iterator[Fix]:
     if processes % 2 == 0:
         patch = {"launch.nproc_per_node": processes // 2, "train.gradient_accumulation_steps": 2 * accumulation}
         label = f"{counted(processes // 2, 'process')} with more gradient accumulation"
-        yield Fix(label, patch, cost="uses half of the devices")
+        yield Fix(label, patch, cost="slower: uses half as many devices")
 
 
 # -- other kinds -------------------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ def _no_loader_workers(failed: Failed) -> Iterator[Fix]:
 
 
 def _less_disk(failed: Failed) -> Iterator[Fix]:
-    yield Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="older checkpoints are deleted")
+    yield Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="the new run deletes its older checkpoints")
     yield Fix("Save checkpoints without optimizer state", {"save.only_model": True}, cost="the run cannot be resumed")
     yield Fix("Save no checkpoints", {"save.strategy": "no"}, cost="the run cannot be resumed")
 
@@ -207,7 +213,7 @@ def _longer_timeout(failed: Failed) -> Iterator[Fix]:
 
 
 def _available_device(failed: Failed) -> Iterator[Fix]:
-    yield Fix("Use the devices of this machine", {"launch.device": "auto", "launch.devices": ()})
+    yield Fix("Detect the devices automatically", {"launch.device": "auto", "launch.devices": ()})
 
 
 def _detected_format(failed: Failed) -> Iterator[Fix]:

@@ -19,6 +19,7 @@ from backend.config.options import Problem, SpecError, by_name, edit, get
 
 RANGE = re.compile(r"(?P<log>log:)?(?P<low>[^,]+?)\.\.(?P<high>[^,/]+)(?:/(?P<points>\d+))?")
 SEED = "train.seed"
+MAX_POINTS = 1000  # of a range
 SAMPLER_SEED = 0  # the same command gives the same samples
 
 
@@ -39,7 +40,8 @@ class Values:
             return list(self.choices)
         if not self.points:
             example = f"{self._text()}/3"
-            raise _problem(self.name, f"add the number of grid points to the range, such as {example}, or use --random")
+            message = f"add the number of grid points to the range, such as {example}, or take random samples"
+            raise _problem(self.name, message)
         shares = [number / max(1, self.points - 1) for number in range(self.points)]
         return list(dict.fromkeys(map(self._at, shares)))
 
@@ -62,7 +64,7 @@ def parse(text: str) -> Values:
     """`train.learning_rate=1e-5,1e-4` as Values. Raises SpecError."""
     name, equals, values = (part.strip() for part in text.partition("="))
     if not equals or not values:
-        raise _problem("", f"--vary {text}: expected section.key=values, such as train.learning_rate=1e-5,1e-4")
+        raise _problem("", f"{text}: expected section.key=values, such as train.learning_rate=1e-5,1e-4")
     if name not in by_name():
         edit(RunSpec(), {name: values})  # raises SpecError, which names the closest option
     found = RANGE.fullmatch(values)
@@ -74,6 +76,8 @@ def parse(text: str) -> Values:
         raise _problem(name, f"{values} is not a range of numbers") from None
     if by_name()[name].kind not in ("int", "float"):
         raise _problem(name, "only numeric options can have a range; list the values, separated by commas")
+    if int(found["points"] or 0) > MAX_POINTS:
+        raise _problem(name, f"a range has at most {MAX_POINTS} grid points")
     if not low < high or (found["log"] and low <= 0):
         raise _problem(name, f"{values} must start with the smaller number{', above 0' if found['log'] else ''}")
     return Values(name, low=low, high=high, is_log=bool(found["log"]), points=int(found["points"] or 0))
@@ -84,19 +88,19 @@ def patches(
 ) -> list[dict[str, Any]]:
     """The changes of `spec` for each run: the grid of all values, or that many random `samples`; each with `seeds`
     different seeds. Raises SpecError for an invalid value, or more than `limit` runs."""
+    grids = [] if samples else [values.grid() for values in varied]
+    count = (samples or math.prod(map(len, grids))) * max(1, seeds)
+    if count > limit:  # before they are made: a short text can describe very many
+        raise _problem("", f"the sweep has {count:,} runs, more than the limit of {limit}")
     if samples:
         rng = random.Random(SAMPLER_SEED)
         points = [{values.name: values.sample(rng) for values in varied} for _ in range(samples)]
     else:
         names = [values.name for values in varied]
-        points = [
-            dict(zip(names, point, strict=True)) for point in itertools.product(*(values.grid() for values in varied))
-        ]
+        points = [dict(zip(names, point, strict=True)) for point in itertools.product(*grids)]
     first = spec.train.seed
     if seeds > 1:
         points = [{**point, SEED: first + number} for point in points for number in range(seeds)]
-    if len(points) > limit:
-        raise _problem("", f"the sweep has {len(points)} runs, more than the limit of {limit}; raise --limit")
     found = []
     for point in points:
         made = edit(spec, point)  # as typed -> as validated

@@ -19,6 +19,8 @@ LAYERS = {
     "backend.cli": 8,
     "backend.remedies": 7.3,
     "backend.rehearsal": 7.2,
+    "backend.start_sweep": 7.2,
+    "backend.device_test": 7.2,
     "backend.measured": 7.2,
     "backend.bundle": 2,
     "backend.preflight": 7.1,

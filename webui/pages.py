@@ -57,6 +57,8 @@ PRESETS_AND_SEARCH = """
   <label>Preset <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
   <span id="fp-preset-about" class="fp-dim"></span>
   <span class="fp-gap"></span>
+  <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
+    title="Start several runs that differ in a few options">Sweep</button>
   <button type="button" class="fp-link" id="fp-import"
     title="Load a Footplate YAML file, a DeepSpeed config or an accelerate config">Import</button>
   <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
@@ -84,6 +86,7 @@ REPORT = """
     <button type="button" class="fp-start" id="fp-export-plan" hidden disabled>Export</button>
   </section>
   <section class="fp-card" id="fp-rehearsal" aria-label="Rehearsal" hidden></section>
+  <section class="fp-card" id="fp-sweep-form" aria-label="Sweep" hidden></section>
   <section class="fp-card" id="fp-memory" aria-label="Memory"></section>
   <section id="fp-findings" aria-label="Findings"></section>
   <section class="fp-card" id="fp-preview" aria-label="Launch preview">

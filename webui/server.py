@@ -7,6 +7,7 @@ images.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,6 +56,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.machine.refresh()
+        threading.Thread(target=state.runs_list.all, daemon=True).start()  # the first page need not wait for it
         yield
 
     app = FastAPI(routes=[Mount("/footplate", RevalidatedFiles(directory=STATIC))], lifespan=lifespan, openapi_url=None)

@@ -175,7 +175,8 @@ def estimate(arguments: argparse.Namespace) -> int:
         low, high = _gib(found.low_bytes).strip(), _gib(found.high_bytes).strip()
         print(f"Estimated peak per device: {low} to {high}.")
     if measured:
-        print(f"{measured.sentence} By that factor, this run would peak at {_gib(measured.corrected(report)).strip()}.")
+        scaled = _gib(measured.corrected(report)).strip()
+        print(f"{measured.sentence} Scaled by {measured.ratio:.2f}, this run peaks at {scaled} per device.")
     return 0
 
 

@@ -64,7 +64,7 @@ def sentence(found: OutOfMemory) -> str:
         return "The device ran out of memory."
     text = f"The device ran out of memory: {amount(found.requested)} more were requested"
     if found.allocated is not None:
-        text += f" when {amount(found.allocated)} were allocated"
+        text += f" when this process had {amount(found.allocated)} allocated"
     if found.total is not None:
         text += f", of {amount(found.total)} in total"
     if found.others:

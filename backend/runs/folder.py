@@ -244,6 +244,10 @@ class Run:
         """The result of the last start; empty before its end."""
         return self._json(RESULT) if self._fresh(RESULT) else {}
 
+    def last_points(self) -> list[dict[str, Any]]:
+        """The metrics of the last logging steps."""
+        return last_points(self.path / METRICS)
+
     def estimate(self) -> dict[str, Any]:
         """The memory estimate; empty for a run that was created without one."""
         return self._json(ESTIMATE)
@@ -295,7 +299,7 @@ class Run:
 
     def _summary(self, now: float) -> dict[str, Any]:
         plan, state, kept, progress = self._json(PLAN), self.state, self._json(STATE), self.progress()
-        points = last_points(self.path / METRICS)
+        points = self.last_points()
         about, shell = plan.get("about", {}), self._text(LOCK).strip() == SHELL
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)

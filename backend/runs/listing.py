@@ -23,7 +23,7 @@ from typing import Any
 
 from backend.runs import LOCK, METRICS, PLAN, STATE, notebook, ownership, processes, replace_text
 from backend.runs.folder import UNREADABLE, Run, damage
-from backend.runs.metrics import last_points, last_value
+from backend.runs.metrics import last_value
 
 Row = dict[str, Any]
 INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
@@ -53,7 +53,7 @@ def row(run: Run) -> Row:
 
 def _details(run: Run, state: str) -> Row:
     """The values of the columns that the summary does not have. Peak memory is the largest of all ranks."""
-    about, result, points = run.about(), run.result(), last_points(run.path / METRICS)
+    about, result, points = run.about(), run.result(), run.last_points()
     speeds = (p["tokens_per_second"] for p in reversed(points) if p.get("tokens_per_second"))
     seconds, tokens = _number(result.get("seconds")), _number(result.get("tokens"))
     eval_loss = _number(result.get("eval_loss"))
@@ -95,6 +95,26 @@ class Changes:
     rows: list[Row]
     removed: list[str]
     complete: bool
+
+
+class Snapshot(Run):
+    """A run for one row: each file is read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._texts: dict[str, str] = {}
+        self._points: list[Row] | None = None
+
+    def last_points(self) -> list[Row]:
+        """As of Run."""
+        if self._points is None:
+            self._points = super().last_points()
+        return self._points
+
+    def _text(self, name: str) -> str:
+        if name not in self._texts:
+            self._texts[name] = super()._text(name)
+        return self._texts[name]
 
 
 class RunList:
@@ -189,7 +209,7 @@ class RunList:
         why = ownership.problem(self.root / name)
         if not why:
             try:
-                return self._read(Run(self.root / name))
+                return self._read(Snapshot(self.root / name))
             except UNREADABLE as error:  # one broken run must not hide the others
                 why = damage(error)
         unknown = dict.fromkeys(("started", "ended", "step", "max_steps", "loss", "fraction", "eta_seconds", "created"))
@@ -198,7 +218,7 @@ class RunList:
 
 def _stamp(path: str) -> int | None:
     """Changes whenever the files of a run change that is not alive; None if this is not a run. The folder's own time
-    covers every file that is replaced, added or deleted, the others are for those that are changed in place."""
+    covers every file that is replaced, added or deleted; the others are written in place, or by hand."""
     try:
         plan = os.stat(f"{path}/{PLAN}")
     except (FileNotFoundError, NotADirectoryError):
@@ -206,7 +226,7 @@ def _stamp(path: str) -> int | None:
     except OSError:
         return 0  # a run that cannot be read
     found = [plan.st_ctime_ns, plan.st_size]
-    for file in ("", LOCK, STATE, METRICS):
+    for file in ("", LOCK, STATE):
         try:
             status = os.stat(f"{path}/{file}")
             found += (status.st_ino, status.st_ctime_ns, status.st_size)
@@ -224,15 +244,20 @@ def _load_index(root: Path) -> dict[str, tuple[int, Row]]:
         if os.fstat(file.fileno()).st_uid == ownership.own_uid(root):
             kept = json.load(file)
             if kept["code"] == _code():
-                return {str(name): (int(stamp), dict(found)) for name, (stamp, found) in kept["runs"].items()}
+                keys = kept["keys"]
+                return {
+                    str(name): (int(s), dict(zip(keys, row, strict=True))) for name, (s, *row) in kept["runs"].items()
+                }
     return {}
 
 
 def _save_index(root: Path, entries: Mapping[str, Entry]) -> None:
     """A disk without space, or a folder that only others may write to, costs only time."""
-    kept = {name: (entry.stamp, entry.row) for name, entry in entries.items() if entry.row["state"] in SETTLED}
+    settled = {name: entry for name, entry in entries.items() if entry.row["state"] in SETTLED}
+    keys = next((list(entry.row) for entry in settled.values()), [])
+    kept = {name: [entry.stamp, *map(entry.row.get, keys)] for name, entry in settled.items()}
     with contextlib.suppress(OSError):
-        replace_text(root / INDEX, json.dumps({"code": _code(), "runs": kept}), mode=0o600)
+        replace_text(root / INDEX, json.dumps({"code": _code(), "keys": keys, "runs": kept}), mode=0o600)
 
 
 def _code() -> str:

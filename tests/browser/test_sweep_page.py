@@ -3,11 +3,19 @@
 import json
 from datetime import datetime
 
+import pytest
 from playwright.sync_api import expect
 
 from backend.runs import METRICS, SPEC, SWEEP, Plan, sweeps
 from backend.runs.folder import Run
+from backend.runs.folder import runs as all_runs
 
+SMALL = """
+model: {builtin: tiny-llama}
+train: {duration: steps, max_steps: 3}
+eval: {strategy: steps, steps: 3, num_generations: 0}
+save: {strategy: "no"}
+"""
 RATE, OPTIMIZER = "train.learning_rate", "train.optim"
 
 
@@ -36,3 +44,45 @@ def test_a_sweep_of_four(server, page):
     expect(page.locator(".fp-run-title h2")).to_have_text("try 1")
     expect(page.locator(".fp-sweep")).to_contain_text("This run is number 1 of 3 by validation loss.")
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
+
+
+def enter(page, values, seeds):
+    page.click("#fp-sweep")
+    card = page.locator("#fp-sweep-form")
+    card.get_by_label("Values of Learning rate").fill(values)
+    card.get_by_label("Seeds").fill(seeds)
+    return card
+
+
+def test_the_card_says_what_would_start(server, page):
+    page.goto(server.url)
+    card = enter(page, "1e-4, 1e-3", "2")
+    expect(card.get_by_role("button", name="Start 4 runs")).to_be_enabled(timeout=60_000)
+    expect(card.get_by_role("status")).to_contain_text("learning_rate=0.0001 seed=42, learning_rate=0.0001 seed=43")
+    card.get_by_label("Values of Learning rate").fill("1e-4..1e-3")
+    expect(card.get_by_role("status")).to_contain_text("add the number of grid points", timeout=60_000)
+    expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
+    card.get_by_role("button", name="Add an option").click()
+    expect(card.locator(".fp-sweep-row")).to_have_count(2)
+    card.get_by_role("button", name="Close").click()
+    expect(card).to_be_hidden()
+    page.reload()
+    page.click("#fp-sweep")
+    expect(page.locator("#fp-sweep-form").get_by_label("Values of Learning rate")).to_have_value("1e-4..1e-3")
+
+
+@pytest.mark.soak
+def test_a_sweep_from_the_page(server, page, tmp_path):
+    """Four runs that really train: two learning rates, two seeds."""
+    (tmp_path / "small.yaml").write_text(SMALL)
+    page.goto(server.url)
+    page.wait_for_selector("body[data-ready]")
+    page.locator("#fp-import-file").set_input_files(tmp_path / "small.yaml")
+    card = enter(page, "1e-4, 1e-2", "2")
+    card.get_by_role("button", name="Start 4 runs").click(timeout=60_000)
+    rows = page.locator(".fp-sweep tbody tr")
+    expect(rows).to_have_count(4, timeout=60_000)
+    expect(page.locator(".fp-sweep")).to_contain_text("of 4 by validation loss", timeout=300_000)
+    losses = [float(text.split("\t")[-1]) for text in rows.all_inner_texts()]
+    assert losses == sorted(losses) and losses[0] < losses[-1]
+    assert {run.state for run in all_runs(server.runs)} == {"done"}

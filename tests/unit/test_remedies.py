@@ -39,7 +39,8 @@ def test_the_error_of_torch_is_read():
     found = device_memory.parse(out_of_memory(2.0, 76.0, 77.87))
     assert found.needed == round(78.5 * GIB) and found.others == 0
     assert device_memory.sentence(found) == (
-        "The device ran out of memory: 2 GiB more were requested when 76 GiB were allocated, of 79.2 GiB in total."
+        "The device ran out of memory: 2 GiB more were requested when this process had 76 GiB allocated, of 79.2 GiB "
+        "in total."
     )
     shared = device_memory.parse(out_of_memory(2.0, 16.0, 17.5))
     assert device_memory.sentence(shared).endswith("in total. Other processes used 60.4 GiB of it.")
@@ -58,7 +59,7 @@ def test_out_of_memory_is_corrected_by_what_the_run_needed(tmp_path):
     assert report.can_run and report.estimate.fits, "the checks had not found it"
     found, measured = find(run, ONE_GPU), measure(run)
     assert measured.at_least and measured.ratio > 1.1
-    assert found.where == "per device" and f"{measured.ratio:.2f}x the estimate" in found.note
+    assert found.where == "per device" and f"{measured.ratio:.2f}x its estimate" in found.note
     assert found.fixes[0].safe and len(found.fixes) > 1
     for fix in found.fixes:
         changed = edit(LARGE, fix.patch)
@@ -178,7 +179,8 @@ def test_the_newest_comparable_run_corrects_the_estimate(tmp_path):
     failed_run(tmp_path, TINY, LAPTOP, "ValueError: x", "d")
     report = preflight(edit(TINY, {"data.max_length": 256}), LAPTOP, Path.cwd())
     found = MeasuredPeaks(tmp_path).latest(report)
-    assert found.run == newer.id and found.sentence == f"{newer.id} measured 1.08x its estimate."
+    assert found.run == newer.id
+    assert found.sentence == f"The last similar run ({newer.id}) peaked at 1.08x its estimate."
     assert found.as_json(report)["corrected_bytes"] == pytest.approx(1.08 * report.estimate.device_bytes)
     assert MeasuredPeaks(tmp_path).latest(preflight(edit(TINY, {"method.kind": "freeze"}), LAPTOP, Path.cwd())) is None
     assert MeasuredPeaks(tmp_path / "missing").latest(report) is None
@@ -209,6 +211,6 @@ def test_page_and_command_line_show_the_correction(tmp_path, capsys):
     measured = client(tmp_path).post("/api/check", json=body).json()["memory"]["measured"]
     assert measured["run"] == run.id and measured["ratio"] == pytest.approx(1.5, rel=1e-6)
     assert main(["estimate", str(run.path / SPEC), "--runs", str(tmp_path)]) == 0
-    assert f"{run.id} measured 1.50x its estimate. By that factor" in capsys.readouterr().out
+    assert f"({run.id}) peaked at 1.50x its estimate. Scaled by 1.50, this run" in capsys.readouterr().out
     assert main(["estimate", str(run.path / SPEC), "--json", "--runs", str(tmp_path / "none")]) == 0
     assert json.loads(capsys.readouterr().out)["measured"] is None

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small import client
 
 from backend import sweep
 from backend.__main__ import main
 from backend.config import RunSpec
-from backend.config.options import SpecError
+from backend.config.options import SpecError, edit
 from backend.runs import METRICS, STOP, SWEEP, Plan, sweeps
 from backend.runs.folder import Run, RunError
-from webui.api import runs as runs_api
+from webui.api import sweeps as sweeps_api
+from webui.api.checking import form_values
 
 RATE, RANK = "train.learning_rate", "lora.r"
 
@@ -75,7 +77,8 @@ def test_seeds_multiply_the_runs() -> None:
         (f"{RATE}=a..b/3", "is not a range of numbers"),
         ("train.optim=1..2/2", "only numeric options can have a range"),
         (f"{RANK}=0,8", "must be at least"),
-        (f"{RANK}=1..99/60", "more than the limit of 50"),
+        (f"{RANK}=1..99/60", "has 60 runs, more than the limit of 50"),
+        (f"{RATE}=1e-6..1/99999999999", "at most 1000 grid points"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:
@@ -163,8 +166,8 @@ def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--halving", "1"], "--halving must be at least 2"),
-        (["--halving", "3", "--set", "eval.strategy=epoch"], "eval.strategy: must be steps for --halving"),
+        (["--halving", "1"], "successive halving needs a factor of at least 2"),
+        (["--halving", "3", "--set", "eval.strategy=epoch"], "eval.strategy: must be steps for successive halving"),
     ],
 )
 def test_halving_needs_evaluations(
@@ -190,8 +193,67 @@ def test_the_table_has_the_best_run_first(make: MakeMember, tmp_path: Path, caps
 
 def test_the_page_gets_labels_too(make: MakeMember, tmp_path: Path) -> None:
     run = make({10: 4.0})
-    found = runs_api.sweep(SimpleNamespace(runs=tmp_path), "s")  # type: ignore[arg-type]
+    found = sweeps_api.show(SimpleNamespace(runs=tmp_path), "s")  # type: ignore[arg-type]
     assert found["labels"] == {RANK: "LoRA rank (r)"}
     assert [row["id"] for row in found["runs"]] == [run.id]
     with pytest.raises(RunError, match="There is no sweep named 'nothing'"):
-        runs_api.sweep(SimpleNamespace(runs=tmp_path), "nothing")  # type: ignore[arg-type]
+        sweeps_api.show(SimpleNamespace(runs=tmp_path), "nothing")  # type: ignore[arg-type]
+
+
+# -- page --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs that would have been started."""
+    found: list[str] = []
+    monkeypatch.setattr(Run, "start", lambda run, **options: found.append(run.id))
+    return found
+
+
+def sweep_request(**more: Any) -> dict[str, Any]:
+    values = form_values(edit(RunSpec(), {"model.builtin": "tiny-llama"}))
+    return {"values": values, "vary": [{"name": RATE, "values": "1e-5, 1e-4"}], **more}
+
+
+def test_the_page_shows_what_would_run_and_starts_it_once(tmp_path: Path, started: list[str]) -> None:
+    api = client(tmp_path)
+    body = sweep_request(seeds=2, key="a-key-of-this-click")
+    rows = api.post("/api/sweeps/check", json=body).json()["runs"]
+    assert [row["label"] for row in rows][:2] == ["learning_rate=1e-05 seed=42", "learning_rate=1e-05 seed=43"]
+    assert len(rows) == 4 and not any(row["errors"] for row in rows) and not started
+    first, again = (api.post("/api/sweeps", json=body) for _ in range(2))
+    assert first.status_code == again.status_code == 201 and len(started) == 4
+    assert sorted(first.json()["runs"]) == sorted(started)
+    assert again.json()["sweep"] == first.json()["sweep"]
+    assert len(api.get(f"/api/sweeps/{first.json()['sweep']}").json()["runs"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"vary": []}, "Choose an option to vary."),
+        ({"vary": [{"name": RATE, "values": " "}]}, "Enter the values of Learning rate."),
+        ({"vary": [{"name": "train.lr", "values": "1"}]}, "did you mean train.learning_rate"),
+        ({"vary": [{"name": RATE, "values": "1e-5..1e-3"}]}, "add the number of grid points"),
+        ({"vary": [{"name": RANK, "values": "1..60/60"}]}, "has 60 runs, more than the limit of 50"),
+        ({"vary": [{"name": RANK, "values": ",".join(map(str, range(1, 400)))}] * 8}, "more than the limit of 50"),
+        ({"halving": 3}, "must be steps for successive halving"),
+        ({"seeds": 51}, "less than or equal to 50"),
+        ({"key": "x"}, "must be 8 to 64 letters"),
+    ],
+)
+def test_the_page_names_mistakes(more: dict[str, Any], message: str, tmp_path: Path, started: list[str]) -> None:
+    for path in ("/api/sweeps/check", "/api/sweeps"):
+        response = client(tmp_path).post(path, json=sweep_request(**more))
+        assert response.status_code in (400, 422) and message in response.json()["error"]
+    assert not started
+
+
+def test_the_page_starts_nothing_if_one_run_cannot(tmp_path: Path, started: list[str]) -> None:
+    body = sweep_request(vary=[{"name": "train.stage", "values": "sft,kto"}])
+    rows = client(tmp_path).post("/api/sweeps/check", json=body).json()["runs"]
+    assert not rows[0]["errors"] and rows[1]["errors"]
+    response = client(tmp_path).post("/api/sweeps", json=body)
+    assert response.status_code == 422 and response.json()["error"].startswith("Nothing was started. stage=kto: ")
+    assert not started and not list(tmp_path.glob("2*"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, rehearsals, rules_page, runs, runs_list
+from webui.api import checking, compare_runs, rehearsals, rules_page, runs, runs_list, sweeps
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
@@ -23,7 +23,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/machines": checking.list_machines,
     "/api/runs": runs_list.list_runs,
     "/api/runs/{id}": runs.show,
-    "/api/sweeps/{id}": runs.sweep,
+    "/api/sweeps/{id}": sweeps.show,
     "/api/rehearsals/{id}": rehearsals.status,
     "/api/comparison": compare_runs.compare,
     "/api/comparison/curves.csv": compare_runs.curves_csv,
@@ -50,6 +50,8 @@ POST: Mapping[str, Endpoint] = {
     "/api/runs/annotations": runs_list.annotate,
     "/api/runs/delete": runs_list.delete_runs,
     "/api/rehearsals": rehearsals.start,
+    "/api/sweeps": sweeps.start,
+    "/api/sweeps/check": sweeps.check,
     "/api/rehearsals/{id}/stop": rehearsals.stop,
     "/api/runs/{id}/stop": runs.stop,
     "/api/runs/{id}/resume": runs.resume,

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response
 
 from backend import bundle, remedies
 from backend.config import RunSpec, presets, variables
-from backend.config.options import SpecError, by_name, changes, effective
+from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
@@ -33,7 +33,8 @@ MIN_POINTS, MAX_POINTS = 10, 5000
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
 
-def _valid_key(key: str) -> str:
+def valid_key(key: str) -> str:
+    """An idempotency key. Raises ValueError."""
     if key and not re.fullmatch(r"[A-Za-z0-9_-]{8,64}", key):
         raise ValueError("must be 8 to 64 letters, digits, - and _")
     return key
@@ -43,7 +44,7 @@ class StartRequest(RequestBody):
     """The form's values, an idempotency key, and the run to start after."""
 
     values: dict[str, Any]
-    key: Annotated[str, AfterValidator(_valid_key)] = ""
+    key: Annotated[str, AfterValidator(valid_key)] = ""
     after: str = ""  # the id of a run that must end first
     after_ok: bool = True  # and succeed
 
@@ -173,13 +174,6 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
         "where": found.where,
         "note": found.note,
     }
-
-
-def sweep(state: State, id: str) -> dict[str, Any]:
-    """The runs of a sweep, the lowest validation loss first, and the labels of the options that it varies."""
-    found = sweeps.rows(state.runs, id)
-    labels = {name: by_name()[name].label for row in found for name in row["varied"] if name in by_name()}
-    return {"runs": found, "labels": labels}
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
 import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart } from "./report.js";
+import { checkSweep, prepareSweep } from "./sweep_form.js";
 
 const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
 const RETRY = 2000; // ms, also while examples are being checked
@@ -37,6 +38,7 @@ export function checkSoon() {
   setFresh(false);
   clearTimeout(timer);
   timer = setTimeout(check, DEBOUNCE);
+  checkSweep();
 }
 
 async function check() {
@@ -260,6 +262,7 @@ export function addBuildEvents(showView) {
   $("#fp-start").addEventListener("click", () => start(showView));
   $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues()));
   resumeRehearsal();
+  prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());
   $("#fp-import-file").addEventListener("change", importFile);
   for (const id of ["#fp-export", "#fp-export-plan"]) {

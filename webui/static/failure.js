@@ -46,7 +46,7 @@ export function remedies(base, cloneWith) {
   const node = el(
     "div.fp-remedies",
     { role: "group", "aria-label": "Changes" },
-    el("p.fp-dim", {}, "Checking changes"),
+    el("p.fp-dim", {}, "Checking suggested changes"),
   );
   get(`${base}/remedies`).then(
     (found) => drawRemedies(node, found, cloneWith),
@@ -75,7 +75,7 @@ function drawRemedies(node, { fixes, where, note }, cloneWith) {
       el("button.fp-button", { type: "button", onclick: () => cloneWith(fix) }, "Clone with this change"),
     );
   node.replaceChildren(
-    el("h4", {}, fixes.length > 1 ? "Start it again with one of these changes" : "Start it again with this change"),
+    el("h4", {}, fixes.length > 1 ? "Suggested changes for a new run" : "Suggested change for a new run"),
     note ? el("p.fp-dim", {}, note) : "",
     el("ul", {}, ...fixes.map(row)),
   );

@@ -79,8 +79,9 @@ function range(memory) {
 function earlierRun({ run, ratio, at_least: atLeast, corrected_bytes: corrected }) {
   const title = `${run}: the last run with this model, method, quantization and strategy`;
   const link = el("a", { href: `?tab=run&run=${encodeURIComponent(run)}`, title }, "last similar run");
-  const factor = `${atLeast ? "needed at least" : "measured"} ${ratio.toFixed(2)}x its estimate`;
-  return el("p.fp-dim", {}, "The ", link, ` ${factor}; by that factor, this run would peak at ${bytes(corrected)}.`);
+  const factor = `${atLeast ? "needed at least" : "peaked at"} ${ratio.toFixed(2)}x its estimate`;
+  const text = ` ${factor}. Scaled by ${ratio.toFixed(2)}, this run peaks at ${bytes(corrected)}.`;
+  return el("p.fp-dim", {}, "The ", link, text);
 }
 
 /** Every fix of a memory finding, with the peak that it leads to. */

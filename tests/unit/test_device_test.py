@@ -1,0 +1,57 @@
+"""The device test: which rank and which link is called slow, and the command that starts it."""
+
+from pathlib import Path
+
+import pytest
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.config.presets import read
+from backend.device_test import TEST, TRAINER, planned_test, problems
+from backend.machine import machines
+from backend.preflight import preflight
+
+
+def rank(host="a", flops=600e12, to_next=200e9):
+    return {"host": host, "device": "cuda:0", "flops": flops, "to_next": to_next}
+
+
+def test_equal_ranks_have_no_problems():
+    assert list(problems([rank()])) == []
+    assert list(problems([rank(flops=600e12 + number * 5e12) for number in range(8)])) == []
+    # Links between nodes are slower than those within one.
+    nodes = [rank("a"), rank("a", to_next=40e9), rank("b"), rank("b", to_next=39e9)]
+    assert list(problems(nodes)) == []
+
+
+def test_a_slow_device_is_named():
+    ranks = [rank() for _ in range(8)]
+    ranks[5] = rank("b", flops=400e12)
+    (found,) = [text for text in problems(ranks) if "matmul" in text]
+    assert found.startswith("Rank 5 (cuda:0 on b) is slow: its matmul throughput is 67% of the median of all ranks.")
+
+
+def test_a_slow_link_is_named():
+    ranks = [rank("a"), rank("a", to_next=40e9), rank("b"), rank("b", to_next=41e9), rank("c"), rank("c", to_next=9e9)]
+    (found,) = problems(ranks)
+    assert found.startswith(
+        "The link from rank 5 on c to rank 0 on a is slow: its bandwidth is 22% of the median inter-node bandwidth."
+    )
+    ranks = [rank(to_next=20e9 if number == 2 else 200e9) for number in range(4)]
+    (found,) = problems(ranks)
+    assert "rank 2 on a to rank 3 on a" in found and "10% of the median intra-node bandwidth" in found
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_every_node_starts_the_test(launcher):
+    spec = edit(read("two-nodes"), {"launch.launcher": launcher})
+    plan = preflight(spec, machines()["2x8x80gb"], Path.cwd()).plan
+    tested = planned_test(plan)
+    for argv in (tested.argv, *tested.other_nodes.values()):
+        assert TEST in argv and TRAINER not in argv
+    assert tested.other_nodes.keys() == plan.other_nodes.keys()
+    assert tested.files == plan.files and tested.env == plan.env
+
+
+def test_one_process_is_tested_too():
+    assert TEST in planned_test(preflight(RunSpec(), machines()["1x80gb"], Path.cwd()).plan).argv

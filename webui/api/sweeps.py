@@ -1,0 +1,98 @@
+"""Endpoints of sweeps: the runs that a sweep would start, start, and the runs of one.
+
+Imports: start_sweep, sweep, checking, runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from starlette.responses import Response
+
+from backend import start_sweep, sweep
+from backend.config.options import by_name
+from backend.preflight import Report
+from backend.runs import sweeps
+from webui.api.app_state import AppState
+from webui.api.checking import findings_json, parse_form, run_preflight
+from webui.api.requests import ApiError, RequestBody, State, json
+from webui.api.runs import INSPECTION_SECONDS, valid_key
+
+MAX_OPTIONS, MAX_TEXT = 8, 2000
+
+
+class Varied(RequestBody):
+    """An option and its values, as on the command line."""
+
+    name: Annotated[str, Field(max_length=MAX_TEXT)]
+    values: Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class SweepRequest(RequestBody):
+    """The form's values, the options that vary, and how: see backend/start_sweep.py. `key` as for a run."""
+
+    values: dict[str, Any]
+    vary: Annotated[list[Varied], Field(max_length=MAX_OPTIONS)]
+    samples: Annotated[int, Field(ge=0, le=start_sweep.LIMIT)] = 0
+    seeds: Annotated[int, Field(ge=1, le=start_sweep.LIMIT)] = 1
+    halving: Annotated[int, Field(ge=0, le=start_sweep.LIMIT)] = 0
+    key: Annotated[str, AfterValidator(valid_key)] = ""
+
+
+def check(state: State, body: SweepRequest) -> dict[str, Any]:
+    """What each run of the sweep would change, and the errors that the checks report for it."""
+    planned, reports = _check(state, body, 0)
+    return {"runs": [_row(*pair) for pair in zip(planned.labels(), reports, strict=True)]}
+
+
+def start(state: State, body: SweepRequest) -> Response:
+    """Queue all runs, if all of them can run. The same key, sent again, returns the same sweep."""
+    _check(state, body, INSPECTION_SECONDS)  # other starts need not wait too
+    with state.keys.lock():
+        if found := state.keys.run_of(body.key) if body.key else "":
+            part = sweeps.member(state.runs / found)
+            return json({"sweep": part.sweep if part else "", "runs": [found]}, 201)
+        planned, reports = _check(state, body, 0)
+        for label, report in zip(planned.labels(), reports, strict=True):
+            if row := _row(label, report)["errors"]:
+                raise ApiError(422, f"Nothing was started. {label}: {'; '.join(row)}.")
+        identity, runs = start_sweep.start(state.runs, planned, reports, Path.cwd())
+        if body.key:
+            state.keys.save(body.key, runs[0].id)
+    state.runs_list.expire()
+    return json({"sweep": identity, "runs": [run.id for run in runs]}, 201)
+
+
+def show(state: State, id: str) -> dict[str, Any]:
+    """The runs of a sweep, the lowest validation loss first, and the labels of the options that it varies."""
+    found = sweeps.rows(state.runs, id)
+    return {"runs": found, "labels": {name: _label(name) for row in found for name in row["varied"]}}
+
+
+def _label(name: str) -> str:
+    """The label of an option; its key if there is none, as in a run of another version."""
+    return by_name()[name].label if name in by_name() else name
+
+
+def _check(state: AppState, body: SweepRequest, seconds: float) -> tuple[start_sweep.SweepPlan, list[Report]]:
+    """The runs and their preflight reports. Raises ApiError."""
+    spec, problems = parse_form(body.values)
+    if problems:
+        raise ApiError(422, f"{problems[0].field} {problems[0].message}.", field=problems[0].field)
+    if not body.vary:
+        raise ApiError(422, "Choose an option to vary.")
+    varied = []
+    for each in body.vary:
+        if not each.values.strip():
+            raise ApiError(422, f"Enter the values of {_label(each.name)}.")
+        varied.append(sweep.parse(f"{each.name}={each.values}"))
+    planned = start_sweep.plan(spec, varied, body.samples, body.seeds, halving=body.halving)
+    return planned, [run_preflight(state, made, wait_seconds=seconds) for made in planned.specs()]
+
+
+def _row(label: str, report: Report) -> dict[str, Any]:
+    findings = findings_json(report, report.spec)
+    errors = [finding["title"].rstrip(".") for finding in findings if finding["level"] == "error"]
+    return {"label": label, "errors": [] if report.can_run else errors}
