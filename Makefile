@@ -20,8 +20,9 @@ setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip "setuptools>=77"
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	-$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib  # pip would use one core; some files are for another Python
 	touch $@
 
 run: setup  ## serves the page, with further ARGS such as --no-login; converts the default model first
@@ -40,8 +41,7 @@ PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test: setup tools  ## all tests except soak and gpu; CPU and THREADS as above
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	tests/js/check.sh
+	$(BIN)/mypy & mypy=$$!; tests/js/check.sh && wait $$mypy
 	@trap 'exit 130' INT; failed=0; set -x; \
 	$(BIN)/pytest $(PARALLEL) -m "not alone and not soak and not gpu" || failed=1; \
 	$(BIN)/pytest -m "alone and not soak and not gpu" || failed=1; \
