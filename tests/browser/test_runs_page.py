@@ -61,6 +61,8 @@ def test_search_star_tag_archive_sort_columns(server, page):
     change_several(page, runs)
     choose_columns(page)
     scroll_through_many(page, server)
+    page.evaluate("id => footplate.showView('run', id)", runs[3].id)
+    expect(page.locator(".fp-run-notes")).to_have_text("paperthe good one")
 
 
 def search(page):

@@ -19,7 +19,7 @@ from backend import bundle, remedies
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, queue, stacks, sweeps
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, notebook, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import AXES, LogChunk, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
@@ -158,6 +158,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "script": variables.hide_secrets(_script(run), plan.env),
         "joining": "\n".join(f"# {node}\n{command}" for node, command in run.node_commands().items()),
         "notes": list(plan.notes),
+        "annotations": notebook.read(run.path).as_json(),
         "ranks": sorted(run.rank_logs()),
         "checkpoints": run.checkpoints(),
         "folder": str(run.path),

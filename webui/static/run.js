@@ -9,6 +9,7 @@ import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
 import { cardNode, detailParts, downloadLinks, resultCards, sampleParts } from "./run_results.js";
+import { editNotes, tagList } from "./runs_actions.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
 import { STATES, confirmDelete, deleteRun, drawBadge, hasEnded, progressOf, resumeRun } from "./run_state.js";
@@ -102,7 +103,13 @@ function titlePart() {
   page.badge = el("span.fp-badge");
   page.sentence = el("span.fp-run-sentence", { role: "status" });
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
-  return el("div.fp-run-title", {}, page.name, el("p", {}, page.badge, page.sentence, page.away));
+  page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Tags and notes");
+  page.annotate.addEventListener("click", () => {
+    editNotes({ ...run.summary, ...run.annotations }, () => page.poller.start());
+  });
+  page.notes = el("div.fp-run-notes", { hidden: true });
+  const state = el("p", {}, page.badge, page.sentence, page.annotate, page.away);
+  return el("div.fp-run-title", {}, page.name, state, page.notes);
 }
 
 function actionsPart() {
@@ -181,7 +188,9 @@ function open(selected) {
   page.node.dataset.state = "";
   setText(page.name, selected);
   for (const part of ["sentence", "share", "badge"]) setText(page[part], "");
-  for (const part of [...ACTIONS, "failure", "cards", "samples", "clone", "downloads"]) page[part].hidden = true;
+  for (const part of [...ACTIONS, "failure", "cards", "samples", "clone", "downloads", "annotate", "notes"]) {
+    page[part].hidden = true;
+  }
   page.details.replaceChildren();
   page.done.style.width = "0";
   page.charts.open();
@@ -223,6 +232,7 @@ function draw() {
   page.sweep.open(run.sweep, id);
   page.stacks.draw(Boolean(summary.stalled));
   page.log.offerRanks(run.ranks || []);
+  drawIfChanged("annotations", run.annotations, drawNotes);
   drawIfChanged("failure", run.failure, drawFailure);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
@@ -296,6 +306,12 @@ function drawFailure(failure) {
   const parts = failureParts(failure, (run.ranks || []).length, openField);
   const changes = remedies(base(), (fix) => emit("clone", { id: failed, fix }));
   page.failure.replaceChildren(...parts, changes);
+}
+
+function drawNotes({ tags, notes }) {
+  page.annotate.hidden = false;
+  page.notes.hidden = !tags.length && !notes;
+  page.notes.replaceChildren(tagList(tags), notes);
 }
 
 function drawSamples(samples) {

@@ -64,7 +64,7 @@ export function mountRuns() {
       el("b"),
     ),
   );
-  page.columns = createColumnMenu((keys) => changeView({ columns: keys }));
+  page.columns = createColumnMenu(selectColumns);
   page.head = el(
     "header.fp-runs-head",
     { hidden: true },
@@ -165,6 +165,12 @@ function changeView(changes) {
   view = { ...view, ...changes };
   storeView(view);
   draw();
+}
+
+/** @param {string[] | null} keys null for the default */
+function selectColumns(keys) {
+  const isSorted = !keys || view.sort === "name" || keys.includes(view.sort);
+  changeView(isSorted ? { columns: keys } : { columns: keys, sort: "", descending: false });
 }
 
 /** Numbers and times start with the direction that is usual for them; a third click ends the sorting. */

@@ -34,8 +34,12 @@ function tagChanges(text) {
   };
 }
 
+/** @param {string[]} tags */
+export const tagList = (tags) =>
+  el("span.fp-runs-tags", {}, tags.flatMap((tag) => [" ", el("span", {}, tag)]).slice(1));
+
 /** Edit the tags and notes of a run. @param {Run} run @param {() => void} changed */
-function editNotes(run, changed) {
+export function editNotes(run, changed) {
   const tags = el("input.fp-input", { type: "text", value: (run.tags || []).join(" "), placeholder: "paper baseline" });
   const notes = el("textarea.fp-input", { rows: 6, maxlength: 4000 });
   notes.value = run.notes || "";

@@ -2,6 +2,7 @@
 // The table of the list of runs. Only the rows in sight are in the document, so that thousands of runs scroll.
 import { el, setText } from "./dom.js";
 import { isDim, textOf, widthsOf } from "./runs_columns.js";
+import { tagList } from "./runs_actions.js";
 import { drawBadge, hasEnded, progressOf } from "./run_state.js";
 
 /** @typedef {import("./runs_search.js").Column} Column */
@@ -133,7 +134,7 @@ function createRow(id, columns, selected, handlers) {
   const star = el("button.fp-runs-star", { type: "button", onclick: () => handlers.star(shown) });
   const menu = el("button.fp-icon", { type: "button", "aria-haspopup": "menu" }, "\u22ef");
   menu.addEventListener("click", () => handlers.menu(shown, menu));
-  const tags = el("span.fp-runs-tags");
+  let tags = tagList([]);
   const name = el("td", { "data-column": "name" }, el("div.fp-runs-name", {}, box, star, link, tags));
   const cells = columns.map((column) => createCell(column));
   const actions = el("td.fp-row-actions", {}, menu);
@@ -162,9 +163,10 @@ function createRow(id, columns, selected, handlers) {
     setText(star, run.starred ? STARRED : STAR);
     star.setAttribute("aria-pressed", String(Boolean(run.starred)));
     star.setAttribute("aria-label", `Star ${run.name || id}`);
-    const text = showsTags ? (run.tags || []).join(" ") : "";
-    if (tags.textContent !== text) {
-      tags.replaceChildren(...(text ? run.tags : []).flatMap((tag) => [el("span", {}, tag), " "]).slice(0, -1));
+    const shownTags = tagList((showsTags && run.tags) || []);
+    if (tags.textContent !== shownTags.textContent) {
+      tags.replaceWith(shownTags);
+      tags = shownTags;
     }
     for (const cell of cells) cell.draw(run);
   }
