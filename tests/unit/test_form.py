@@ -1,14 +1,16 @@
 """The form contains every option once, and hides options by the same conditions as Python; the option search."""
 
 import asyncio
+import re
 
 import gradio as gr
 import pytest
 
 from backend.config.aliases import ALIASES
 from backend.config.options import options
+from backend.paths import HOME
 from webui import pages
-from webui.form import Form, visibility_css
+from webui.form import Form, field_kind, visibility_css
 from webui.layout import place_options
 from webui.search_index import search_index
 
@@ -80,3 +82,11 @@ def test_aliases_name_options():
     for alias, name in ALIASES.items():
         assert name in known, alias
         assert alias not in (name, name.partition(".")[2]), "found by its own key anyway"
+
+
+@pytest.mark.parametrize("view", ["charts", "compare_runs", "report", "run", "runs"])
+def test_other_views_do_not_style_the_fields(view):
+    """A rule for the class of a kind of field, meant for something else, would move every field of that kind."""
+    kinds = {field_kind(option) for option in options()}
+    text = (HOME / "webui/static" / f"{view}.css").read_text()
+    assert not re.findall(rf"\.fp-(?:field|{'|'.join(kinds)})(?![\w-])", text)
