@@ -76,7 +76,7 @@ export function createTable(selected, handlers) {
     const end = Math.min(runs.length, Math.ceil((innerHeight - top) / rowHeight) + AROUND);
     const inSight = runs.slice(Math.min(first, end), end);
     const ids = new Set(inSight.map(({ id }) => id));
-    // Nothing may ask for a size until the new rows are in: the document would be shorter, and scroll.
+    // Nothing may ask for a size until all is in place: the document would be shorter meanwhile, and scroll.
     for (const [id, row] of rows) {
       if (ids.has(id) && !outdated) continue;
       row.node.remove();
@@ -93,13 +93,13 @@ export function createTable(selected, handlers) {
       if (row.node.previousSibling !== previous) previous.after(row.node);
       previous = row.node;
     });
+    setHeight(above, Math.min(first, end) * rowHeight);
+    setHeight(below, (runs.length - end) * rowHeight);
     const height = inSight.length && rows.get(inSight[0].id).node.offsetHeight;
     if (height && height !== rowHeight) {
       rowHeight = height;
       drawSoon(); // the first guess was wrong, or the window is narrow now
     }
-    setHeight(above, Math.min(first, end) * rowHeight);
-    setHeight(below, (runs.length - end) * rowHeight);
   }
 
   function drawSelection() {
