@@ -117,7 +117,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, onDraw = (_
     "aria-label": "Smoothing",
     oninput: setSmoothing,
   });
-  const smoothing = el("output.fp-number", {}, state.weight.toFixed(2));
+  const smoothing = el("output.fp-figures", {}, state.weight.toFixed(2));
   const log = el(
     "button.fp-chip",
     { type: "button", "aria-pressed": String(state.logScale), onclick: toggleLogScale },

@@ -65,7 +65,7 @@ function chartsBar() {
     return el("button.fp-chip", attributes, name);
   });
   const { state, change } = page.charts;
-  const output = el("output.fp-number", {}, state.weight.toFixed(2));
+  const output = el("output.fp-figures", {}, state.weight.toFixed(2));
   const smooth = () => {
     localStorage.setItem("fp-smooth", slider.value);
     output.textContent = Number(slider.value).toFixed(2);

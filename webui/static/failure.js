@@ -68,7 +68,7 @@ function drawRemedies(node, { fixes, where, note }, cloneWith) {
         "div.fp-remedy-head",
         {},
         el("b", {}, fix.label),
-        fix.peak ? el("span.fp-number", {}, `${bytes(fix.peak)} ${where}`) : null,
+        fix.peak ? el("span.fp-figures", {}, `${bytes(fix.peak)} ${where}`) : null,
         fixNote(fix),
       ),
       diffList(fix.diff),

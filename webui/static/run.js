@@ -141,7 +141,7 @@ function actionsPart() {
 
 function progressPart() {
   page.done = el("span");
-  page.share = el("span.fp-number");
+  page.share = el("span.fp-figures");
   const attributes = { role: "progressbar", "aria-label": "Progress", "aria-valuemin": 0, "aria-valuemax": 100 };
   page.progress = el("div.fp-progress", attributes, page.done);
   return el("div.fp-run-progress", {}, page.progress, page.share);

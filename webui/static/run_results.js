@@ -175,7 +175,7 @@ export function sampleParts(samples) {
       "div.fp-panel-head",
       {},
       el("h3", {}, "Generations on validation examples"),
-      el("span.fp-dim.fp-number", {}, text),
+      el("span.fp-dim.fp-figures", {}, text),
       el("span.fp-gap"),
       showAllButton(rows),
     ),

@@ -81,7 +81,7 @@ async function deleteRuns(ids) {
  * @param {{ changed: () => void, clear: () => void, find: (id: string) => Run | undefined }} page
  */
 export function createSelectionBar(selected, { changed, clear, find }) {
-  const number = el("span.fp-number");
+  const number = el("span.fp-figures");
   const count = el("b", {}, number, el("span", {}, " selected"));
   const compare = el("a.fp-chip.fp-runs-compare", { role: "link" }, "Compare");
   const ids = () => [...selected];
