@@ -83,6 +83,7 @@ def test_a_sweep_from_the_page(server, page, tmp_path):
     rows = page.locator(".fp-sweep tbody tr")
     expect(rows).to_have_count(4, timeout=60_000)
     expect(page.locator(".fp-sweep")).to_contain_text("of 4 by validation loss", timeout=300_000)
+    expect(rows.filter(has_text="Done")).to_have_count(4, timeout=60_000)
     losses = [float(text.split("\t")[-1]) for text in rows.all_inner_texts()]
     assert losses == sorted(losses) and losses[0] < losses[-1]
     assert {run.state for run in all_runs(server.runs)} == {"done"}
