@@ -32,7 +32,7 @@ from backend.machine import probe
 from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
-from backend.runs.metrics import Metrics, since
+from backend.runs.metrics import Metrics, chunks, since
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
@@ -195,15 +195,13 @@ def logs(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json(found.summary())
         return 0
-    parts, offset, more = [], 0, True
-    while more:
-        part = since(found.path / LOG, offset, ended=True)
-        parts.append(part.text)
-        offset, more = part.end, part.more
+    parts = chunks(found.path / LOG)
     if arguments.json:
-        print_json({"log": "".join(parts), "bytes": offset})
-    else:
-        print("".join(parts), end="")
+        read = list(parts)
+        print_json({"log": "".join(part.text for part in read), "bytes": read[-1].end})
+        return 0
+    for part in parts:
+        print(part.text, end="")
     return 0
 
 

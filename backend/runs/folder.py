@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -148,7 +149,23 @@ class Run:
         try:
             replace_text(self.path / STOP, "save" if save else "discard")
         except OSError as error:
-            raise RunError(f"The stop request could not be written: {error.strerror}.") from error
+            self._stop_without_space(save, error)
+
+    def _stop_without_space(self, save: bool, error: OSError) -> None:
+        """Stop although the request cannot be written: a full disk still takes an empty file, which requests a
+        checkpoint. A stop without one also signals the launcher."""
+        try:
+            (self.path / STOP).touch()
+        except OSError:
+            if save:
+                raise RunError(
+                    f"The stop request could not be written: {error.strerror}. Stop without a checkpoint still works."
+                ) from error
+        if not save:
+            launcher = self._json(STATE).get("launcher")
+            for process in processes.run_processes(self.path):
+                if process.pid == launcher:
+                    processes.send(process, signal.SIGTERM)
 
     def clean_up(self) -> int:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
@@ -191,7 +208,7 @@ class Run:
         started_by = self._text(LOCK).strip()
         if started_by == SHELL:
             return "done" if self._fresh(RESULT) else "stopped" if (self.path / STOP).exists() else "failed"
-        if not started_by:
+        if not started_by and not self._json(STATE):  # without a lock file, state.json tells whether it was started
             return "new"
         # The supervisor records the end before it releases the lock: without one it was killed, or just restarted.
         end = self._json(STATE).get("end")
@@ -303,6 +320,8 @@ class Run:
         about, shell = plan.get("about", {}), self._text(LOCK).strip() == SHELL
         alive = state in ALIVE
         step = progress.get("step") or next((p["step"] for p in reversed(points) if "step" in p), None)
+        if state == "stopped":  # the step that a stop ends is saved, and not always logged
+            step = max((step or 0, *self.checkpoints())) or step
         most = progress.get("max_steps") or (self._json(PROGRESS) or {}).get("max_steps")
         step_seconds = throughput.seconds_per_step(progress, points) if state == "running" else None
         fraction = progress.get("fraction")
@@ -387,9 +406,8 @@ class Run:
         return diagnose(self.path, 0, self._json(STATE))
 
     def _fresh(self, name: str) -> bool:
-        with contextlib.suppress(OSError):
-            return (self.path / name).stat().st_mtime_ns >= (self.path / LOCK).stat().st_mtime_ns
-        return False
+        shell = self._text(LOCK).strip() == SHELL
+        return is_fresh(self.path, name, {} if shell else self._json(STATE))
 
     def _stamp(self, name: str) -> float | None:
         with contextlib.suppress(OSError):
@@ -412,6 +430,27 @@ class Run:
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def file_versions(folder: Path) -> dict[str, list[int]]:
+    """Which version of each file that the trainer writes is in `folder`. A supervisor records this before the start."""
+    found = {}
+    for name in (PROGRESS, METRICS, RESULT):
+        with contextlib.suppress(OSError):
+            file = (folder / name).stat()
+            found[name] = [file.st_ino, file.st_size, file.st_mtime_ns]
+    return found
+
+
+def is_fresh(folder: Path, name: str, state: Mapping[str, Any]) -> bool:
+    """Whether the file was written in this start: it is not the version that was there before. Its time would not tell
+    after the clock was set back; it is used for a start that recorded no versions (run.sh)."""
+    with contextlib.suppress(OSError):
+        if "files_before" in state:
+            now = file_versions(folder).get(name)
+            return now is not None and now != state["files_before"].get(name)
+        return (folder / name).stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns
+    return False
 
 
 def runs(root: Path, prefix: str = "") -> list[Run]:

@@ -15,7 +15,7 @@ import re
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,15 @@ def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, 
         data = data[:complete]
     end = start + len(data)
     return LogChunk(_text(data, rank), start, end, bool(data) and end < size)
+
+
+def chunks(path: Path, rank: int | None = None) -> Iterator[LogChunk]:
+    """The whole log in chunks, so that a log of gigabytes needs no memory of its size."""
+    offset, more = 0, True
+    while more:
+        chunk = since(path, offset, ended=True, rank=rank)
+        yield chunk
+        offset, more = chunk.end, chunk.more
 
 
 def _complete_length(data: bytes) -> int:

@@ -85,7 +85,7 @@ def terminate(
         deadline, signaled = time.monotonic() + seconds, set[Process]()
         while left := run_processes(folder, tree):
             for process in left - signaled:
-                _signal(process, number)
+                send(process, number)
             signaled |= left
             if time.monotonic() >= deadline:
                 break
@@ -107,7 +107,8 @@ def condition(pid: int) -> str:
         return ""
 
 
-def _signal(process: Process, number: signal.Signals) -> None:
+def send(process: Process, number: signal.Signals) -> None:
+    """Signal this process, unless it has ended."""
     status = _status(process.pid)
     if status and status[1] == process.started:
         with contextlib.suppress(OSError):

@@ -44,7 +44,7 @@ from backend.runs import (
     start_env,
     webhook,
 )
-from backend.runs.folder import StopTimeouts
+from backend.runs.folder import StopTimeouts, file_versions, is_fresh
 from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
@@ -94,7 +94,7 @@ class Supervisor:
         """Begin a new part of the log and of the state. Files older than the lock belong to an earlier start."""
         if "queued" in self.state:
             os.utime(self.folder / LOCK)
-        self.state |= {"started": time.time()}
+        self.state |= {"started": time.time(), "files_before": file_versions(self.folder)}
         with (self.folder / LOG).open("ab") as log:
             gap = "\n" if log.tell() else ""
             log.write(f"{gap}{SEPARATOR}{time.strftime('%F %T')} ----\n".encode())
@@ -190,14 +190,15 @@ class Supervisor:
             return ""
 
     def _grace(self, request: str) -> float:
-        if _phase(self.folder) in PHASES_BEFORE_TRAINING:
+        if _phase(self.folder, self.state) in PHASES_BEFORE_TRAINING:
             return self.timeouts.before_training
         return self.timeouts.discard if request == "discard" else self.timeouts.save
 
     def _end(self) -> None:
         """Terminate leftover processes (the ranks of a killed launcher keep their devices) and record the end."""
         code = self.state["exit_code"]
-        finished = code == 0 and (_fresh(self.folder, RESULT) or not self._stop_request())  # a stop may come too late
+        has_result = is_fresh(self.folder, RESULT, self.state)  # a stop may come too late
+        finished = code == 0 and (has_result or not self._stop_request())
         self.state |= {
             "left": processes.terminate(self.folder, tree=os.getpid()),
             "oom_kills": _oom_kills() - self.oom_kills,
@@ -232,19 +233,12 @@ def _reap(launcher: subprocess.Popen[bytes]) -> int | None:
     return launcher.returncode
 
 
-def _phase(folder: Path) -> str:
+def _phase(folder: Path, state: dict[str, Any]) -> str:
     """The phase of the trainer in this start; '' before it has reported one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if _fresh(folder, PROGRESS):
+        if is_fresh(folder, PROGRESS, state):
             return str(json.loads((folder / PROGRESS).read_text(encoding="utf-8")).get("phase", ""))
     return ""
-
-
-def _fresh(folder: Path, name: str) -> bool:
-    """Whether the file was written in this start."""
-    with contextlib.suppress(OSError):
-        return (folder / name).stat().st_mtime_ns >= (folder / LOCK).stat().st_mtime_ns
-    return False
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:

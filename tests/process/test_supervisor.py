@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes, webhook
+from backend.runs import folder as run_folder
 from backend.runs.folder import Run, RunError, StopTimeouts
 
 pytestmark = pytest.mark.alone
@@ -458,3 +460,53 @@ def test_webhook_that_cannot_be_reached_is_in_the_log(
     wait_for(lambda: "FOOTPLATE_WEBHOOK: the notification was not sent: " in (run.path / LOG).read_text())
     assert run.state == "done"
     assert url not in (run.path / LOG).read_text()
+
+
+SAVES_SLOWLY = (
+    WRITE_PROGRESS + "os.utime('progress.json', (1, 1))\n"
+    "while not os.path.exists('stop'): time.sleep(0.02)\ntime.sleep(0.6)\nprint('saved')"
+)
+
+
+def test_a_clock_that_was_set_back_does_not_discard_work(make_run: MakeRun) -> None:
+    """All files of this start are older than the start itself."""
+    run = make_run(SAVES_SLOWLY)
+    run.start(timeouts=StopTimeouts(save=20, before_training=0.1))
+    wait_for(lambda: run.state == "running")
+    run.stop()
+    assert wait_until_ended(run).state == "stopped"
+    assert "saved" in (run.path / LOG).read_text()
+    assert "forced" not in read_state(run)
+
+
+def test_a_file_of_the_future_belongs_to_an_earlier_start(make_run: MakeRun) -> None:
+    run = make_run("raise SystemExit(1)")
+    (run.path / RESULT).write_text('{"steps": 3}')
+    later = time.time() + 3600
+    os.utime(run.path / RESULT, (later, later))
+    run.start()
+    assert wait_until_ended(run).state == "failed" and not run.result()
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_run_stops_on_a_full_disk(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, save: bool) -> None:
+    """The request cannot be written; an empty file still can."""
+    run = make_run(STOPS_ON_REQUEST if save else SLEEPS)
+    run.start()
+    wait_for(lambda: run.state == "running")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "replace_text", full)
+    run.stop(save)
+    assert wait_until_ended(run).state == "stopped"
+    assert ("saved" in (run.path / LOG).read_text()) == save
+
+
+def test_a_run_without_a_lock_file_is_not_ready_to_start(make_run: MakeRun) -> None:
+    run = make_run("raise SystemExit(1)")
+    run.start()
+    wait_until_ended(run)
+    (run.path / LOCK).unlink()
+    assert run.state == "failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,14 @@ def test_since_points_and_csv(tmp_path: Path) -> None:
     assert [p["step"] for p in first + second] == [0, 1, 2, 3, 4] and end == path.stat().st_size
     rows = [{"step": 1, "loss": None}, {"step": 2, "eval_loss": 0.5}]
     assert metrics.to_csv(rows) == "step,loss,eval_loss\n1,,\n2,,0.5\n"
+
+
+def test_a_log_is_read_in_chunks(tmp_path: Path) -> None:
+    """Reading 8 MB of one rank's log needs no memory of that size."""
+    path = log(tmp_path, b"[default1]:%s\n[default0]:other\n" % (b"x" * 1000) * 8000)
+    tracemalloc.start()
+    lines = sum(chunk.text.count("\n") for chunk in metrics.chunks(path, 1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines == 8000
+    assert peak < 3e6

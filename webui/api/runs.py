@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends
 from pydantic import AfterValidator
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from backend import bundle, remedies
 from backend.config import RunSpec, presets, variables
@@ -21,7 +21,7 @@ from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, notebook, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
-from backend.runs.metrics import AXES, LogChunk, since, since_points, tail, to_csv
+from backend.runs.metrics import AXES, LogChunk, chunks, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, fix_json, form_values, parse_form, run_preflight, without_secrets
@@ -143,7 +143,7 @@ def show(run: PathRun) -> dict[str, Any]:
 
 
 def _everything(run: Run) -> dict[str, Any]:
-    plan, yaml = run.plan(), _spec_text(run)
+    plan, yaml = run.plan(), _spec_text(run) if (run.path / SPEC).exists() else ""
     return {
         "summary": run.summary(),
         "queue": _place_in_queue(run),
@@ -239,12 +239,9 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
         raise ApiError(404, "This run has not written a log yet.")
     if rank < 0:
         return FileResponse(run.path / LOG, media_type="text/plain; charset=utf-8", filename=f"{run.id}.log.txt")
-    parts, offset, more = [], 0, True
-    while more:
-        chunk = since(run.path / LOG, offset, ended=True, rank=rank)
-        parts.append(chunk.text)
-        offset, more = chunk.end, chunk.more
-    return _download("".join(parts), f"{run.id}.rank{rank}.log.txt", "text/plain; charset=utf-8")
+    texts = (chunk.text for chunk in chunks(run.path / LOG, rank))
+    headers = _disposition(f"{run.id}.rank{rank}.log.txt", "attachment")
+    return StreamingResponse(texts, media_type="text/plain; charset=utf-8", headers=headers)
 
 
 def metrics_csv(state: State, run: PathRun) -> Response:
