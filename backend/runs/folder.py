@@ -372,12 +372,28 @@ class Run:
         if state == "running":
             return throughput.running_sentence(summary, progress, step_seconds, now)
         if state == "stopping":
-            discard = self._text(STOP) == "discard"
-            return "Stopping without a checkpoint." if discard else "Stopping after this step, with a checkpoint."
+            return self._sentence_of_stop()
         if state == "done":
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {step} steps in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
+
+    def _sentence_of_stop(self) -> str:
+        """What a stop waits for and until when."""
+        deadline = self._json(STATE).get("stop_deadline")
+        until = f" until {datetime.fromtimestamp(deadline):%H:%M:%S}" if deadline else ""
+        if self._text(STOP) == "discard":
+            return (
+                f"Stopping without a checkpoint. The ranks have time{until}."
+                if until
+                else "Stopping without a checkpoint."
+            )
+        if not until:
+            return "Stopping after this step, with a checkpoint."
+        return (
+            f"Stopping after this step, with a checkpoint. The ranks have time{until}; then they are ended without a "
+            "checkpoint. To end them sooner, stop without saving."
+        )
 
     def _sentence_of_end(self, state: str, step: int | None) -> str:
         """How a run ended that is not done, and what Resume does."""

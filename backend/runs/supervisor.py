@@ -161,6 +161,7 @@ class Supervisor:
             if not request:
                 continue
             requested = requested or now
+            self._record_deadline(requested + self._grace(request) - now)
             if not sigterm_sent and now - requested >= self._grace(request):
                 sigterm_sent = now
                 self.state |= {"forced": "SIGTERM"}
@@ -169,6 +170,13 @@ class Supervisor:
                 self.state |= {"forced": "SIGKILL"}
                 _signal(os.killpg, launcher.pid, signal.SIGKILL)
         return code
+
+    def _record_deadline(self, seconds: float) -> None:
+        """When the ranks are ended if they do not end by themselves; written again only if it has moved."""
+        deadline = time.time() + seconds
+        if abs(deadline - self.state.get("stop_deadline", 0.0)) > 1:
+            self.state |= {"stop_deadline": deadline}
+            self._write()
 
     def _stop_request(self) -> str:
         """The content of the stop file, save or discard; '' without one. SIGTERM, as at shutdown, requests save."""

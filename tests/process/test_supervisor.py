@@ -510,3 +510,16 @@ def test_a_run_without_a_lock_file_is_not_ready_to_start(make_run: MakeRun) -> N
     wait_until_ended(run)
     (run.path / LOCK).unlink()
     assert run.state == "failed"
+
+
+def test_a_stop_says_until_when_it_waits(make_run: MakeRun) -> None:
+    """A hung rank does not see the request; stopping without a checkpoint is quicker."""
+    run = make_run(SLEEPS)
+    run.start(timeouts=StopTimeouts(save=600, discard=0.1))
+    wait_for(lambda: run.state == "running")
+    run.stop()
+    wait_for(lambda: "stop_deadline" in read_state(run))
+    assert 590 < float(str(read_state(run)["stop_deadline"])) - time.time() <= 600
+    assert re.search(r"until \d\d:\d\d:\d\d; .* stop without saving", run.summary()["sentence"])
+    run.stop(save=False)
+    assert wait_until_ended(run, 5).state == "stopped"
