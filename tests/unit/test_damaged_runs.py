@@ -87,6 +87,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert row["sentence"] == "Damaged: metrics.jsonl in the run's folder cannot be read (Is a directory)."
 
 
+def test_a_run_without_its_spec_is_shown(tmp_path: Path) -> None:
+    broken = make(tmp_path / "runs", "broken")
+    (broken.path / SPEC).unlink()
+    with client(tmp_path / "runs", detect_machine=lambda _: Machine()) as api:
+        found = api.get(f"/api/runs/{broken.id}")
+    assert found.status_code == 200, found.text
+    assert found.json()["summary"]["loss"] == 2.5
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_folder_without_permissions_is_listed(tmp_path: Path) -> None:
     for folder in (tmp_path, *tmp_path.parents[:3]):

@@ -17,7 +17,21 @@ from typing import Any
 
 import pytest
 
-from backend.runs import ESTIMATE, LOCK, LOG, METRICS, PROGRESS, RESULT, SCRIPT, STATE, STOP, Plan, processes
+from backend.runs import (
+    CHECKPOINTS,
+    COMPLETE,
+    ESTIMATE,
+    LOCK,
+    LOG,
+    METRICS,
+    PROGRESS,
+    RESULT,
+    SCRIPT,
+    STATE,
+    STOP,
+    Plan,
+    processes,
+)
 from backend.runs.folder import Run, RunError, find, runs
 from backend.runs.throughput import duration
 
@@ -297,3 +311,15 @@ def test_times_come_from_the_files(run: Run) -> None:
     put(run, RESULT, "{}")
     summary = run.summary()
     assert abs(summary["started"] - time.time()) < 5 and summary["ended"] >= summary["started"]
+
+
+def test_a_stopped_run_shows_the_step_that_was_saved(run: Run) -> None:
+    """Stop saves after the step, which may be one more than the last one that was logged."""
+    put(run, LOCK, "supervisor\n")
+    put(run, PROGRESS, {"phase": "training", "step": 6, "max_steps": 9})
+    put(run, STATE, {"started": 1.0, "ended": 2.0, "end": "stopped", "exit_code": 0})
+    saved = run.path / CHECKPOINTS / "checkpoint-7"
+    saved.mkdir(parents=True)
+    (saved / COMPLETE).touch()
+    assert run.summary()["step"] == 7
+    assert run.summary()["sentence"] == "Stopped at step 7. Resume continues from checkpoint 7."
