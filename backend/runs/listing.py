@@ -28,8 +28,8 @@ from backend.runs.metrics import last_value
 Row = dict[str, Any]
 INDEX = ".index.json"  # in the runs folder: the rows of runs that are not alive
 INDEX_AFTER = 50  # rows that were read since the index was written: fewer are read again faster than it is written
-REST = 10  # a scan that takes long is followed by a pause of that many times its duration
-SHORT_SECONDS = 0.02  # a scan that takes less needs no pause
+REST = 10  # a scan that is long is followed by a pause of that many times its CPU time
+SHORT_SECONDS = 0.02  # of CPU time: a shorter scan needs no pause. On a busy machine, small folders stay up to date
 MAX_REMOVED = 10_000  # deleted runs that are remembered for clients
 SETTLED = ("new", "done", "stopped", "failed", "lost")  # change only with the run's files
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
@@ -161,10 +161,10 @@ class RunList:
         with self._lock:
             if self._started >= called or called < self._rest_until:
                 return
-            self._started = called = time.monotonic()
+            self._started, used = time.monotonic(), time.thread_time()
             self._scan()
-            seconds = time.monotonic() - called
-            self._rest_until = called + seconds + REST * seconds if seconds > SHORT_SECONDS else -math.inf
+            seconds = time.thread_time() - used
+            self._rest_until = time.monotonic() + REST * seconds if seconds > SHORT_SECONDS else -math.inf
 
     def _scan(self) -> None:
         before = self._entries

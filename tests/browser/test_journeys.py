@@ -17,7 +17,7 @@ from backend.runs import METRICS, SPEC
 from backend.runs.folder import ALIVE, Run, runs
 from backend.runs.processes import run_processes
 
-SLOW_TIMEOUT = 240_000  # ms; other tests use the same cores, and libraries load for ten seconds
+SLOW_TIMEOUT = 400_000  # ms; other tests use the same cores, and libraries load for ten seconds
 
 
 def open_page(page, server, query=""):
