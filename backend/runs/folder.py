@@ -1,7 +1,8 @@
 """Run: a run folder, and its state, which is computed from the files.
 
 Imports backend.runs. Nothing is kept in memory, so any number of pages and shells see the same state. A run is alive
-while its lock is held; the lock's modification time is the last start, and older files belong to an earlier start.
+while its lock is held. The supervisor records which versions of the files were there before the last start; for run.sh,
+files older than the lock belong to an earlier start.
 """
 
 from __future__ import annotations
