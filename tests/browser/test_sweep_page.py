@@ -71,6 +71,26 @@ def test_the_card_says_what_would_start(server, page):
     expect(page.locator("#fp-sweep-form").get_by_label("Values of Learning rate")).to_have_value("1e-4..1e-3")
 
 
+def test_a_late_answer_about_other_values_starts_nothing(server, page):
+    """The answer for the values before an edit arrives just after the edit, before the next question is asked."""
+    page.goto(server.url)
+    held = []
+    page.route("**/api/sweeps/check", lambda route: held.append(route))
+    card = enter(page, "1e-4, 1e-3", "2")
+    expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
+    while not held:
+        page.wait_for_timeout(20)
+    page.wait_for_timeout(600)  # longer than the pause before a check: nothing else is asked
+    last = held.pop()
+    card.get_by_label("Values of Learning rate").evaluate(
+        """(field) => { field.value = "1e-4..1e-3"; field.dispatchEvent(new Event("input", { bubbles: true })); }"""
+    )
+    last.continue_()
+    page.unroute("**/api/sweeps/check")
+    expect(card.get_by_role("status")).to_contain_text("add the number of grid points", timeout=60_000)
+    expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
+
+
 @pytest.mark.soak
 def test_a_sweep_from_the_page(server, page, tmp_path):
     """Four runs that really train: two learning rates, two seeds."""

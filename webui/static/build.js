@@ -36,6 +36,7 @@ const setFresh = (fresh) => ($("#fp-status").dataset.fresh = fresh ? "yes" : "no
 
 export function checkSoon() {
   setFresh(false);
+  seq++; // a report on its way belongs to the values before this edit
   clearTimeout(timer);
   timer = setTimeout(check, DEBOUNCE);
   checkSweep();

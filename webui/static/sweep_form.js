@@ -167,6 +167,7 @@ function changed() {
 export function checkSweep() {
   if (box().hidden) return;
   ready(0);
+  seq++; // the answer to a question asked before this edit is about other runs
   clearTimeout(timer);
   timer = setTimeout(check, DEBOUNCE);
 }
