@@ -63,6 +63,9 @@ class Train(Section):
     """Added to the denominator of the update for numerical stability; 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0), Ui("Max gradient norm", when=read_by("max_grad_norm"))] = 1.0
     """Gradients are clipped to this global norm; 1.0 is usual, and 0 disables clipping."""
+    stop_on_spike: Annotated[bool, Ui("Stop on a spike")] = False
+    """Saves a checkpoint and stops when the loss or the gradient norm jumps far above its usual values and stays there;
+    usually off, because many runs recover from a spike."""
     max_nonfinite_steps: Annotated[int, Field(ge=1, le=100_000), Ui("Max non-finite steps", unit="steps")] = 3
     """Ends the run as diverged after this many steps in a row with a loss that is NaN or infinite; 1 to 10 is usual."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95

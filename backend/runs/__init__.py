@@ -4,9 +4,10 @@ Imports only the standard library. All information about a run is on disk: each 
 is computed from files (`folder.py`). `supervisor.py` is the detached process that waits in the queue, starts the
 launcher, waits for it and stops it; `queue.py` decides when it is a run's turn; `processes.py` has the lock and the
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
-`metrics.py` reads log and metrics incrementally; `listing.py` is the list of all runs, `search.py` its columns and the
-search in them, `notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing;
-`rehearsals.py` runs through a spec in a minute.
+`metrics.py` reads log and metrics incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops
+and slow ranks in them; `listing.py` is the list of all runs, `search.py` its columns and the search in them,
+`notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing; `rehearsals.py` runs through a
+spec in a minute.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ LOG = "log.txt"  # stdout and stderr of the launcher, appended
 RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each rank and its error.json
 RANK = "rank"  # next to a rank's error.json, by that rank: its global rank
 METRICS = "metrics.jsonl"  # one point per line, appended by rank 0
+EVENTS = "events.jsonl"  # checkpoints, resumes and alerts, one per line, appended by rank 0
+MONITOR = "monitor.json"  # the last measurement of all ranks; replaced atomically by rank 0
 PROGRESS = "progress.json"  # current phase and step; replaced atomically by rank 0
 RESULT = "result.json"  # results of the run; replaced atomically by rank 0
 ERROR = "error.json"  # traceback, by torch's elastic error handler; with torchrun, one per rank under ranks/

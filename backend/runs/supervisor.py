@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from backend.runs import (
     STATE,
     STOP,
     SUPERVISOR,
+    events,
     processes,
     queue,
     replace_text,
@@ -129,6 +131,7 @@ class Supervisor:
     def run(self) -> None:
         """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed."""
         self.state |= {"pid": os.getpid()}
+        _, known_events = events.since(self.folder, 0)
         try:
             with (self.folder / LOG).open("ab") as log:
                 launcher = subprocess.Popen(
@@ -140,7 +143,10 @@ class Supervisor:
         else:
             self.state |= {"launcher": launcher.pid}
             self._write()
+            ended = threading.Event()
+            threading.Thread(target=webhook.watch, args=(self.folder, known_events, ended), daemon=True).start()
             self.state |= {"exit_code": self._wait(launcher)}
+            ended.set()
         self._end()
 
     def release(self, lock: int) -> None:

@@ -1,30 +1,48 @@
-"""Tells a chat or another service that a run has ended: a POST of JSON to the URL in FOOTPLATE_WEBHOOK.
+"""Tells a chat or another service how a run is doing: a POST of JSON to the URL in FOOTPLATE_WEBHOOK when it has ended,
+for each of its alerts, and when it makes no progress.
 
-Imports runs, folder. The URL often contains a secret, so it comes from the environment of the server or shell that
-starts a run, and neither the run's folder nor its processes get it.
+Imports runs, events, health, folder. The URL often contains a secret, so it comes from the environment of the server or
+shell that starts a run, and neither the run's folder nor its processes get it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import urllib.request
 from pathlib import Path
 
-from backend.runs import LOG
+from backend.runs import LOG, events, health
 from backend.runs.folder import Run
 
 WEBHOOK = "FOOTPLATE_WEBHOOK"  # environment variable
 SECONDS = 10.0
+LOOK_SECONDS = 2.0  # between two looks for alerts
 
 
-def notify(folder: Path) -> None:
-    """Post how the run in `folder` ended, if there is a URL. An error becomes a line in the run's log."""
+def watch(folder: Path, offset: int, ended: threading.Event) -> None:
+    """Post the alerts after `offset` of the run in `folder`, and once that it makes no progress, until it `ended`."""
+    if not os.environ.get(WEBHOOK):
+        return
+    stalled = False
+    while not ended.wait(LOOK_SECONDS):
+        found, offset = events.since(folder, offset)
+        for event in found:
+            if event["kind"] in health.KINDS:
+                notify(folder, f"Step {event['step']}: {event['text']}")
+        was, stalled = stalled, bool(Run(folder).summary().get("stalled"))
+        if stalled and not was:
+            notify(folder)
+
+
+def notify(folder: Path, alert: str = "") -> None:
+    """Post how the run in `folder` is doing, or an alert, if there is a URL. An error becomes a line in its log."""
     url = os.environ.get(WEBHOOK, "")
     if not url:
         return
     summary = Run(folder).summary()
-    text = f"Footplate: {summary['name']}. {summary['sentence']}"
+    text = f"Footplate: {summary['name']}. {alert or summary['sentence']}"
     # Slack and Mattermost show `text`, Discord shows `content`.
     content = {"text": text, "content": text, **{key: summary[key] for key in ("id", "name", "state", "step", "loss")}}
     try:

@@ -1,6 +1,6 @@
 """Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
 
-Imports config, runs, checkpoints, device, run_log.
+Imports config, runs, checkpoints, device, monitor, run_log.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from backend.config import RunSpec
 from backend.runs.throughput import duration
 from backend.train import checkpoints
 from backend.train.device import ProcessGroup
+from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
 
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
@@ -34,6 +35,9 @@ PREFERENCE_METRICS = {
 }
 
 
+MEASURE = 4  # what rank 0 adds to the number that the ranks agree on after a step; see RunLog.stop_requested
+
+
 class StepTimer:
     """Seconds spent on training steps, without evaluations and checkpoints."""
 
@@ -45,10 +49,12 @@ class StepTimer:
         if self._paused:
             self._since, self._paused = time.perf_counter(), False
 
-    def end_step(self) -> None:
-        """End a step."""
+    def end_step(self) -> float:
+        """End a step; returns its seconds."""
         now = time.perf_counter()
-        self.busy, self._since = self.busy + now - self._since, now
+        seconds, self._since = now - self._since, now
+        self.busy += seconds
+        return seconds
 
     def pause(self) -> None:
         """Do not count the time until the next step starts."""
@@ -83,8 +89,8 @@ class EarlyStopping(EarlyStoppingCallback):
 class ProgressCallback(TrainerCallback):
     """Writes what the Trainer does to the run log."""
 
-    def __init__(self, run_log: RunLog) -> None:
-        self.run_log, self.clock = run_log, StepTimer()
+    def __init__(self, run_log: RunLog, monitor: Monitor) -> None:
+        self.run_log, self.monitor, self.clock = run_log, monitor, StepTimer()
         self.tokens, self._logged_tokens, self._logged_busy = 0, 0, 0.0
         self._start_step, self._first_seconds, self._eval_batches = 0, 0.0, 0
         self.began = time.time()
@@ -92,6 +98,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the number of steps, and the step that this start resumes from."""
         self._start_step, self.began = state.global_step, time.time()
+        self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
         self.run_log.start_phase("training", f"Training for {state.max_steps} steps{more}.", **_steps(state))
 
@@ -101,7 +108,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write progress after each optimizer step."""
-        self.clock.end_step()
+        self.monitor.end_step(self.clock.end_step())
         more = _steps(state)
         if state.global_step == self._start_step + 1:  # the slowest: kernels are selected, memory is allocated
             self._first_seconds = self.clock.busy
@@ -121,6 +128,8 @@ class ProgressCallback(TrainerCallback):
             self._logged_tokens, self._logged_busy = self.tokens, self.clock.busy
         elif "eval_loss" not in logs:
             return  # the Trainer's summary at the end of training
+        if self.run_log.rank == 0:
+            point |= self.monitor.add(point, state.global_step)
         self.run_log.metrics({"step": state.global_step, "time": time.time(), **point})
         self.run_log.info(self._line(state, point))
         if "eval_loss" in point:
@@ -168,8 +177,9 @@ class ProgressCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Marks checkpoints as complete, deletes old ones, and ends the training when a stop is requested."""
 
-    def __init__(self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog) -> None:
+    def __init__(self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog, monitor: Monitor) -> None:
         self.keep, self.run, self.group, self.run_log = spec.save.total_limit, run, group, run_log
+        self.monitor = monitor
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -178,7 +188,12 @@ class CheckpointCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree with all ranks on a stop after each step, so that all of them end at the same step."""
-        requested = self.group.agree_on_step(self.run_log.stop_requested() if self.group.rank == 0 else 0)
+        asked = 0
+        if self.group.rank == 0:
+            asked = self.run_log.stop_requested() + (MEASURE if self.monitor.is_due() else 0)
+        measures, requested = divmod(self.group.agree_on_step(asked), MEASURE)
+        if measures:
+            self.monitor.measure(state.global_step)
         if requested and state.global_step < state.max_steps:
             self.stopped = requested
             args.save_only_model = False  # the run must be able to resume from this checkpoint
@@ -194,9 +209,11 @@ class CheckpointCallback(TrainerCallback):
         """Mark the checkpoint as complete once all ranks have written their part."""
         self.group.agree()
         if self.group.rank == 0:
-            checkpoints.mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            checkpoints.mark_complete(saved)
             checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
-            self.run_log.info(f"Saved checkpoint-{state.global_step}.")
+            self.run_log.info(f"Saved {saved.name}.")
+            self.monitor.saved(saved, state.global_step)
 
 
 def preference_metrics(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,10 +137,17 @@ class ProcessGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in order. A collective call."""
-        if self._group is None:
+        return self._gathered(value, self._group)
+
+    def gather_on_step(self, value: Any) -> list[Any]:
+        """As gather, right after a training step, within parallel.ddp_timeout."""
+        return self._gathered(value, self._step_group)
+
+    def _gathered(self, value: Any, group: Any) -> list[Any]:
+        if group is None:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def share(self, value: Any) -> Any:
@@ -188,6 +195,13 @@ def peak_bytes(family: str) -> int:
     if family in ("cuda", "xpu", "npu"):
         return int(getattr(torch, family).max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def memory_bytes(family: str) -> int:
+    """Memory of this process now: reserved by torch on its device, or resident in RAM for the CPU."""
+    if family in ("cuda", "xpu", "npu"):
+        return int(getattr(torch, family).memory_reserved())
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
 
 
 def reserved_bytes(family: str) -> int | None:

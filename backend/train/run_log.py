@@ -5,6 +5,7 @@ Imports runs. Only rank 0 writes; any rank may raise an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backend.runs import METRICS, PROGRESS, STOP, sweeps
+from backend.runs import EVENTS, METRICS, PROGRESS, STOP, sweeps
+from backend.runs.events import RESUMED
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
 KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time")
@@ -69,16 +71,19 @@ class RunLog:
         point = {key: None if key in not_finite else value for key, value in values.items()}
         if not_finite:
             point["note"] = ", ".join(f"{key} is {values[key]}" for key in not_finite)
-        path = self.folder / METRICS
-        # A line that was cut off when the process was killed must not swallow this one.
-        truncated = path.exists() and not _ends_with_newline(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * truncated + json.dumps(point, allow_nan=False) + "\n")
+        _append(self.folder / METRICS, point)
+
+    def event(self, kind: str, step: int, text: str) -> None:
+        """Append one line to events.jsonl. The log has it too, so that a full disk ends nothing here."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                _append(self.folder / EVENTS, {"kind": kind, "step": step, "time": time.time(), "text": text})
 
     def mark_resumed(self, step: int) -> None:
         """Tell readers of the metrics that points after `step` are outdated; nothing if there are no points."""
         if self.rank == 0 and (self.folder / METRICS).exists():
             self.metrics({"event": "resumed", "step": step, "time": time.time()})
+            self.event(RESUMED, step, f"Resumed after step {step}." if step else "Restarted at step 0.")
 
     def stop_requested(self) -> int:
         """0: no; 1: stop without saving; 2: save a checkpoint and stop."""
@@ -99,6 +104,13 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value, allow_nan=False, ensure_ascii=False), encoding="utf-8")
     temporary.replace(path)
+
+
+def _append(path: Path, value: Mapping[str, Any]) -> None:
+    """Append a line of JSON. One that was cut off when the process was killed must not swallow it."""
+    truncated = path.exists() and not _ends_with_newline(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * truncated + json.dumps(value, allow_nan=False) + "\n")
 
 
 def _ends_with_newline(path: Path) -> bool:

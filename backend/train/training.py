@@ -38,6 +38,7 @@ from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
+from backend.train.monitor import Monitor
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
 from backend.train.run_log import RunLog, Stopped, TrainError, write_json
 from backend.train.templates import ChatTokenizer
@@ -89,13 +90,15 @@ def train_in_phases(context: TrainContext) -> None:
         ),
         prompts,
     )
-    progress, checkpoint = ProgressCallback(run_log), CheckpointCallback(spec, context.folder, group, run_log)
+    monitor = Monitor(context)
+    progress = ProgressCallback(run_log, monitor)
+    checkpoint = CheckpointCallback(spec, context.folder, group, run_log, monitor)
     divergence = DivergenceCallback(spec, context.folder, group, run_log)
     callbacks = [generation, progress, checkpoint, divergence, *rehearsing]
     if trainers.stops_early(spec):
         callbacks.append(EarlyStopping(spec.eval.early_stopping_patience, spec.eval.early_stopping_threshold, run_log))
     generation.trainer = trainer = _trainer(context, config, source, tokens, prepared, callbacks)
-    trainer.divergence = divergence
+    trainer.divergence, trainer.monitor = divergence, monitor
     start = _start(context)
     lora.check_checkpoint(trainer.accelerator.unwrap_model(trainer.model), start)
     counts = model.count_parameters(trainer.model)  # before a block-wise optimizer freezes layers

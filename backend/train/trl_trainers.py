@@ -1,7 +1,7 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, context, device, divergence, lora, optimizers, patches, universal_checkpoint. Every trainer
-gets tokenized examples (data, preference_data), so its own preparation is skipped.
+Imports registry, config, context, device, divergence, lora, monitor, optimizers, patches, universal_checkpoint. Every
+trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from backend.config import RunSpec
 from backend.train import device, lora, optimizers, universal_checkpoint
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
+from backend.train.monitor import Monitor
 from backend.train.patches import trl_orpo_dataset
 
 
@@ -46,6 +47,7 @@ class TrainerMixin(optimizers.OptimizerMixin):
     loraplus_lr_ratio = 1.0
     context: TrainContext
     divergence: DivergenceCallback | None = None
+    monitor: Monitor | None = None
 
     def create_optimizer(self: Any, model: Any = None) -> Any:
         """The optimizer, with LoRA+'s learning rates."""
@@ -61,6 +63,11 @@ class TrainerMixin(optimizers.OptimizerMixin):
         if self.divergence is not None:
             self.divergence.add(loss)
         return loss
+
+    def get_batch_samples(self: Any, epoch_iterator: Any, *args: Any, **more: Any) -> Any:
+        """Take note of the time that this rank waits for batches."""
+        batches = self.monitor.fetch(epoch_iterator) if self.monitor is not None else epoch_iterator
+        return super().get_batch_samples(batches, *args, **more)  # type: ignore[misc]
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another."""

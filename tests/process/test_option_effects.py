@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +27,7 @@ from backend.config.options import by_name, edit, effective, options, word
 from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
 from backend.resolve import resolve
-from backend.runs import SPEC
+from backend.runs import SPEC, STOP
 from backend.train import (
     adapters,
     checkpoints,
@@ -41,6 +42,7 @@ from backend.train import (
 )
 from backend.train.callbacks import CheckpointCallback, EarlyStopping
 from backend.train.divergence import DivergenceCallback
+from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog, TrainError
 from backend.train.training import TrainContext, _start
 
@@ -149,6 +151,19 @@ def steps_until_divergence(spec: RunSpec) -> int:
             callback.add(torch.tensor(math.nan))
             callback.on_step_end(None, state, control)
     return state.global_step
+
+
+def stops_on_spike(spec: RunSpec) -> bool:
+    """Whether a loss that jumps and stays there requests a stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = SimpleNamespace(device="cpu", compute_dtype="fp32")
+        context = SimpleNamespace(
+            spec=spec, run=run, folder=Path(folder), group=device.ProcessGroup(), run_log=RunLog(Path(folder))
+        )
+        watched = Monitor(context)  # type: ignore[arg-type]
+        for step, loss in enumerate([2.0] * 30 + [9.0] * 2):
+            watched.add({"loss": loss}, step)
+        return (Path(folder) / STOP).exists()
 
 
 def evaluations_until_stop(spec: RunSpec) -> int:
@@ -509,6 +524,7 @@ CASES: dict[str, Case] = {
     "train.badam_switch_block_every": Case(7, badam_switching, BADAM),
     "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
     "train.max_nonfinite_steps": Case(2, steps_until_divergence),
+    "train.stop_on_spike": Case(True, stops_on_spike),
     "train.neftune_noise_alpha": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.train_sampling_strategy": Case("group_by_length", sampling_order),
     "train.activation_checkpointing": Case(True, argument("activation_checkpointing")),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.runs import LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes, webhook
+from backend.runs import EVENTS, LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes, webhook
 from backend.runs import folder as run_folder
 from backend.runs.folder import Run, RunError, StopTimeouts
 
@@ -448,6 +448,35 @@ def test_webhook_is_told_how_a_run_ended(
     assert content["text"] == content["content"] == f"Footplate: {run.name}. {run.summary()['sentence']}"
     wait_for(lambda: not processes.run_processes(run.path))
     assert not [p for p in run.path.rglob("*") if p.is_file() and "secret" in p.read_text(errors="replace")]
+
+
+ALERTS = """
+def event(kind, step, text):
+    with open('events.jsonl', 'a') as file:
+        file.write(json.dumps({'kind': kind, 'step': step, 'time': 0, 'text': text}) + chr(10))
+event('saved', 10, 'Saved checkpoint-10.')
+event('loss spike', 12, 'The loss rose to 9.')
+while not os.path.exists('stop'): time.sleep(0.02)
+event('disk', 13, 'too late for the webhook')
+"""
+
+
+def test_webhook_is_told_alerts_while_a_run_trains(
+    make_run: MakeRun, receiver: http.server.HTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(webhook.WEBHOOK, f"http://127.0.0.1:{receiver.server_port}/")
+    run = make_run(WRITE_PROGRESS + ALERTS)
+    (run.path / EVENTS).write_text('{"kind": "disk", "step": 3, "text": "of an earlier start"}\n')
+    run.start()
+    wait_for(lambda: receiver.posted, seconds=30)  # type: ignore[attr-defined]
+    run.stop()
+    wait_until_ended(run)
+    wait_for(lambda: len(receiver.posted) == 2)  # type: ignore[attr-defined]
+    texts = [content["text"] for _, content in receiver.posted]  # type: ignore[attr-defined]
+    assert texts == [
+        f"Footplate: {run.name}. Step 12: The loss rose to 9.",
+        f"Footplate: {run.name}. {run.summary()['sentence']}",
+    ]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/secret", "file:///etc/passwd", "nonsense"])

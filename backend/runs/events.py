@@ -1,0 +1,55 @@
+"""events.jsonl: what happened to a run while it trained, one JSON object per line, appended by rank 0.
+
+Imports runs, health. An event has `kind`, `step`, `time` (Unix seconds) and `text`. Kinds are SAVED, RESUMED and those
+of health.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from backend.runs import EVENTS, health
+
+SAVED, RESUMED = "saved", "resumed"
+MAX_BYTES = 1_000_000  # of the end of the file that is read
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run, without those of steps that a resumed run repeats."""
+    found: list[dict[str, Any]] = []
+    for event in since(folder, 0)[0]:
+        if event["kind"] == RESUMED:
+            found = [earlier for earlier in found if earlier["kind"] == RESUMED or earlier["step"] <= event["step"]]
+        found.append(event)
+    return found
+
+
+def alerts(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run that a user should look at."""
+    return [event for event in read(folder) if event["kind"] in health.KINDS]
+
+
+def since(folder: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The events in complete lines after `offset`, in bytes, and the next offset."""
+    try:
+        with (folder / EVENTS).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(offset if offset <= size else 0, size - MAX_BYTES))
+            data = file.read(MAX_BYTES)
+            end = file.tell()
+    except OSError:
+        return [], offset
+    complete = data.rfind(b"\n") + 1
+    return [event for line in data[:complete].splitlines() if (event := _event(line))], end - len(data) + complete
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+        return {"kind": str(found["kind"]), "step": int(found["step"]), "text": str(found.get("text", ""))} | {
+            "time": float(found.get("time", 0))
+        }
+    except (ValueError, KeyError, TypeError):  # cut off by a crash, or written by someone else
+        return None

@@ -1,0 +1,186 @@
+"""What a run's own figures tell about its health: spikes, drops, a slow rank, a disk that is nearly full.
+
+Imports nothing from Footplate. Figures are compared with the last ones of the same run, on a logarithmic scale: losses,
+gradient norms and throughput differ by orders of magnitude between runs, and vary by factors within one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KEPT, NEEDED = 50, 20  # figures that are compared with; fewer than NEEDED say nothing
+SPREADS = 6.0  # of the median absolute deviation, as a standard deviation
+DEVIATION = 1.4826  # a normal distribution's standard deviation in median absolute deviations
+ADOPTED = 10  # unusual figures in a row are a new level, which later ones are compared with
+
+LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
+SLOW_RANK, DATA, IDLE, DISK = "slow rank", "data loading", "idle GPU", "disk"
+KINDS = (LOSS, GRADIENT, THROUGHPUT, NOT_FINITE, SLOW_RANK, DATA, IDLE, DISK)
+SPIKES = (LOSS, GRADIENT)  # after which train.stop_on_spike stops
+
+SAMPLES = 5  # measurements of the ranks that are averaged: one alone may be an accident
+SLOW_FACTOR = 1.5  # times the median of the other ranks
+DATA_SHARE = 0.3  # of the time
+IDLE_PERCENT = 10.0
+CHECKPOINTS_LEFT = 1.5  # free space, in checkpoints, below which the disk is nearly full
+BYTES_LEFT = 1024**3  # the same before the first checkpoint
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that a user should look at; `text` is one sentence."""
+
+    kind: str
+    text: str
+
+
+class Level:
+    """The usual values of a figure. `factor` is the least change that counts; below 1, a drop is looked for. An alert
+    takes `in_a_row` unusual values, each of them at least `floor`."""
+
+    def __init__(self, factor: float, in_a_row: int, floor: float = 0.0) -> None:
+        self.least, self.in_a_row, self.floor = math.log(factor), in_a_row, floor
+        self._usual: deque[float] = deque(maxlen=KEPT)  # logarithms
+        self._unusual: list[float] = []
+
+    def add(self, value: Any) -> float | None:
+        """Take note of a value. Returns the usual one if this value completes a row of unusual ones."""
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            return None
+        new = math.log(value)
+        if value < self.floor or len(self._usual) < NEEDED or not self._is_unusual(new):
+            self._usual.append(new)
+            self._unusual.clear()
+            return None
+        self._unusual.append(new)
+        usual = math.exp(statistics.median(self._usual))
+        if len(self._unusual) == ADOPTED:
+            self._usual = deque(self._unusual * (NEEDED // ADOPTED), maxlen=KEPT)
+            self._unusual.clear()
+        return usual if len(self._unusual) == self.in_a_row else None
+
+    def _is_unusual(self, new: float) -> bool:
+        middle = statistics.median(self._usual)
+        spread = DEVIATION * statistics.median(abs(value - middle) for value in self._usual)
+        change, limit = new - middle, max(abs(self.least), SPREADS * spread)
+        return change > limit if self.least > 0 else change < -limit
+
+
+class Curves:
+    """The logged points of one start of a run."""
+
+    def __init__(self) -> None:
+        # Noise of small batches is symmetric and wide; two values in a row above it are a change of the training.
+        self._loss, self._gradient = Level(1.5, in_a_row=2, floor=0.1), Level(5.0, in_a_row=2, floor=1.0)
+        self._throughput = Level(1 / 1.5, in_a_row=3)
+        self._finite = True
+
+    def add(self, point: Mapping[str, Any]) -> list[Alert]:
+        """The alerts of a new point: loss, grad_norm, tokens_per_second."""
+        loss = point.get("loss")
+        if loss is None:
+            return []
+        return [alert for alert in (self._check_finite(loss), *self._check_levels(point)) if alert]
+
+    def _check_finite(self, loss: float) -> Alert | None:
+        was, self._finite = self._finite, math.isfinite(loss)
+        return Alert(NOT_FINITE, f"The loss is {loss}.") if was and not self._finite else None
+
+    def _check_levels(self, point: Mapping[str, Any]) -> list[Alert | None]:
+        def compare(level: Level, key: str, kind: str, text: str) -> Alert | None:
+            usual = level.add(point.get(key))
+            return None if usual is None else Alert(kind, text.format(value=point[key], usual=usual))
+
+        last = f"median of the last {KEPT} points"
+        return [
+            compare(self._loss, "loss", LOSS, f"The loss rose to {{value:.4g}}; the {last} is {{usual:.4g}}."),
+            compare(
+                self._gradient, "grad_norm", GRADIENT,
+                f"The gradient norm rose to {{value:.4g}}; the {last} is {{usual:.4g}}.",
+            ),
+            compare(
+                self._throughput, "tokens_per_second", THROUGHPUT,
+                f"Throughput fell to {{value:,.0f}} tokens/s; the {last} is {{usual:,.0f}} tokens/s.",
+            ),
+        ]  # fmt: skip
+
+
+class Ranks:
+    """Measurements of all ranks at the same moments: dicts with `host`, `device`, `probe` (seconds of the same small
+    matmul), `data` (the share of time spent waiting for batches) and, on a GPU, `utilization` in percent."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sequence[Mapping[str, Any]]] = deque(maxlen=SAMPLES)
+        self._told: set[tuple[str, int]] = set()
+
+    def add(self, ranks: Sequence[Mapping[str, Any]]) -> list[Alert]:
+        """The alerts of a new measurement. Each rank has one alert of a kind until it is well again."""
+        self._samples.append(ranks)
+        if len(self._samples) < SAMPLES:
+            return []
+        found = {**self._slow(), **self._waiting(), **self._idle()}
+        new = [Alert(kind, text) for (kind, rank), text in found.items() if (kind, rank) not in self._told]
+        self._told = set(found)
+        return new
+
+    def _means(self, key: str) -> dict[int, float]:
+        """The mean of a measurement, of each rank that has it."""
+        columns = zip(*self._samples, strict=True)
+        return {
+            rank: statistics.fmean(sample[key] for sample in column)
+            for rank, column in enumerate(columns)
+            if all(key in sample for sample in column)
+        }
+
+    def _name(self, rank: int) -> str:
+        here = self._samples[-1][rank]
+        return f"Rank {rank} ({here['device']} on {here['host']})"
+
+    def _slow(self) -> dict[tuple[str, int], str]:
+        found, means = {}, self._means("probe")
+        for rank, seconds in means.items():
+            others = [value for other, value in means.items() if other != rank]
+            if others and seconds > SLOW_FACTOR * statistics.median(others):
+                found[SLOW_RANK, rank] = (
+                    f"{self._name(rank)} computes {seconds / statistics.median(others):.1f} times slower than the "
+                    "other ranks, which wait for it. Check it for other processes, a power limit and thermal "
+                    "throttling."
+                )
+        return found
+
+    def _waiting(self) -> dict[tuple[str, int], str]:
+        return {
+            (DATA, rank): (
+                f"{self._name(rank)} spends {share:.0%} of its time waiting for batches. Raise "
+                "train.dataloader_num_workers, or check the storage of the data."
+            )
+            for rank, share in self._means("data").items()
+            if share > DATA_SHARE
+        }
+
+    def _idle(self) -> dict[tuple[str, int], str]:
+        return {
+            (IDLE, rank): f"{self._name(rank)} is nearly idle: its GPU is busy {busy:.0f}% of the time."
+            for rank, busy in self._means("utilization").items()
+            if busy < IDLE_PERCENT
+        }
+
+
+class Disk:
+    """The free space of the file system with the run's folder."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def add(self, free: int, checkpoint: int) -> list[Alert]:
+        """`checkpoint`: bytes of the last checkpoint, 0 before the first one or if none is saved."""
+        was, self._told = self._told, free < (CHECKPOINTS_LEFT * checkpoint or BYTES_LEFT)
+        if was or not self._told:
+            return []
+        need = f", and a checkpoint takes {checkpoint / 1e9:.1f} GB" if checkpoint else ""
+        return [Alert(DISK, f"The disk is nearly full: {free / 1e9:.1f} GB are free{need}.")]

@@ -1,0 +1,81 @@
+"""Health of real trainings: a spike that stops the run, a rank that is slowed down, and what is measured meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import ForkServer, write_run
+from training_runs import log_text, losses, make_spec, read_metrics
+
+from backend.runs import CHECKPOINTS, MONITOR, RESULT, STOP, events, health
+
+SCRIPT = """
+import os, signal, time
+from backend.train import __main__ as main, callbacks, monitor
+monitor.FIRST_SECONDS = monitor.MEASURE_SECONDS = {pause}
+begin_step, begin = callbacks.ProgressCallback.on_step_begin, callbacks.ProgressCallback.on_train_begin
+{more}
+main.main()
+"""
+SPIKE = """
+def damage(self, args, state, control, model=None, **more):
+    if state.global_step == 30:
+        for weight in model.parameters():
+            weight.data.mul_(3)
+    begin_step(self, args, state, control, model=model, **more)
+callbacks.ProgressCallback.on_step_begin = damage
+"""
+SLOW = """
+def slow_down(self, args, state, control, **more):
+    parent = os.getpid()
+    if os.environ["RANK"] == "1" and not os.fork():  # stops this rank most of the time
+        try:
+            while os.getppid() == parent:
+                for number, seconds in ((signal.SIGSTOP, 0.03), (signal.SIGCONT, 0.01)):
+                    os.kill(parent, number)
+                    time.sleep(seconds)
+        finally:
+            os._exit(0)
+    begin(self, args, state, control, **more)
+callbacks.ProgressCallback.on_train_begin = slow_down
+"""
+LONG = {"train.duration": "steps", "logging.steps": 1, "eval.strategy": "no", "save.strategy": "steps"}
+DDP = {**LONG, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "save.steps": 20}
+
+
+def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1) -> None:
+    folder.mkdir()
+    write_run(folder / "run", make_spec(changes))
+    (folder / "script.py").write_text(SCRIPT.format(more=more, pause=pause))
+    assert server.run(folder / "run", 2, script=str(folder / "script.py")) == 0, log_text(folder / "run")
+
+
+def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    train(fork_server, tmp_path / "spike", {**DDP, "train.max_steps": 60, "train.stop_on_spike": True}, SPIKE)
+    run = tmp_path / "spike" / "run"
+    before, after = losses(run)[30], losses(run)[32]
+    assert after > 1.5 * before, "the damage shows"
+    found = events.read(run)
+    (spike,) = (event for event in found if event["kind"] == health.LOSS)
+    assert spike["step"] == 32 and f"rose to {after:.4g}" in spike["text"]
+    assert (run / STOP).read_text().splitlines() == ["save", spike["text"]]
+    assert max(losses(run)) == 33 and not (run / RESULT).exists()
+    assert [event["step"] for event in found if event["kind"] == events.SAVED] == [20, 33]
+    assert (run / CHECKPOINTS / "checkpoint-33" / "complete").exists()
+    measured = json.loads((run / MONITOR).read_text())
+    assert len(measured["ranks"]) == 2 and 0 < measured["step_seconds"]["p50"] <= measured["step_seconds"]["p95"]
+    for rank in measured["ranks"]:
+        assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
+        assert 1e8 < rank["memory"] < 1e11
+    assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
+
+
+@pytest.mark.soak
+def test_a_slow_rank_is_named(fork_server: ForkServer, tmp_path: Path) -> None:
+    train(fork_server, tmp_path / "slow", {**DDP, "train.max_steps": 150}, SLOW, pause=0.5)
+    found = events.alerts(tmp_path / "slow" / "run")
+    slow = [event["text"] for event in found if event["kind"] == health.SLOW_RANK]
+    assert slow and all(text.startswith("Rank 1 (cpu on ") for text in slow), found
