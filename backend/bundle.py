@@ -26,10 +26,12 @@ from backend.runs import (  # fmt: skip
     DEEPSPEED,
     ERROR,
     ESTIMATE,
+    EVENTS,
     FSDP,
     HOSTFILE,
     LOG,
     METRICS,
+    MONITOR,
     PLAN,
     PROGRESS,
     RANK_LOGS,
@@ -44,7 +46,8 @@ from backend.runs import (  # fmt: skip
 from backend.runs.folder import UNREADABLE, Run
 
 FILES = (
-    SPEC, RESOLVED, PLAN, DEEPSPEED, FSDP, ACCELERATE, HOSTFILE, ESTIMATE, SWEEP, SCRIPT, STATE, PROGRESS, ERROR,
+    SPEC, RESOLVED, PLAN, DEEPSPEED, FSDP, ACCELERATE, HOSTFILE, ESTIMATE, SWEEP, SCRIPT, STATE, PROGRESS, MONITOR,
+    EVENTS, ERROR,
 )  # fmt: skip
 FILE_BYTES, LOG_BYTES, RANK_BYTES = 2**20, 2 * 2**20, 64 * 2**10  # the end of a file of this size is kept
 MAX_RANK_FILES = 192  # three files for each of 64 ranks

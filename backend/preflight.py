@@ -17,8 +17,8 @@ from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_p
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
-from backend.modelspec import trainable_parameters
-from backend.resolve import ResolvedRun
+from backend.modelspec import flops_per_token, trainable_parameters
+from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount, counted
 from backend.runs import Plan
@@ -91,7 +91,21 @@ class Report:
         overhead = sum(row.bytes for row in self.estimate.rows if row.name == OVERHEAD)
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
         measured = peak if on_cpu else peak - overhead
-        return {**estimate_json(self.estimate), "measured_bytes": measured, "compared": list(self.compared)}
+        compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
+        return {**estimate_json(self.estimate), **compared}
+
+    @property
+    def _flops(self) -> dict[str, int]:
+        """FLOPs per token, and the peak FLOP/s of all devices, from which the page computes the MFU; empty where one of
+        them is not known."""
+        if self.facts.shape is None or self.spec.train.stage not in registry.NEXT_TOKEN_STAGES:
+            return {}
+        names = {gpu.name for gpu in selected_gpus(self.run, self.machine)}
+        peaks = [registry.peak_flops(name, self.run.compute_dtype) for name in names]
+        needed = flops_per_token(self.spec, self.facts.shape)
+        if self.spec.precision.compute == "fp8" or needed is None or not peaks or not min(peaks):
+            return {}
+        return {"flops_per_token": needed, "peak_flops": min(peaks) * self.run.world_size}
 
     @property
     def compared(self) -> tuple[str, ...]:

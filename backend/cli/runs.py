@@ -30,7 +30,7 @@ from backend.cli.commands import (  # fmt: skip
 from backend.inspect import predecessor
 from backend.machine import probe
 from backend.rules.base import amount
-from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, queue, stacks
+from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
 from backend.runs.metrics import Metrics, chunks, since
 
@@ -114,6 +114,8 @@ def show(arguments: argparse.Namespace) -> int:
         print_json(about)
         return 0
     print(f"{shown.id}\n{about['summary']['sentence']}\n\n{spec}")
+    for alert in about["alerts"]:
+        print(f"Alert at step {alert['step']}: {alert['text']}")
     for name in (
         *(f"{score}_{side}" for score in SCORES for side in ("before", "after")),
         "eval_reward_accuracy",
@@ -164,6 +166,7 @@ def _run_json(shown: Run) -> dict[str, Any]:
             "progress": shown.progress(),
             "result": shown.result(),
             "failure": shown.failure(),
+            "alerts": events.alerts(shown.path),
             "checkpoints": shown.checkpoints(),
             "folder": str(shown.path),
             "command": shown.plan().command(),

@@ -14,6 +14,7 @@ from backend.modelspec.architectures import (
     UnknownArchitecture,
     from_config,
 )
+from backend.modelspec.flops import flops_per_token
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
 from backend.modelspec.trainable import (
     count_equal_tensors,
@@ -33,6 +34,7 @@ __all__ = [
     "NotCausalLM",
     "UnknownArchitecture",
     "count_equal_tensors",
+    "flops_per_token",
     "from_config",
     "lora_modules",
     "matches",

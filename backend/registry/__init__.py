@@ -14,6 +14,7 @@ from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
+from backend.registry.peak_flops import peak_flops
 from backend.registry.quantization import FOUR_BIT, PREQUANTIZED, QUANTIZATIONS
 from backend.registry.stages import (
     DATASETS,
@@ -88,6 +89,7 @@ __all__ = [
     "Stage",
     "Strategy",
     "has_chat_template",
+    "peak_flops",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {

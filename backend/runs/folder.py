@@ -32,6 +32,7 @@ from backend.runs import (  # fmt: skip
     LOCK,
     LOG,
     METRICS,
+    MONITOR,
     PLAN,
     PROGRESS,
     RANK_LOGS,
@@ -262,6 +263,12 @@ class Run:
         """The result of the last start; empty before its end."""
         return self._json(RESULT) if self._fresh(RESULT) else {}
 
+    def monitor(self) -> dict[str, Any]:
+        """The last measurement of all ranks in this start; empty before the first one."""
+        found = self._json(MONITOR) if self._fresh(MONITOR) else {}
+        ranks = found.get("ranks")
+        return found if isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks) else {}
+
     def last_points(self) -> list[dict[str, Any]]:
         """The metrics of the last logging steps."""
         return last_points(self.path / METRICS)
@@ -452,7 +459,7 @@ class Run:
 def file_versions(folder: Path) -> dict[str, list[int]]:
     """Which version of each file that the trainer writes is in `folder`. A supervisor records this before the start."""
     found = {}
-    for name in (PROGRESS, METRICS, RESULT):
+    for name in (PROGRESS, METRICS, MONITOR, RESULT):
         with contextlib.suppress(OSError):
             file = (folder / name).stat()
             found[name] = [file.st_ino, file.st_size, file.st_mtime_ns]

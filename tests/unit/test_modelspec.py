@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend import registry
-from backend.config import Method, RunSpec
+from backend.config import Method, RunSpec, presets
 from backend.config.method import Lora
+from backend.config.options import edit
+from backend.machine import machines
 from backend.modelspec import ARCHITECTURES, UnknownArchitecture, from_config, lora_modules, trainable_parameters
+from backend.preflight import preflight
 from backend.train import adapters
 
 SMALL = {
@@ -191,3 +195,40 @@ def test_sliding_windows_match_transformers(config: dict[str, Any], slides: bool
     types = getattr(config_object, "layer_types", None)
     window = getattr(config_object, "sliding_window", None)
     assert (any(name != "full_attention" for name in types) if types else bool(window)) == slides
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA H200", "fp32", 0),
+        ("NVIDIA A10G", "bf16", 0),
+        ("NVIDIA A10", "bf16", 125),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", 0),
+        ("Tesla V100-SXM2-16GB", "bf16", 0),
+        ("Tesla T4", "fp16", 65),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", 0),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", 0),
+        ("NVIDIA GH200 480GB", "bf16", 0),
+        ("", "bf16", 0),
+    ],
+)
+def test_peak_flops(name: str, dtype: str, tflops: int) -> None:
+    assert registry.peak_flops(name, dtype) == tflops * 10**12
+
+
+def test_flops_of_a_plan() -> None:
+    """What the page needs for the MFU is saved with a run on devices with a known peak, for stages that train on every
+    token."""
+    spec, machine = next(p.spec for p in presets.presets() if p.name == "full-8b-fsdp2"), machines()["8x80gb"]
+    expected = preflight(spec, machine, Path.cwd()).expected
+    assert expected is not None
+    assert expected["peak_flops"] == 8 * 989 * 10**12
+    assert expected["flops_per_token"] == 6 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)  # no embeddings and norms
+    for changes in ({"train.stage": "dpo"}, {"precision.compute": "fp32"}, {"method.kind": "freeze"}):
+        other = preflight(edit(spec, changes), machine, Path.cwd()).expected or {}
+        assert "peak_flops" not in other

@@ -19,7 +19,7 @@ from backend import bundle, remedies
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, notebook, queue, stacks, sweeps
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import AXES, LogChunk, chunks, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
@@ -30,6 +30,7 @@ from webui.api.runs_list import waiting_runs
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
+MAX_EVENTS = 200  # of a run, on its page
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
 
@@ -149,6 +150,8 @@ def _everything(run: Run) -> dict[str, Any]:
         "queue": _place_in_queue(run),
         "sweep": part.sweep if (part := sweeps.member(run.path)) else "",
         "progress": run.progress(),
+        "events": events.read(run.path)[-MAX_EVENTS:],
+        "monitor": run.monitor(),
         "result": run.result(),
         "estimate": run.estimate(),
         "failure": run.failure(),

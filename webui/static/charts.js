@@ -3,11 +3,13 @@
 import { get, url } from "./api.js";
 import { el } from "./dom.js";
 import { integer, num } from "./format.js";
+import { isAlert, markText } from "./live.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
 
 export const HEIGHT = 196;
 const POINTS = 1000;
+const MARK = 8; // px: the height of a checkpoint's mark, and the width in which the pointer finds one
 /**
  * A chart: the series `key`, and a second one over it. `optional`: shown only if the run logs the series.
  * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, smooth?: boolean,
@@ -31,6 +33,7 @@ export const CHARTS = [
   { ...trainAndEval("reward_mean", "Mean reward"), optional: true },
   { key: "learning_rate", title: "Learning rate", name: "learning rate", log: true, best: "highest" },
   { key: "grad_norm", title: "Gradient norm", name: "norm", smooth: true, log: true, best: "highest" },
+  { key: "gpu_utilization", title: "GPU utilization (%)", name: "utilization", best: "highest", optional: true },
   { key: "tokens_per_second", title: "Tokens per second", name: "tokens/s", smooth: true, best: "highest" },
 ];
 
@@ -91,13 +94,14 @@ function describe(chart, response, newest) {
 }
 
 /**
- * All charts of the open run. `base()` is the run's API path, `hasEnded()` whether the run had ended, `onDraw` gets the
- * newest value of each series.
+ * All charts of the open run. `base()` is the run's API path, `hasEnded()` whether the run had ended, `marks()` its
+ * events, `onDraw` gets the newest value of each series.
  */
-export function createCharts({ base, hasEnded, isVisible, onTrouble, onDraw = (_) => {} }) {
+export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDraw = (_) => {} }) {
   const state = {
     base,
     hasEnded,
+    marks,
     response: null,
     newest: {}, // key -> { step, value }
     zoom: null, // { x0, x1 } in steps, for all charts
@@ -272,7 +276,9 @@ function createCard(chart, state) {
   function pointed(u) {
     const i = u.cursor.idx;
     const outside = i === null || i === undefined || u.cursor.left < 0;
-    legend.firstChild.textContent = outside ? "" : `step ${integer(u.data[0][i])}`;
+    const mark = outside ? null : markAt(u, state.marks());
+    const step = outside ? "" : `step ${integer(u.data[0][i])}`;
+    legend.firstChild.textContent = mark ? `step ${integer(mark.step)}: ${markText(mark)}` : step;
     curves.forEach((_, n) => {
       legend.children[n + 1].lastChild.textContent = outside ? "" : num(nearest(u.data[n + 1], i));
     });
@@ -361,8 +367,38 @@ function plotOptions(width, logScale, curves, state, pointed) {
       sync: { key: "footplate", filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } },
       bind: { dblclick: () => () => state.setZoom(null) },
     },
-    hooks: { setSelect: [(u) => selected(u, state)], setCursor: [pointed] },
+    hooks: {
+      setSelect: [(u) => selected(u, state)],
+      setCursor: [pointed],
+      drawClear: [(u) => drawMarks(u, state.marks())],
+    },
   };
+}
+
+/** Alerts and resumes are lines over the chart's height, checkpoints short ones at its bottom. */
+function drawMarks(u, marks) {
+  const { ctx, bbox } = u;
+  const ratio = window.devicePixelRatio;
+  ctx.save();
+  ctx.lineWidth = ratio;
+  for (const mark of marks) {
+    const x = Math.round(u.valToPos(mark.step, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    const bottom = bbox.top + bbox.height;
+    ctx.strokeStyle = color(isAlert(mark) ? "--fp-warn" : "--fp-dim");
+    ctx.setLineDash(mark.kind === "resumed" ? [4 * ratio, 4 * ratio] : []);
+    ctx.beginPath();
+    ctx.moveTo(x, mark.kind === "saved" ? bottom - MARK * ratio : bbox.top);
+    ctx.lineTo(x, bottom);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+/** The mark under the pointer; alerts before the others. */
+function markAt(u, marks) {
+  const near = marks.filter((mark) => Math.abs(u.valToPos(mark.step, "x") - u.cursor.left) <= MARK / 2);
+  return near.find(isAlert) || near.at(-1);
 }
 
 function stepRange(zoom, from, to) {

@@ -5,10 +5,11 @@ import { createCharts } from "./charts.js";
 import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, setText } from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
+import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
-import { cardNode, detailParts, downloadLinks, resultCards, sampleParts } from "./run_results.js";
+import { cardNode, detailParts, downloadLinks, fold, resultCards, sampleParts } from "./run_results.js";
 import { editNotes, tagList } from "./runs_actions.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
@@ -57,6 +58,7 @@ function buildPage(place) {
     hasEnded: ended,
     isVisible,
     onTrouble: troubleOf("charts"),
+    marks: () => (run && run.events) || [],
     onDraw: (newest) => {
       page.latest = newest;
       drawCards();
@@ -68,6 +70,9 @@ function buildPage(place) {
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
+  page.alerts = el("section.fp-panel.fp-alerts", { hidden: true, "aria-label": "Alerts" });
+  page.ranks = el("div.fp-ranks");
+  page.ranksFold = fold("Ranks", page.ranks);
   page.details = el("section.fp-details", { "aria-label": "Details" });
   page.node = el(
     "div.fp-run",
@@ -76,6 +81,7 @@ function buildPage(place) {
     progressPart(),
     page.stacks.node,
     page.failure,
+    page.alerts,
     page.cards,
     page.samples,
     page.sweep.node,
@@ -188,7 +194,18 @@ function open(selected) {
   page.node.dataset.state = "";
   setText(page.name, selected);
   for (const part of ["sentence", "share", "badge"]) setText(page[part], "");
-  for (const part of [...ACTIONS, "failure", "cards", "samples", "clone", "downloads", "annotate", "notes"]) {
+  for (const part of [
+    ...ACTIONS,
+    "failure",
+    "alerts",
+    "ranksFold",
+    "cards",
+    "samples",
+    "clone",
+    "downloads",
+    "annotate",
+    "notes",
+  ]) {
     page[part].hidden = true;
   }
   page.details.replaceChildren();
@@ -234,10 +251,12 @@ function draw() {
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);
   drawIfChanged("failure", run.failure, drawFailure);
+  drawIfChanged("events", run.events, drawEvents);
+  drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, checkpoints, result, estimate };
-  drawIfChanged("details", details, () => page.details.replaceChildren(...detailParts(details)));
+  drawIfChanged("details", details, () => page.details.replaceChildren(page.ranksFold, ...detailParts(details)));
   drawIfChanged("downloads", id, () => page.downloads.lastChild.replaceChildren(...downloadLinks(base())));
   if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
   drawCards();
@@ -312,6 +331,17 @@ function drawNotes({ tags, notes }) {
   page.annotate.hidden = false;
   page.notes.hidden = !tags.length && !notes;
   page.notes.replaceChildren(tagList(tags), notes);
+}
+
+function drawEvents(events) {
+  page.alerts.hidden = !events.some(isAlert);
+  page.alerts.replaceChildren(...alertParts(events));
+  page.charts.redraw();
+}
+
+function drawRanks(monitor) {
+  page.ranksFold.hidden = !monitor.ranks;
+  if (monitor.ranks) page.ranks.replaceChildren(rankTable(monitor));
 }
 
 function drawSamples(samples) {

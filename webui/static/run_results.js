@@ -3,6 +3,7 @@
 import { url } from "./api.js";
 import { copy, el } from "./dom.js";
 import { bytes, count, duration, integer, num, percent, toSeconds } from "./format.js";
+import { liveCards } from "./live.js";
 import { hasEnded } from "./run_state.js";
 
 const SHOWN_SAMPLES = 3;
@@ -38,13 +39,14 @@ export const downloadLinks = (base) =>
  * What is known so far; the final values replace the latest ones in place.
  * @returns {{ title: string, value?: any, note?: string, large?: boolean, time?: boolean }[]}
  */
-export function resultCards({ summary, result: found, estimate }, latest) {
+export function resultCards({ summary, result: found, estimate, monitor }, latest) {
   const result = found || {};
   const now = (key) => (latest && latest[key] ? latest[key].value : undefined);
   return [
     ...generationCards(result),
     ...lossCards(result, now),
-    ...speedCards(result, summary, now),
+    ...speedCards(result, summary, estimate || {}, now),
+    ...liveCards(monitor || {}),
     ...sizeCards(result, estimate || {}),
   ];
 }
@@ -88,11 +90,14 @@ function lossCards(result, now) {
   return cards;
 }
 
-function speedCards(result, { state, started, ended }, now) {
+function speedCards(result, { state, started, ended }, { flops_per_token: flops, peak_flops: peak }, now) {
   const cards = [];
   const { seconds, tokens } = result;
   const speed = tokens && seconds ? tokens / seconds : now("tokens_per_second");
-  if (Number.isFinite(speed)) cards.push({ title: "Tokens per second", value: integer(speed) });
+  if (Number.isFinite(speed)) {
+    const note = flops && peak ? `${percent((speed * flops) / peak)} model FLOPs utilization` : "";
+    cards.push({ title: "Tokens per second", value: integer(speed), note });
+  }
   const elapsed = (end) => duration(end - toSeconds(started));
   if (Number.isFinite(seconds)) cards.push({ title: "Training time", value: duration(seconds) });
   else if (started && !hasEnded(state)) cards.push({ title: "Elapsed", value: elapsed(Date.now() / 1000), time: true });

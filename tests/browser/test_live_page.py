@@ -1,0 +1,60 @@
+"""A run that reports alerts, checkpoints and measurements of its ranks: what its page shows of them."""
+
+import json
+import time
+from datetime import datetime
+
+from playwright.sync_api import expect
+
+from backend.runs import ESTIMATE, EVENTS, LOCK, METRICS, MONITOR, SPEC, STATE, Plan
+from backend.runs.folder import Run
+
+ALERT = "The loss rose to 9; the median of the last 50 points is 2."
+RANKS = [
+    {"host": "node-a", "device": f"cuda:{rank}", "memory": 2**36, "utilization": 90 + rank, "power": 600, "data": 0.25}
+    for rank in range(2)
+]
+
+
+def lines(*values):
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def make(server):
+    run = Run.create(server.runs, "live", Plan(("true",), files={SPEC: ""}), datetime.now())
+    (run.path / LOCK).write_text("supervisor")
+    ended = {"started": time.time() - 99, "ended": time.time(), "end": "stopped", "exit_code": 0, "files_before": {}}
+    (run.path / STATE).write_text(json.dumps(ended))
+    (run.path / METRICS).write_text(
+        lines(*({"step": step, "loss": 2, "tokens_per_second": 10_000} for step in range(1, 101)))
+    )
+    happened = [("saved", 40, "Saved checkpoint-40."), ("loss spike", 60, ALERT), ("resumed", 80, "")]
+    (run.path / EVENTS).write_text(
+        lines(*({"kind": kind, "step": step, "time": 1, "text": text} for kind, step, text in happened))
+    )
+    times = {"p50": 0.8, "p95": 1.25}
+    (run.path / MONITOR).write_text(lines({"step": 99, "time": 1, "step_seconds": times, "ranks": RANKS}))
+    (run.path / ESTIMATE).write_text(json.dumps({"rows": [], "flops_per_token": 4 * 10**10, "peak_flops": 10**15}))
+    return run
+
+
+def test_alerts_marks_and_ranks(server, page):
+    run = make(server)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-alerts")).to_contain_text(f"Step 60{ALERT}", timeout=60_000)
+    cards = page.locator(".fp-results")
+    expect(cards).to_contain_text("40% model FLOPs utilization")
+    expect(cards).to_contain_text("800 ms95% below 1.25 s")
+    expect(cards).to_contain_text("91%600 W per GPU")
+    page.get_by_text("Ranks", exact=True).click()
+    assert [row.split("\t") for row in page.locator(".fp-ranks tbody tr").all_inner_texts()] == [
+        [f"Rank {n}: cuda:{n} on node-a", "64 GiB", f"{90 + n}%", "600 W", "25%"] for n in range(2)
+    ]
+    chart = page.locator(".fp-chart", has_text="Loss").first
+    plot, step = chart.locator(".u-over"), chart.locator(".fp-legend-step")
+    box = plot.bounding_box()
+    for at, text in ((40, "checkpoint saved"), (60, "loss spike"), (80, "resumed")):
+        plot.hover(position={"x": box["width"] * (at - 1) / 99, "y": 20})
+        expect(step).to_have_text(f"step {at}: {text}")
+    plot.hover(position={"x": box["width"] * 19 / 99, "y": 20})
+    expect(step).to_have_text("step 20")
