@@ -1,6 +1,6 @@
 """The optimizer: its TrainingArguments, the optimizers that the Trainer does not have, and the state on this rank.
 
-Imports registry, config, decoder_layers, patches, run_log.
+Imports registry, config, decoder_layers, patches, resumed_options, run_log.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from backend import registry
 from backend.config import RunSpec
+from backend.train import resumed_options
 from backend.train.decoder_layers import decoder_layers
 from backend.train.patches import (
     adam_mini_head_size,
@@ -75,6 +76,10 @@ class OptimizerMixin:
 
     spec: RunSpec
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self.configured: list[dict[str, Any]] = []  # options of each parameter group; a copy of the trainer shares it
+        super().__init__(*arguments, **more)
+
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer of the spec."""
         trainer: Any = self
@@ -106,7 +111,15 @@ class OptimizerMixin:
         """The scheduler; schedule-free optimizers warm up themselves."""
         trainer: Any = self
         schedule_free.set_warmup_steps(trainer.optimizer, trainer.args.get_warmup_steps(num_training_steps))
-        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        scheduler = super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        self.configured[:] = resumed_options.read(unwrap(scheduler.optimizer))
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            resumed_options.apply(unwrap(trainer.optimizer), trainer.lr_scheduler, self.configured)
 
     def finalize_weights(self) -> None:
         """Put the trained weights into the model: a schedule-free optimizer trains on other ones."""

@@ -1,0 +1,56 @@
+"""A run that resumes from the checkpoint of another run trains with its own learning rate and weight decay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fork_server import ForkServer
+from safetensors.torch import load_file
+from training_runs import make_spec, read_metrics
+
+from backend import registry
+
+HALF, ALL, NEARLY_ZERO = 4, 8, 1e-12
+COMMON = {
+    "train.duration": "steps", "train.lr_scheduler_type": "cosine", "train.learning_rate": 1e-3, "logging.steps": 1,
+    "eval.strategy": "no", "save.strategy": "steps", "save.steps": HALF, "train.warmup_steps": 2,
+    "save.final_model": True,
+}  # fmt: skip
+STRATEGIES = {"single": 0, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}
+QUICK = {("single", "adamw_torch"), ("zero2", "adamw_torch")}
+# Schedule-free optimizers save an average of the weights, which moves on.
+OPTIMIZERS = [name for name, row in registry.OPTIMIZERS.items() if not row.package and "schedule_free" not in name]
+
+
+def cases() -> list[Any]:
+    found = [(strategy, "adamw_torch") for strategy in STRATEGIES] + [("single", name) for name in OPTIMIZERS]
+    return [
+        pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.soak)
+        for case in dict.fromkeys(found)
+    ]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(("strategy", "optimizer"), cases())
+def test_own_learning_rate(fork_server: ForkServer, tmp_path: Path, strategy: str, optimizer: str) -> None:
+    ranks = STRATEGIES[strategy]
+    spec = {**COMMON, "parallel.strategy": strategy, "train.optim": optimizer, "launch.nproc_per_node": ranks or 1}
+    first = fork_server.train(tmp_path / "first", make_spec({**spec, "train.max_steps": HALF}), ranks)
+    resumed = {
+        "train.max_steps": ALL, "train.learning_rate": NEARLY_ZERO, "save.resume_from": "path",
+        "save.resume_path": str(first / f"checkpoints/checkpoint-{HALF}"),
+    }  # fmt: skip
+    second = fork_server.train(tmp_path / "second", make_spec({**spec, **resumed}), ranks)
+    rates = {point["step"]: point["learning_rate"] for point in read_metrics(second) if "learning_rate" in point}
+    assert set(rates) == set(range(HALF + 1, ALL + 1)) and 0 < rates[HALF + 1] < NEARLY_ZERO, rates
+    before, after = weights(first), weights(second)
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-7
+    result = json.loads((second / "result.json").read_text())
+    assert result["steps"] == ALL
