@@ -66,6 +66,9 @@ class Save(Section):
     resume_path: Annotated[str, Ui("Checkpoint folder", when={"save.resume_from": ("path",)})] = ""
     """A checkpoint-N folder of a run with the same model and method; with most strategies, the number of processes may
     differ."""
+    stop_timeout: Annotated[int, Field(ge=1, le=604_800), Ui("Stop timeout", unit="s")] = 1800
+    """How long Stop waits for the step, the evaluation and the checkpoint before the processes are ended; 1800 is
+    usual, more for large models on slow storage."""
     final_model: Annotated[bool, Ui("Save final model")] = True
     """Saves the trained model or adapter in the folder model/ of the run, ready for from_pretrained."""
     merge_adapter: Annotated[bool, Ui("Merge adapter", when={**LORA, "save.final_model": ("true",)})] = False

@@ -54,6 +54,7 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         defaults=_defaults(spec, run, machine),
         other_nodes=launchers.other_commands(spec, run, machine),
         devices=_devices(run, machine),
+        stop_timeout=spec.save.stop_timeout,
     )
 
 

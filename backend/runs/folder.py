@@ -67,7 +67,7 @@ class StopTimeouts:
     """Seconds to wait in each stage of a stop: for the checkpoint (`save`), for the end of the step (`discard`), or for
     the trainer before training starts (`before_training`); after SIGTERM (`sigterm`)."""
 
-    save: float = 600.0
+    save: float = Plan.stop_timeout
     discard: float = 15.0
     sigterm: float = 45.0
     before_training: float = 2.0
@@ -95,6 +95,7 @@ class Run:
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes), "devices": dict(plan.devices)}
+        kept |= {"stop_timeout": plan.stop_timeout}
         scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
         records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
@@ -121,8 +122,9 @@ class Run:
         """Start, or resume from the last complete checkpoint; `from_scratch` starts at step 0. Returns once the lock is
         held: the run waits in the queue until its devices are free, and until the run `after` has ended and, with
         `after_ok`, succeeded."""
+        timeouts = timeouts or StopTimeouts(save=self._json(PLAN).get("stop_timeout", Plan.stop_timeout))
         command = [sys.executable, "-m", "backend.runs.supervisor", str(self.path)]
-        command += ["--timeouts", (timeouts or StopTimeouts()).text(), *(["--from-scratch"] if from_scratch else [])]
+        command += ["--timeouts", timeouts.text(), *(["--from-scratch"] if from_scratch else [])]
         if after:
             command += ["--after", str(after.path), *([] if after_ok else ["--after-any"])]
         try:
@@ -148,6 +150,8 @@ class Run:
         """Request a stop. With `save=False`, also during a stop that saves, the run ends without a checkpoint."""
         if self.state not in ALIVE:
             raise RunError("This run is not running, so it cannot be stopped.")
+        if (pid := self._stopped_supervisor()) is not None:
+            os.kill(pid, signal.SIGCONT)
         try:
             replace_text(self.path / STOP, "save" if save else "discard")
         except OSError as error:
@@ -234,8 +238,8 @@ class Run:
         files = {name: self._text(name) for name in kept.get("files", ())}
         others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
         notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
-        devices = kept.get("devices", {})
-        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, notes, defaults, others, devices)
+        known = (notes, defaults, others, kept.get("devices", {}), kept.get("stop_timeout", Plan.stop_timeout))
+        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, *known)
 
     def node_commands(self) -> dict[str, str]:
         """Commands for the other nodes of a multi-node run: script name -> command."""
@@ -368,6 +372,11 @@ class Run:
     ) -> str:
         """The state of the run as a sentence, with what the user can do next."""
         state, step = summary["state"], summary["step"]
+        if state in ALIVE and (pid := self._stopped_supervisor()) is not None:
+            return (
+                f"The run's supervisor process (PID {pid}) is stopped by a signal, so it neither stops nor ends the "
+                f"run. Stop continues it, and so does kill -CONT {pid}."
+            )
         if state == "new":
             return "Ready to start."
         if state == "queued":
@@ -389,7 +398,10 @@ class Run:
     def _sentence_of_stop(self) -> str:
         """What a stop waits for and until when."""
         deadline = self._json(STATE).get("stop_deadline")
-        until = f" until {datetime.fromtimestamp(deadline):%H:%M:%S}" if deadline else ""
+        until = ""
+        if deadline:
+            day = "" if deadline - time.time() < 12 * 3600 else "%B %d, "
+            until = f" until {datetime.fromtimestamp(deadline).strftime(day + '%H:%M:%S')}"
         if self._text(STOP) == "discard":
             return (
                 f"Stopping without a checkpoint. The ranks have time{until}."
@@ -421,6 +433,13 @@ class Run:
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         return f"Lost{at}: {KILLED} {resume}"
+
+    def _stopped_supervisor(self) -> int | None:
+        """The PID of the run's supervisor if it was stopped by a signal: it does not respond until it is continued."""
+        pid = self._json(STATE).get("pid")
+        if not isinstance(pid, int) or processes.condition(pid) != "T" or not processes.has_argument(pid, self.path):
+            return None
+        return pid
 
     def _failure(self) -> Failure:
         with contextlib.suppress(OSError):

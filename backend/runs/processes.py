@@ -107,6 +107,14 @@ def condition(pid: int) -> str:
         return ""
 
 
+def has_argument(pid: int, argument: Path) -> bool:
+    """Whether the process was started with this argument; PIDs are reused."""
+    try:
+        return str(argument).encode() in (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def send(process: Process, number: signal.Signals) -> None:
     """Signal this process, unless it has ended."""
     status = _status(process.pid)

@@ -104,6 +104,9 @@ class Supervisor:
 
     def wait_for_turn(self) -> bool:
         """Wait in the queue; False if the run was stopped there, or cannot start any more."""
+        self.state |= {"pid": os.getpid()}
+        if self.turn.leases is None:
+            self._write()
         while self.turn.leases is None:
             if self.turn.is_final or self._stop_request():
                 self._end_in_queue()
@@ -130,7 +133,6 @@ class Supervisor:
 
     def run(self) -> None:
         """Run the launcher, and clean up after it. The launcher keeps the leases if this process is killed."""
-        self.state |= {"pid": os.getpid()}
         _, known_events = events.since(self.folder, 0)
         try:
             with (self.folder / LOG).open("ab") as log:

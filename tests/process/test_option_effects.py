@@ -589,7 +589,7 @@ CASES: dict[str, Case] = {
     "save.strategy": Case("epoch", argument("save_strategy")),
     "save.steps": Case(3, argument("save_steps"), SAVED),
     "save.total_limit": Case(
-        1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path("."))).keep, SAVED
+        1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path(".")), None).keep, SAVED
     ),
     "save.only_model": Case(True, argument("save_only_model"), SAVED),
     "save.load_best_model_at_end": Case(
@@ -603,6 +603,7 @@ CASES: dict[str, Case] = {
         resumed_checkpoint_in_empty_folder,
         {"save.resume_from": "path", "save.resume_path": "INPUTS/other/checkpoints/checkpoint-4"},
     ),
+    "save.stop_timeout": Case(60, lambda spec: plan(spec, MACHINE).stop_timeout),
     "save.final_model": Case(True, saved_model_files),
     "save.merge_adapter": Case(True, saved_model_files, {"save.final_model": True}),
     "logging.run_name": Case("mine", argument("run_name")),

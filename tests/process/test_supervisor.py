@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.runs import EVENTS, LOCK, LOG, RESULT, SCRIPT, STATE, STOP, processes, webhook
+from backend.runs import EVENTS, LOCK, LOG, PLAN, RESULT, SCRIPT, STATE, STOP, processes, webhook
 from backend.runs import folder as run_folder
 from backend.runs.folder import Run, RunError, StopTimeouts
 
@@ -551,4 +551,30 @@ def test_a_stop_says_until_when_it_waits(make_run: MakeRun) -> None:
     assert 590 < float(str(read_state(run)["stop_deadline"])) - time.time() <= 600
     assert re.search(r"until \d\d:\d\d:\d\d; .* stop without saving", run.summary()["sentence"])
     run.stop(save=False)
+    assert wait_until_ended(run, 5).state == "stopped"
+
+
+def test_a_stop_waits_as_long_as_the_plan_says(make_run: MakeRun) -> None:
+    run = make_run(SLEEPS)
+    kept = json.loads((run.path / PLAN).read_text())
+    (run.path / PLAN).write_text(json.dumps({**kept, "stop_timeout": 0.3}))
+    run.start()
+    wait_for(lambda: run.state == "running")
+    run.stop()
+    assert wait_until_ended(run, 5).state == "stopped" and read_state(run)["forced"] == "SIGTERM"
+
+
+def test_a_suspended_supervisor_is_named_and_continued(make_run: MakeRun) -> None:
+    """It cannot end the run; before, the run was shown as stopping forever."""
+    run = make_run(STOPS_ON_REQUEST)
+    run.start()
+    wait_for(lambda: run.state == "running")
+    supervisor = process_id(run, "pid")
+    os.kill(supervisor, signal.SIGSTOP)
+    wait_for(lambda: processes.condition(supervisor) == "T")
+    (run.path / STOP).write_text("save")
+    wait_for(lambda: not processes.run_processes(run.path))
+    assert run.state == "stopping"
+    assert re.search(rf"PID {supervisor}\) is stopped by a signal.*kill -CONT {supervisor}", run.summary()["sentence"])
+    run.stop()
     assert wait_until_ended(run, 5).state == "stopped"

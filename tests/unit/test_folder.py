@@ -75,6 +75,8 @@ def test_create_writes_what_the_plan_says(run: Run) -> None:
     assert (run.path / "spec.yaml").read_text() == "a: 1\n" and (run.path / "sub/x.json").read_text() == "{}"
     assert stat.S_IMODE((run.path / SCRIPT).stat().st_mode) & 0o100
     assert run.plan() == PLAN
+    longer = replace(PLAN, stop_timeout=7200.0)
+    assert Run.create(run.path.parent, "longer", longer, NOW).plan() == longer
     summary = run.summary()
     assert summary["created"] == NOW.timestamp() and summary["name"] == "SmolLM2 / LoRA!"
     assert (summary["method"], summary["model"], summary["state"]) == ("LoRA", "SmolLM2", "new")
