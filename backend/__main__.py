@@ -58,6 +58,7 @@ COMMANDS: Mapping[str, Command] = {
     "metrics": runs.metrics,
     "stacks": runs.explain_stacks,
     "bundle": runs.bundle,
+    "retry": runs.retry,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -145,7 +146,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """queue, list, annotate, show, stop, resume, logs, metrics, stacks, bundle."""
+    """queue, list, annotate, show, stop, resume, retry, logs, metrics, stacks, bundle."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
@@ -180,6 +181,11 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     resume = command("resume", run_id, help="resume a run from its last complete checkpoint")
     resume.add_argument("--from-scratch", action="store_true", help="start again at step 0; deletes the checkpoints")
     resume.add_argument("--follow", action="store_true", help=FOLLOW)
+    retry = command(
+        "retry", run_id, help="continue a run that diverged or stopped after a spike, with half the learning rate"
+    )
+    retry.add_argument("--automatic", action="store_true", help="only if train.half_lr_retries allows another retry")
+    retry.add_argument("--follow", action="store_true", help=FOLLOW)
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     command("metrics", run_id, help="print the logged metrics of a run")

@@ -36,7 +36,7 @@ def create(root: Path, report: Report) -> Run:
 def planned_test(plan: Plan) -> Plan:
     """`plan` with the test in place of the trainer, on every node."""
     nodes = {name: _tested(argv) for name, argv in plan.other_nodes.items()}
-    return replace(plan, argv=_tested(plan.argv), other_nodes=nodes)
+    return replace(plan, argv=_tested(plan.argv), other_nodes=nodes, then=())
 
 
 def _tested(argv: Sequence[str]) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ def rehearsal_spec(spec: RunSpec) -> RunSpec:
         "train.max_steps": 2,
         "train.gradient_accumulation_steps": min(spec.train.gradient_accumulation_steps, MAX_ACCUMULATION),
         "train.max_nonfinite_steps": 1,
+        "train.half_lr_retries": 0,
         "save.resume_from": "latest",
         "logging.steps": 1,
         "logging.report_to": "none",

@@ -7,12 +7,14 @@ fixes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from backend import retry
 from backend.config import RunSpec, presets
 from backend.config.options import SpecError, edit
 from backend.inspect.ports import inspect_port
@@ -26,7 +28,7 @@ from backend.rules.common_fixes import BF16
 from backend.rules.memory import HOST_FIXES
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
 from backend.runs import SPEC, failure
-from backend.runs.folder import Run
+from backend.runs.folder import Run, RunError
 
 MAX_REMEDIES = 5
 
@@ -223,6 +225,10 @@ def _detected_format(failed: Failed) -> Iterator[Fix]:
 
 def _stable_training(failed: Failed) -> Iterator[Fix]:
     train = failed.spec.train
+    with contextlib.suppress(RunError):  # no checkpoint
+        patch = retry.changes(failed.run, failed.spec)
+        start, lower = Path(patch["save.resume_path"]).name, patch["train.learning_rate"]
+        yield Fix(f"Continue from {start} with learning rate {lower:g}", patch, safe=False)
     rate = float(f"{train.learning_rate / 5:.2g}")
     if failed.case.run.compute_dtype == "fp16":
         yield replace(BF16, cost="fp16 overflows above 65,504")

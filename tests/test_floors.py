@@ -18,6 +18,7 @@ LAYERS = {
     "backend.__main__": 8.1,
     "backend.cli": 8,
     "backend.remedies": 7.3,
+    "backend.retry": 7.2,
     "backend.rehearsal": 7.2,
     "backend.start_sweep": 7.2,
     "backend.device_test": 7.2,

@@ -18,6 +18,7 @@ from typing import Any
 
 from backend import bundle as debug_bundle
 from backend import remedies
+from backend import retry as retries
 from backend.cli.commands import (  # fmt: skip
     notes,
     print_findings,
@@ -69,6 +70,15 @@ def resume(arguments: argparse.Namespace) -> int:
     offset = log.stat().st_size if log.exists() else 0  # --follow prints only the new part of the log
     resumed.resume(from_scratch=arguments.from_scratch)
     return _started(resumed, arguments, offset)
+
+
+def retry(arguments: argparse.Namespace) -> int:
+    """Continue a run that diverged or stopped after a spike from before that, with half the learning rate."""
+    failed, machine = _find_run(arguments), probe(Path.cwd())
+    if arguments.automatic and not retries.applies(failed):
+        return 0
+    started = retries.start(failed, lambda spec: wait_for_preflight(spec, machine), arguments.automatic)
+    return _started(started, arguments, 0)
 
 
 def _started(started: Run, arguments: argparse.Namespace, offset: int) -> int:

@@ -66,6 +66,9 @@ class Train(Section):
     stop_on_spike: Annotated[bool, Ui("Stop on a spike")] = False
     """Saves a checkpoint and stops when the loss or the gradient norm jumps far above its usual values and stays there;
     usually off, because many runs recover from a spike."""
+    half_lr_retries: Annotated[int, Field(ge=0, le=10), Ui("Retries with half the learning rate")] = 0
+    """How often a run that diverged or stopped on a spike is continued automatically: a new run starts from the last
+    checkpoint before the problem with half the learning rate. 0 turns it off; 1 or 2 is usual."""
     max_nonfinite_steps: Annotated[int, Field(ge=1, le=100_000), Ui("Max non-finite steps", unit="steps")] = 3
     """Ends the run as diverged after this many steps in a row with a loss that is NaN or infinite; 1 to 10 is usual."""
     momentum: Annotated[float, Field(ge=0, lt=1), Ui("Momentum", when=read_by("momentum"))] = 0.95

@@ -55,6 +55,7 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         other_nodes=launchers.other_commands(spec, run, machine),
         devices=_devices(run, machine),
         stop_timeout=spec.save.stop_timeout,
+        then=(machine.python, "-m", "backend", "retry", ".", "--automatic") if spec.train.half_lr_retries else (),
     )
 
 

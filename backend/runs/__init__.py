@@ -75,7 +75,8 @@ class Plan:
     `argv` is started in the run's folder. `env` is added to the environment; `defaults` too, except for variables that
     are set already. `files` is name -> text, relative to the folder. `other_nodes`: script name -> argv for each other
     node. `devices`: name -> label of each device of this machine that the run needs, such as {"GPU-4fe1": "GPU 0"}.
-    `stop_timeout`: seconds that a stop waits for the checkpoint.
+    `stop_timeout`: seconds that a stop waits for the checkpoint. `then`: what the supervisor runs in the run's folder
+    after the run has failed or stopped.
     """
 
     argv: tuple[str, ...]
@@ -86,6 +87,7 @@ class Plan:
     other_nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
     stop_timeout: float = 1800.0
+    then: tuple[str, ...] = ()
 
     def command(self, node: str = "") -> str:
         """The command as typed in a shell, for this or another node: environment, then one argument per line."""

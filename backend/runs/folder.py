@@ -95,7 +95,7 @@ class Run:
         kept = {"name": name, "created": now.timestamp(), "about": dict(about or {})}
         kept |= {"argv": plan.argv, "env": dict(plan.env), "files": list(plan.files), "notes": plan.notes}
         kept |= {"defaults": dict(plan.defaults), "others": dict(plan.other_nodes), "devices": dict(plan.devices)}
-        kept |= {"stop_timeout": plan.stop_timeout}
+        kept |= {"stop_timeout": plan.stop_timeout, **({"then": plan.then} if plan.then else {})}
         scripts = {SCRIPT: plan.run_script(), **{f"{node}.sh": plan.node_script(node) for node in plan.other_nodes}}
         records = {PLAN: json.dumps(kept, indent=1), **({ESTIMATE: json.dumps(estimate)} if estimate else {})}
         staging = None
@@ -239,7 +239,7 @@ class Run:
         others = {name: tuple(argv) for name, argv in kept.get("others", {}).items()}
         notes, defaults = tuple(kept.get("notes", ())), kept.get("defaults", {})
         known = (notes, defaults, others, kept.get("devices", {}), kept.get("stop_timeout", Plan.stop_timeout))
-        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, *known)
+        return Plan(tuple(kept.get("argv", ())), kept.get("env", {}), files, *known, tuple(kept.get("then", ())))
 
     def node_commands(self) -> dict[str, str]:
         """Commands for the other nodes of a multi-node run: script name -> command."""
@@ -262,6 +262,10 @@ class Run:
     def progress(self) -> dict[str, Any]:
         """The progress of the last start; empty before rank 0 has reported it."""
         return self._json(PROGRESS) if self._fresh(PROGRESS) else {}
+
+    def stop_reason(self) -> str:
+        """Why the run asked itself to stop, or could not start; '' if it did neither."""
+        return str(self._json(STATE).get("cause", ""))
 
     def result(self) -> dict[str, Any]:
         """The result of the last start; empty before its end."""

@@ -52,6 +52,7 @@ from backend.runs.queue import Entry, Turn
 POLL_SECONDS = 0.1
 QUEUE_SECONDS, IN_USE_SECONDS = 0.5, 3.0  # between two looks at the queue; a program on a GPU is asked for less often
 TOUCH_SECONDS = 3600.0  # programs that clean /tmp delete what nobody has written for days
+FOLLOW_UP_SECONDS = 900.0  # checking all examples of a large dataset takes minutes
 BUSY = 75  # exit code: another process holds the run's lock (EX_TEMPFAIL)
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 # Phases of backend.train without a training step to finish, and with nothing to save.
@@ -70,6 +71,7 @@ class Supervisor:
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
+        self.then = plan.get("then", [])
         inherited = {name: value for name, value in os.environ.items() if name != webhook.WEBHOOK}
         inherited = {**inherited, ERROR_FILE: str(folder / ERROR)}
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
@@ -155,6 +157,20 @@ class Supervisor:
         """Let go of the run and its devices before the process ends."""
         for descriptor in (lock, *(self.turn.leases or ())):
             os.close(descriptor)
+
+    def follow_up(self) -> None:
+        """Run the plan's command for runs that have failed or stopped; its output goes to the log."""
+        if not self.then or self.state["end"] == "done":
+            return
+        try:
+            with (self.folder / LOG).open("ab") as log:
+                subprocess.run(
+                    self.then, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    timeout=FOLLOW_UP_SECONDS, check=False,
+                )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log_text:
+                log_text.write(f"{' '.join(self.then)}: {error}.\n")
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
         requested = sigterm_sent = touched = 0.0
@@ -317,6 +333,7 @@ def main(arguments: Sequence[str]) -> int:
     if supervisor.wait_for_turn():
         supervisor.run()
         supervisor.release(lock)
+        supervisor.follow_up()
         webhook.notify(given.folder)
     os._exit(0)
 

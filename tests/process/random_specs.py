@@ -133,6 +133,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "train.adam_beta2": (0.0, 0.95, 0.999),
     "train.adam_epsilon": (1e-8, 1e-6),
     "train.max_grad_norm": (0.0, 0.5, 1.0),
+    "train.half_lr_retries": (0, 1),
     "train.stop_on_spike": (False, True),
     "train.max_nonfinite_steps": (1, 3, 100_000),
     "train.momentum": (0.0, 0.9),

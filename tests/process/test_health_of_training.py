@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from fork_server import ForkServer, write_run
 from training_runs import log_text, losses, make_spec, read_metrics
 
-from backend.runs import CHECKPOINTS, MONITOR, RESULT, STOP, events, health
+from backend.__main__ import main
+from backend.runs import CHECKPOINTS, MONITOR, RESULT, STOP, events, health, processes
+from backend.runs.folder import ALIVE, runs
 
 SCRIPT = """
 import os, signal, time
@@ -71,6 +74,33 @@ def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path
         assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
         assert 1e8 < rank["memory"] < 1e11
     assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
+
+
+@pytest.mark.soak
+def test_a_diverged_run_is_continued_with_half_the_learning_rate(tmp_path: Path) -> None:
+    """The learning rate rises until the loss is NaN, in the first run and in the one that continues it."""
+    words = [
+        f"--set={name}={value}"
+        for name, value in {
+            **LONG, "model.builtin": "tiny-llama", "method.kind": "full", "train.max_steps": 100, "save.steps": 1,
+            "train.learning_rate": 10, "train.warmup_steps": 100, "train.half_lr_retries": 1,
+            "eval.num_generations": 0, "train.max_grad_norm": 0, "train.optim": "sgd_momentum", "data.max_length": 64,
+        }.items()
+    ]  # fmt: skip
+    assert main(["run", "first-run", "--runs", str(tmp_path), "--follow", *words]) == 1
+    deadline = time.monotonic() + 180
+    while len(found := sorted(runs(tmp_path), key=lambda run: run.id)) < 2 or found[1].state in (*ALIVE, "new"):
+        assert time.monotonic() < deadline, log_text(found[0].path)
+        time.sleep(0.2)
+    first, second = found
+    assert f"{second.id}\n" in log_text(first.path)
+    start = first.checkpoints()[-1]
+    assert (first.state, second.state) == ("failed", "failed") and min(losses(second.path)) == start + 1
+    rates = [{p["step"]: p["learning_rate"] for p in read_metrics(run.path) if "loss" in p} for run in found]
+    assert rates[1][start + 1] == pytest.approx(rates[0][start + 1] / 2)
+    while processes.run_processes(second.path):
+        time.sleep(0.1)
+    assert len(runs(tmp_path)) == 2, "no retry is left"
 
 
 @pytest.mark.soak

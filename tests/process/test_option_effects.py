@@ -524,6 +524,7 @@ CASES: dict[str, Case] = {
     "train.badam_switch_block_every": Case(7, badam_switching, BADAM),
     "train.max_grad_norm": Case(0.0, argument("max_grad_norm")),
     "train.max_nonfinite_steps": Case(2, steps_until_divergence),
+    "train.half_lr_retries": Case(1, lambda spec: plan(spec, MACHINE).then),
     "train.stop_on_spike": Case(True, stops_on_spike),
     "train.neftune_noise_alpha": Case(5.0, lambda spec: trainer(spec).neftune_noise_alpha),
     "train.train_sampling_strategy": Case("group_by_length", sampling_order),

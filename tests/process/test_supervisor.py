@@ -491,6 +491,21 @@ def test_webhook_that_cannot_be_reached_is_in_the_log(
     assert url not in (run.path / LOG).read_text()
 
 
+@pytest.mark.parametrize(("code", "runs"), [("pass", False), ("raise SystemExit(1)", True)])
+def test_command_for_runs_that_failed(make_run: MakeRun, code: str, runs: bool) -> None:
+    """It runs in the run's folder once lock and devices are free, and the log has its output."""
+    run = make_run(code)
+    says = "import fcntl; fcntl.flock(open('lock'), fcntl.LOCK_EX | fcntl.LOCK_NB); print('followed', 'up')"
+    kept = json.loads((run.path / PLAN).read_text())
+    (run.path / PLAN).write_text(json.dumps({**kept, "then": [sys.executable, "-c", says]}))
+    run.start()
+    wait_until_ended(run)
+    if runs:
+        wait_for(lambda: "followed up" in (run.path / LOG).read_text())
+    wait_for(lambda: not processes.run_processes(run.path))
+    assert ("followed up" in (run.path / LOG).read_text()) == runs
+
+
 SAVES_SLOWLY = (
     WRITE_PROGRESS + "os.utime('progress.json', (1, 1))\n"
     "while not os.path.exists('stop'): time.sleep(0.02)\ntime.sleep(0.6)\nprint('saved')"

@@ -1,0 +1,65 @@
+"""A new run that continues one that diverged, or stopped after a spike, from before the problem, with half the learning
+rate.
+
+Imports config, preflight, runs. The user starts it, or the supervisor does so `train.half_lr_retries` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from backend.config import RunSpec, presets
+from backend.config.options import edit
+from backend.preflight import Report
+from backend.runs import CHECKPOINTS, SPEC, events, failure, health
+from backend.runs.folder import Run, RunError
+
+FACTOR = 0.5  # times the learning rate
+Check = Callable[[RunSpec], Report]
+
+
+def applies(run: Run) -> bool:
+    """Whether the run diverged, or stopped after a spike."""
+    why = run.failure()
+    return bool(why and why["kind"] == failure.DIVERGED) or (run.state == "stopped" and _last_spike(run) is not None)
+
+
+def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
+    """The options with which a new run continues `run`, which has `spec`. Raises RunError if it neither diverged nor
+    stopped after a spike, or has no checkpoint from before that."""
+    if not applies(run):
+        raise RunError(f"{run.id} neither diverged nor stopped after a spike. Resume it, or start a new run.")
+    steps, spike = run.checkpoints(), _last_spike(run)
+    if spike is not None and run.state == "stopped":
+        # A spike is reported with the second value in a row, and each is the mean of a logging interval.
+        steps = [step for step in steps if step <= spike - 2 * spec.logging.steps]
+    if not steps or spec.save.only_model:
+        raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
+    return {
+        "train.learning_rate": float(f"{spec.train.learning_rate * FACTOR:.3g}"),
+        "save.resume_from": "path",
+        "save.resume_path": str(run.path / CHECKPOINTS / f"checkpoint-{steps[-1]}"),
+    }
+
+
+def _last_spike(run: Run) -> int | None:
+    """The step of the alert for which the run stopped itself."""
+    found = [event for event in events.alerts(run.path) if event["kind"] in health.SPIKES]
+    return found[-1]["step"] if found and found[-1]["text"] == run.stop_reason() else None
+
+
+def start(run: Run, check: Check, automatic: bool = False) -> Run:
+    """Start the run that continues `run`, next to it. `automatic`: only if its spec allows another one. Raises
+    RunError, SpecError."""
+    spec = presets.load((run.path / SPEC).read_text(encoding="utf-8"))
+    left = spec.train.half_lr_retries
+    if automatic and not left:
+        raise RunError("train.half_lr_retries: no retry is left.")
+    report = check(edit(spec, {**changes(run, spec), "train.half_lr_retries": max(0, left - 1)}))
+    if not report.can_run:
+        raise RunError(f"Not started. {report.verdict}.")
+    new = Run.create(run.path.parent, report.title, report.plan, datetime.now(), report.about, report.expected)
+    new.start()
+    return new

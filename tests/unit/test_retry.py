@@ -1,0 +1,91 @@
+"""Continuing a run that diverged or stopped after a spike: from which checkpoint, and when not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from failed_runs import ended, failed_run, planted_run
+
+from backend import remedies, retry
+from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import probe
+from backend.runs import CHECKPOINTS, COMPLETE, EVENTS
+from backend.runs.folder import RunError
+
+SPEC = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.learning_rate": 3e-4, "train.half_lr_retries": 2})
+DIVERGED = (
+    "backend.train.run_log.TrainError: Training diverged: the loss of steps 31 to 33 is NaN or infinite. The last "
+    "finite weights are in checkpoint-20. Start a new run with a lower train.learning_rate or more train.warmup_steps, "
+    "and with bf16 or fp32 if it uses fp16."
+)
+SPIKE = "The loss rose to 9; the median of the last 50 points is 2."
+
+
+def save(run, *steps):
+    for step in steps:
+        (run.path / CHECKPOINTS / f"checkpoint-{step}").mkdir(parents=True)
+        for name in (COMPLETE, "trainer_state.json", "optimizer.pt", "adapter_config.json"):
+            (run.path / CHECKPOINTS / f"checkpoint-{step}" / name).touch()
+    return run
+
+
+def diverged(root, spec=SPEC, name="run"):
+    return save(failed_run(root, spec, probe(Path.cwd()), DIVERGED, name), 10, 20)
+
+
+def stopped(root, cause=SPIKE, spec=SPEC):
+    run = save(planted_run(root, spec, probe(Path.cwd()), "spike"), 10, 20, 30, 33)
+    (run.path / EVENTS).write_text(json.dumps({"kind": "loss spike", "step": 32, "text": SPIKE, "time": 1}) + "\n")
+    return ended(run, end="stopped", exit_code=0, cause=cause)
+
+
+def test_after_divergence(tmp_path):
+    run = diverged(tmp_path)
+    assert retry.applies(run)
+    assert retry.changes(run, SPEC) == {
+        "train.learning_rate": 1.5e-4,
+        "save.resume_from": "path",
+        "save.resume_path": str(run.path / CHECKPOINTS / "checkpoint-20"),
+    }
+
+
+@pytest.mark.parametrize(("interval", "step"), [(1, 30), (5, 20), (11, 10)])
+def test_after_a_spike_the_checkpoint_before_it_is_used(tmp_path, interval, step):
+    """The spike of step 32 was first seen in the interval before; weights of that time may be damaged."""
+    spec = edit(SPEC, {"logging.steps": interval})
+    run = stopped(tmp_path)
+    assert retry.changes(run, spec)["save.resume_path"].endswith(f"checkpoint-{step}")
+
+
+def test_a_run_that_the_user_stopped_is_not_continued(tmp_path):
+    run = stopped(tmp_path, cause="")
+    assert not retry.applies(run)
+    with pytest.raises(RunError, match="neither diverged nor stopped after a spike"):
+        retry.changes(run, SPEC)
+    assert main(["retry", str(run.path), "--automatic"]) == 0
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_other_failures_are_not_continued(tmp_path, capsys):
+    run = save(failed_run(tmp_path, SPEC, probe(Path.cwd()), "OSError: [Errno 28] No space left on device", "x"), 10)
+    assert main(["retry", str(run.path)]) == 2
+    assert "neither diverged nor stopped after a spike" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{"logging.steps": 12}, {"save.only_model": True}])
+def test_without_a_checkpoint_from_before(tmp_path, changes):
+    with pytest.raises(RunError, match="no checkpoint from before the problem"):
+        retry.changes(stopped(tmp_path), edit(SPEC, changes))
+
+
+def test_the_last_automatic_retry_ends_the_chain(tmp_path):
+    run = diverged(tmp_path, edit(SPEC, {"train.half_lr_retries": 0}))
+    with pytest.raises(RunError, match="no retry is left"):
+        retry.start(run, lambda spec: pytest.fail("checked"), automatic=True)
+
+
+def test_it_is_the_first_remedy_of_a_diverged_run(tmp_path):
+    first = remedies.find(diverged(tmp_path), probe(Path.cwd()), Path.cwd()).fixes[0]
+    assert first.label == "Continue from checkpoint-20 with learning rate 0.00015"
