@@ -201,7 +201,10 @@ def memory_bytes(family: str) -> int:
     """Memory of this process now: reserved by torch on its device, or resident in RAM for the CPU."""
     if family in ("cuda", "xpu", "npu"):
         return int(getattr(torch, family).memory_reserved())
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:  # macOS
+        return peak_bytes(family)
 
 
 def reserved_bytes(family: str) -> int | None:

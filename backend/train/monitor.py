@@ -94,19 +94,24 @@ class Monitor:
 
     def saved(self, checkpoint: Path, step: int) -> None:
         """Take note of a complete checkpoint."""
-        self._checkpoint_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        with contextlib.suppress(OSError):
+            self._checkpoint_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         self.run_log.event(SAVED, step, f"Saved {checkpoint.name}.")
         for alert in self._check_disk():
             self._report(alert, step)
 
     def _check_disk(self) -> list[health.Alert]:
-        return self._disk.add(shutil.disk_usage(self.folder).free, self._checkpoint_bytes)
+        try:
+            return self._disk.add(shutil.disk_usage(self.folder).free, self._checkpoint_bytes)
+        except OSError:  # a network file system that is away for a moment
+            return []
 
     def _report(self, alert: health.Alert, step: int) -> None:
         self.run_log.info(f"Warning at step {step}: {alert.text}")
         self.run_log.event(alert.kind, step, alert.text)
         if self.stops and alert.kind in health.SPIKES and not (self.folder / STOP).exists():
-            replace_text(self.folder / STOP, f"save\n{alert.text}\n")
+            with contextlib.suppress(OSError):  # a full disk, on which no checkpoint can be saved either
+                replace_text(self.folder / STOP, f"save\n{alert.text}\n")
 
     def _measurement(self) -> dict[str, Any]:
         now, cpu = time.monotonic(), time.process_time()

@@ -1,5 +1,6 @@
 """Log in with the token of the printed URL, and with a password; log out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,27 @@ def test_password_and_logout(page, tmp_path, password_file):
         expect(page.get_by_label("Password")).to_be_visible()
         page.goto(server.url)
         expect(page.get_by_label("Password")).to_be_visible()
+
+
+@pytest.mark.soak
+def test_a_wrong_password_a_hundred_times(page, tmp_path, password_file):
+    """Few attempts are judged, the right password has to wait too, and it works afterwards."""
+    with serving(tmp_path / "runs", login=True, FOOTPLATE_PASSWORD_FILE=password_file) as server:
+        page.goto(server.url)
+        answers = []
+        for number in range(100):
+            page.get_by_label("Password").fill(f"wrong {number}")
+            with page.expect_response("**/login"):
+                page.get_by_role("button", name="Log in").click()
+            expect(page.get_by_role("alert")).to_be_visible()
+            answers.append(page.get_by_role("alert").inner_text())
+        judged = [text for text in answers if text == "Wrong password."]
+        assert 5 <= len(judged) <= 10
+        assert all("Too many wrong attempts" in text for text in answers if text not in judged)
+        page.get_by_label("Password").fill(PASSWORD)
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_contain_text("Too many wrong attempts")
+        page.wait_for_timeout(1000 * (1 + int(re.search(r"(\d+) s\.", page.get_by_role("alert").inner_text())[1])))
+        page.get_by_label("Password").fill(PASSWORD)
+        page.get_by_role("button", name="Log in").click()
+        wait_until_ready(page)
