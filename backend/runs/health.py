@@ -89,7 +89,9 @@ class Curves:
 
     def _check_finite(self, loss: float) -> Alert | None:
         was, self._finite = self._finite, math.isfinite(loss)
-        return Alert(NOT_FINITE, f"The loss is {loss}.") if was and not self._finite else None
+        if self._finite or not was:
+            return None
+        return Alert(NOT_FINITE, f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}.")
 
     def _check_levels(self, point: Mapping[str, Any]) -> list[Alert | None]:
         def compare(level: Level, key: str, kind: str, text: str) -> Alert | None:
@@ -147,9 +149,9 @@ class Ranks:
             others = [value for other, value in means.items() if other != rank]
             if others and seconds > SLOW_FACTOR * statistics.median(others):
                 found[SLOW_RANK, rank] = (
-                    f"{self._name(rank)} computes {seconds / statistics.median(others):.1f} times slower than the "
-                    "other ranks, which wait for it. Check it for other processes, a power limit and thermal "
-                    "throttling."
+                    f"{self._name(rank)} is slow: a matmul takes {seconds / statistics.median(others):.1f} times as "
+                    "long as on the other ranks, which wait for it. Check the device for other processes, a power "
+                    "limit and thermal throttling."
                 )
         return found
 
@@ -157,7 +159,7 @@ class Ranks:
         return {
             (DATA, rank): (
                 f"{self._name(rank)} spends {share:.0%} of its time waiting for batches. Raise "
-                "train.dataloader_num_workers, or check the storage of the data."
+                "train.dataloader_num_workers, or check the storage that holds the data."
             )
             for rank, share in self._means("data").items()
             if share > DATA_SHARE

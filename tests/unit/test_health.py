@@ -77,11 +77,11 @@ def test_throughput():
     assert not alerts(curve(106), tokens_per_second=[*speeds, 400.0, 400.0, 1000.0, 400.0, 400.0, None])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite(value):
+@pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, "infinite")])
+def test_a_loss_that_is_not_finite(value, name):
     found = alerts([*curve(5), value, value, value, 2.0, value])
     assert [(n, alert.kind) for n, alert in found] == [(5, health.NOT_FINITE), (9, health.NOT_FINITE)]
-    assert found[0][1].text == f"The loss is {value}."
+    assert found[0][1].text == f"The loss is {name}."
 
 
 def ranks(probes, data=None, busy=None):
@@ -101,7 +101,7 @@ def test_a_slow_rank_is_named_once():
     slow = ranks([1.0, 1.0, 1.9, 1.05])
     (alert,) = measured(*[slow] * 12)
     assert alert.kind == health.SLOW_RANK
-    assert alert.text.startswith("Rank 2 (cuda:2 on n) computes 1.9 times slower than the other ranks")
+    assert alert.text.startswith("Rank 2 (cuda:2 on n) is slow: a matmul takes 1.9 times as long as on the other ranks")
     assert not measured(*[ranks([1.0, 1.2, 1.3, 1.05])] * 12)
     assert not measured(*[slow] * 4)
     assert not measured(*[ranks([1.0])] * 12)
