@@ -55,6 +55,7 @@ PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is im
 KILLED = "the run's supervisor process was killed, or the machine shut down."
 # What reading a file raises that another program has changed, or that has an unexpected type.
 UNREADABLE = (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MIN_FREE_BYTES = 2**16  # progress and metrics take a few blocks
 ALIVE = ("queued", "starting", "running", "stopping")
 
 
@@ -391,7 +392,7 @@ class Run:
             wait = f" Training begins when {others} in the run folder is started on the other nodes." if others else ""
             return f"Starting: the processes are loading their libraries.{wait}"
         if state == "running":
-            return throughput.running_sentence(summary, progress, step_seconds, now)
+            return self._disk_problem() or throughput.running_sentence(summary, progress, step_seconds, now)
         if state == "stopping":
             return self._sentence_of_stop()
         if state == "done":
@@ -437,6 +438,15 @@ class Run:
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
         return f"Lost{at}: {KILLED} {resume}"
+
+    def _disk_problem(self) -> str:
+        """What a live run waits for if it can write nothing, not even its progress; '' if it can."""
+        disk = os.statvfs(self.path)
+        read_only = disk.f_flag & os.ST_RDONLY
+        if not read_only and disk.f_bavail * disk.f_frsize >= MIN_FREE_BYTES:
+            return ""
+        what = "read-only" if read_only else "full"
+        return f"Running, but the disk of the run's folder is {what}. The next checkpoint waits until it can be saved."
 
     def _stopped_supervisor(self) -> int | None:
         """The PID of the run's supervisor if it was stopped by a signal: it does not respond until it is continued."""

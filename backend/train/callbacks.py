@@ -1,6 +1,6 @@
 """Trainer callbacks: metrics, progress and log lines; complete checkpoints; stopping on request.
 
-Imports config, runs, checkpoints, device, monitor, run_log.
+Imports config, runs, checkpoints, device, disk_space, monitor, run_log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from backend.config import RunSpec
 from backend.runs.throughput import duration
-from backend.train import checkpoints
+from backend.train import checkpoints, disk_space
 from backend.train.device import ProcessGroup
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
@@ -206,11 +206,17 @@ class CheckpointCallback(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the checkpoint as complete once all ranks have written their part."""
+        """Mark the checkpoint as complete once all ranks have written their part, and the points before it are on the
+        disk too."""
         self.group.agree()
-        if self.group.rank == 0:
-            saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+        def complete() -> None:
+            self.run_log.flush()
             checkpoints.mark_complete(saved)
+
+        disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
+        if self.group.rank == 0:
             checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)

@@ -45,7 +45,7 @@ def delete_incomplete(run: Path, from_scratch: bool = False) -> None:
     kept = [folder for folder in complete(run) if not from_scratch or _of_this_start(run, folder)]
     for folder in (run / CHECKPOINTS).glob("checkpoint-*"):
         if folder not in kept:
-            _delete(folder)
+            delete(folder)
     shutil.rmtree(run / UNIVERSAL, ignore_errors=True)
 
 
@@ -149,6 +149,11 @@ def at_path(path: str) -> Path:
     return folder
 
 
+def last_size(run: Path) -> int:
+    """Bytes of the latest complete checkpoint; 0 without one."""
+    return sum(size for folder in complete(run)[-1:] for size, _ in _recorded_files(folder).values())
+
+
 def mark_complete(folder: Path) -> None:
     """Mark the checkpoint as complete: all ranks have written their part."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
@@ -161,9 +166,10 @@ def rotate(run: Path, keep: int, best: str | None) -> None:
     found = complete(run)
     for folder in found[: max(0, len(found) - keep)] if keep else ():
         if best is None or folder.resolve() != Path(best).resolve():
-            _delete(folder)
+            delete(folder)
 
 
-def _delete(folder: Path) -> None:
+def delete(folder: Path) -> None:
+    """Delete a checkpoint."""
     (folder / COMPLETE).unlink(missing_ok=True)  # first, so that a partly deleted checkpoint does not look complete
     shutil.rmtree(folder, ignore_errors=True)

@@ -6,6 +6,7 @@ Imports run_log; no heavy library, because it comes before Unsloth.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -27,6 +28,7 @@ def exit_now() -> NoReturn:
     finalizes (seen with deepspeed 0.19: "terminate called without an active exception"), and the run would count as
     failed."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)

@@ -38,11 +38,13 @@ class RunLog:
         self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
         self._written = 0.0
+        self._unwritten: list[Mapping[str, Any]] = []  # metrics for which the disk had no room
 
     def info(self, line: str) -> None:
         """Print a line of the log."""
         if self.rank == 0:
-            print(line, flush=True)
+            with contextlib.suppress(OSError):  # a full disk
+                print(line, flush=True)
 
     def start_phase(self, phase: str, text: str, **more: Any) -> None:
         """Start a phase, with a line in the log."""
@@ -60,18 +62,32 @@ class RunLog:
         kept = {key: self._progress[key] for key in KEPT_BETWEEN_PHASES if key in self._progress}
         self._progress = {**kept, "phase": phase, "text": text, "fraction": fraction, **more, "time": now}
         if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:
-            write_json(self.folder / PROGRESS, self._progress)
+            with contextlib.suppress(OSError):  # a full disk: the next one replaces it
+                write_json(self.folder / PROGRESS, self._progress)
             self._written = now
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl. JSON has no NaN and no infinity: they become null, with a note."""
+        """Append one line to metrics.jsonl, or keep it until the disk has room. JSON has no NaN and no infinity: they
+        become null, with a note."""
         if self.rank:
             return
         not_finite = [key for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
         point = {key: None if key in not_finite else value for key, value in values.items()}
         if not_finite:
             point["note"] = ", ".join(f"{key} is {values[key]}" for key in not_finite)
-        _append(self.folder / METRICS, point)
+        waiting = bool(self._unwritten)
+        self._unwritten.append(point)
+        try:
+            self.flush()
+        except OSError as error:
+            if not waiting:
+                self.info(f"{METRICS} cannot be written ({error.strerror}). Training continues, and it is tried again.")
+
+    def flush(self) -> None:
+        """Write the metrics for which the disk had no room. Raises OSError."""
+        if self._unwritten:
+            _append(self.folder / METRICS, *self._unwritten)
+            self._unwritten = []
 
     def event(self, kind: str, step: int, text: str) -> None:
         """Append one line to events.jsonl. The log has it too, so that a full disk ends nothing here."""
@@ -102,15 +118,28 @@ class RunLog:
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` atomically by `value` as strict JSON."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, allow_nan=False, ensure_ascii=False), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value, allow_nan=False, ensure_ascii=False), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
-def _append(path: Path, value: Mapping[str, Any]) -> None:
-    """Append a line of JSON. One that was cut off when the process was killed must not swallow it."""
+def _append(path: Path, *values: Mapping[str, Any]) -> None:
+    """Append lines of JSON: all or, with OSError, none. One that was cut off when the process was killed must not
+    swallow the next one."""
     truncated = path.exists() and not _ends_with_newline(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * truncated + json.dumps(value, allow_nan=False) + "\n")
+    text = "\n" * truncated + "".join(json.dumps(value, allow_nan=False) + "\n" for value in values)
+    with path.open("ab", buffering=0) as file:
+        size, data = file.seek(0, os.SEEK_END), text.encode()
+        try:
+            while data:  # a disk that is nearly full takes a part of it
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -21,6 +21,7 @@ from backend.train import (
     checkpoints,
     data,
     device,
+    disk_space,
     generation_eval,
     logging_setup,
     lora,
@@ -40,7 +41,7 @@ from backend.train.engines import train_engine
 from backend.train.engines.deepspeed import TrainDeepSpeed
 from backend.train.monitor import Monitor
 from backend.train.patches import accelerate_fsdp2_addresses, trl_precompute_hooks
-from backend.train.run_log import RunLog, Stopped, TrainError, write_json
+from backend.train.run_log import RunLog, Stopped, write_json
 from backend.train.templates import ChatTokenizer
 
 PREPARED = ".prepared"  # tokenized examples, from rank 0 to the others
@@ -222,8 +223,12 @@ def _finish(context: TrainContext, trainer: Any, result: dict[str, Any]) -> None
     result["optimizer"] = context.group.gather(optimizers.state_summary(trainer.optimizer))
     result["peak_bytes"] = context.group.gather(device.peak_bytes(context.run.device))
     result["reserved_bytes"] = context.group.gather(device.reserved_bytes(context.run.device))
-    if context.group.rank == 0:
+
+    def write() -> None:
+        context.run_log.flush()
         write_json(context.folder / RESULT, result)
+
+    disk_space.on_rank_0(context.group, lambda: disk_space.retry(context.run_log, "The result", write))
     context.run_log.start_phase("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
@@ -235,14 +240,12 @@ def _save(context: TrainContext, trainer: Any, tokens: Any, source: model.ModelS
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
     state = context.engine.full_state_dict(trainer)
-    error = ""
-    if context.group.rank == 0:
-        try:
-            model.save(weights, tokens, context.folder / MODEL, model.saved_dtype(context.spec, source), state)
-        except TrainError as caught:
-            error = str(caught)
-    if error := context.group.share(error):
-        raise TrainError(error)
+    folder, dtype = context.folder / MODEL, model.saved_dtype(context.spec, source)
+
+    def write() -> None:
+        disk_space.retry(context.run_log, "The model", lambda: model.save(weights, tokens, folder, dtype, state))
+
+    disk_space.on_rank_0(context.group, write)
     if registry.STAGES[context.spec.train.stage].is_reward_model and hasattr(weights, "peft_config"):
         context.run_log.info(
             "Load the reward model with AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)."

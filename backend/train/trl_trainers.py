@@ -1,7 +1,7 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, context, device, divergence, lora, monitor, optimizers, patches, universal_checkpoint. Every
-trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
+Imports registry, config, context, device, disk_space, divergence, lora, monitor, optimizers, patches,
+universal_checkpoint. Every trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import device, lora, optimizers, universal_checkpoint
+from backend.train import device, disk_space, lora, optimizers, universal_checkpoint
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.monitor import Monitor
@@ -75,6 +77,10 @@ class TrainerMixin(optimizers.OptimizerMixin):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(**more)  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, *args: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        disk_space.save_checkpoint(self.context, folder, partial(super()._save_checkpoint, *args))
 
     def _load_best_model(self) -> None:
         with universal_checkpoint.best_model(self.context, self):

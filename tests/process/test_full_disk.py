@@ -1,0 +1,237 @@
+"""Runs in a folder whose file system is full or read-only: they wait until they can save, and lose no point.
+
+The file system is a small tmpfs, which only root may mount; elsewhere these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from fork_server import ForkServer
+from training_runs import REORDERING_TOLERANCE, environment, log_text, losses, make_spec, read_metrics, same_losses
+
+from backend.launch.plan import plan
+from backend.machine import Machine
+from backend.runs import METRICS, PROGRESS, STOP, processes
+from backend.runs.folder import Run
+from backend.train import disk_space
+from backend.train.run_log import RunLog, Stopped
+
+STEPS = 12
+CHANGES = {"train.max_steps": STEPS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 2}
+CHANGES |= {"save.final_model": True}
+DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=False).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """`folder` can only be read; files that are open already are still written."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+    yield
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Fill the disk but for `leave` bytes."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**16)) == 2**16:
+            pass
+    with path.open("r+b") as file:
+        file.truncate(max(0, file.seek(0, 2) - leave))
+    return path
+
+
+@contextmanager
+def started(disk: Path, cache: Path, changes: Mapping[str, object], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    plan_ = plan(make_spec({**CHANGES, **changes}), Machine(cores=2, python=sys.executable))
+    run = Run.create(disk / "runs", "try", plan_, datetime.now())
+    for name, value in environment(run.path, cache).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("FOOTPLATE_RUN")
+    try:
+        run.start()
+        yield run
+    finally:
+        processes.terminate(run.path, sigterm_seconds=0)
+        wait_for(lambda: not processes.is_locked(run.path), run)
+
+
+def wait_for(condition: Callable[[], object], run: Run, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{run.summary()['sentence']}\n{log_text(run.path)[-3000:]}"
+        time.sleep(0.02)
+
+
+def complete_points(run: Run, reference: Mapping[int, float]) -> None:
+    """Every step is in the metrics exactly once, with the loss of an undisturbed run."""
+    points = [point["step"] for point in read_metrics(run.path) if "loss" in point]
+    assert points == list(range(1, STEPS + 1))
+    assert losses(run.path) == same_losses(reference, REORDERING_TOLERANCE)
+
+
+def sentence(run: Run) -> str:
+    return str(run.summary()["sentence"])
+
+
+def finish(run: Run) -> None:
+    wait_for(lambda: not processes.is_locked(run.path), run)
+    assert run.state == "done", log_text(run.path)[-3000:]
+    assert all((folder / "complete").is_file() for folder in (run.path / "checkpoints").iterdir())
+    assert (run.path / "model/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("changes", "leave", "said"),
+    [
+        ({"launch.launcher": "python"}, 0, "the disk of the run's folder is full. The next checkpoint waits"),
+        ({}, 0, "the disk of the run's folder is full. The next checkpoint waits"),
+        (DDP, 200_000, "MB are needed): waiting until there is room"),
+    ],
+)
+def test_a_run_waits_until_there_is_room(
+    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path,
+    changes: Mapping[str, object], leave: int, said: str,
+) -> None:  # fmt: skip
+    """Also after a write of the checkpoint has failed, which is deleted."""
+    ranks = 2 if changes is DDP else 0
+    reference = losses(
+        fork_server.train(root / f"whole-{ranks}-{leave}-{len(changes)}", make_spec({**CHANGES, **changes}), ranks)
+    )
+    with started(small_disk, cache, changes, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        filler = fill(small_disk, leave)
+        wait_for(lambda: said in sentence(run), run)
+        time.sleep(3)  # it tries again
+        assert run.state == "running"
+        saved = run.checkpoints()
+        assert sorted(p.name for p in (run.path / "checkpoints").iterdir()) == [f"checkpoint-{n}" for n in saved]
+        filler.unlink()
+        finish(run)
+        assert log_text(run.path).count("cannot be saved (") <= 1
+        complete_points(run, reference)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_run_that_waits_for_room_is_stopped_and_resumed(
+    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
+) -> None:
+    reference = losses(fork_server.train(root / "alone", make_spec(CHANGES)))
+    with started(small_disk, cache, {}, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        filler = fill(small_disk)
+        wait_for(lambda: "is full" in sentence(run), run)
+        time.sleep(2)
+        run.stop(save=False)
+        wait_for(lambda: not processes.is_locked(run.path), run)
+        assert run.state == "stopped" and run.checkpoints()
+        filler.unlink()
+        run.resume()
+        finish(run)
+        assert losses(run.path) == same_losses(reference, REORDERING_TOLERANCE)
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_several_ranks_without_room_for_the_first_checkpoint_fail_and_resume(
+    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells how large the first one is, and ranks cannot try again together."""
+    with started(small_disk, cache, {**DDP, "save.steps": 4}, monkeypatch) as run:
+        wait_for(lambda: losses(run.path), run)
+        filler = fill(small_disk, 500_000)
+        wait_for(lambda: not processes.is_locked(run.path), run)
+        assert run.state == "failed"
+        assert "The disk is full" in sentence(run)
+        assert not list((run.path / "checkpoints").iterdir())
+        filler.unlink()
+        run.resume()
+        finish(run)
+        assert sorted(losses(run.path)) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_run_in_a_read_only_folder_waits(
+    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
+) -> None:
+    reference = losses(fork_server.train(root / "writable", make_spec(CHANGES)))
+    with started(small_disk, cache, {}, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        with read_only(run.path):
+            wait_for(lambda: "the disk of the run's folder is read-only" in sentence(run), run)
+            wait_for(lambda: "cannot be saved (Read-only file system)" in log_text(run.path), run)
+            time.sleep(2)
+            assert run.state == "running"
+        finish(run)
+        complete_points(run, reference)
+
+
+def test_metrics_wait_for_room(small_disk: Path) -> None:
+    """No line is lost, cut off or written twice, and a part of a line does not stay."""
+    run_log = RunLog(small_disk)
+    filler = fill(small_disk, 5000)
+    for step in range(1000):
+        run_log.metrics({"step": step})
+        run_log.progress(f"phase {step}")
+    written = (small_disk / METRICS).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in written] == list(range(len(written)))
+    assert 0 < len(written) < 1000
+    with pytest.raises(OSError, match="No space"):
+        run_log.flush()
+    filler.unlink()
+    run_log.metrics({"step": 1000})
+    run_log.progress("training")
+    assert [point["step"] for point in read_metrics(small_disk)] == list(range(1001))
+    assert json.loads((small_disk / PROGRESS).read_text())["phase"] == "training"
+    assert sorted(path.name for path in small_disk.iterdir()) == [METRICS, PROGRESS]
+
+
+def test_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Only for errors of the disk; a stop without saving ends the wait."""
+    monkeypatch.setattr(disk_space, "POLL_SECONDS", 0)
+    monkeypatch.setattr(disk_space, "RETRY_SECONDS", 0)
+    run_log = RunLog(tmp_path)
+    outcomes: list[Exception | None] = [
+        OSError(errno.ENOSPC, "x"), RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0"),
+        OSError(errno.EROFS, "x"), None,
+    ]  # fmt: skip
+
+    def write() -> None:
+        if error := outcomes.pop(0):
+            raise error
+
+    disk_space.retry(run_log, "checkpoint-2", write)
+    assert not outcomes
+    assert capsys.readouterr().out.count("checkpoint-2 cannot be saved (No space left on device)") == 1
+    outcomes[:] = [PermissionError(errno.EACCES, "x")]
+    with pytest.raises(PermissionError):
+        disk_space.retry(run_log, "checkpoint-2", write)
+    (tmp_path / STOP).write_text("discard")
+    outcomes[:] = [OSError(errno.ENOSPC, "x")]
+    with pytest.raises(Stopped):
+        disk_space.retry(run_log, "checkpoint-2", write)
