@@ -66,8 +66,9 @@ class Supervisor:
     """One start of a run, in the process that holds the lock."""
 
     def __init__(
-        self, folder: Path, from_scratch: bool, timeouts: StopTimeouts, after: str = "", after_ok: bool = True
-    ) -> None:
+        self, folder: Path, from_scratch: bool, timeouts: StopTimeouts, lock: int, after: str = "",
+        after_ok: bool = True,
+    ) -> None:  # fmt: skip
         self.folder, self.timeouts = folder, timeouts
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         self.argv = [*plan["argv"], *(["--from-scratch"] if from_scratch else [])]
@@ -77,9 +78,10 @@ class Supervisor:
         self.env = {**start_env(inherited, plan.get("defaults", {}), plan["env"]), RUN_MARKER: str(folder)}
         self.entry = Entry(str(folder), plan.get("devices", {}), after=after, after_ok=after_ok)
         self.turn = Turn(())
-        self.state: dict[str, Any] = {"from_scratch": from_scratch}
+        self.state: dict[str, Any] = {"from_scratch": from_scratch, "folder": folder.name}
         self.state_unwritten = self.sigterm_received = False
         self.oom_kills = _oom_kills()
+        self.locks = [lock]
 
     def announce(self) -> None:
         """Clean up after an earlier start; record this one, or that it waits. Raises OSError, as for a full disk."""
@@ -114,6 +116,7 @@ class Supervisor:
                 self._end_in_queue()
                 return False
             time.sleep(IN_USE_SECONDS if self.turn.in_use else QUEUE_SECONDS)
+            self._keep_lock()
             with contextlib.suppress(OSError):  # a full disk: try again
                 self.turn = queue.turn(self.entry)
                 if self.turn.leases is not None:
@@ -153,10 +156,20 @@ class Supervisor:
             ended.set()
         self._end()
 
-    def release(self, lock: int) -> None:
+    def release(self) -> None:
         """Let go of the run and its devices before the process ends."""
-        for descriptor in (lock, *(self.turn.leases or ())):
+        for descriptor in (*self.locks, *(self.turn.leases or ())):
             os.close(descriptor)
+
+    def _keep_lock(self) -> None:
+        """Lock a new file if someone has deleted the lock file: without one, the run looks as if it had ended."""
+        if (self.folder / LOCK).exists():
+            return
+        with contextlib.suppress(OSError):  # the folder was renamed
+            if (lock := processes.acquire_lock(self.folder, seconds=0)) is not None:
+                self.locks.append(lock)
+                mark_lock(lock)
+                os.utime(self.folder / LOCK, (self.state.get("started", time.time()),) * 2)
 
     def follow_up(self) -> None:
         """Run the plan's command for runs that have failed or stopped; its output goes to the log."""
@@ -176,6 +189,7 @@ class Supervisor:
         requested = sigterm_sent = touched = 0.0
         while (code := _reap(launcher)) is None:
             time.sleep(POLL_SECONDS)
+            self._keep_lock()
             if time.monotonic() - touched > TOUCH_SECONDS:
                 touched = time.monotonic()
                 queue.touch(self.turn.leases or ())
@@ -287,6 +301,12 @@ def _oom_kills() -> int:
     return 0
 
 
+def mark_lock(lock: int) -> None:
+    """Write who holds the lock."""
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{SUPERVISOR}\n".encode())
+
+
 def detach(folder: Path) -> None:
     """Detach from the terminal and the parent process; errors of this process go to the log in `folder`."""
     os.setsid()
@@ -314,10 +334,9 @@ def main(arguments: Sequence[str]) -> int:
         if lock is None:
             sys.stderr.write("This run is already running.")
             return BUSY
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{SUPERVISOR}\n".encode())
+        mark_lock(lock)
         supervisor = Supervisor(
-            given.folder, given.from_scratch, given.timeouts, given.after, after_ok=not given.after_any
+            given.folder, given.from_scratch, given.timeouts, lock, given.after, after_ok=not given.after_any
         )
         supervisor.announce()
     except (OSError, ValueError, KeyError) as error:
@@ -332,7 +351,7 @@ def main(arguments: Sequence[str]) -> int:
     detach(given.folder)
     if supervisor.wait_for_turn():
         supervisor.run()
-        supervisor.release(lock)
+        supervisor.release()
         supervisor.follow_up()
         webhook.notify(given.folder)
     os._exit(0)

@@ -191,6 +191,23 @@ def test_a_run_in_a_read_only_folder_waits(
         complete_points(run, reference)
 
 
+@pytest.mark.soak
+@pytest.mark.alone
+def test_a_run_that_is_renamed_waits_until_it_is_renamed_back(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
+) -> None:
+    reference = losses(fork_server.train(root / "not-renamed", make_spec(CHANGES)))
+    with started(tmp_path, cache, {}, monkeypatch) as run:
+        wait_for(run.checkpoints, run)
+        renamed = Run(run.path.rename(run.path.with_name("other")))
+        time.sleep(4)
+        assert renamed.state == "running" and f"Rename it back to {run.id}" in sentence(renamed)
+        assert not run.path.exists()
+        renamed.path.rename(run.path)
+        finish(run)
+        complete_points(run, reference)
+
+
 def test_metrics_wait_for_room(small_disk: Path) -> None:
     """No line is lost, cut off or written twice, and a part of a line does not stay."""
     run_log = RunLog(small_disk)

@@ -349,7 +349,7 @@ SUPERVISOR_WITHOUT_DISK_SPACE = """
 import os, resource, sys
 from pathlib import Path
 from backend.runs.supervisor import StopTimeouts, Supervisor
-supervisor = Supervisor(Path(sys.argv[1]), False, StopTimeouts())
+supervisor = Supervisor(Path(sys.argv[1]), False, StopTimeouts(), lock=-1)
 supervisor.announce()
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 supervisor.run()
@@ -593,3 +593,34 @@ def test_a_suspended_supervisor_is_named_and_continued(make_run: MakeRun) -> Non
     assert re.search(rf"PID {supervisor}\) is stopped by a signal.*kill -CONT {supervisor}", run.summary()["sentence"])
     run.stop()
     assert wait_until_ended(run, 5).state == "stopped"
+
+
+def test_a_lock_file_that_is_deleted_while_the_run_is_alive(make_run: MakeRun) -> None:
+    """Before, the run was shown as lost and could be started a second time."""
+    run = make_run(STOPS_ON_REQUEST)
+    run.start()
+    wait_for(lambda: run.state == "running")
+    started = run.summary()["started"]
+    (run.path / LOCK).unlink()
+    wait_for(lambda: run.state == "running", 2)
+    assert abs(run.summary()["started"] - started) < 1
+    with pytest.raises(RunError, match="still running"):
+        run.resume()
+    run.stop()
+    assert wait_until_ended(run).state == "stopped"
+
+
+def test_a_run_that_is_renamed_while_it_is_alive(make_run: MakeRun) -> None:
+    """Before, a stop was accepted and never seen."""
+    run = make_run(STOPS_ON_REQUEST)
+    run.start()
+    wait_for(lambda: run.state == "running")
+    renamed = Run(run.path.rename(run.path.with_name("other")))
+    assert renamed.state == "running"
+    assert f"Rename it back to {run.id}" in renamed.summary()["sentence"]
+    with pytest.raises(RunError, match="renamed"):
+        renamed.stop()
+    time.sleep(0.3)
+    renamed.path.rename(run.path)
+    run.stop()
+    assert wait_until_ended(run).state == "stopped"

@@ -2,11 +2,15 @@
 
 import json
 import shlex
+from datetime import datetime
 
 import pytest
 
 from backend.__main__ import main
+from backend.cli.runs import find_run
 from backend.rules import RULES
+from backend.runs import Plan
+from backend.runs.folder import Run, RunError
 
 TOO_LARGE = ["full-8b-fsdp2", "--machine", "1x24gb"]
 
@@ -68,3 +72,11 @@ def test_invalid_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, mes
     assert main(words) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
+
+
+def test_an_ambiguous_prefix_names_a_few_runs(tmp_path):
+    made = [Run.create(tmp_path, f"run {number}", Plan(("true",)), datetime(2026, 1, 1)).id for number in range(30)]
+    with pytest.raises(RunError, match=r"is the prefix of several runs: .* and 25 more") as caught:
+        find_run(tmp_path, "2026")
+    assert sum(run in str(caught.value).replace(",", " ").split() for run in made) == 5
+    assert find_run(tmp_path, made[3]).id == made[3]
