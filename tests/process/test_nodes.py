@@ -30,6 +30,7 @@ from training_runs import (
     result,
     same_losses,
     train_in_one_process,
+    without_checks,
 )
 
 from backend.launch import hostfile
@@ -260,3 +261,39 @@ def test_nodes_join_and_leave(root: Path, cache: Path, hosts: tuple[NetworkHost,
     nodes.wait_for_end()
     assert nodes.run.state == "stopped", nodes.logs()
     assert sorted(losses(folder)) == list(range(1, last_step(folder) + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("rendezvous", ["standalone", "static"])
+def test_a_master_port_that_is_in_use_is_named(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, rendezvous: str
+) -> None:
+    """Another program listens on it and never answers. The run must not wait for it. On one node, accelerate 1.15 takes
+    another port."""
+    changes = {**FULL, "parallel.strategy": "ddp", "launch.launcher": launcher, "launch.rendezvous": rendezvous}
+    changes |= {"launch.nproc_per_node": 2 if rendezvous == "standalone" else 1, "launch.master_addr": "127.0.0.1"}
+    if launcher == "deepspeed" and rendezvous == "static":
+        changes |= HOSTFILE
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        spec = make_spec({**changes, "launch.master_port": other.getsockname()[1]})
+        run = Run.create(
+            tmp_path, "port", without_checks(plan(spec, Machine(cores=2, python=sys.executable))), datetime.now()
+        )
+        for name, value in environment(run.path, cache).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv(RUN_MARKER)
+        run.start()
+        try:
+            deadline = time.monotonic() + 90
+            while run.state in ALIVE:
+                assert time.monotonic() < deadline, log_text(run.path)
+                time.sleep(0.1)
+        finally:
+            processes.terminate(run.path, sigterm_seconds=0)
+    if launcher == "accelerate" and rendezvous == "standalone":
+        assert run.state == "done", log_text(run.path)
+        return
+    assert run.state == "failed" and "The master port is in use" in run.summary()["sentence"], log_text(run.path)

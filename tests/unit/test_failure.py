@@ -151,6 +151,12 @@ def test_only_the_last_start_counts(tmp_path: Path) -> None:
         ("OSError: [Errno 28] No space left on device: 'x'", "disk is full", "save.total_limit"),
         ("torch.distributed.DistNetworkError: port: 29500 EADDRINUSE", "master port is in use", "launch.master_port"),
         (
+            "ConnectionError: Tried to launch distributed communication on port `29500`, but another process is "
+            "utilizing it. Please specify a different port",
+            "master port is in use",
+            "launch.master_port",
+        ),
+        (
             "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The",
             "not all nodes joined",
             "launch.master_addr",
