@@ -29,6 +29,7 @@ from backend.train.run_log import RunLog, Stopped
 STEPS = 12
 CHANGES = {"train.max_steps": STEPS, "save.strategy": "steps", "save.steps": 2, "save.total_limit": 2}
 CHANGES |= {"save.final_model": True}
+ROOM_NEEDED = "MB are needed): waiting until there is room"
 DDP = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}
 
 
@@ -109,7 +110,7 @@ def finish(run: Run) -> None:
     [
         ({"launch.launcher": "python"}, 0, "the disk of the run's folder is full. The next checkpoint waits"),
         ({}, 0, "the disk of the run's folder is full. The next checkpoint waits"),
-        (DDP, 200_000, "MB are needed): waiting until there is room"),
+        *(({**DDP, "parallel.strategy": name}, 200_000, ROOM_NEEDED) for name in ("ddp", "zero3", "fsdp2")),
     ],
 )
 def test_a_run_waits_until_there_is_room(
@@ -117,9 +118,11 @@ def test_a_run_waits_until_there_is_room(
     changes: Mapping[str, object], leave: int, said: str,
 ) -> None:  # fmt: skip
     """Also after a write of the checkpoint has failed, which is deleted."""
-    ranks = 2 if changes is DDP else 0
+    ranks = int(str(changes.get("launch.nproc_per_node", 0)))
     reference = losses(
-        fork_server.train(root / f"whole-{ranks}-{leave}-{len(changes)}", make_spec({**CHANGES, **changes}), ranks)
+        fork_server.train(
+            root / "-".join(map(str, ["whole", *changes.values()])), make_spec({**CHANGES, **changes}), ranks
+        )
     )
     with started(small_disk, cache, changes, monkeypatch) as run:
         wait_for(run.checkpoints, run)
@@ -137,14 +140,18 @@ def test_a_run_waits_until_there_is_room(
 
 @pytest.mark.soak
 @pytest.mark.alone
+@pytest.mark.parametrize(("changes", "leave", "said"), [({}, 0, "is full"), (DDP, 200_000, ROOM_NEEDED)])
 def test_a_run_that_waits_for_room_is_stopped_and_resumed(
-    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path
-) -> None:
-    reference = losses(fork_server.train(root / "alone", make_spec(CHANGES)))
-    with started(small_disk, cache, {}, monkeypatch) as run:
+    small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer, root: Path,
+    changes: Mapping[str, object], leave: int, said: str,
+) -> None:  # fmt: skip
+    reference = losses(
+        fork_server.train(root / f"alone-{leave}", make_spec({**CHANGES, **changes}), 2 if changes else 0)
+    )
+    with started(small_disk, cache, changes, monkeypatch) as run:
         wait_for(run.checkpoints, run)
-        filler = fill(small_disk)
-        wait_for(lambda: "is full" in sentence(run), run)
+        filler = fill(small_disk, leave)
+        wait_for(lambda: said in sentence(run), run)
         time.sleep(2)
         run.stop(save=False)
         wait_for(lambda: not processes.is_locked(run.path), run)
