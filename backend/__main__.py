@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, device_test, rehearse, runs, runs_list, sweep
+from backend.cli import commands, device_test, export_metrics, rehearse, runs, runs_list, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -56,9 +56,11 @@ COMMANDS: Mapping[str, Command] = {
     "resume": runs.resume,
     "logs": runs.logs,
     "metrics": runs.metrics,
+    "export-metrics": export_metrics.start,
     "stacks": runs.explain_stacks,
     "bundle": runs.bundle,
     "retry": runs.retry,
+    "import": commands.import_file,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -87,6 +89,8 @@ def parser() -> argparse.ArgumentParser:
 
     _add_spec_commands(command, folder)
     _add_run_commands(command, folder)
+    imported = command("import", help="print a DeepSpeed, accelerate or LLaMA-Factory configuration as a spec")
+    imported.add_argument("file", metavar="FILE", help="a JSON or YAML file")
     command("presets", help="list the presets")
     command("rules", help="list the rules that `check` applies")
     command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")
@@ -146,7 +150,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """queue, list, annotate, show, stop, resume, retry, logs, metrics, stacks, bundle."""
+    """queue, list, annotate, show, stop, resume, retry, logs, metrics, export-metrics, stacks, bundle."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
@@ -189,6 +193,10 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
     command("metrics", run_id, help="print the logged metrics of a run")
+    exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
+    exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
+    exported.add_argument("--to", choices=export_metrics.FOLDERS, required=True, help="the package that shows them")
+    exported.add_argument("--out", default="", metavar="FOLDER", help="where (default: tensorboard-logs, trackio-logs)")
     command("stacks", run_id, help="print what each rank of a running run is doing: for a run without progress")
     bundled = command("bundle", run_id, help="write a zip file for a bug report: options, versions and log, no secrets")
     bundled.add_argument("--output", default="", metavar="FILE", help="the zip file (default: RUN-bundle.zip)")

@@ -29,6 +29,7 @@ LAYERS = {
     "backend.rules": 6,
     "backend.launch.plan": 6,
     "backend.config.importers": 5.3,
+    "backend.config.llamafactory": 1.2,
     "backend.launch.launchers": 5.1,
     "backend.launch.accelerate_config": 5,
     "backend.launch": 5,

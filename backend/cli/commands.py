@@ -20,7 +20,7 @@ from typing import Any
 
 from backend.cli import docs as documents
 from backend.cli.status_line import StatusLine
-from backend.config import Launch, RunSpec
+from backend.config import Launch, RunSpec, importers
 from backend.config import presets as files
 from backend.config.options import Problem, SpecError, edit, word
 from backend.machine import Machine, describe, probe, read
@@ -193,6 +193,26 @@ def presets(arguments: argparse.Namespace) -> int:
         return 0
     for preset in found:
         print(f"{preset.name:24}  {preset.title}: {preset.about} (for {preset.machine.name})")
+    return 0
+
+
+def import_file(arguments: argparse.Namespace) -> int:
+    """Print a configuration file of another tool as a spec, and on stderr what it means differently or not at all."""
+    path = Path(arguments.file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError([Problem("", f"{path} cannot be read: {error}")]) from None
+    if not importers.detect_format(text):
+        raise SpecError([Problem("", f"{path} is no DeepSpeed, accelerate or LLaMA-Factory configuration")])
+    found = importers.import_file(text, RunSpec(), Path.cwd())
+    if arguments.json:
+        print_json({"spec": files.dump(found.spec), "different": found.different, "missing": found.missing})
+        return 0
+    print(files.dump(found.spec), end="")
+    for title, texts in (("Different here", found.different), ("Not taken over", found.missing)):
+        for line in texts:
+            print(f"{title}: {line}", file=sys.stderr)
     return 0
 
 

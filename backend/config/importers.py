@@ -1,19 +1,24 @@
-"""Importers: a DeepSpeed JSON or an accelerate YAML as a spec.
+"""Importers: a DeepSpeed JSON, an accelerate YAML or a LLaMA-Factory YAML as a spec.
 
-Imports registry, config, engines, resolve and launch.accelerate_config. Values that have an option set it. Then the
-file that Footplate would generate is compared with the imported one, and the keys that differ become extra config.
+Imports registry, config, llamafactory, engines, resolve and launch.accelerate_config. Values that have an option set
+it. Then the file that Footplate would generate is compared with the imported one, and the keys that differ become extra
+config.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from backend import registry
 from backend.config import RunSpec, merge
+from backend.config.llamafactory import is_llamafactory
+from backend.config.llamafactory import read as read_llamafactory
 from backend.config.options import Problem, SpecError, edit
 from backend.config.processes import world_size
 from backend.config.yaml_text import load_yaml
@@ -28,7 +33,7 @@ Patch = dict[str, Any]
 
 
 def detect_format(text: str) -> str:
-    """'deepspeed' or 'accelerate' if the text is such a configuration file, otherwise ''."""
+    """'deepspeed', 'accelerate' or 'llamafactory' if the text is such a configuration file, otherwise ''."""
     try:
         found = load_yaml(text)  # JSON is YAML
     except yaml.YAMLError:
@@ -37,11 +42,34 @@ def detect_format(text: str) -> str:
         return ""
     if {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"} & found.keys():
         return "deepspeed"
-    return "accelerate" if {"compute_environment", "distributed_type"} & found.keys() else ""
+    if {"compute_environment", "distributed_type"} & found.keys():
+        return "accelerate"
+    return "llamafactory" if is_llamafactory(found) else ""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A spec from another tool's file: dotted keys that were `kept` in the extra config, keys that have a `different`
+    meaning here, and those that are `missing`, as sentences."""
+
+    spec: RunSpec
+    kept: Sequence[str] = ()
+    different: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+
+def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
+    """A file of a known format. A DeepSpeed or accelerate config is merged into `spec`; a LLaMA-Factory YAML, whose
+    relative paths are relative to `base`, replaces it. Raises SpecError."""
+    if detect_format(text) != "llamafactory":
+        return Imported(*import_config(text, spec))
+    found = read_llamafactory(load_yaml(text), base)
+    return Imported(edit(RunSpec(), found.patch), different=found.different, missing=found.missing)
 
 
 def import_config(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:
-    """(`spec` with the values of the file, the dotted keys that became extra config). Raises SpecError."""
+    """(`spec` with the values of a DeepSpeed or accelerate config, the dotted keys that became extra config). Raises
+    SpecError."""
     imported = _parse_numbers(load_yaml(text))
     if detect_format(text) == "deepspeed":
         return _import_deepspeed(imported, spec)

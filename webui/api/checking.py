@@ -140,15 +140,19 @@ def load_preset(name: str) -> dict[str, Any]:
 
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
-    keys that went into the extra config, `runs_code` what decides which code a run executes. SpecError
-    names the line, or each field, that is wrong."""
-    if not importers.detect_format(body.yaml):
-        spec, runs_code = _without_consent(presets.load(body.yaml))
-        return {"values": form_values(spec), "kept": [], "runs_code": runs_code}
-    spec, kept = importers.import_config(
-        body.yaml, parse_valid_form(body.values) if body.values is not None else RunSpec()
-    )
-    return {"values": form_values(spec), "kept": kept, "runs_code": []}
+    keys that went into the extra config, `different` and `missing` those of LLaMA-Factory that mean something else or
+    nothing here, `runs_code` what decides which code a run executes. SpecError names the line, or each field, that is
+    wrong."""
+    kind = importers.detect_format(body.yaml)
+    if kind:
+        now = parse_valid_form(body.values) if body.values is not None else RunSpec()
+        found = importers.import_file(body.yaml, now, Path.cwd())
+    else:
+        found = importers.Imported(presets.load(body.yaml))
+    is_merged = kind in ("deepspeed", "accelerate")  # into a form that may agree already
+    spec, runs_code = (found.spec, []) if is_merged else _without_consent(found.spec)
+    about = {"kept": found.kept, "different": found.different, "missing": found.missing, "runs_code": runs_code}
+    return {"values": form_values(spec), **about}
 
 
 def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:

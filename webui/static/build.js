@@ -238,7 +238,7 @@ async function importFile(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const { values, kept, runs_code } = await post("api/import", {
+    const { values, kept, different, missing, runs_code } = await post("api/import", {
       yaml: await file.text(),
       values: form.currentValues(),
     });
@@ -246,10 +246,25 @@ async function importFile(event) {
     describePreset();
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     const code = runs_code.length ? ` Decides which code runs: ${runs_code.join(", ")}.` : "";
-    form.setValues(values, { undo: `${file.name} loaded.${extra}${code}` });
+    const details = [...listed("Different here", different), ...listed("Not taken over", missing)];
+    const shown = details.length ? { details: el("div", {}, details) } : {};
+    form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
   } catch (error) {
     notify(`${file.name}: ${error.message}`, { level: "error" });
   }
+}
+
+/** A title and a list of sentences, or nothing. @returns {Node[]} */
+function listed(title, texts) {
+  if (!texts.length) return [];
+  return [
+    el("strong", {}, title),
+    el(
+      "ul",
+      {},
+      texts.map((text) => el("li", {}, text)),
+    ),
+  ];
 }
 
 async function exportFile() {

@@ -1,0 +1,339 @@
+"""LLaMA-Factory's training YAML as a spec (llamafactory 0.9: hparams/*.py).
+
+Imports registry, config. What a file leaves out has LLaMA-Factory's default, not ours, so that the same training
+starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config.options import Problem, SpecError
+
+Patch = dict[str, Any]
+Table = Mapping[str, Any]
+MAX_BYTES = 8 * 2**20  # of dataset_info.json
+
+# Same meaning under another or the same name.
+SAME: Mapping[str, str] = {
+    "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
+    "cutoff_len": "data.max_length", "max_samples": "data.max_samples", "default_system": "data.system_prompt",
+    "preprocessing_num_workers": "data.dataset_num_proc",
+    "freeze_trainable_layers": "method.freeze_trainable_layers",
+    "double_quantization": "method.bnb_4bit_use_double_quant",
+    "lora_rank": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "use_dora": "lora.use_dora",
+    "use_rslora": "lora.use_rslora", "loraplus_lr_ratio": "lora.loraplus_lr_ratio",
+    "num_train_epochs": "train.num_train_epochs",
+    "per_device_train_batch_size": "train.per_device_train_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps", "learning_rate": "train.learning_rate",
+    "weight_decay": "train.weight_decay", "adam_beta1": "train.adam_beta1", "adam_beta2": "train.adam_beta2",
+    "adam_epsilon": "train.adam_epsilon", "max_grad_norm": "train.max_grad_norm", "seed": "train.seed",
+    "neftune_noise_alpha": "train.neftune_noise_alpha", "torch_compile": "train.torch_compile",
+    "enable_liger_kernel": "train.use_liger_kernel", "use_unsloth": "train.use_unsloth",
+    "dataloader_num_workers": "train.dataloader_num_workers",
+    "pref_beta": "preference.beta", "pref_ftx": "preference.sft_loss_weight",
+    "dpo_label_smoothing": "preference.label_smoothing", "kto_chosen_weight": "preference.desirable_weight",
+    "kto_rejected_weight": "preference.undesirable_weight",
+    "per_device_eval_batch_size": "eval.per_device_eval_batch_size", "eval_steps": "eval.steps",
+    "early_stopping_steps": "eval.early_stopping_patience",
+    "save_total_limit": "save.total_limit", "save_only_model": "save.only_model",
+    "load_best_model_at_end": "save.load_best_model_at_end",
+    "run_name": "logging.run_name", "logging_steps": "logging.steps",
+}  # fmt: skip
+# LLaMA-Factory's and the Trainer's defaults that differ from ours, or may.
+DEFAULTS: Table = {
+    "cutoff_len": 2048, "lora_rank": 8, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_steps": 0,
+    "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42, "save_strategy": "steps", "save_steps": 500,
+    "save_total_limit": 0, "stage": "sft", "finetuning_type": "lora", "lora_target": "all", "optim": "adamw_torch",
+    "flash_attn": "auto", "template": None, "dataset": None, "val_size": 0, "disable_gradient_checkpointing": False,
+    "freeze_trainable_layers": 2,
+}  # fmt: skip
+# No effect on the training: a run has its own folder, log and plots, and the launcher its own arguments.
+IGNORED = {
+    "do_train", "do_eval", "output_dir", "overwrite_output_dir", "plot_loss", "overwrite_cache", "use_fast_tokenizer",
+    "preprocessing_batch_size", "low_cpu_mem_usage", "print_param_status", "include_num_input_tokens_seen",
+    "include_effective_tokens_per_second", "ddp_find_unused_parameters", "media_dir", "badam_verbose",
+    "use_reentrant_gc", "freeze_vision_tower", "freeze_multi_modal_projector", "image_max_pixels", "video_max_pixels",
+    "video_fps", "video_maxlen", "log_level", "data_shared_file_system", "enable_thinking", "pissa_convert",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "pissa_iter", "quantization_method",
+    "quantization_type", "eval_strategy",
+}  # fmt: skip
+NO_EFFECT = (None, False, "", "none", 0)
+STAGES = {"pt": "pretraining", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
+ATTENTION = {
+    "auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
+}  # fmt: skip
+OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
+
+
+@dataclass
+class Import:
+    """What became of a file: a patch of options, `different` meanings and keys `missing` here, as sentences."""
+
+    table: Table
+    base: Path
+    patch: Patch = field(default_factory=dict)
+    different: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)  # keys of the file that were looked at
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the file, or LLaMA-Factory's default."""
+        self.read.add(key)
+        found = self.table.get(key, DEFAULTS.get(key, default))
+        return DEFAULTS.get(key, default) if found is None else found
+
+    def number(self, key: str, default: float = 0) -> float:
+        """A value that must be a number. Raises SpecError."""
+        value = self.get(key, default)
+        try:
+            return float(value) if float(value) % 1 else int(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise SpecError([Problem("", f"{key} must be a number, not {value!r}")]) from None
+
+
+def is_llamafactory(found: Table) -> bool:
+    """Whether a YAML table is a training configuration of LLaMA-Factory."""
+    return "model_name_or_path" in found and bool({"finetuning_type", "stage", "cutoff_len", "template"} & found.keys())
+
+
+def read(table: Table, base: Path) -> Import:
+    """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
+    has no counterpart at all."""
+    found = Import(table, base)
+    for key, option in SAME.items():
+        if (value := found.get(key)) is not None:
+            found.patch[option] = value
+    for work in PARTS:
+        work(found)
+    for key, value in table.items():
+        if key not in found.read and key not in IGNORED and value not in NO_EFFECT:
+            found.missing.append(f"{key}: {value}")
+    return found
+
+
+def _fail(key: str, value: Any, known: str) -> SpecError:
+    return SpecError([Problem("", f"{key}: {value} of LLaMA-Factory has no counterpart; {known}")])
+
+
+def _words(value: Any) -> list[str]:
+    """The parts of a value such as "a, b", or a list of them."""
+    parts = value if isinstance(value, list) else str(value or "").split(",")
+    return [word for part in parts if (word := str(part).strip())]
+
+
+# -- model and method -----------------------------------------------------------------------------------------------
+
+
+def _model(found: Import) -> None:
+    name = str(found.get("model_name_or_path"))
+    if name.startswith(("/", ".", "~")) or (found.base / name).is_dir():
+        found.patch |= {"model.source": "path", "model.path": name}
+    else:
+        found.patch |= {"model.source": "hub", "model.hub_id": name}
+    kernel = str(found.get("flash_attn"))
+    found.patch["model.attn_implementation"] = ATTENTION.get(kernel, "auto")
+    if kernel not in ATTENTION:
+        found.missing.append(f"flash_attn: {kernel}")
+
+
+def _method(found: Import) -> None:
+    kind = str(found.get("finetuning_type"))
+    if kind not in registry.METHODS:
+        raise _fail("finetuning_type", kind, f"known are {', '.join(registry.METHODS)}")
+    found.patch["method.kind"] = kind
+    found.patch.setdefault("lora.alpha", 2 * found.number("lora_rank"))
+    targets = _words(found.get("lora_target"))
+    custom = targets != ["all"]
+    found.patch |= {"lora.targets": "custom" if custom else "all-linear"}
+    found.patch |= {"lora.target_modules": targets} if custom else {}
+    found.patch["lora.modules_to_save"] = _words(found.get("additional_target"))
+    found.patch["method.freeze_extra_modules"] = _words(found.get("freeze_extra_modules"))
+    if kind == "freeze" and _words(found.get("freeze_trainable_modules", "all")) != ["all"]:
+        found.missing.append(f"freeze_trainable_modules: {found.table['freeze_trainable_modules']} (all are trained)")
+    if found.get("pissa_init"):
+        found.patch["lora.init"] = "pissa" if found.get("pissa_iter", 16) == -1 else "pissa_fast"
+    _quantization(found)
+
+
+def _quantization(found: Import) -> None:
+    bits, library = found.get("quantization_bit"), str(found.get("quantization_method", "bnb"))
+    if not bits:
+        return
+    names = {8: "int8", 4: str(found.get("quantization_type", "nf4"))}
+    if library not in ("bnb", "bitsandbytes") or names.get(bits) not in registry.QUANTIZATIONS:
+        raise _fail("quantization_bit", f"{bits} with {library}", "bitsandbytes with 4 or 8 bits is")
+    found.patch["method.quantization"] = names[bits]
+
+
+# -- stage and data -------------------------------------------------------------------------------------------------
+
+
+def _stage(found: Import) -> None:
+    stage, loss = str(found.get("stage")), str(found.get("pref_loss", "sigmoid"))
+    if stage not in STAGES:
+        raise _fail("stage", stage, f"known are {', '.join(STAGES)}")
+    found.patch["train.stage"] = STAGES[stage]
+    if stage == "dpo" and loss == "orpo":
+        found.patch["train.stage"] = "orpo"
+    elif stage == "dpo":
+        if loss not in ("sigmoid", "hinge", "ipo"):
+            raise _fail("pref_loss", loss, "known are sigmoid, hinge, ipo and orpo")
+        found.patch["preference.dpo_loss_type"] = loss
+    if found.get("train_on_prompt"):
+        found.patch["data.loss_on"] = "all_tokens"
+    packing = found.get("packing")
+    found.patch["data.packing"] = bool(found.get("neat_packing") or (stage == "pt" if packing is None else packing))
+    if packing and stage == "sft" and not found.get("neat_packing"):
+        found.different.append("packing: packed examples do not attend to each other here, as with neat_packing")
+
+
+def _data(found: Import) -> None:
+    template = found.get("template")
+    if template not in (None, "default", "empty"):
+        found.different.append(
+            f"template: {template}: the tokenizer's own chat template is used (data.chat_template: model)"
+        )
+    info = _dataset_info(found)
+    files, validation = (_dataset(found, info, key) for key in ("dataset", "eval_dataset"))
+    found.patch |= {"data.source": "files", "data.files": files}
+    share = found.number("val_size")
+    if validation:
+        found.patch |= {"data.validation": "files", "data.validation_files": validation}
+    elif 0 < share < 1:
+        found.patch |= {"data.validation": "split", "data.validation_split": share}
+    else:
+        found.patch["data.validation"] = "none"
+        if share:
+            found.missing.append(f"val_size: {share} (a number of examples; data.validation_split is a fraction)")
+
+
+def _dataset_info(found: Import) -> Table:
+    """The content of dataset_info.json; empty if there is none."""
+    path = found.base / str(found.get("dataset_dir", "data")) / "dataset_info.json"
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return {}
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _dataset(found: Import, info: Table, key: str) -> list[str]:
+    """The files of the datasets in `dataset` or `eval_dataset`."""
+    files = []
+    for name in _words(found.get(key)):
+        entry = info.get(name)
+        if not isinstance(entry, Mapping) or not entry.get("file_name"):
+            place = f"{found.get('dataset_dir', 'data')}/dataset_info.json"
+            found.missing.append(f"{key}: {name} (no file of it is known from {place}; select it in data.files)")
+            continue
+        files.append(str(Path(str(found.get("dataset_dir", "data"))) / str(entry["file_name"])))
+        if columns := entry.get("columns"):
+            found.different.append(f"{key}: {name}: its columns are detected, not read from {json.dumps(columns)}")
+    return files
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def _schedule(found: Import) -> None:
+    name = str(found.get("lr_scheduler_type"))
+    if name in registry.SCHEDULERS:
+        found.patch["train.lr_scheduler_type"] = name
+    else:
+        found.missing.append(f"lr_scheduler_type: {name} ({registry.SCHEDULERS['cosine'].label} is used)")
+        found.patch["train.lr_scheduler_type"] = "cosine"
+    found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
+    limit = found.number("max_steps", -1)
+    found.patch |= {"train.duration": "steps", "train.max_steps": limit} if limit > 0 else {"train.duration": "epochs"}
+    found.patch["train.activation_checkpointing"] = not found.get("disable_gradient_checkpointing")
+    if found.get("group_by_length"):
+        found.patch["train.train_sampling_strategy"] = "group_by_length"
+
+
+def _precision(found: Import) -> None:
+    chosen = [key for key in ("pure_bf16", "fp8", "bf16", "fp16") if found.get(key)]
+    found.patch["precision.compute"] = chosen[0] if chosen else "fp32"
+    if "fp8" in chosen and found.get("fp8_backend") in registry.FP8_BACKENDS:
+        found.patch["precision.fp8_backend"] = found.get("fp8_backend")
+
+
+def _optimizer(found: Import) -> None:
+    name = str(found.get("optim"))
+    name = OPTIMIZER_NAMES.get(name, name)
+    for kind in ("galore", "apollo"):
+        if not found.get(f"use_{kind}"):
+            continue
+        inner = {"adamw_bnb_8bit": "adamw_8bit", "adafactor": "adafactor"}.get(name, "adamw")
+        name = f"{kind}_{inner}" + ("_layerwise" if found.get(f"{kind}_layerwise") else "")
+        found.patch |= {
+            "train.projection_rank": found.get(f"{kind}_rank", 16),
+            "train.update_proj_gap": found.get(f"{kind}_update_interval", 200),
+            f"train.{kind}_scale": found.get(f"{kind}_scale", 2.0 if kind == "galore" else 32.0),
+        }
+        targets = _words(found.get(f"{kind}_target", "all"))
+        if targets != ["all"]:
+            found.patch |= {"train.optim_targets": "custom", "train.optim_target_modules": targets}
+        if kind == "galore":
+            found.patch["train.galore_proj_type"] = found.get("galore_proj_type", "std")
+        else:
+            found.patch["train.apollo_proj"] = found.get("apollo_proj", "random")
+            found.patch["train.apollo_scale_type"] = found.get("apollo_scale_type", "channel")
+    if found.get("use_badam"):
+        if (mode := found.get("badam_mode", "layer")) != "layer":
+            raise _fail("badam_mode", mode, "layer is known")
+        name = "badam"
+        found.patch["train.badam_switch_mode"] = found.get("badam_switch_mode", "ascending")
+        found.patch["train.badam_switch_block_every"] = found.get("badam_switch_interval", 50)
+    name = "adam_mini" if found.get("use_adam_mini") else "muon" if found.get("use_muon") else name
+    if name not in registry.OPTIMIZERS:
+        raise _fail("optim", name, "see train.optim for the optimizers of Footplate")
+    found.patch["train.optim"] = name
+
+
+def _saving(found: Import) -> None:
+    found.patch["save.strategy"] = str(found.get("save_strategy"))
+    found.patch["save.steps"] = found.get("save_steps")
+    strategy = str(found.get("eval_strategy", "no"))
+    found.patch["eval.strategy"] = strategy if found.patch["data.validation"] != "none" else "no"
+    if isinstance(path := found.get("resume_from_checkpoint"), str):
+        found.patch |= {"save.resume_from": "path", "save.resume_path": path}
+    reporters = [name for name in _words(found.get("report_to")) if name not in ("none", "all")]
+    known = [name for name in reporters if name in registry.REPORTERS]
+    found.patch["logging.report_to"] = known[0] if known else "none"
+    found.missing += [f"report_to: {name}" for name in reporters if name not in known[:1]]
+
+
+def _devices(found: Import) -> None:
+    config = found.get("deepspeed")
+    if isinstance(config, str):
+        stage = re.search(r"z(?:ero)?_?([0-3])", Path(config).name)
+        if not stage:
+            found.missing.append(f"deepspeed: {config} (import that file too)")
+            return
+        offload = "cpu" if "offload" in config else "none"
+        found.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
+        found.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
+        found.different.append(f"deepspeed: {config}: only the stage and offloading of its name; import that file too")
+    elif config:
+        found.missing.append("deepspeed: a configuration in the file (import it as a file of its own)")
+    timeout = found.number("ddp_timeout", 1800)
+    if timeout <= MAX_TIMEOUT:
+        found.patch["parallel.ddp_timeout"] = timeout
+    else:
+        found.different.append(f"ddp_timeout: {timeout}: a rank that hangs ends the run after 30 minutes here")
+
+
+MAX_TIMEOUT = 86_400
+PARTS: tuple[Callable[[Import], None], ...] = (
+    _model, _method, _stage, _data, _schedule, _precision, _optimizer, _saving, _devices,
+)  # fmt: skip

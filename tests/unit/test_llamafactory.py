@@ -1,0 +1,165 @@
+"""LLaMA-Factory's training YAML as a spec: what is taken over, what means something else, and what is refused."""
+
+import json
+
+import pytest
+import yaml
+from small import client
+
+from backend.__main__ import main
+from backend.config import RunSpec, llamafactory
+from backend.config.importers import detect_format, import_file
+from backend.config.options import SpecError, by_name, changes
+
+LORA = {
+    "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True, "stage": "sft",
+    "do_train": True, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all", "dataset": "identity",
+    "template": "llama3", "cutoff_len": 4096, "max_samples": 1000, "preprocessing_num_workers": 16,
+    "output_dir": "saves/x", "logging_steps": 10, "save_steps": 500, "plot_loss": True, "overwrite_output_dir": True,
+    "report_to": "none", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "learning_rate": 1e-4,
+    "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True,
+    "ddp_timeout": 180000000, "resume_from_checkpoint": None,
+}  # fmt: skip
+
+
+def read(tmp_path, **more):
+    table = {**LORA, **more}
+    return import_file(
+        yaml.safe_dump({key: value for key, value in table.items() if value != "-"}), RunSpec(), tmp_path
+    )
+
+
+def test_lora(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps({"identity": {"file_name": "identity.json"}}))
+    found = read(tmp_path)
+    assert detect_format(yaml.safe_dump(LORA)) == "llamafactory"
+    spec = found.spec
+    assert (spec.model.source, spec.model.hub_id) == ("hub", "meta-llama/Meta-Llama-3-8B-Instruct")
+    assert (spec.data.source, spec.data.files) == ("files", ("data/identity.json",))
+    assert (spec.data.max_length, spec.data.max_samples, spec.data.validation) == (4096, 1000, "none")
+    assert (spec.lora.r, spec.lora.alpha, spec.lora.targets) == (8, 16, "all-linear")
+    assert (spec.train.learning_rate, spec.train.warmup_steps, spec.train.lr_scheduler_type) == (1e-4, 0.1, "cosine")
+    assert spec.train.activation_checkpointing and spec.precision.compute == "bf16"
+    assert (spec.save.strategy, spec.save.steps, spec.save.total_limit) == ("steps", 500, 0)
+    assert [text.split(":")[0] for text in found.different] == ["template", "ddp_timeout"]
+    assert found.missing == []
+
+
+def test_defaults_are_those_of_llamafactory(tmp_path):
+    spec = import_file("model_name_or_path: a/b\nstage: sft\n", RunSpec(), tmp_path).spec
+    train = spec.train
+    assert (train.learning_rate, train.per_device_train_batch_size, train.num_train_epochs) == (5e-5, 8, 3.0)
+    assert (spec.data.max_length, train.lr_scheduler_type, spec.precision.compute) == (2048, "linear", "fp32")
+    assert spec.data.files == () and spec.data.source == "files", "not the demo dataset"
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "value"),
+    [
+        ({"stage": "pt"}, "data.packing", True),
+        ({"stage": "rm"}, "train.stage", "reward"),
+        ({"stage": "dpo", "pref_loss": "orpo"}, "train.stage", "orpo"),
+        ({"stage": "dpo", "pref_loss": "hinge"}, "preference.dpo_loss_type", "hinge"),
+        ({"stage": "kto", "kto_rejected_weight": 0.5}, "preference.undesirable_weight", 0.5),
+        ({"finetuning_type": "full"}, "method.kind", "full"),
+        ({"lora_target": "q_proj, v_proj"}, "lora.target_modules", ("q_proj", "v_proj")),
+        ({"additional_target": "embed_tokens,lm_head"}, "lora.modules_to_save", ("embed_tokens", "lm_head")),
+        ({"lora_alpha": 64}, "lora.alpha", 64),
+        ({"pissa_init": True}, "lora.init", "pissa_fast"),
+        ({"pissa_init": True, "pissa_iter": -1}, "lora.init", "pissa"),
+        ({"quantization_bit": 4}, "method.quantization", "nf4"),
+        ({"quantization_bit": 4, "quantization_type": "fp4"}, "method.quantization", "fp4"),
+        ({"quantization_bit": 8, "quantization_method": "bnb"}, "method.quantization", "int8"),
+        ({"bf16": False, "pure_bf16": True}, "precision.compute", "pure_bf16"),
+        ({"bf16": "-"}, "precision.compute", "fp32"),
+        ({"flash_attn": "fa2"}, "model.attn_implementation", "flash_attention_2"),
+        ({"disable_gradient_checkpointing": True}, "train.activation_checkpointing", False),
+        ({"max_steps": 70}, "train.max_steps", 70),
+        ({"warmup_ratio": "-", "warmup_steps": 20}, "train.warmup_steps", 20),
+        ({"use_galore": True, "galore_layerwise": True}, "train.optim", "galore_adamw_layerwise"),
+        ({"use_galore": True, "galore_target": "mlp,self_attn"}, "train.optim_target_modules", ("mlp", "self_attn")),
+        ({"use_apollo": True, "apollo_rank": 256}, "train.projection_rank", 256),
+        ({"use_badam": True, "badam_switch_interval": 7}, "train.badam_switch_block_every", 7),
+        ({"optim": "adamw_8bit"}, "train.optim", "adamw_bnb_8bit"),
+        ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 50}, "eval.strategy", "steps"),
+        ({"val_size": 0.1}, "data.validation_split", 0.1),
+        ({"train_on_prompt": True}, "data.loss_on", "all_tokens"),
+        ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "parallel.offload_param", "cpu"),
+        ({"deepspeed": "ds_z2_config.json"}, "parallel.strategy", "zero2"),
+        ({"resume_from_checkpoint": "saves/checkpoint-9"}, "save.resume_path", "saves/checkpoint-9"),
+        ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
+        ({"ddp_timeout": 600}, "parallel.ddp_timeout", 600),
+        ({"model_name_or_path": "./model"}, "model.path", "./model"),
+    ],
+)
+def test_options(tmp_path, given, option, value):
+    section, key = option.split(".")
+    assert getattr(getattr(read(tmp_path, **given).spec, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"stage": "ppo"}, "stage: ppo"),
+        ({"finetuning_type": "oft"}, "finetuning_type: oft"),
+        ({"stage": "dpo", "pref_loss": "simpo"}, "pref_loss: simpo"),
+        ({"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_bit: 4 with hqq"),
+        ({"quantization_bit": 3}, "quantization_bit: 3"),
+        ({"use_badam": True, "badam_mode": "ratio"}, "badam_mode: ratio"),
+        ({"optim": "nothing_known"}, "optim: nothing_known"),
+        ({"learning_rate": "high"}, "train.learning_rate"),
+        ({"max_steps": "many"}, "max_steps"),
+        ({"val_size": "some"}, "val_size"),
+    ],
+)
+def test_refused(tmp_path, given, named):
+    with pytest.raises(SpecError, match=named):
+        read(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ({"use_kt": True}, ["use_kt: True"]),
+        ({"packing": True}, ["packing: packed examples do not attend"]),
+        ({"val_size": 200}, ["val_size: 200"]),
+        ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),
+        ({"eval_dataset": "other", "val_size": 0}, ["eval_dataset: other"]),
+        ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
+        ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
+        ({"adapter_name_or_path": "x", "use_ray": False}, ["adapter_name_or_path: x"]),
+    ],
+)
+def test_what_is_listed(tmp_path, given, texts):
+    found = read(tmp_path, **given)
+    told = [*found.different, *found.missing]
+    for text in texts:
+        assert any(line.startswith(text) for line in told), told
+    assert not any(line.startswith(("use_ray", "do_train", "output_dir")) for line in told)
+
+
+def test_every_named_option_exists():
+    assert {*llamafactory.SAME.values()} <= by_name().keys()
+
+
+@pytest.mark.parametrize("info", ["[]", "{", '{"identity": 3}', '{"identity": {"hf_hub_url": "a/b"}}'])
+def test_a_damaged_dataset_info(tmp_path, info):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(info)
+    assert read(tmp_path).missing[0].startswith("dataset: identity")
+
+
+def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(LORA))
+    response = client(tmp_path / "runs").post("/api/import", json={"yaml": yaml.safe_dump(LORA)}).json()
+    assert response["values"]["lora.r"] in (8, "8")
+    assert response["runs_code"] == ["model.trust_remote_code (turned off)"]
+    assert response["missing"][0].startswith("dataset: identity") and response["different"]
+    assert main(["import", "theirs.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert changes(RunSpec.model_validate(yaml.safe_load(out)))["lora.r"] == 8
+    assert "Not taken over: dataset: identity" in err and "Different here: template: llama3" in err
+    (tmp_path / "none.yaml").write_text("model: {}\n")
+    assert main(["import", "none.yaml"]) == 2
