@@ -5,6 +5,7 @@ Imports config, runs, checkpoints, device, disk_space, monitor, run_log.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -217,7 +218,8 @@ class CheckpointCallback(TrainerCallback):
 
         disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
         if self.group.rank == 0:
-            checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
+            with contextlib.suppress(OSError):  # read-only meanwhile: the next checkpoint tries again
+                checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
 

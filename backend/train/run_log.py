@@ -111,8 +111,10 @@ class RunLog:
 
     def compare_with_sweep(self, step: int) -> None:
         """After an evaluation: stop this run if it is behind the others of its sweep."""
-        if self.rank == 0 and (reason := sweeps.stop_if_behind(self.folder, step)):
-            self.info(f"Stopping early. {reason}")
+        if self.rank == 0:
+            with contextlib.suppress(OSError):  # a full disk, on which no checkpoint can be saved either
+                if reason := sweeps.stop_if_behind(self.folder, step):
+                    self.info(f"Stopping early. {reason}")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -21,7 +21,7 @@ from training_runs import REORDERING_TOLERANCE, environment, log_text, losses, m
 
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.runs import METRICS, PROGRESS, STOP, processes
+from backend.runs import METRICS, PROGRESS, STOP, processes, sweeps
 from backend.runs.folder import Run
 from backend.train import disk_space
 from backend.train.run_log import RunLog, Stopped
@@ -233,6 +233,16 @@ def test_metrics_wait_for_room(small_disk: Path) -> None:
     assert [point["step"] for point in read_metrics(small_disk)] == list(range(1001))
     assert json.loads((small_disk / PROGRESS).read_text())["phase"] == "training"
     assert sorted(path.name for path in small_disk.iterdir()) == [METRICS, PROGRESS]
+
+
+def test_a_stop_that_a_sweep_cannot_request_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "x")
+
+    monkeypatch.setattr(sweeps, "stop_if_behind", full)
+    RunLog(tmp_path).compare_with_sweep(3)
 
 
 def test_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
