@@ -150,7 +150,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
 
 
 def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> None:
-    """queue, list, annotate, show, stop, resume, retry, logs, metrics, export-metrics, stacks, bundle."""
+    """queue, list, annotate, show, stop, resume, retry, logs, and those of _add_report_commands."""
     run_id = argparse.ArgumentParser(add_help=False, parents=[folder])
     run_id.add_argument("run", metavar="RUN", help="the id of a run, a unique prefix of it, or the run's folder")
     queue = command("queue", folder, help="list the waiting runs in order, or hold, release or move one")
@@ -192,6 +192,11 @@ def _add_run_commands(command: AddCommand, folder: argparse.ArgumentParser) -> N
     retry.add_argument("--follow", action="store_true", help=FOLLOW)
     logs = command("logs", run_id, help="print the log of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing until the run has ended")
+    _add_report_commands(command, folder, run_id)
+
+
+def _add_report_commands(command: AddCommand, folder: argparse.ArgumentParser, run_id: argparse.ArgumentParser) -> None:
+    """metrics, export-metrics, stacks, bundle."""
     command("metrics", run_id, help="print the logged metrics of a run")
     exported = command("export-metrics", folder, help="write the metrics of runs for TensorBoard or trackio")
     exported.add_argument("run", metavar="RUN", nargs="+", help="the id of a run, a unique prefix, or its folder")
