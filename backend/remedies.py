@@ -195,7 +195,8 @@ def _no_loader_workers(failed: Failed) -> Iterator[Fix]:
 
 
 def _less_disk(failed: Failed) -> Iterator[Fix]:
-    yield Fix("Keep one checkpoint", {"save.total_limit": 1}, cost="the new run deletes its older checkpoints")
+    last = {"save.total_limit": 1} | ({"save.keep_best": 0} if failed.spec.save.keep_best else {})
+    yield Fix("Keep one checkpoint", last, cost="the new run deletes its older checkpoints")
     yield Fix("Save checkpoints without optimizer state", {"save.only_model": True}, cost="the run cannot be resumed")
     yield Fix("Save no checkpoints", {"save.strategy": "no"}, cost="the run cannot be resumed")
 

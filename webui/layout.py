@@ -156,6 +156,6 @@ def _outputs(form: Form) -> None:
             form.place("save.strategy", "save.steps", "save.total_limit", "save.resume_from")
             form.place("save.resume_path", "save.final_model", "save.merge_adapter")
         with fields(more=True):
-            form.place("save.load_best_model_at_end", "save.only_model", "save.stop_timeout")
+            form.place("save.load_best_model_at_end", "save.keep_best", "save.only_model", "save.stop_timeout")
     with section("logging", "Logging"), fields():
         form.place("logging.steps", "logging.level", "logging.report_to")

@@ -48,6 +48,7 @@ TRANSFORMERS: Mapping[str, str] = {
     "save_strategy": "save.strategy",
     "save_steps": "save.steps",
     "save_total_limit": "save.total_limit",
+    "save_top_k": "save.keep_best",
     "save_only_model": "save.only_model",
     "resume_from_checkpoint": "save.resume_from",
     "logging_steps": "logging.steps",

@@ -56,6 +56,9 @@ class Save(Section):
     total_limit: Annotated[int, Field(ge=0), Ui("Checkpoint limit", when=SAVING)] = 2
     """Number of checkpoints to keep; 0 keeps all. One takes about 12 bytes per parameter in full fine-tuning with
     AdamW."""
+    keep_best: Annotated[int, Field(ge=0, le=1000), Ui("Best checkpoints to keep", when={**SAVING, **EVALUATING})] = 0
+    """Checkpoints with the lowest eval loss to keep in addition to the newest ones of the checkpoint limit; 0 turns it
+    off. A checkpoint counts only if its step has an evaluation."""
     only_model: Annotated[bool, Ui("Save only the model", when=SAVING)] = False
     """Saves checkpoints without optimizer state: smaller, but a run cannot resume from them. Usually off."""
     load_best_model_at_end: Annotated[bool, Ui("Load best model at end", when={**SAVING, **EVALUATING})] = False

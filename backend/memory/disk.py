@@ -48,5 +48,6 @@ def _checkpoint_count(ctx: MemoryContext) -> int:
     elif save.strategy == "epoch" and train.duration == "epochs":
         written = math.ceil(train.num_train_epochs)
     if save.total_limit:
-        return min(save.total_limit + 1, written or save.total_limit + 1)
+        kept = save.total_limit + save.keep_best + save.load_best_model_at_end + 1
+        return min(kept, written or kept)
     return written or 1

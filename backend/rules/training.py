@@ -231,9 +231,10 @@ def insufficient_disk_space(case: Case) -> Violation | None:
     if need <= free:
         return None
     restarts = case.spec.launch.rendezvous == "elastic"  # an elastic run resumes from its own checkpoints
+    last = {"save.total_limit": 1} | ({"save.keep_best": 0} if case.spec.save.keep_best else {})
     candidates = [
-        Fix("Keep only the last checkpoint", {"save.total_limit": 1}, cost="no earlier checkpoint to go back to"),
-        Fix("Save only the model", {"save.total_limit": 1, "save.only_model": True}, False, "cannot be resumed"),
+        Fix("Keep only the last checkpoint", last, cost="no earlier checkpoint to go back to"),
+        Fix("Save only the model", {**last, "save.only_model": True}, False, "cannot be resumed"),
         Fix(
             "Write no checkpoints",
             {"save.strategy": "no", "save.final_model": True, "save.load_best_model_at_end": False},

@@ -179,7 +179,8 @@ class CheckpointCallback(TrainerCallback):
     """Marks checkpoints as complete, deletes old ones, and ends the training when a stop is requested."""
 
     def __init__(self, spec: RunSpec, run: Path, group: ProcessGroup, run_log: RunLog, monitor: Monitor) -> None:
-        self.keep, self.run, self.group, self.run_log = spec.save.total_limit, run, group, run_log
+        self.keep, self.keep_best = spec.save.total_limit, spec.save.keep_best
+        self.run, self.group, self.run_log = run, group, run_log
         self.monitor = monitor
         self.stopped = 0  # 1 without, 2 with a checkpoint, as RunLog.stop_requested
 
@@ -219,7 +220,7 @@ class CheckpointCallback(TrainerCallback):
         disk_space.on_rank_0(self.group, lambda: disk_space.retry(self.run_log, saved.name, complete))
         if self.group.rank == 0:
             with contextlib.suppress(OSError):  # read-only meanwhile: the next checkpoint tries again
-                checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint)
+                checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint, self.keep_best, state.log_history)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from backend.runs import CHECKPOINTS, COMPLETE, LOCK
 from backend.train.run_log import RunLog, TrainError, write_json
@@ -161,11 +164,18 @@ def mark_complete(folder: Path) -> None:
     write_json(folder / COMPLETE, {"files": files})
 
 
-def rotate(run: Path, keep: int, best: str | None) -> None:
-    """Delete the oldest complete checkpoints beyond `keep` (0: none), but never the best one."""
+def rotate(
+    run: Path, keep: int, best: str | None, keep_best: int = 0, history: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Delete the oldest complete checkpoints beyond `keep` (0: none), but never the best one, nor the `keep_best` ones
+    with the lowest eval loss in `history`, the log_history of the Trainer, which a resumed run reads from its
+    checkpoint."""
     found = complete(run)
+    losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    ranked = [folder for folder in found if math.isfinite(losses.get(step_of(folder), math.nan))]
+    kept = sorted(ranked, key=lambda folder: losses[step_of(folder)])[:keep_best]  # of equal losses, the earlier
     for folder in found[: max(0, len(found) - keep)] if keep else ():
-        if best is None or folder.resolve() != Path(best).resolve():
+        if folder not in kept and (best is None or folder.resolve() != Path(best).resolve()):
             delete(folder)
 
 

@@ -185,6 +185,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "eval.early_stopping_threshold": (0.0, 0.5),
     "save.steps": (1, 2, 100),
     "save.total_limit": (0, 1, 2),
+    "save.keep_best": (0, 1, 3),
     "save.stop_timeout": (60, 1800),
     "logging.run_name": ("", "a name"),
     "logging.steps": (1, 2, 10),

@@ -181,6 +181,25 @@ def evaluations_until_stop(spec: RunSpec) -> int:
     return state.global_step
 
 
+def kept_checkpoints(spec: RunSpec) -> list[int]:
+    """Steps of the checkpoints that are left after five saves, where step 2 has the lowest eval loss and then step 4;
+    the last checkpoint has no evaluation."""
+    with tempfile.TemporaryDirectory() as name:
+        run, state = Path(name), TrainerState()
+        monitor: Any = SimpleNamespace(saved=lambda *_: None)
+        callback = CheckpointCallback(spec, run, device.ProcessGroup(), RunLog(run), monitor)
+        arguments = SimpleNamespace(output_dir=str(run / "checkpoints"))
+        for step, loss in ((1, 3.0), (2, 1.0), (3, math.nan), (4, 2.0), (5, None)):
+            state.global_step = step
+            state.log_history += [
+                {"step": step, "loss": 0.5},
+                *([] if loss is None else [{"step": step, "eval_loss": loss}]),
+            ]
+            (run / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+            callback.on_save(arguments, state, TrainerControl())
+        return [checkpoints.step_of(folder) for folder in checkpoints.complete(run)]
+
+
 def rule_errors(spec: RunSpec) -> str:
     """The errors of the rules on this machine."""
     try:
@@ -592,6 +611,7 @@ CASES: dict[str, Case] = {
     "save.total_limit": Case(
         1, lambda spec: CheckpointCallback(spec, Path("."), device.ProcessGroup(), RunLog(Path(".")), None).keep, SAVED
     ),
+    "save.keep_best": Case(1, kept_checkpoints, {**SAVED, **EVALUATED, "save.total_limit": 1}),
     "save.only_model": Case(True, argument("save_only_model"), SAVED),
     "save.load_best_model_at_end": Case(
         True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -128,6 +129,20 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert len(checkpoints.complete(tmp_path)) == 4
     checkpoints.rotate(tmp_path, 1, str(tmp_path / "checkpoints/checkpoint-4"))
     assert [checkpoints.step_of(p) for p in checkpoints.complete(tmp_path)] == [4, 20]
+
+
+@pytest.mark.parametrize(
+    ("limit", "keep_best", "kept"),
+    [(1, 0, [5]), (1, 1, [2, 5]), (1, 2, [2, 4, 5]), (2, 1, [2, 4, 5]), (1, 9, [1, 2, 4, 5])],
+)
+def test_rotation_keeps_the_best_by_eval_loss(tmp_path: Path, limit: int, keep_best: int, kept: list[int]) -> None:
+    losses = {1: 2.5, 2: 1.0, 3: math.nan, 4: 2.0, 6: 0.1}  # 5 has no evaluation, 6 no checkpoint
+    history = [{"step": step, "eval_loss": loss} for step, loss in losses.items()] + [{"step": 5, "loss": 0.1}]
+    for step in range(1, 6):
+        (tmp_path / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+        checkpoints.mark_complete(tmp_path / f"checkpoints/checkpoint-{step}")
+    checkpoints.rotate(tmp_path, limit, None, keep_best, history)
+    assert [checkpoints.step_of(p) for p in checkpoints.complete(tmp_path)] == kept
 
 
 def test_metrics_are_strict_json(tmp_path: Path) -> None:
