@@ -6,6 +6,7 @@ after the checkpoint of the first step, and of a command that loads the saved mo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,9 @@ def rehearse(root: Path, report: Report, base: Path) -> tuple[Report, Rehearsal 
     plan = replace(small.plan, env={**small.plan.env, REHEARSAL: "1"})
     load = _load_plan(plan, report) if small.spec.save.final_model else None
     notes = differences(report.spec)
-    rehearsal = Rehearsal.create(root, small.title, plan, load, small.about, small.expected, notes)
+    # CUDA cannot be used in a process that was forked after another one asked it anything, as libraries do on import.
+    warm = small.run.device == "cpu" and hasattr(os, "pidfd_open")
+    rehearsal = Rehearsal.create(root, small.title, plan, load, small.about, small.expected, notes, warm)
     rehearsal.start()
     return small, rehearsal
 

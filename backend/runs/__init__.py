@@ -7,7 +7,7 @@ cleanup of leftover processes; `failure.py` explains why a run failed, `throughp
 `metrics.py` reads log and metrics incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops
 and slow ranks in them; `listing.py` is the list of all runs, `search.py` its columns and the search in them,
 `notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing; `rehearsals.py` runs through a
-spec in a minute.
+spec in a minute, with `warm_python.py` in place of Python where one process can import the libraries for all.
 """
 
 from __future__ import annotations

@@ -22,7 +22,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from backend.runs import LOG, REHEARSED, STOP, Plan, processes, replace_text, webhook
+from backend.runs import (
+    LOG,
+    PLAN,
+    REHEARSED,
+    RUN_MARKER,
+    STOP,
+    Plan,
+    processes,
+    replace_text,
+    start_env,
+    warm_python,
+    webhook,
+)
 from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts, runs
 from backend.runs.supervisor import detach
 
@@ -61,15 +73,19 @@ class Rehearsal:
     @classmethod
     def create(
         cls, root: Path, name: str, plan: Plan, load: Plan | None, about: Mapping[str, str],
-        estimate: Mapping[str, Any] | None, notes: Sequence[str],
+        estimate: Mapping[str, Any] | None, notes: Sequence[str], warm: bool = False,
     ) -> Rehearsal:  # fmt: skip
         """A new rehearsal below the runs folder `root`: of the run `plan`, and of `load`, whose command gets the folder
-        of the first run as its argument. Raises RunError."""
+        of the first run as its argument. `warm`: one process imports the libraries for both. Raises RunError."""
         delete_old(root)
         now = datetime.now()
+        if warm:
+            plan, load = warmed(plan), load and warmed(load)
         train = Run.create(root / FOLDER / f"{now:%Y%m%d%H%M%S%f}", name, plan, now, about, estimate)
         self = cls(train.path.parent)
-        kept: dict[str, Any] = {"train": train.id, "load": "", "name": name, "notes": list(notes)}
+        kept: dict[str, Any] = {
+            "train": train.id, "load": "", "name": name, "notes": list(notes), "warm": warm,
+        }  # fmt: skip
         if load:
             load = replace(load, argv=(*load.argv, str(train.path)))
             kept["load"] = Run.create(self.path, f"{name} load", load, now, about).id
@@ -152,6 +168,12 @@ class Rehearsal:
         return f"step {1 + max([_step(line['phase']) for line in lines], default=0)}"
 
 
+def warmed(plan: Plan) -> Plan:
+    """`plan` with processes that the warm server of the rehearsal forks."""
+    argv = (plan.argv[0], "-I", "-S", warm_python.__file__, *plan.argv[1:])
+    return replace(plan, argv=argv, env={**plan.env, warm_python.SOCKET: f"../{warm_python.NAME}"})
+
+
 def _step(phase: str) -> int:
     return int(phase.removeprefix("step ")) if phase.startswith("step ") else 0
 
@@ -192,6 +214,7 @@ class Driver:
     def __init__(self, rehearsal: Rehearsal) -> None:
         self.rehearsal = rehearsal
         self.failure: dict[str, Any] | None = None
+        self.warm_server: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         """Run all of it, write the outcome, delete the runs."""
@@ -204,6 +227,12 @@ class Driver:
             status |= {"state": "failed", "failure": failure}
         if status["state"] != "running":
             status |= {"now": "", "text": ""}
+        if self.warm_server:
+            self.warm_server.kill()
+            self.warm_server.wait()
+            for name in (warm_python.NAME, warm_python.STAND_IN):
+                with contextlib.suppress(OSError):
+                    (self.rehearsal.path / name).unlink()
         self._keep_log()
         with contextlib.suppress(OSError):  # a full disk: deleting the runs frees some of it
             self._write({**status, "state": "running", "now": CLEAN_UP, "text": ""})
@@ -236,12 +265,24 @@ class Driver:
         run.start(timeouts=TIMEOUTS)
         requested = False
         while (state := run.state) in ALIVE:
+            if state != "queued" and self.rehearsal._about().get("warm") and not self.warm_server:
+                self._start_warm_server(run)
             if self._stop_requested() and not requested:
                 requested = True
                 with contextlib.suppress(RunError):  # it has just ended
                     run.stop(save=False)
             time.sleep(POLL_SECONDS)
         return "stopped" if requested else state
+
+    def _start_warm_server(self, run: Run) -> None:
+        """Start the process that imports the libraries, with the environment of the runs. Without it they do."""
+        plan = json.loads((run.path / PLAN).read_text(encoding="utf-8"))
+        environment = {**start_env(os.environ, plan["defaults"], plan["env"]), RUN_MARKER: str(self.rehearsal.path)}
+        command = [plan["argv"][0], "-m", "backend.train.warm_server", str(self.rehearsal.path), str(os.getpid())]
+        with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
+            self.warm_server = subprocess.Popen(
+                command, cwd=PACKAGES, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def _stop_requested(self) -> bool:
         return (self.rehearsal.path / STOP).exists()

@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", soak_except(CASES, ("ddp",)))
+@pytest.mark.parametrize("name", soak_except(CASES, ()))
 def test_crash_resume_and_load(root: Path, fork_server: ForkServer, name: str) -> None:
     folder, loaded = root / name, root / f"{name}-loaded"
     spec = rehearsal_spec(make_spec(spec_changes(write_data(root / "data.jsonl"), **CASES[name])))
@@ -86,6 +86,26 @@ def test_crash_resume_and_load(root: Path, fork_server: ForkServer, name: str) -
     assert fork_server.run(loaded, 0, str(folder), script=str(script)) == 0, log_text(loaded)
     assert ("Score of a text" if name == "reward" else "Generated") in log_text(loaded)
     assert result(loaded)["peak_bytes"] > 0
+
+
+def test_the_command_passes_and_leaves_nothing(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two ranks, whose processes a warm server forks."""
+    monkeypatch.chdir(root)
+    changes = vars_of(spec_changes(write_data(root / "data.jsonl"), **CASES["ddp"]))
+    arguments = ["rehearse", "first-run", "--runs", str(root / "passes"), "--json"]
+    assert main([*arguments, *(f"--set={name}={_text(value)}" for name, value in changes.items())]) == 0
+    status = json.loads(capsys.readouterr().out)
+    seconds = {phase["phase"]: phase["seconds"] for phase in status["phases"]}
+    names = [phase["phase"] for phase in status["phases"]]
+    last = ["checkpoint", "killed", "resume", "step 2", "evaluating", "checkpoint", "saving", "load"]
+    assert [name for name in names if not name.startswith("generating")][-8:] == last
+    assert seconds["resume"] + seconds["load"] < seconds["starting"], "only the first start imports the libraries"
+    for path in (root / "passes" / FOLDER).iterdir():
+        assert {file.name for file in path.iterdir()} == {"lock", "log.txt", "outcome.json", "rehearsal.json"}
+        assert not processes.run_processes(path)
+        assert "Resuming from checkpoint-1." in (path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto", "reward"])

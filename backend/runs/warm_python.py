@@ -1,0 +1,95 @@
+"""`python -I -S warm_python.py -m MODULE ARGUMENTS`: stands in for `python -m MODULE ARGUMENTS`, but a process that has
+imported the libraries already forks itself to do the work (`backend/train/warm_server.py`).
+
+Imports only the standard library, and of that little: it starts in 30 ms. This process waits for the other one, passes
+signals on to it, and ends as it ends. If it is killed, the other one is killed too. Other uses of Python, and all if
+there is no server, are left to Python itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+NAME, STAND_IN = "warm", "python"  # the server's socket, and this program as an executable file
+SOCKET = "FOOTPLATE_WARM"  # environment variable: the server's socket, relative to the working directory
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+CONNECT_SECONDS = 5.0  # the server binds its socket before it imports the libraries
+NUMBER_BYTES = 4  # of a number from the server: first a pid, then the status of waitpid
+
+
+def main() -> int:
+    """The exit code of the module."""
+    arguments = sys.argv[1:]
+    module, rest = _module(arguments)
+    server = _connect(os.environ.get(SOCKET, "")) if module else None
+    if server is None:
+        os.execv(sys.executable, [sys.executable, *arguments])
+    request = {"module": module, "arguments": rest, "cwd": os.getcwd(), "env": dict(os.environ)}
+    text = json.dumps(request).encode() + b"\n"
+    socket.send_fds(server, [text[:1]], [0, 1, 2])
+    server.sendall(text[1:])
+    if (pid := _number(server)) is None:
+        sys.exit("The process that has imported the libraries ended before it started this one.")
+    for number in FORWARDED:
+        signal.signal(number, lambda received, _: _forward(pid, received))
+    status = _number(server)
+    if status is None:
+        sys.exit("The process that has imported the libraries was killed.")
+    return _end(os.waitstatus_to_exitcode(status))
+
+
+def _module(arguments: list[str]) -> tuple[str, list[str]]:
+    """The module to run, and its arguments; '' for any other use of Python."""
+    given = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    return (given[1], given[2:]) if given[:1] == ["-m"] and len(given) > 1 else ("", [])
+
+
+def _connect(path: str) -> socket.socket | None:
+    server = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while path and time.monotonic() < deadline:
+        try:
+            server.connect(path)
+        except FileNotFoundError:  # not yet
+            time.sleep(0.05)
+        except OSError:  # it has ended
+            break
+        else:
+            return server
+    server.close()
+    return None
+
+
+def _number(server: socket.socket) -> int | None:
+    data = b""
+    while len(data) < NUMBER_BYTES:
+        if not (part := server.recv(NUMBER_BYTES - len(data))):
+            return None
+        data += part
+    return int.from_bytes(data, "little")
+
+
+def _forward(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # it has just ended
+        os.kill(pid, number)
+
+
+def _end(code: int) -> int:
+    """The exit code; does not return if the other process was ended by a signal: so is this one."""
+    if code < 0:
+        if -code in (signal.SIGKILL, signal.SIGSTOP):
+            os.kill(os.getpid(), -code)
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        return 128 - code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
