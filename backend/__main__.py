@@ -126,7 +126,7 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     after.add_argument("--after-any", metavar="RUN", help="start after this run has ended, in any state")
     run.add_argument("--follow", action="store_true", help=FOLLOW)
     run.add_argument("--skip-checks", action="store_true", help="start even if the checks report errors")
-    command("rehearse", spec, folder, help="try a spec in a minute: two steps, a crash, a resume and the saved model")
+    command("rehearse", spec, folder, machine, help="try a spec: two steps, a crash, a resume, the saved model")
     command("test-devices", spec, folder, help="measure every device and link that a spec would use; name slow ones")
     sweep = command("sweep", spec, folder, help="queue a run for each combination of values")
     sweep.add_argument(

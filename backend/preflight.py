@@ -164,9 +164,13 @@ def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float =
     and all examples; `show` gets its progress as a text."""
     if wait_seconds:
         wait_for_worker(resolve_paths(effective(spec), base), base, wait_seconds, show)
-    case = build_case(spec, machine, base)
-    launch_plan = plan(case.spec, machine, run=case.run)
-    return Report(case.spec, machine, case.facts, case.run, case.estimate, examine(case), launch_plan)
+    return report_on(build_case(spec, machine, base))
+
+
+def report_on(case: Case) -> Report:
+    """The preflight report of a spec whose files have been inspected."""
+    launch_plan = plan(case.spec, case.machine, run=case.run)
+    return Report(case.spec, case.machine, case.facts, case.run, case.estimate, examine(case), launch_plan)
 
 
 def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:

@@ -1,27 +1,38 @@
 """Rehearsal: a spec with two steps and everything that a run does, to find in a minute what would fail in hours.
 
-Imports config, preflight, runs. A rehearsal is nothing but runs in a scratch folder: of `rehearsal_spec`, with a crash
-after the checkpoint of the first step, and of a command that loads the saved model (backend/runs/rehearsals.py).
+Imports config, resolve, rules, preflight, runs. A rehearsal is nothing but runs in a scratch folder: of
+`rehearsal_spec`, with a crash after the checkpoint of the first step, and of a command that loads the saved model
+(backend/runs/rehearsals.py). A run that is planned for another machine is rehearsed on CPU, with a small model.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from backend import registry
 from backend.config import RunSpec
-from backend.config.options import edit, effective
+from backend.config.options import Option, edit, effective, get, options, shown, text
+from backend.config.presets import dump
 from backend.inspect import predecessor
-from backend.preflight import Report, preflight
-from backend.runs import REHEARSAL, Plan
+from backend.machine import Machine
+from backend.preflight import Report, build_case, preflight, report_on
+from backend.resolve import selected_gpus
+from backend.rules import Case
+from backend.rules.autofix import autofix
+from backend.runs import REHEARSAL, SPEC, Plan
 from backend.runs.folder import RunError
-from backend.runs.rehearsals import Rehearsal
+from backend.runs.rehearsals import SCRATCH, Rehearsal, new_folder
 
 MAX_GENERATIONS, MAX_NEW_TOKENS = 2, 16
 MAX_ACCUMULATION = 2  # gradients of an earlier batch take memory too; more batches take only time
+# Of a run that is planned for another machine:
+MAX_RANKS, MAX_BATCH = 8, 2
+SOURCE = ("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision", "model.trust_remote_code")
+BYTES_PER_PARAMETER = 32  # weights, gradients, optimizer state in fp32, a gathered copy
 
 
 def rehearsal_spec(spec: RunSpec) -> RunSpec:
@@ -65,27 +76,103 @@ def differences(spec: RunSpec) -> list[str]:
     return notes
 
 
-def rehearse(root: Path, report: Report, base: Path) -> tuple[Report, Rehearsal | None]:
-    """Start a rehearsal of a checked spec in the scratch folder of the runs folder `root`. Returns the report of the
-    spec with two steps, and None if that has errors. Raises RunError."""
+def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Report, Rehearsal | None]:
+    """Start a rehearsal of a checked spec on the machine `here`, in the scratch folder of the runs folder `root`. If it
+    was checked for another machine, CPU processes rehearse it with a small model. Returns the report of the spec that
+    is rehearsed, and None if that has errors. Raises RunError."""
     if earlier := predecessor(report.spec, base, None):
         raise RunError(f"Not rehearsed: {earlier.id} saves the model and has not ended.")
-    small = preflight(rehearsal_spec(report.spec), report.machine, base)
+    folder, planned = new_folder(root), bool(report.machine.name)
+    small = on_cpu(report, here, base, folder) if planned else preflight(rehearsal_spec(report.spec), here, base)
     if not small.can_run:
         return small, None
-    plan = replace(small.plan, env={**small.plan.env, REHEARSAL: "1"})
-    load = _load_plan(plan, report) if small.spec.save.final_model else None
-    notes = differences(report.spec)
+    plans = {"train": replace(small.plan, env={**small.plan.env, REHEARSAL: "1"})}
+    if planned:
+        plans["shrink"] = _shrink_plan(report, small, folder)
+    if small.spec.save.final_model:
+        plans["load"] = replace(small.plan, argv=(here.python, "-m", "backend.train.load_model"), files={}, then=())
+    notes = differences(report.spec) if not planned else [*replacements(report, small), *differences(report.spec)]
     # CUDA cannot be used in a process that was forked after another one asked it anything, as libraries do on import.
     warm = small.run.device == "cpu" and hasattr(os, "pidfd_open")
-    rehearsal = Rehearsal.create(root, small.title, plan, load, small.about, small.expected, notes, warm)
+    expected = None if planned else small.expected
+    rehearsal = Rehearsal.create(folder, report.title, plans, small.about, expected, notes, warm)
     rehearsal.start()
     return small, rehearsal
 
 
-def _load_plan(plan: Plan, report: Report) -> Plan:
-    """The command that loads the saved model, with the environment and the devices of the run. The folder of the
-    training is next to its own."""
-    environment: Mapping[str, str] = {key: value for key, value in plan.env.items() if key != REHEARSAL}
-    argv = (report.machine.python, "-m", "backend.train.load_model")
-    return Plan(argv, env=environment, defaults=plan.defaults, devices=plan.devices)
+# --- Of a run that is planned for another machine ---
+
+
+def on_cpu(report: Report, here: Machine, base: Path, folder: Path) -> Report:
+    """The report of the spec that rehearses a planned run with CPU processes of this machine, and with a small model
+    that will be in `folder`. What the CPU cannot do is replaced by fixes of the rules, also by those that change the
+    result."""
+    planned, run = rehearsal_spec(report.spec), report.run
+    nvme = "nvme" in (planned.parallel.offload_optimizer, planned.parallel.offload_param)  # with large buffers per rank
+    ranks = min(run.world_size, max(2, run.sequence_parallel_size) if nvme else MAX_RANKS)
+    patch: dict[str, Any] = {
+        "launch.device": "cpu", "launch.nproc_per_node": ranks, "launch.omp_num_threads": 1,
+        "launch.hostfile": (), "launch.include": "", "launch.master_port": 0,
+        "data.max_length": min(planned.data.max_length, _longest(report, here, ranks)),
+        "data.dataset_num_proc": min(planned.data.dataset_num_proc, here.cores),
+        "train.per_device_train_batch_size": min(planned.train.per_device_train_batch_size, MAX_BATCH),
+        "eval.per_device_eval_batch_size": min(planned.eval.per_device_eval_batch_size, MAX_BATCH),
+        "train.dataloader_num_workers": min(planned.train.dataloader_num_workers, 1),
+    }  # fmt: skip
+    if nvme:
+        patch["parallel.nvme_path"] = str(folder / SCRATCH)
+
+    def case_of(spec: RunSpec) -> Case:
+        """Without sizes of the model: those of the small one are not known yet."""
+        case = build_case(spec, here, base)
+        return replace(case, facts=replace(case.facts, shape=None, nvme_problem="", nvme_slow_reason=""))
+
+    fixed = autofix(edit(planned, patch), case_of, only_safe=False)
+    if fixed.remaining:
+        return report_on(case_of(fixed.spec))
+    model = {"model.source": "path", "model.path": str(folder / SCRATCH / "model"), "model.trust_remote_code": False}
+    facts = case_of(fixed.spec).facts
+    return report_on(Case(effective(edit(fixed.spec, model)), here, facts))
+
+
+def _longest(report: Report, here: Machine, ranks: int) -> int:
+    """Tokens of the longest sequence whose logits leave half of the memory free, with copies for the loss and its
+    gradient, of a pair of answers and of a batch."""
+    vocabulary = report.facts.tokenizer_size or 2**17
+    copies = 4 * 2 * MAX_BATCH
+    return max(64, int(0.5 * here.ram_free_bytes / ranks / (4 * copies * vocabulary)))
+
+
+def _shrink_plan(report: Report, small: Report, folder: Path) -> Plan:
+    """The command that writes the small model of the checked spec's model."""
+    run = small.run
+    multiple = math.lcm(run.tensor_parallel_size, run.sequence_parallel_size)
+    parameters = int(0.5 * small.machine.ram_free_bytes / run.world_size / BYTES_PER_PARAMETER)
+    layers = max(2, abs(report.spec.method.freeze_trainable_layers)) if report.spec.method.kind == "freeze" else 2
+    limits = (f"--parameters={parameters}", f"--multiple={multiple}", f"--layers={layers}")
+    argv = (small.machine.python, "-m", "backend.train.shrink_model", str(folder / SCRATCH / "model"), *limits)
+    return replace(small.plan, argv=argv, files={SPEC: dump(report.spec)}, then=())
+
+
+def replacements(report: Report, small: Report) -> list[str]:
+    """How the rehearsal of a planned run differs from it, as sentences."""
+    ranks, planned, gpus = small.run.world_size, report.run.world_size, selected_gpus(report.run, report.machine)
+    device = gpus[0].name if gpus else registry.DEVICES[report.run.device].label
+    here = f"{ranks} CPU processes" if ranks > 1 else "one CPU process"
+    instead = f"Rehearsed with {here} of this machine instead of {planned} x {device}"
+    notes = [f"{instead}: times and memory are not those of the run."]
+    before, after = rehearsal_spec(report.spec), small.spec
+    changed = [
+        f"{o.name} is {_text(o, after)} instead of {_text(o, before)}"
+        for o in options()
+        if shown(before, o)
+        and get(before, o.name) != get(after, o.name)
+        and not o.name.startswith("launch.")
+        and o.name not in SOURCE
+    ]
+    return [*notes, f"Changed for the CPU: {', '.join(changed)}."] if changed else notes
+
+
+def _text(option: Option, spec: RunSpec) -> str:
+    found = text(option, get(spec, option.name))
+    return (str(found).lower() if isinstance(found, bool) else str(found)) or "empty"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from backend.cli.commands import print_findings, print_json, read_spec, report_json, wait_for_preflight
+from backend.cli.commands import print_findings, print_json, read_spec, report_json, target_machine, wait_for_preflight
 from backend.machine import probe
 from backend.preflight import Report
 from backend.rehearsal import rehearse
@@ -25,10 +25,9 @@ OUTCOMES = {"done": 0, "stopped": 3}
 
 def start(arguments: argparse.Namespace) -> int:
     """Rehearse a spec and wait for the end; Ctrl-C stops the rehearsal."""
-    report = wait_for_preflight(read_spec(arguments), probe(Path.cwd()))
-    rehearsal = None
+    report, rehearsal = wait_for_preflight(read_spec(arguments), target_machine(arguments)), None
     if report.can_run:
-        report, rehearsal = rehearse(Path(arguments.runs), report, Path.cwd())
+        report, rehearsal = rehearse(Path(arguments.runs), report, Path.cwd(), probe(Path.cwd()))
     if rehearsal is None:
         return _refuse(report, arguments.json)
     status = _follow(rehearsal, quiet=arguments.json)

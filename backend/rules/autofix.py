@@ -24,13 +24,14 @@ class AutofixResult:
     remaining: tuple[Finding, ...]
 
 
-def autofix(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> AutofixResult:
-    """Apply safe fixes until no error remains, or no fix leads to a new spec. Returns the spec with the fewest errors,
-    never more than `spec` has. `case_of` inspects a spec: a fix may change which files it names."""
+def autofix(spec: RunSpec, case_of: Callable[[RunSpec], Case], only_safe: bool = True) -> AutofixResult:
+    """Apply fixes, `only_safe` ones or all, until no error remains, or no fix leads to a new spec. Returns the spec
+    with the fewest errors, never more than `spec` has. `case_of` inspects a spec: a fix may change which files it
+    names."""
     current = best = AutofixResult(spec, (), _errors(case_of(spec)))
     seen = [spec]
     while current.remaining and len(current.applied) < MAX_FIXES:
-        step = _step(current, seen, case_of)
+        step = _step(current, seen, case_of, only_safe)
         if step is None:
             break
         current = step
@@ -39,10 +40,12 @@ def autofix(spec: RunSpec, case_of: Callable[[RunSpec], Case]) -> AutofixResult:
     return best
 
 
-def _step(current: AutofixResult, seen: list[RunSpec], case_of: Callable[[RunSpec], Case]) -> AutofixResult | None:
+def _step(
+    current: AutofixResult, seen: list[RunSpec], case_of: Callable[[RunSpec], Case], only_safe: bool
+) -> AutofixResult | None:
     """The first fix that leaves fewer errors; without one, the first that leads to a new spec."""
     first = None
-    for fix in (fix for finding in current.remaining for fix in finding.fixes if fix.safe):
+    for fix in (fix for finding in current.remaining for fix in finding.fixes if fix.safe or not only_safe):
         spec = edit(current.spec, fix.patch)
         if spec in seen:
             continue

@@ -1,5 +1,5 @@
-"""Rehearsals: two runs in a scratch folder, one that trains two steps with a crash between them, and one that loads the
-model that it saved.
+"""Rehearsals: runs in a scratch folder, one that trains two steps with a crash between them, and one that loads the
+model that it saved; for a run that is planned for another machine, before them one that builds a small model.
 
 Imports backend.runs. A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files
 of its runs. `python -m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it
@@ -39,13 +39,16 @@ from backend.runs.folder import ALIVE, PACKAGES, Run, RunError, StopTimeouts, ru
 from backend.runs.supervisor import detach
 
 FOLDER = ".rehearsals"  # in the runs folder
-ABOUT = "rehearsal.json"  # written once: the ids of the two runs, and notes
+ABOUT = "rehearsal.json"  # written once: the ids of the runs, and notes
 OUTCOME = "outcome.json"  # the final status
 KEPT = 5  # rehearsals that have ended, without their runs
 POLL_SECONDS, STOP_SECONDS = 0.1, 60.0
 TIMEOUTS = StopTimeouts(discard=5.0, before_training=0.5)  # there is nothing to keep
 CLEAN_UP = "Delete the runs"
+RUNS = ("shrink", "train", "load")  # the names of the runs, in their order
+SCRATCH = "scratch"  # in a rehearsal's folder, deleted with its runs
 LABELS: Mapping[str, str] = {
+    "shrink": "Build a small model",
     "starting": "Start the processes and import the libraries",
     "building kernels": "Build kernels",
     "preparing model": "Locate the model",
@@ -72,23 +75,20 @@ class Rehearsal:
 
     @classmethod
     def create(
-        cls, root: Path, name: str, plan: Plan, load: Plan | None, about: Mapping[str, str],
-        estimate: Mapping[str, Any] | None, notes: Sequence[str], warm: bool = False,
+        cls, folder: Path, name: str, plans: Mapping[str, Plan], about: Mapping[str, str],
+        estimate: Mapping[str, Any] | None = None, notes: Sequence[str] = (), warm: bool = False,
     ) -> Rehearsal:  # fmt: skip
-        """A new rehearsal below the runs folder `root`: of the run `plan`, and of `load`, whose command gets the folder
-        of the first run as its argument. `warm`: one process imports the libraries for both. Raises RunError."""
-        delete_old(root)
-        now = datetime.now()
-        if warm:
-            plan, load = warmed(plan), load and warmed(load)
-        train = Run.create(root / FOLDER / f"{now:%Y%m%d%H%M%S%f}", name, plan, now, about, estimate)
-        self = cls(train.path.parent)
-        kept: dict[str, Any] = {
-            "train": train.id, "load": "", "name": name, "notes": list(notes), "warm": warm,
-        }  # fmt: skip
-        if load:
-            load = replace(load, argv=(*load.argv, str(train.path)))
-            kept["load"] = Run.create(self.path, f"{name} load", load, now, about).id
+        """A new rehearsal in `folder`, of the runs `plans`, whose names are those in RUNS. The command of the last one
+        gets the folder of the training as its argument. `warm`: one process imports the libraries for all of them.
+        Raises RunError."""
+        now, self = datetime.now(), cls(folder)
+        kept: dict[str, Any] = {"name": name, "notes": list(notes), "warm": warm}
+        for part in filter(plans.get, RUNS):
+            plan = warmed(plans[part]) if warm else plans[part]
+            if part == "load":
+                plan = replace(plan, argv=(*plan.argv, str(folder / kept["train"])))
+            title, expected = (name, estimate) if part == "train" else (f"{name} {part}", None)
+            kept[part] = Run.create(folder, title, plan, now, about, expected).id
         try:
             replace_text(self.path / ABOUT, json.dumps(kept))
         except OSError as error:
@@ -121,10 +121,10 @@ class Rehearsal:
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def runs(self) -> list[Run]:
-        """The runs in their order."""
+    def runs(self) -> dict[str, Run]:
+        """The runs by their names in RUNS, in this order."""
         kept = self._about()
-        return [Run(self.path / kept[name]) for name in ("train", "load") if kept.get(name)]
+        return {part: Run(self.path / kept[part]) for part in RUNS if kept.get(part)}
 
     def _about(self) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
@@ -133,31 +133,36 @@ class Rehearsal:
 
     def _status(self, state: str) -> dict[str, Any]:
         kept, found = self._about(), self.runs()
-        train, load = (found[0] if found else None), (found[1] if len(found) > 1 else None)
+        train, notes = found.get("train"), list(kept.get("notes", []))
         phases = list(completed(recorded(train))) if train else []
-        if load and (result := load.result()):
-            phases.append({"phase": "load", **{key: result[key] for key in ("seconds", "peak_bytes")}})
-        peaks = [phase["peak_bytes"] for phase in phases if phase["phase"] != "load"]
+        for part, run in found.items():
+            if part != "train" and (result := run.result()):
+                line = {"phase": part, "seconds": result["seconds"], "peak_bytes": result["peak_bytes"]}
+                phases.insert(0 if part == "shrink" else len(phases), line)
+                notes[:0] = filter(None, [result.get("text")])
+        peaks = [phase["peak_bytes"] for phase in phases if phase["phase"] not in ("shrink", "load")]
         peaks += train.result().get("peak_bytes", []) if train else []
-        current = load if load and load.state != "new" else train
+        started = [part for part, run in found.items() if run.state != "new"]
+        current = started[-1] if started else next(iter(found), "")
         return {
             "id": self.id,
             "name": kept.get("name", ""),
             "state": state,
             "phases": [{**phase, "label": label(phase["phase"])} for phase in phases],
             "now": label(self.current_phase(current)) if current else "",
-            "text": current.summary()["sentence"] if current else "",
+            "text": found[current].summary()["sentence"] if current else "",
             "seconds": round(time.time() - (train.summary()["created"] or 0), 1) if train else 0,
             "peak_bytes": max(peaks, default=None),
             "estimated_bytes": train.estimate().get("measured_bytes") if train else None,
-            "notes": kept.get("notes", []),
+            "notes": notes,
             "failure": None,
         }
 
-    def current_phase(self, run: Run) -> str:
-        """The phase that `run` is in, or in which it ended."""
-        if self.runs()[0].id != run.id:
-            return "load"
+    def current_phase(self, part: str) -> str:
+        """The phase that this run is in, or in which it ended."""
+        if part != "train":
+            return part
+        run = self.runs()[part]
         phase = str(run.progress().get("phase") or "starting")
         lines = recorded(run)
         last = lines[-1]["phase"] if lines else ""
@@ -244,15 +249,12 @@ class Driver:
 
     def _run(self) -> str:
         """The state at the end: done, failed or stopped."""
-        train, *rest = self.rehearsal.runs()
-        state = self._wait(train)
-        if state == "failed" and [line["phase"] for line in recorded(train)][-1:] == ["killed"]:
-            state = self._wait(train)
-        for run in (train, *rest):
-            if run is not train:
+        for part, run in self.rehearsal.runs().items():
+            state = self._wait(run)
+            if state == "failed" and [line["phase"] for line in recorded(run)][-1:] == ["killed"]:
                 state = self._wait(run)
             if state in ("failed", "lost"):
-                self.failure = _failure(self.rehearsal, run)
+                self.failure = _failure(self.rehearsal, part, run)
                 return "failed"
             if state != "done":
                 return "stopped"
@@ -289,17 +291,17 @@ class Driver:
 
     def _keep_log(self) -> None:
         with contextlib.suppress(OSError), (self.rehearsal.path / LOG).open("ab") as log:
-            for path in (run.path / LOG for run in self.rehearsal.runs()):
+            for path in (run.path / LOG for run in self.rehearsal.runs().values()):
                 log.write(path.read_bytes() if path.exists() else b"")
 
 
-def _failure(rehearsal: Rehearsal, run: Run) -> dict[str, Any]:
-    """The failure of `run`, with the phase in which it ended."""
+def _failure(rehearsal: Rehearsal, part: str, run: Run) -> dict[str, Any]:
+    """The failure of a run, with the phase in which it ended."""
     found = run.failure() or {"sentence": run.summary()["sentence"], "help": "", "traceback": "", "fields": []}
     if "killed" in [line["phase"] for line in recorded(run)][-1:]:  # once more, after the resume
         sentence = "The run did not resume from the checkpoint of step 1: it trained that step again."
         return found | {"phase": label("resume"), "sentence": sentence, "help": "See the log."}
-    return {"phase": label(rehearsal.current_phase(run)), **found}
+    return {"phase": label(rehearsal.current_phase(part)), **found}
 
 
 def discard_runs(rehearsal: Rehearsal) -> None:
@@ -312,6 +314,13 @@ def discard_runs(rehearsal: Rehearsal) -> None:
             time.sleep(POLL_SECONDS)
         with contextlib.suppress(RunError):
             run.delete()
+    shutil.rmtree(rehearsal.path / SCRATCH, ignore_errors=True)
+
+
+def new_folder(root: Path) -> Path:
+    """The path of a new rehearsal below the runs folder `root`; old ones are deleted."""
+    delete_old(root)
+    return root / FOLDER / f"{datetime.now():%Y%m%d%H%M%S%f}"
 
 
 def delete_old(root: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import expect
 
 from backend.runs import Plan
-from backend.runs.rehearsals import Rehearsal
+from backend.runs.rehearsals import Rehearsal, new_folder
 from webui.drafts import Drafts
 
 RECORDS = """
@@ -39,7 +39,8 @@ def open_with(page, server, values, draft):
 
 def test_live_phases_stop_and_reload(server, page):
     plan = Plan((sys.executable, "-c", RECORDS))
-    rehearsal = Rehearsal.create(server.runs, "try", plan, None, {}, {"measured_bytes": 2**31}, ["A note."])
+    folder = new_folder(server.runs)
+    rehearsal = Rehearsal.create(folder, "try", {"train": plan}, {}, {"measured_bytes": 2**31}, ["A note."])
     rehearsal.start()
     page.goto(f"{server.url}/static/icon.svg")
     page.evaluate(f"localStorage.setItem('fp-rehearsal', '{rehearsal.id}')")

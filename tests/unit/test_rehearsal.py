@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from backend.config import RunSpec, presets
 from backend.config.options import changes, edit, effective
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
-from backend.rehearsal import differences, rehearsal_spec
+from backend.preflight import report_on
+from backend.rehearsal import differences, on_cpu, rehearsal_spec, replacements
 from backend.rules import RULES, Case, examine
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import Plan, processes, rehearsals
 from backend.runs.folder import Run, runs
-from backend.runs.rehearsals import FOLDER, Driver, Rehearsal, delete_old, find_rehearsal
+from backend.runs.rehearsals import FOLDER, SCRATCH, Driver, Rehearsal, delete_old, find_rehearsal, new_folder
 
 RECORD = """
 import json, os, signal, sys, time
@@ -45,6 +47,10 @@ FAILS = RECORD + (
     "raise SystemExit('backend.train.run_log.TrainError: bad data.')\n"
 )
 SLEEPS = RECORD + "open('progress.json', 'w').write(json.dumps({'phase': 'loading model'}))\ntime.sleep(60)\n"
+SHRINKS = (
+    "import json, os\nos.makedirs('../scratch/model')\n"
+    "open('result.json', 'w').write(json.dumps({'seconds': 0.1, 'peak_bytes': 9000, 'text': 'It was small.'}))\n"
+)
 LOADS = "open('result.json', 'w').write('{\"seconds\": 0.1, \"peak_bytes\": 7}')\n"
 
 
@@ -76,6 +82,48 @@ def test_the_spec_of_a_rehearsal_passes_the_checks_that_the_spec_passes() -> Non
     assert {strategy for _, strategy in passing} == set(registry.STRATEGIES)
 
 
+def test_what_is_planned_for_another_machine_is_rehearsed_on_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Presets and passing examples of rules that need GPUs."""
+    monkeypatch.setattr("backend.preflight.inspect_inputs", lambda spec, base: DEMO)
+    cases = [(preset.spec, preset.machine) for preset in presets.presets() if preset.machine.gpus]
+    cases += [(edit(RunSpec(), r.passes_on.patch), r.passes_on.machine) for r in RULES if _has_gpus(r.passes_on)]
+    assert len(cases) > 60
+    here, ranks = replace(LAPTOP, ram_free_bytes=20 * 2**30), set()
+    for spec, machine in cases:
+        report = report_on(Case(effective(spec), machine, DEMO))
+        small = on_cpu(report, here, tmp_path, tmp_path / "folder")
+        errors = [finding for finding in small.findings if finding.level == "error"]
+        if report.can_run:
+            assert not errors, (spec, [(f.slug, f.message) for f in errors])
+            assert small.run.device == "cpu" and small.run.nnodes == 1
+            assert small.spec.model.path == str(tmp_path / "folder" / SCRATCH / "model")
+            ranks.add((report.run.world_size, small.run.world_size))
+    assert {(1, 1), (2, 2), (16, 8)} <= ranks
+
+
+def _has_gpus(example: Any) -> bool:
+    return bool(example.machine and example.machine.gpus and example.facts is None)
+
+
+def test_what_a_rehearsal_on_cpu_replaces_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.preflight.inspect_inputs", lambda spec, base: DEMO)
+    patch = {"precision.compute": "fp16", "model.attn_implementation": "flash_attention_2", "data.max_length": 128}
+    patch |= {"train.use_liger_kernel": True, "train.per_device_train_batch_size": 1}
+    patch |= {"parallel.strategy": "zero3", "launch.nproc_per_node": 8}
+    report = report_on(Case(effective(edit(RunSpec(), patch)), presets.machines()["8x80gb"], DEMO))
+    small = on_cpu(report, LAPTOP, tmp_path, tmp_path / "folder")
+    first, changed = replacements(report, small)
+    assert first.startswith("Rehearsed with 8 CPU processes of this machine instead of 8 x H100")
+    for text in (
+        "train.use_liger_kernel is false instead of true",
+        "model.attn_implementation is auto instead of flash",
+    ):
+        assert text in changed
+    assert "precision.compute is auto instead of fp16" in changed and "launch." not in changed
+
+
 def test_a_rehearsal_changes_only_length_intervals_and_reports() -> None:
     spec = edit(
         RunSpec(), {"train.gradient_accumulation_steps": 64, "train.warmup_steps": 100.0, "data.max_length": 900}
@@ -101,11 +149,10 @@ def root(tmp_path: Path) -> Iterator[Path]:
             assert not processes.run_processes(run.path)
 
 
-def make(root: Path, train: str, load: str = LOADS) -> Rehearsal:
-    def plan(code: str) -> Plan:
-        return Plan((sys.executable, "-c", code))
-
-    return Rehearsal.create(root, "try", plan(train), plan(load), {}, {"measured_bytes": 5000}, ["A note."])
+def make(root: Path, train: str, load: str = LOADS, shrink: str = "") -> Rehearsal:
+    codes = {"train": train, "load": load, **({"shrink": shrink} if shrink else {})}
+    plans = {part: Plan((sys.executable, "-c", code)) for part, code in codes.items()}
+    return Rehearsal.create(new_folder(root), "try", plans, {}, {"measured_bytes": 5000}, ["A note."])
 
 
 def test_a_rehearsal_resumes_after_its_crash_and_leaves_no_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +192,21 @@ def test_the_phase_and_the_cause_of_a_failure(root: Path, train: str, load: str,
     assert failure["phase"] == phase
     assert sentence in failure["sentence"], failure
     assert (rehearsal.path / "log.txt").exists() and not runs(rehearsal.path)
+
+
+def test_a_planned_run_is_rehearsed_with_a_small_model(root: Path) -> None:
+    rehearsal = make(root, CRASHES_ONCE, shrink=SHRINKS)
+    Driver(rehearsal).run()
+    status = rehearsal.status()
+    assert [phase["phase"] for phase in status["phases"]][:2] == ["shrink", "starting"], status
+    assert (status["state"], status["peak_bytes"]) == ("done", 3000), "the peak is that of the training"
+    assert status["notes"] == ["It was small.", "A note."]
+    assert not (rehearsal.path / SCRATCH).exists()
+    failed = make(root, CRASHES_ONCE, shrink="raise SystemExit('backend.train.run_log.TrainError: no small model.')")
+    Driver(failed).run()
+    status = failed.status()
+    assert (status["state"], status["failure"]["phase"]) == ("failed", "Build a small model")
+    assert "no small model." in status["failure"]["sentence"] and not status["phases"]
 
 
 def test_stop_and_a_killed_process(root: Path) -> None:
@@ -198,7 +260,7 @@ def command(process: Path) -> str:
 
 
 def wait_for_training(rehearsal: Rehearsal) -> Run:
-    run = rehearsal.runs()[0]
+    run = rehearsal.runs()["train"]
     wait(lambda: run.progress().get("phase") == "loading model")
     return run
 

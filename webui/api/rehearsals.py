@@ -20,15 +20,15 @@ from webui.api.runs import INSPECTION_SECONDS
 
 
 def start(state: State, body: FormRequest) -> Response:
-    """Start a rehearsal of the form's values on this machine."""
+    """Start a rehearsal of the form's values on this machine; with a small model if they are for another one."""
     spec, problems = parse_form(body.values)
-    report = run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)
+    report = run_preflight(state, spec, body.machine, INSPECTION_SECONDS)
     if problems:
         named = "; ".join(f"{p.field} {p.message}" for p in problems)
         raise ApiError(422, f"Not started: {named}.", field=problems[0].field)
     rehearsal = None
     if report.can_run:
-        report, rehearsal = rehearse(state.runs, report, Path.cwd())
+        report, rehearsal = rehearse(state.runs, report, Path.cwd(), state.machine.get())
     if rehearsal is None:
         findings = findings_json(report, report.spec)
         titles = "; ".join(f["title"].rstrip(".") for f in findings if f["level"] == "error")

@@ -276,7 +276,7 @@ async function exportFile() {
 export function addBuildEvents(showView) {
   $("#fp-fix-all").addEventListener("click", () => fixAll().catch(notifyError));
   $("#fp-start").addEventListener("click", () => start(showView));
-  $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues()));
+  $("#fp-try").addEventListener("click", () => startRehearsal(form.currentValues(), machine()));
   resumeRehearsal();
   prepareSweep((id) => showView("run", id));
   $("#fp-import").addEventListener("click", () => $("#fp-import-file").click());

@@ -13,12 +13,12 @@ const path = () => `api/rehearsals/${encodeURIComponent(localStorage.getItem(STO
 const poller = createPoller(poll, { isVisible: () => document.body.dataset.tab === "build", interval: 1000 });
 let drawn = "";
 
-/** Start a rehearsal. @param {Record<string, any>} values of the form */
-export async function startRehearsal(values) {
+/** Start a rehearsal. @param {Record<string, any>} values of the form @param {string} machine that they are for */
+export async function startRehearsal(values, machine) {
   const button = $("#fp-try");
   button.disabled = true;
   try {
-    const { id } = await post("api/rehearsals", { values });
+    const { id } = await post("api/rehearsals", { values, machine });
     localStorage.setItem(STORED, id);
     poller.start();
   } catch (error) {
