@@ -77,3 +77,18 @@ def test_a_rehearsal_that_finds_a_broken_template_then_passes(server, page, tmp_
     attempt.click()
     expect(panel.locator("h3").first).to_have_text("Rehearsal passed", timeout=240_000)
     expect(panel.locator("tr")).to_have_count(14)
+
+
+@pytest.mark.soak
+def test_a_planned_run_is_rehearsed_here_with_a_small_model(server, page):
+    values = {"model.builtin": "tiny-llama", "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8}
+    Drafts(server.runs / ".drafts").save("planned", values)
+    ready(page, f"{server.url}/?draft=planned&machine=8x80gb")
+    expect(page.locator("#fp-status[data-fresh=yes] .fp-status-text")).to_have_text(re.compile("^Can run"))
+    expect(page.locator("#fp-start")).to_be_hidden()
+    page.locator("#fp-try").click()
+    panel = page.locator("#fp-rehearsal")
+    expect(panel.locator("tr").first).to_contain_text("Build a small model")
+    expect(panel.locator("h3").first).to_have_text("Rehearsal passed", timeout=240_000)
+    expect(panel).to_contain_text("Rehearsed with 8 CPU processes of this machine instead of 8 x H100")
+    expect(panel).to_contain_text("2 of 4 layers")
