@@ -21,7 +21,7 @@ from backend.config import variables
 from backend.config.yaml_text import load_yaml
 from backend.runs import METRICS, SPEC
 from backend.runs.folder import UNREADABLE, Run, RunError
-from backend.runs.metrics import Metrics, Point
+from backend.runs.metrics import Point, read_points
 
 SUFFIX = ".footplate"  # of the event files, so that a new export replaces only its own
 FOLDERS = {"tensorboard": "tensorboard-logs", "trackio": "trackio-logs"}
@@ -46,9 +46,7 @@ def start(arguments: argparse.Namespace) -> int:
 
 def points_of(run: Run) -> list[Point]:
     """The logged points, each step once. Raises RunError if there are none."""
-    reader = Metrics(run.path / METRICS)
-    reader.read()
-    if not (points := reader.points):
+    if not (points := read_points(run.path / METRICS)):
         raise RunError(f"{run.id} has no metrics yet.")
     return points
 

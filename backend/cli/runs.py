@@ -33,7 +33,7 @@ from backend.machine import probe
 from backend.rules.base import amount
 from backend.runs import LOG, METRICS, SKIP_CHECKS, SPEC, events, queue, stacks
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find, runs
-from backend.runs.metrics import Metrics, chunks, since
+from backend.runs.metrics import chunks, read_points, since
 
 OUTCOMES = {"done": 0, "stopped": 3}
 SCORES = ("exact_match", "rouge_1", "rouge_2", "rouge_l", "bleu")  # as in train/text_metrics.py
@@ -220,12 +220,11 @@ def logs(arguments: argparse.Namespace) -> int:
 
 def metrics(arguments: argparse.Namespace) -> int:
     """Print a run's logged metrics, one line per logging step; steps repeated by a resumed run appear once."""
-    reader = Metrics(_find_run(arguments).path / METRICS)
-    reader.read()
+    points = read_points(_find_run(arguments).path / METRICS)
     if arguments.json:
-        print_json(reader.points)
+        print_json(points)
         return 0
-    for point in reader.points:
+    for point in points:
         print(
             "  ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in point.items() if k != "time")
         )

@@ -10,21 +10,14 @@ import contextlib
 import csv
 import io
 import json
-import math
 import re
-import threading
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 64 * 1024
 SINCE_BYTES = 256 * 1024
-NOT_METRICS = ("step", "time", "epoch", "tokens")
-AXES = ("step", "epoch", "tokens", "seconds")  # what curves can be drawn over
-Point = dict[str, Any]
 
 # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -58,7 +51,7 @@ def before(
     except FileNotFoundError:
         return LogChunk("", 0, 0, False)
     if offset is None and not ended:
-        data = data[: _complete_length(data)]
+        data = data[: complete_length(data)]
     if start:
         first = data.find(b"\n") + 1
         # A line longer than the chunk is split, but not inside a character.
@@ -78,7 +71,7 @@ def since(path: Path, offset: int, ended: bool = False, cap: int = SINCE_BYTES, 
         return LogChunk("", 0, 0, False)
     last = start + len(data) >= size
     if not (last and ended):
-        complete = _complete_length(data)
+        complete = complete_length(data)
         if not complete and len(data) == cap:  # one line longer than a chunk: return it in parts
             complete = data.rfind(b"\r") + 1 or len(data) - _incomplete_character(data)
         data = data[:complete]
@@ -95,7 +88,7 @@ def chunks(path: Path, rank: int | None = None) -> Iterator[LogChunk]:
         offset, more = chunk.end, chunk.more
 
 
-def _complete_length(data: bytes) -> int:
+def complete_length(data: bytes) -> int:
     """Length of the complete lines at the start of `data`."""
     return data.rfind(b"\n") + 1
 
@@ -139,226 +132,34 @@ def _prefix(line: str) -> str:
 # -- the metrics -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Column:
-    """Finite values of one metric by step, in order of steps."""
-
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def cut(self, step: float) -> None:
-        """Drop the values after `step`."""
-        keep = bisect_right(self.steps, step)
-        del self.steps[keep:], self.values[keep:]
-
-    def add(self, step: float, value: float) -> None:
-        """Append a value; a step before the last one means that the run resumed from there."""
-        if self.steps and self.steps[-1] > step:
-            self.cut(step)
-        self.steps.append(step)
-        self.values.append(value)
-
-    def buckets(self, count: int, low: float, high: float) -> tuple[list[float], list[float]]:
-        """About `count` points from `low` to `high`: the minimum and maximum of each bucket of 2^k steps.
-
-        Buckets are aligned at step 0, so that points stay in place while a run grows. The last point is always
-        included, and one neighbor on each side, so that lines leave the chart at the right height.
-        """
-        i, j = bisect_left(self.steps, low), bisect_right(self.steps, high)
-        width, max_buckets = 1, max(1, count // 2)
-        while j - i > count and (self.steps[j - 1] - self.steps[i]) / width > max_buckets:
-            width *= 2
-        chosen = [i - 1] if i else []
-        if j - i <= count:
-            chosen += range(i, j)
-        else:
-            chosen += self._extremes(i, j, width)
-        chosen += [j] if j < len(self.steps) else []
-        steps = [self.steps[k] for k in chosen]
-        return [int(s) if s.is_integer() else s for s in steps], [self.values[k] for k in chosen]
-
-    def _extremes(self, i: int, j: int, width: int) -> list[int]:
-        chosen = []
-        while i < j:
-            end = bisect_left(self.steps, (self.steps[i] // width + 1) * width, i, j)
-            part = self.values[i:end]
-            least, greatest = i + part.index(min(part)), i + part.index(max(part))
-            chosen += sorted({least, greatest})
-            i = end
-        if chosen[-1] != j - 1:
-            chosen.append(j - 1)
-        return chosen
+Point = dict[str, Any]
 
 
-class Axes:
-    """Epochs, tokens and seconds of training by step, over all starts of a run.
-
-    A start counts its tokens from 0. Seconds leave out the time between two starts; the first logging interval, which
-    has no point at its begin, is its tokens divided by its throughput.
-    """
-
-    def __init__(self) -> None:
-        self.columns = {name: Column(array("d", [0]), array("d", [0])) for name in AXES[1:]}
-        self._earlier_tokens = self._seconds = 0.0
-        self._time: float | None = None  # of the last point, or of the last start
-
-    def resume(self, step: float, time: Any) -> None:
-        """Continue after `step`: drop what comes after it."""
-        for column in self.columns.values():
-            column.cut(max(0, step))
-        self._earlier_tokens, self._seconds = (self.columns[name].values[-1] for name in ("tokens", "seconds"))
-        self._time = time if isinstance(time, int | float) else None
-
-    def add(self, step: float, point: Point) -> None:
-        """Add a point. Of several points of one step, the first counts."""
-        epoch, tokens, time = point.get("epoch"), point.get("tokens"), point.get("time")
-        if isinstance(time, int | float):
-            speed = point.get("tokens_per_second")
-            if self._time is not None:
-                self._seconds += max(0.0, time - self._time)
-            elif tokens and speed:
-                self._seconds += tokens / speed
-            self._time = time
-            self._add("seconds", step, self._seconds)
-        if isinstance(epoch, int | float):
-            self._add("epoch", step, epoch)
-        if isinstance(tokens, int | float):
-            self._add("tokens", step, self._earlier_tokens + tokens)
-
-    def _add(self, name: str, step: float, value: float) -> None:
-        column = self.columns[name]
-        if step > column.steps[-1] and value >= column.values[-1]:
-            column.steps.append(step)
-            column.values.append(value)
-
-    def known(self, name: str) -> bool:
-        """Whether the run has logged this axis."""
-        return name == "step" or self.columns[name].values[-1] > 0
-
-    def place(self, name: str, steps: Sequence[float]) -> list[float]:
-        """The positions of `steps` on an axis; between two points it is interpolated."""
-        known, values, placed = self.columns[name].steps, self.columns[name].values, []
-        for step in steps:
-            i = min(bisect_left(known, step), len(known) - 1)
-            value = values[i]
-            if known[i] > step:
-                value -= (known[i] - step) / (known[i] - known[i - 1]) * (value - values[i - 1])
-            placed.append(round(value, 6))
-        return placed
-
-    def steps_between(self, name: str, low: float, high: float) -> tuple[float, float]:
-        """The steps of a range of an axis."""
-        steps, values = self.columns[name].steps, self.columns[name].values
-        end = bisect_left(values, high)
-        return steps[max(0, bisect_right(values, low) - 1)], steps[end] if end < len(steps) else math.inf
-
-
-class Metrics:
-    """A metrics file that is read while it grows. Thread-safe. `columns` has the values of each metric."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.columns: dict[str, Column] = {}
-        self.axes = Axes()
-        self.last: Point = {}
-        self.offset = 0
-        self.start = 0  # how often the file was replaced
-        self._lock = threading.Lock()
-
-    @property
-    def etag(self) -> str:
-        """Changes whenever `read` finds new lines."""
-        return f"{self.start}-{self.offset}"
-
-    def read(self) -> bool:
-        """Read the complete lines since the last call; returns whether there were any."""
-        with self._lock:
-            lines, offset = self._lines()
-            for point in _points(lines):
-                self._add(point)
-            changed = offset != self.offset
-            self.offset = offset
-            return changed
-
-    @property
-    def points(self) -> list[Point]:
-        """The points that were read, each step once: `{"event": "resumed", "step": k}` removes those after step k,
-        which are repeated. Parsed on each call, since they take ten times the memory of the columns."""
-        try:
-            with self.path.open("rb") as file:
-                return _kept_points(file.read(self.offset).splitlines())
-        except FileNotFoundError:
-            return []
-
-    def series(
-        self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
-    ) -> dict[str, Any]:
-        """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; last: the
-        newest value of each key; min and max of each key. `low` and `high` are positions on the axis."""
-        with self._lock:
-            low, high = -math.inf if low is None else low, math.inf if high is None else high
-            if axis != "step":
-                low, high = self.axes.steps_between(axis, low, high)
-            columns = self.columns if self.axes.known(axis) else {}
-            drawn = {key: column.buckets(count, low, high) for key, column in columns.items() if column.steps}
-            if axis != "step":
-                drawn = {key: (self.axes.place(axis, x), y) for key, (x, y) in drawn.items()}
-            return {
-                "etag": self.etag,
-                "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
-                "last": dict(self.last),
-                "min": {key: min(self.columns[key].values) for key in drawn},
-                "max": {key: max(self.columns[key].values) for key in drawn},
-            }
-
-    def _lines(self) -> tuple[list[bytes], int]:
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, io.SEEK_END) < self.offset:
-                    self.columns, self.axes, self.last = {}, Axes(), {}
-                    self.offset, self.start = 0, self.start + 1
-                file.seek(self.offset)
-                data = file.read()
-        except FileNotFoundError:
-            return [], self.offset
-        complete = _complete_length(data)
-        return data[:complete].splitlines(), self.offset + complete
-
-    def _add(self, point: Point) -> None:
-        step = point.get("step")
-        if not isinstance(step, int | float):
-            return
-        if point.get("event") == "resumed":
-            self.axes.resume(step, point.get("time"))
-            for column in self.columns.values():
-                column.cut(step)
-        if "event" in point:
-            return
-        self.last.update(point)
-        self.axes.add(step, point)
-        for key, value in point.items():
-            if (type(value) is float or type(value) is int) and key not in NOT_METRICS and math.isfinite(value):
-                column = self.columns.get(key) or self.columns.setdefault(key, Column())
-                column.add(step, value)
+def read_points(path: Path) -> list[Point]:
+    """The points of the complete lines, each step once: `{"event": "resumed", "step": k}` removes those after step k,
+    which are repeated."""
+    return _kept_points(_complete_lines(path))
 
 
 def points_with(path: Path, key: str) -> list[Point]:
     """The points with `key`, each step once. The other lines are not parsed, which is ten times as fast."""
     name = f'"{key}"'.encode()
+    points = _kept_points(line for line in _complete_lines(path) if name in line or b'"event"' in line)
+    return [point for point in points if point.get(key) is not None]
+
+
+def _complete_lines(path: Path) -> list[bytes]:
     try:
-        with path.open("rb") as file:
-            data = file.read()
+        data = path.read_bytes()
     except FileNotFoundError:
         return []
-    lines = data[: _complete_length(data)].splitlines()
-    points = _kept_points([line for line in lines if name in line or b'"event"' in line])
-    return [point for point in points if point.get(key) is not None]
+    return data[: complete_length(data)].splitlines()
 
 
 def _kept_points(lines: Iterable[bytes]) -> list[Point]:
     """The points with a step, without those of steps that a resumed run repeats."""
     found: list[Point] = []
-    for point in _points(lines):
+    for point in parse(lines):
         step = point.get("step")
         if not isinstance(step, int | float):
             continue
@@ -377,15 +178,15 @@ def since_points(path: Path, offset: int, cap: int = 20_000) -> tuple[list[Point
             data = file.read()
     except FileNotFoundError:
         return [], 0
-    lines = data[: _complete_length(data)].splitlines(keepends=True)[:cap]
-    return _points(lines), offset + sum(map(len, lines))
+    lines = data[: complete_length(data)].splitlines(keepends=True)[:cap]
+    return parse(lines), offset + sum(map(len, lines))
 
 
 def last_points(path: Path, size: int = 4096) -> list[Point]:
     """The points in the last `size` bytes, in order, without those that a resumed run repeats."""
     chunk = tail(path, cap=size)
     points: list[Point] = []
-    for point in _points(line.encode() for line in chunk.text.splitlines()):
+    for point in parse(line.encode() for line in chunk.text.splitlines()):
         if point.get("event") == "resumed":
             points = [p for p in points if p.get("step", 0) <= point.get("step", 0)]
             for kept in points:
@@ -413,7 +214,7 @@ def to_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def _points(lines: Iterable[bytes]) -> list[Point]:
+def parse(lines: Iterable[bytes]) -> list[Point]:
     """The JSON objects among the lines; NaN and infinity become None."""
     texts = [line.decode("utf-8", "replace") for line in lines]
     try:

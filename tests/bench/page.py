@@ -1,4 +1,4 @@
-"""The page: cold start and memory, edit to report, log line and metric to the screen."""
+"""The page: cold start and memory, edit to report, log line and metric to the screen, long runs."""
 
 import json
 import time
@@ -31,6 +31,34 @@ WATCH = """() => {
 }"""
 
 
+# Notes when each text appears in the page, in seconds since the epoch: waiting for it from outside polls too rarely.
+APPEARANCES = """() => {
+  window.appeared = {};
+  const note = (text) => {
+    for (const found of text.match(/(needle \\d{4}|at step \\d+)/g) || []) window.appeared[found] ??= Date.now() / 1000;
+  };
+  new MutationObserver((records) => {
+    for (const { target, addedNodes } of records)
+      (addedNodes.length ? addedNodes : [target]).forEach((node) => note(node.textContent));
+  }).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""
+# Opens a run from the list; returns how long that took until its first chart was drawn, in ms.
+OPEN = """async (id) => {
+  const begin = performance.now();
+  document.querySelector(`a[href*="${id}"]`).click();
+  while (!document.querySelector('#fp-run-page .fp-plot canvas')) await new Promise(requestAnimationFrame);
+  return performance.now() - begin;
+}"""
+# Notes how long the page could not answer the user, in ms: tasks longer than 50 ms.
+BLOCKED = """() => {
+  window.blocked = [];
+  new PerformanceObserver((list) => list.getEntries().forEach((entry) => window.blocked.push(entry.duration)))
+    .observe({ type: 'longtask' });
+}"""
+MILLION = 10**6
+LINES_PER_TENTH = MILLION // 600  # a million lines a minute
+
+
 def measure(folder: Path) -> Iterator[Measurement]:
     """Every measurement of the page."""
     yield from start(folder)
@@ -42,6 +70,7 @@ def measure(folder: Path) -> Iterator[Measurement]:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
             yield from edits(server, browser)
             yield from live(server, browser)
+            yield from long_run(server, browser)
             browser.close()
     finally:
         server.stop()
@@ -97,29 +126,73 @@ def _typed(page: object) -> list[float]:
 
 def live(server: Server, browser: object) -> Iterator[Measurement]:
     """A log line and a metric, from written to visible."""
-    code = "import time, pathlib; p = pathlib.Path('stop')\nwhile not p.exists(): time.sleep(0.1)"
-    run = Run.create(
-        server.runs, "bench", Plan(argv=("python3", "-c", code), files={"spec.yaml": "{}\n"}), datetime.now()
-    )
-    run.start()
+    run = _running(server)
     page = browser.new_page(viewport={"width": 1440, "height": 1000})
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     page.wait_for_selector("#fp-run-page")
     page.wait_for_timeout(3000)
-    lines, points = [], []
-    for step in range(1, 21):
+    page.evaluate(APPEARANCES)
+    written: dict[str, float] = {}
+    for step in range(1, 61):
+        written[f"at step {step}"] = time.time()
         with (run.path / METRICS).open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), "loss": 1 / step, "learning_rate": 1e-3}) + "\n")
-        begin = time.perf_counter()
-        page.get_by_text(f"at step {step},").first.wait_for(timeout=10_000)
-        points.append(time.perf_counter() - begin)
+        page.wait_for_timeout(1237)
+        written[f"needle {step:04d}"] = time.time()
         with (run.path / LOG).open("a") as file:
             file.write(f"needle {step:04d}\n")
-        begin = time.perf_counter()
-        page.get_by_text(f"needle {step:04d}").first.wait_for(timeout=10_000)
-        lines.append(time.perf_counter() - begin)
-        page.wait_for_timeout(137)
+    page.wait_for_timeout(2000)
+    appeared = page.evaluate("window.appeared")
     run.stop(save=False)
     page.close()
-    yield "log line written to visible", lines, "s"
-    yield "metric written to visible", points, "s"
+    yield "log line written to visible", _waits("needle", written, appeared), "s"
+    yield "metric written to visible", _waits("at", written, appeared), "s"
+
+
+def long_run(server: Server, browser: object) -> Iterator[Measurement]:
+    """A run with a million points, and then a million lines a minute."""
+    run = _running(server)
+    with (run.path / METRICS).open("w") as file:
+        for step in range(1, MILLION + 1):
+            figures = {"epoch": step / 3e5, "tokens": 4096 * step, "loss": 2 + step % 7 / 100, "learning_rate": 1e-4}
+            more = {"grad_norm": 1 + step % 11 / 10, "tokens_per_second": 13_000.0 + step % 100, "step_time": 0.31}
+            file.write(json.dumps({"step": step, "time": 1.7e9 + 0.31 * step, **figures, **more}) + "\n")
+    page = browser.new_page(viewport={"width": 1440, "height": 1000})
+    page.goto(f"{server.url}/?tab=runs")
+    page.wait_for_selector(f"a[href*='{run.id}']")
+    page.wait_for_timeout(2000)
+    begin = time.perf_counter()
+    yield "opening a run with a million points, first draw", [page.evaluate(OPEN, run.id)], "ms"
+    page.get_by_text(f"at step {MILLION:,}").first.wait_for(timeout=120_000)
+    yield "until all of them are read", [time.perf_counter() - begin], "s"
+    page.evaluate(APPEARANCES)
+    page.evaluate(BLOCKED)
+    written: dict[str, float] = {}
+    following = time.monotonic()
+    with (run.path / LOG).open("a") as file:
+        for tenth in range(300):
+            file.writelines(f"a line of the log, number {line}, of a usual length\n" for line in range(LINES_PER_TENTH))
+            if tenth % 10 == 0:
+                written[f"needle {tenth:04d}"] = time.time()
+                file.write(f"needle {tenth:04d}\n")
+            file.flush()
+            page.wait_for_timeout(max(0, 1000 * (following + 0.1 * (tenth + 1) - time.monotonic())))
+    page.wait_for_timeout(2000)
+    appeared, blocked = page.evaluate("window.appeared"), page.evaluate("window.blocked")
+    run.stop(save=False)
+    page.close()
+    yield "log line visible, among a million lines a minute", _waits("needle", written, appeared), "s"
+    yield "longest time in which the page did not answer", [max(blocked, default=0)], "ms"
+
+
+def _running(server: Server) -> Run:
+    """A run that writes nothing itself."""
+    code = "import time, pathlib; p = pathlib.Path('stop')\nwhile not p.exists(): time.sleep(0.1)"
+    plan = Plan(argv=("python3", "-c", code), files={"spec.yaml": "{}\n"})
+    run = Run.create(server.runs, "bench", plan, datetime.now())
+    run.start()
+    return run
+
+
+def _waits(kind: str, written: dict[str, float], appeared: dict[str, float]) -> list[float]:
+    return [appeared[text] - begin for text, begin in written.items() if text.startswith(kind)]

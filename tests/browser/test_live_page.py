@@ -6,7 +6,7 @@ from datetime import datetime
 
 from playwright.sync_api import expect
 
-from backend.runs import ESTIMATE, EVENTS, LOCK, METRICS, MONITOR, SPEC, STATE, Plan
+from backend.runs import ESTIMATE, EVENTS, LOCK, LOG, METRICS, MONITOR, SPEC, STATE, Plan
 from backend.runs.folder import Run
 
 ALERT = "The loss rose to 9; the median of the last 50 points is 2."
@@ -58,3 +58,44 @@ def test_alerts_marks_and_ranks(server, page):
         expect(step).to_have_text(f"step {at}: {text}")
     plot.hover(position={"x": box["width"] * 19 / 99, "y": 20})
     expect(step).to_have_text("step 20")
+
+
+WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
+
+
+def test_a_flood_of_lines_shows_the_last_ones(server, page):
+    run = Run.create(server.runs, "flood", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
+    run.start()
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    log = page.locator(".fp-log")
+    with (run.path / LOG).open("a") as file:
+        file.write("first line\n")
+        file.flush()
+        expect(log).to_contain_text("first line", timeout=60_000)
+        file.writelines(f"line {number}\n" for number in range(100_000))
+        file.flush()
+        expect(log).to_contain_text("line 99999")
+        file.write("after the flood\n")
+    expect(log).to_contain_text("after the flood")
+    shown = log.locator(".fp-log-line").all_text_contents()
+    numbers = [int(text.removeprefix("line ")) for text in shown if text.startswith("line ")]
+    assert 1000 < len(numbers) < 20_000 and numbers == list(range(numbers[0], 100_000))
+    page.get_by_role("button", name="Load earlier").click()
+    expect(log).to_contain_text(f"line {numbers[0] - 1}")
+    run.stop(save=False)
+    while run.state == "stopping":
+        time.sleep(0.05)
+    assert run.state == "stopped"
+
+
+def test_a_long_run_is_drawn_in_parts(server, page):
+    run = make(server)
+    points = ({"step": step, "loss": 2, "note": "x" * 900} for step in range(1, 100_001))  # 90 MB
+    (run.path / METRICS).write_text(lines(*points))
+    found = []
+    page.on("response", lambda response: "/series" in response.url and response.ok and found.append(response))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-chart-text").first).to_contain_text("Latest 2 at step 100,000", timeout=60_000)
+    expect(page.locator("#fp-run-page .fp-charts-bar")).to_contain_text("Drag across a chart to zoom")
+    shares = [response.json()["read"] for response in found if response.status == 200]
+    assert len(shares) > 1 and shares == sorted(shares) and shares[0] < 1 and shares[-1] == 1

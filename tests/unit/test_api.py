@@ -463,6 +463,17 @@ def test_a_long_log_is_complete_in_parts(api, run):
     assert rank_log.count("\n") == 6000 and rank_log.startswith("1 x")
 
 
+def test_who_follows_a_log_gets_its_last_lines(api, run):
+    path, base = run.path / LOG, f"/api/runs/{run.id}/log"
+    first = api.get(f"{base}?off=0&latest=true").json()
+    assert first["t"] == path.read_text(), "all lines, if one response can hold them"
+    with path.open("a") as file:
+        file.writelines(f"{number} {'x' * 80}\n" for number in range(12_000))
+    last = api.get(f"{base}?off={first['o']}&latest=true").json()
+    assert last["s"] > first["o"] and last["o"] == path.stat().st_size and not last["more"]
+    assert last["t"].startswith("1") and last["t"].endswith(f"11999 {'x' * 80}\n")
+
+
 def write_points(run, points):
     with (run.path / METRICS).open("ab") as file:
         file.writelines(orjson.dumps(point) + b"\n" for point in points)

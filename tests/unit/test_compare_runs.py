@@ -11,16 +11,17 @@ from small import client
 from backend.config.options import edit, parse
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
-from backend.runs.metrics import Metrics
+from backend.runs.metrics import read_points
 from webui import compare_runs_image
 from webui.api.compare_runs import MOST, csv_text, option_differences, resolved_differences, shared_samples
+from webui.curves import Curves
 
 LORA = parse({"model.builtin": "tiny-llama", "method.kind": "lora"})
 
 
 def points(path, *values):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    reader = Metrics(path)
+    reader = Curves(path)
     reader.read()
     return reader
 
@@ -83,7 +84,7 @@ def test_axes_of_a_resumed_run(tmp_path):
     assert reader.series(axis="epoch")["series"]["eval_loss"] == {"x": [0.5], "y": [3]}
     assert reader.series(axis="tokens", low=80, high=140)["series"]["loss"]["x"] == [50, 90, 130, 170]
     assert reader.series(axis="tokens", low=100, high=120)["series"]["loss"]["x"] == [50, 90, 130, 170]
-    assert [p["step"] for p in reader.points] == [1, 2, 2, 3, 4]
+    assert [p["step"] for p in read_points(reader.path)] == [1, 2, 2, 3, 4]
 
 
 def test_values_between_two_points_are_interpolated(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backend.runs import metrics
-from backend.runs.metrics import Metrics, before, last_points, since, tail
+from backend.runs.metrics import before, last_points, since, tail
 
 
 def log(folder: Path, data: bytes) -> Path:
@@ -22,7 +22,6 @@ def log(folder: Path, data: bytes) -> Path:
 def test_a_missing_log_is_empty(tmp_path: Path) -> None:
     empty = metrics.LogChunk("", 0, 0, False)
     assert tail(tmp_path / "no") == since(tmp_path / "no", 5) == before(tmp_path / "no", 5) == empty
-    assert not Metrics(tmp_path / "no").read()
 
 
 def test_tail_omits_an_incomplete_line_until_the_end(tmp_path: Path) -> None:
@@ -103,65 +102,15 @@ def points(path: Path, *rows: object, end: str = "\n") -> None:
         file.write("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + end)
 
 
-def test_metrics_read_complete_lines_only(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "m")
-    points(metrics.path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', end="")
-    assert metrics.read() and [p["step"] for p in metrics.points] == [1]
-    etag = metrics.etag
-    assert not metrics.read() and metrics.etag == etag
-    points(metrics.path, 'ss": 1.5}')
-    assert metrics.read() and metrics.points[-1] == {"step": 2, "loss": 1.5} and metrics.etag != etag
-
-
-def test_invalid_lines_are_skipped_and_nonfinite_values_are_null(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "m")
-    points(metrics.path, "rubbish", "[1]", {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0, "note": "x"})
-    points(metrics.path, '{"step": 3, "lo{"step": 4, "loss": 0.5}')
-    metrics.read()
-    assert [p["step"] for p in metrics.points] == [1, 2, 4] and metrics.points[0]["loss"] is None
-    assert metrics.series()["series"] == {"loss": {"x": [2, 4], "y": [1.0, 0.5]}}
-
-
-def test_a_resume_removes_the_steps_that_are_repeated(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "m")
-    points(metrics.path, *({"step": s, "loss": float(s), "time": s} for s in range(1, 8)))
-    points(metrics.path, {"event": "resumed", "step": 4, "time": 90}, {"step": 5, "loss": 50.0, "time": 91})
-    metrics.read()
-    assert metrics.series()["series"]["loss"] == {"x": [1, 2, 3, 4, 5], "y": [1.0, 2.0, 3.0, 4.0, 50.0]}
-    assert [p["loss"] for p in metrics.points] == [1.0, 2.0, 3.0, 4.0, 50.0]
-    assert [p["step"] for p in last_points(metrics.path)] == [1, 2, 3, 4, 5]
-
-
-def test_a_replaced_metrics_file_is_read_from_its_start(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "m")
-    points(metrics.path, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0})
-    metrics.read()
-    etag = metrics.etag
-    metrics.path.write_text('{"step": 9, "loss": 3.0}\n')
-    assert metrics.read() and [p["step"] for p in metrics.points] == [9] and metrics.etag != etag
-
-
-def test_buckets_keep_the_extremes_and_their_steps(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    metrics = Metrics(tmp_path / "m")
-    values = [rng.random() for _ in range(20_000)]
-    values[777], values[12_345] = 99.0, -99.0
-    few = [{"eval_loss": v} if i % 100 == 0 else {} for i, v in enumerate(values)]
-    points(metrics.path, *({"step": i, "loss": v, **few[i]} for i, v in enumerate(values)))
-    metrics.read()
-    drawn = metrics.series(500)
-    loss = drawn["series"]["loss"]
-    assert len(loss["x"]) <= 502 and loss["x"] == sorted(loss["x"]) and loss["x"][-1] == 19_999
-    assert loss["y"][loss["x"].index(777)] == 99.0 and loss["y"][loss["x"].index(12_345)] == -99.0
-    assert drawn["min"]["loss"] == -99.0 and drawn["max"]["loss"] == 99.0
-    assert len(drawn["series"]["eval_loss"]["x"]) == 200, "what is few is drawn whole"
-    zoomed = metrics.series(500, 700, 800)["series"]["loss"]
-    assert zoomed["x"] == list(range(699, 802)), "with a neighbour on each side"
-    points(metrics.path, {"step": 20_000, "loss": 0.5})
-    metrics.read()
-    grown = metrics.series(500)["series"]["loss"]
-    settled = [x for x in loss["x"] if x < 19_900]
-    assert grown["x"][: len(settled)] == settled, "a longer run moves no older point"
+def test_points_are_read_without_invalid_lines_and_repeated_steps(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    assert metrics.read_points(path) == []
+    points(path, "rubbish", "[1]", {"step": 1, "loss": float("nan")}, {"step": 2, "loss": 1.0}, {"step": 3})
+    points(path, {"event": "resumed", "step": 2}, '{"step": 3, "lo{"step": 4, "loss": 0.5}', '{"step": 5, "lo')
+    assert metrics.read_points(path)[-1] == {"step": 4, "loss": 0.5}
+    assert [p["step"] for p in metrics.read_points(path)] == [1, 2, 4] and metrics.read_points(path)[0]["loss"] is None
+    points(path, {"event": "resumed", "step": 1}, {"step": 2})
+    assert [p["step"] for p in metrics.read_points(path)] == [1, 2] == [p["step"] for p in last_points(path)]
 
 
 def test_since_points_and_csv(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """What the endpoints share: the runs folder, drafts, idempotency keys, the cached machine, the list of runs.
 
-Imports: machine, runs, drafts. Everything here is a cache or is stored below the runs folder, so a restart of the
-server loses nothing.
+Imports: machine, runs, curves, drafts. Everything here is a cache or is stored below the runs folder, so a restart of
+the server loses nothing.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -19,12 +20,12 @@ from backend.machine import Machine, machines, probe
 from backend.measured import MeasuredPeaks
 from backend.runs import replace_text
 from backend.runs.listing import RunList
-from backend.runs.metrics import Metrics
+from webui.curves import Curves
 from webui.drafts import Drafts
 
 MACHINE_SECONDS = 5.0
 MAX_KEYS = 500
-MAX_METRICS_READERS = 24  # a comparison has 20 runs
+MAX_CURVES_READERS = 24  # a comparison has 20 runs
 
 
 class CachedMachine:
@@ -107,20 +108,21 @@ class AppState:
         self.peaks = MeasuredPeaks(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
-        self._readers: OrderedDict[Path, Metrics] = OrderedDict()
+        self._readers: OrderedDict[Path, Curves] = OrderedDict()
         self._lock = threading.Lock()
 
-    def metrics(self, path: Path) -> Metrics:
-        """The current content of a metrics file. Cached readers of the last few runs read only what was appended."""
+    def curves(self, path: Path, seconds: float = math.inf) -> Curves:
+        """The current curves of a metrics file; of a file that is read for the first time, what can be read in about
+        `seconds`. Cached readers of the last few runs read only what was appended."""
         with self._lock:
-            reader = self._readers.pop(path, None) or Metrics(path)
+            reader = self._readers.pop(path, None) or Curves(path)
             self._readers[path] = reader
-            while len(self._readers) > MAX_METRICS_READERS:
+            while len(self._readers) > MAX_CURVES_READERS:
                 self._readers.popitem(last=False)
-        reader.read()
+        reader.read(seconds)
         return reader
 
-    def forget_metrics(self, path: Path) -> None:
+    def forget_curves(self, path: Path) -> None:
         """Drop the reader of a deleted run."""
         with self._lock:
             self._readers.pop(path, None)

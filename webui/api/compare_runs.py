@@ -17,9 +17,10 @@ from backend.config import RunSpec, presets, variables
 from backend.config.options import Option, SpecError, effective, flat, options, shown
 from backend.runs import METRICS, SPEC, sweeps
 from backend.runs.folder import Run, RunError, find
-from backend.runs.metrics import AXES, Metrics, last_points
+from backend.runs.metrics import last_points, read_points
 from webui.api.app_state import AppState
 from webui.api.requests import ApiError, State
+from webui.curves import AXES, Curves
 
 LEAST, MOST = 2, 20
 IGNORED = ("logging.run_name",)  # it differs on purpose, and is in every heading
@@ -66,7 +67,7 @@ def compare(state: State, ids: str) -> dict[str, Any]:
 def curves_csv(state: State, ids: str) -> Response:
     """Every point of every run, one line per point; the first column is the run."""
     runs, _ = _find_runs(state, ids)
-    readers = [(run.id, state.metrics(run.path / METRICS)) for run in runs]
+    readers = [(run.id, state.curves(run.path / METRICS)) for run in runs]
     headers = _disposition("attachment", "csv")
     return StreamingResponse(csv_text(readers), media_type="text/csv; charset=utf-8", headers=headers)
 
@@ -77,7 +78,7 @@ def image(state: State, ids: str, x: str = "step") -> Response:
         raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
     compare_runs_image = importlib.import_module("webui.compare_runs_image")  # matplotlib
     runs, _ = _find_runs(state, ids)
-    drawn = [(run.name, state.metrics(run.path / METRICS).series(IMAGE_POINTS, axis=x)["series"]) for run in runs]
+    drawn = [(run.name, state.curves(run.path / METRICS).series(IMAGE_POINTS, axis=x)["series"]) for run in runs]
     png = compare_runs_image.draw(drawn, x)
     return Response(png, media_type="image/png", headers=_disposition("inline", "png"))
 
@@ -195,7 +196,7 @@ def shared_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def csv_text(readers: Iterable[tuple[str, Metrics]]) -> Iterator[str]:
+def csv_text(readers: Iterable[tuple[str, Curves]]) -> Iterator[str]:
     """The points of all runs as CSV, in parts: 20 long runs are hundreds of megabytes."""
     readers = list(readers)
     metrics = dict.fromkeys(key for _, reader in readers for key in reader.columns)
@@ -204,7 +205,7 @@ def csv_text(readers: Iterable[tuple[str, Metrics]]) -> Iterator[str]:
     writer = csv.DictWriter(text, keys, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for id, reader in readers:
-        points = reader.points
+        points = read_points(reader.path)
         axes = {
             name: reader.axes.place(name, [p["step"] for p in points]) for name in AXES[1:] if reader.axes.known(name)
         }

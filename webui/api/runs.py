@@ -21,15 +21,17 @@ from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
-from backend.runs.metrics import AXES, LogChunk, chunks, since, since_points, tail, to_csv
+from backend.runs.metrics import LogChunk, chunks, read_points, since, since_points, tail, to_csv
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, fix_json, form_values, parse_form, run_preflight, without_secrets
 from webui.api.requests import ApiError, RequestBody, State, json, no_content
 from webui.api.runs_list import waiting_runs
+from webui.curves import AXES
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
+FIRST_SECONDS, MORE_SECONDS = 0.1, 0.5  # for reading metrics: the first curves appear at once, the others soon
 MAX_EVENTS = 200  # of a run, on its page
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
@@ -193,8 +195,9 @@ def values(run: PathRun) -> dict[str, Any]:
     return {"values": without_secrets(form_values(presets.load(_spec_text(run))))}
 
 
-def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) -> Any:
-    """Complete lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is their first byte."""
+def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1, latest: bool = False) -> Any:
+    """Complete lines of the log: after byte `off`, before byte `before`, or the last ones. `s` is their first byte.
+    `latest`: if one response cannot hold all lines after `off`, it has the last ones."""
     path, ended = run.path / LOG, run.state not in ALIVE
     only = rank if rank >= 0 else None
     if before is not None:
@@ -203,6 +206,8 @@ def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1) 
         chunk = tail(path, ended, rank=only)
         return _log_chunk(chunk, more=False) if chunk.end else no_content()
     chunk = since(path, off, ended, rank=only)
+    if latest and chunk.more:
+        return _log_chunk(tail(path, ended, rank=only), more=False)
     return no_content() if chunk.end == off else _log_chunk(chunk)
 
 
@@ -224,13 +229,13 @@ def series(
     x: str = "step",
 ) -> Any:  # fmt: skip
     """The curves over the axis `x`, downsampled to about `n` points, from `x0` to `x1`; 204 if `have` is their current
-    tag."""
+    tag. Of a long run, the first response has what can be read at once; `read` tells how much that is."""
     if x not in AXES:
         raise ApiError(422, f"The x axis must be one of {', '.join(AXES)}.")
-    metrics = state.metrics(run.path / METRICS)
-    if have == metrics.etag:
+    curves = state.curves(run.path / METRICS, MORE_SECONDS if have else FIRST_SECONDS)
+    if have == curves.etag:
         return no_content()
-    return metrics.series(min(MAX_POINTS, max(MIN_POINTS, n)), x0, x1, x)
+    return curves.series(min(MAX_POINTS, max(MIN_POINTS, n)), x0, x1, x)
 
 
 # -- download ----------------------------------------------------------------------------------------------------
@@ -249,7 +254,7 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
 
 def metrics_csv(state: State, run: PathRun) -> Response:
     """Every point, without those of steps that a resumed run repeated; one column per metric."""
-    return _download(to_csv(state.metrics(run.path / METRICS).points), f"{run.id}.csv", "text/csv; charset=utf-8")
+    return _download(to_csv(read_points(run.path / METRICS)), f"{run.id}.csv", "text/csv; charset=utf-8")
 
 
 def spec_yaml(run: PathRun) -> Response:
@@ -267,7 +272,7 @@ def bundle_zip(state: State, run: PathRun) -> Response:
 def report_png(state: State, run: PathRun) -> Response:
     """An image of the run's curves and results."""
     run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
-    image = run_image.draw(run.summary(), state.metrics(run.path / METRICS).points, run.result())
+    image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result())
     return Response(image, media_type="image/png", headers=_disposition(f"{run.id}.png", "inline"))
 
 
@@ -319,7 +324,7 @@ def explain_stacks(run: PathRun) -> dict[str, Any]:
 def delete(state: State, run: PathRun) -> dict[str, Any]:
     """Delete the run's folder."""
     run.delete()
-    state.forget_metrics(run.path / METRICS)
+    state.forget_curves(run.path / METRICS)
     state.runs_list.expire()
     return {"id": run.id}
 

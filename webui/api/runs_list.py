@@ -94,7 +94,7 @@ def delete_runs(state: State, body: DeleteRequest) -> dict[str, Any]:
         if run.state in ALIVE:  # quicker than to wait for the lock
             raise RunError("It is still running or waiting. Stop it before you delete it.")
         run.delete()
-        state.forget_metrics(run.path / METRICS)
+        state.forget_curves(run.path / METRICS)
 
     return _each(state, body.ids, delete)
 

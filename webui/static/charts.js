@@ -9,6 +9,7 @@ import { createPoller } from "./poll.js";
 
 export const HEIGHT = 196;
 const POINTS = 1000;
+const ZOOM_HINT = "Drag across a chart to zoom";
 const MARK = 8; // px: the height of a checkpoint's mark, and the width in which the pointer finds one
 /**
  * A chart: the series `key`, and a second one over it. `optional`: shown only if the run logs the series.
@@ -127,6 +128,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
     { type: "button", "aria-pressed": String(state.logScale), onclick: toggleLogScale },
     "Log scale",
   );
+  const hint = el("span.fp-dim.fp-hint", {}, ZOOM_HINT);
   const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
   const cards = CHARTS.map((chart) => createCard(chart, state));
   const node = el(
@@ -136,7 +138,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
       "div.fp-charts-bar",
       {},
       el("h3", {}, "Charts"),
-      el("span.fp-dim.fp-hint", {}, "Drag across a chart to zoom"),
+      hint,
       el("span.fp-gap"),
       el("label", {}, "Smoothing", slider, smoothing),
       log,
@@ -163,7 +165,8 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
     rememberNewest();
     draw();
     onDraw(state.newest);
-    return undefined;
+    hint.textContent = found.read < 1 ? `Reading the metrics: ${Math.floor(found.read * 100)}%` : ZOOM_HINT;
+    return found.read < 1 ? "more" : undefined;
   }
 
   function rememberNewest() {

@@ -53,19 +53,21 @@ export function createCompareCharts({ onMissing }) {
   const draw = () => cards.forEach((card) => card.draw());
   onThemeChange(() => cards.forEach((card) => card.rebuild()));
 
-  /** Request the curves of each run and draw them as they arrive, two requests at a time. */
+  /** Request the curves of each run and draw them as they arrive, two requests at a time; of long runs, in parts. */
   async function load(fresh = false) {
     const mine = ++generation;
+    if (fresh) state.found.forEach((response) => (response.etag = ""));
     const points = Math.max(200, Math.min(1000, Math.floor(MOST_POINTS / state.runs.length)));
     const range = state.zoom ? `&x0=${state.zoom[0]}&x1=${state.zoom[1]}` : "";
     const waiting = [...state.runs];
     const next = async () => {
       for (let run = waiting.shift(); run && mine === generation; run = waiting.shift()) {
-        const have = fresh ? "" : (state.found.get(run.id) || {}).etag || "";
+        const have = (state.found.get(run.id) || {}).etag || "";
         const path = `${runPath(run.id)}/series?n=${points}&x=${state.axis}${range}&have=${encodeURIComponent(have)}`;
         const response = await get(path).catch(() => null);
         if (mine !== generation) return;
         if (response) state.found.set(run.id, response);
+        if (response && response.read < 1) waiting.push(run);
         if (response && (waiting.length % 4 === 0 || state.found.size === 1)) draw();
       }
     };

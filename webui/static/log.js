@@ -72,7 +72,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     frame,
   );
   followUserScroll();
-  const poller = createPoller(pull, { isVisible, interval: 500, onTrouble });
+  const poller = createPoller(pull, { isVisible, interval: 250, onTrouble });
 
   // -- requests ---------------------------------------------------------------------------------------------------
 
@@ -82,15 +82,16 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
   async function pull(isCurrent) {
     const last = hasEnded(); // read before the request, so that no line written meanwhile is lost
     const requested = offset;
-    const response = await get(`${base()}/log?off=${requested}${rankParameter()}`);
+    const latest = following ? "&latest=true" : "";
+    const response = await get(`${base()}/log?off=${requested}${rankParameter()}${latest}`);
     if (!isCurrent()) return undefined;
     if (!response) return last ? "end" : undefined;
-    const start = requested < 0 ? startOf(response, response.o) : requested;
-    if (requested >= 0 && startOf(response, requested) !== requested) {
+    const start = startOf(response, requested < 0 ? response.o : requested);
+    if (start < requested) {
       reset();
       return "more"; // the file was replaced
     }
-    if (requested < 0) top = start;
+    if (start > requested) skipTo(start);
     offset = response.o;
     append(response.t, start);
     controls.earlier.disabled = top <= 0;
@@ -117,6 +118,14 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
   }
 
   // -- lines ------------------------------------------------------------------------------------------------------
+
+  /** More lines than anyone can read were written at once: show the last ones. "Load earlier" loads those before. */
+  function skipTo(start) {
+    top = start;
+    chunks = [];
+    isLineOpen = false;
+    box.replaceChildren();
+  }
 
   const createChunk = (start) => ({ node: el("div.fp-log-chunk"), start, count: 0 });
   function addLines(chunk, lines) {
@@ -229,10 +238,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
 
   function reset() {
     offset = -1;
-    top = 0;
-    chunks = [];
-    isLineOpen = false;
-    box.replaceChildren();
+    skipTo(0);
     empty.hidden = false;
     controls.earlier.disabled = true;
     setFollowing(true);
