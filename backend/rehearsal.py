@@ -17,6 +17,7 @@ from backend import registry
 from backend.config import RunSpec
 from backend.config.options import Option, edit, effective, get, options, shown, text
 from backend.config.presets import dump
+from backend.device_test import planned_test
 from backend.inspect import predecessor
 from backend.machine import Machine
 from backend.preflight import Report, build_case, preflight, report_on
@@ -66,7 +67,10 @@ def differences(spec: RunSpec) -> list[str]:
     """What a rehearsal of `spec` leaves out, as sentences."""
     notes = []
     if spec.launch.rendezvous != "standalone":
-        notes.append("Only the processes of this node were started, without the rendezvous of several nodes.")
+        notes.append(
+            "Only the processes of this node were started, without the rendezvous of several nodes. The command "
+            "`footplate test-devices` tests all nodes and the links between them."
+        )
     if spec.save.strategy == "no" or spec.save.only_model:
         notes.append("The spec saves no checkpoint to resume from, so the crash and the resume were left out.")
     if not spec.save.final_model:
@@ -86,11 +90,7 @@ def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Rep
     small = on_cpu(report, here, base, folder) if planned else preflight(rehearsal_spec(report.spec), here, base)
     if not small.can_run:
         return small, None
-    plans = {"train": replace(small.plan, env={**small.plan.env, REHEARSAL: "1"})}
-    if planned:
-        plans["shrink"] = _shrink_plan(report, small, folder)
-    if small.spec.save.final_model:
-        plans["load"] = replace(small.plan, argv=(here.python, "-m", "backend.train.load_model"), files={}, then=())
+    plans = run_plans(report, small, folder)
     notes = differences(report.spec) if not planned else [*replacements(report, small), *differences(report.spec)]
     # CUDA cannot be used in a process that was forked after another one asked it anything, as libraries do on import.
     warm = small.run.device == "cpu" and hasattr(os, "pidfd_open")
@@ -98,6 +98,19 @@ def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Rep
     rehearsal = Rehearsal.create(folder, report.title, plans, small.about, expected, notes, warm)
     rehearsal.start()
     return small, rehearsal
+
+
+def run_plans(report: Report, small: Report, folder: Path) -> dict[str, Plan]:
+    """The plans of the runs that rehearse a checked spec as `small`, by their names in runs.rehearsals.RUNS."""
+    plans = {"train": replace(small.plan, env={**small.plan.env, REHEARSAL: "1"})}
+    if report.machine.name:
+        plans["shrink"] = _shrink_plan(report, small, folder)
+    elif small.run.world_size > 1 and small.run.device != "cpu":  # CPU processes share the cores
+        plans["devices"] = planned_test(small.plan)
+    if small.spec.save.final_model:
+        load = (small.machine.python, "-m", "backend.train.load_model")
+        plans["load"] = replace(small.plan, argv=load, files={}, then=())
+    return plans
 
 
 # --- Of a run that is planned for another machine ---

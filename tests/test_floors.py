@@ -21,7 +21,7 @@ LAYERS = {
     "backend.retry": 7.2,
     "backend.rehearsal": 7.2,
     "backend.start_sweep": 7.2,
-    "backend.device_test": 7.2,
+    "backend.device_test": 7.15,
     "backend.measured": 7.2,
     "backend.bundle": 2,
     "backend.preflight": 7.1,

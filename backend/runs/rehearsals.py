@@ -1,5 +1,6 @@
 """Rehearsals: runs in a scratch folder, one that trains two steps with a crash between them, and one that loads the
-model that it saved; for a run that is planned for another machine, before them one that builds a small model.
+model that it saved; before them one that measures several GPUs, or, for a run that is planned for another machine, one
+that builds a small model.
 
 Imports backend.runs. A rehearsal is a folder in `.rehearsals` of the runs folder; its state is computed from the files
 of its runs. `python -m backend.runs.rehearsals FOLDER` is the detached process that starts one run after the other; it
@@ -45,10 +46,12 @@ KEPT = 5  # rehearsals that have ended, without their runs
 POLL_SECONDS, STOP_SECONDS = 0.1, 60.0
 TIMEOUTS = StopTimeouts(discard=5.0, before_training=0.5)  # there is nothing to keep
 CLEAN_UP = "Delete the runs"
-RUNS = ("shrink", "train", "load")  # the names of the runs, in their order
+BEFORE = ("shrink", "devices")
+RUNS = (*BEFORE, "train", "load")  # the names of the runs, in their order
 SCRATCH = "scratch"  # in a rehearsal's folder, deleted with its runs
 LABELS: Mapping[str, str] = {
     "shrink": "Build a small model",
+    "devices": "Measure every device and link",
     "starting": "Start the processes and import the libraries",
     "building kernels": "Build kernels",
     "preparing model": "Locate the model",
@@ -134,13 +137,16 @@ class Rehearsal:
     def _status(self, state: str) -> dict[str, Any]:
         kept, found = self._about(), self.runs()
         train, notes = found.get("train"), list(kept.get("notes", []))
-        phases = list(completed(recorded(train))) if train else []
+        trained = list(completed(recorded(train))) if train else []
+        before: list[dict[str, Any]] = []
+        after: list[dict[str, Any]] = []
         for part, run in found.items():
             if part != "train" and (result := run.result()):
                 line = {"phase": part, "seconds": result["seconds"], "peak_bytes": result["peak_bytes"]}
-                phases.insert(0 if part == "shrink" else len(phases), line)
+                (before if part in BEFORE else after).append(line)
                 notes[:0] = filter(None, [result.get("text")])
-        peaks = [phase["peak_bytes"] for phase in phases if phase["phase"] not in ("shrink", "load")]
+        phases = [*before, *trained, *after]
+        peaks = [phase["peak_bytes"] for phase in trained]
         peaks += train.result().get("peak_bytes", []) if train else []
         started = [part for part, run in found.items() if run.state != "new"]
         current = started[-1] if started else next(iter(found), "")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from backend import registry
-from backend.runs import RESULT
+from backend.runs import RESULT, device_speeds
 from backend.train import device, exit, stacks, verify
 from backend.train.run_log import RunLog, write_json
 
@@ -37,7 +37,7 @@ MESSAGE_BYTES = {"cpu": 4 * 2**20}, 64 * 2**20
 @record  # type: ignore[untyped-decorator]
 def main() -> None:
     """Measure, and write the result of all ranks."""
-    sys.excepthook = exit.print_error
+    sys.excepthook, began = exit.print_error, time.time()
     group, folder = device.ProcessGroup(), Path(sys.argv[1]).resolve()
     group.sign()
     stacks.Stacks(folder, group.rank).write_on_request()
@@ -57,7 +57,7 @@ def main() -> None:
         group.check_timeout(error)
         raise
     if group.rank == 0:
-        write_json(folder / RESULT, measured)
+        write_json(folder / RESULT, {**measured, **_told(measured), "seconds": round(time.time() - began, 3)})
     group.leave()
 
 
@@ -73,7 +73,7 @@ def _device(family: str) -> torch.device:
 def _measure(
     family: str, here: torch.device, dtype: torch.dtype, group: device.ProcessGroup, log: RunLog
 ) -> dict[str, Any]:
-    """FLOP/s of each rank, bytes/s from each rank to the next one, and of an all-reduce of all ranks."""
+    """`ranks`, each with its FLOP/s and its bytes/s to the next one, and bytes/s of an all-reduce of all of them."""
     log.start_phase("matmul", "Multiplying matrices on each rank.")
     flops = _matmul_flops(family, here, dtype)
     message = torch.ones(_for(MESSAGE_BYTES, family) // 4, device=here)
@@ -83,8 +83,17 @@ def _measure(
         to_next = _link_bytes(family, message, group)
         log.start_phase("all-reduce", "Reducing over all ranks.")
         all_reduce = _all_reduce_bytes(family, message, group)
-    found = {"host": socket.gethostname(), "device": str(here), "flops": flops, "to_next": to_next}
+    peak = device.peak_bytes(family)
+    found = {"peak_bytes": peak, "host": socket.gethostname(), "device": str(here), "flops": flops, "to_next": to_next}
     return {"ranks": group.gather(found), "all_reduce": all_reduce, "message_bytes": message.nbytes}
+
+
+def _told(measured: dict[str, Any]) -> dict[str, Any]:
+    """The result in words, and what a rehearsal shows of each phase."""
+    ranks = measured["ranks"]
+    problems = list(device_speeds.problems(ranks))
+    text = " ".join([device_speeds.summary(ranks, measured["all_reduce"]), *problems])
+    return {"problems": problems, "text": text, "peak_bytes": max(rank["peak_bytes"] for rank in ranks)}
 
 
 def _for(sizes: tuple[dict[str, int], int], family: str) -> int:

@@ -1,5 +1,7 @@
 """The device test: which rank and which link is called slow, and the command that starts it."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,11 @@ import pytest
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.config.presets import read
-from backend.device_test import TEST, TRAINER, planned_test, problems
+from backend.device_test import LEFT_SECONDS, TEST, TRAINER, create, planned_test
 from backend.machine import machines
 from backend.preflight import preflight
+from backend.runs.device_speeds import problems
+from backend.runs.folder import ALIVE
 
 
 def rank(host="a", flops=600e12, to_next=200e9):
@@ -55,3 +59,16 @@ def test_every_node_starts_the_test(launcher):
 
 def test_one_process_is_tested_too():
     assert TEST in planned_test(preflight(RunSpec(), machines()["1x80gb"], Path.cwd()).plan).argv
+
+
+def test_a_test_deletes_only_what_is_old(tmp_path):
+    """Two tests at once: neither deletes the other's folder, not even before that has started or once it has ended."""
+    report = preflight(RunSpec(), machines()["1x80gb"], Path.cwd())
+    first = create(tmp_path, report)
+    assert first.state not in ALIVE
+    second = create(tmp_path, report)
+    assert first.path.is_dir() and second.path.is_dir()
+    (first.path / "mark").touch()
+    os.utime(first.path, (0, time.time() - 2 * LEFT_SECONDS))
+    create(tmp_path, report)
+    assert not (first.path / "mark").exists() and second.path.is_dir()

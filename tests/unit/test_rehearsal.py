@@ -21,7 +21,7 @@ from backend.config.options import changes, edit, effective
 from backend.inspect import InputFacts, inspect_inputs
 from backend.machine import Machine
 from backend.preflight import report_on
-from backend.rehearsal import differences, on_cpu, rehearsal_spec, replacements
+from backend.rehearsal import differences, on_cpu, rehearsal_spec, replacements, run_plans
 from backend.rules import RULES, Case, examine
 from backend.rules.examples import DEMO, LAPTOP
 from backend.runs import Plan, processes, rehearsals
@@ -149,8 +149,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
             assert not processes.run_processes(run.path)
 
 
-def make(root: Path, train: str, load: str = LOADS, shrink: str = "") -> Rehearsal:
-    codes = {"train": train, "load": load, **({"shrink": shrink} if shrink else {})}
+def make(root: Path, train: str, load: str = LOADS, **before: str) -> Rehearsal:
+    codes = {"train": train, "load": load, **before}
     plans = {part: Plan((sys.executable, "-c", code)) for part, code in codes.items()}
     return Rehearsal.create(new_folder(root), "try", plans, {}, {"measured_bytes": 5000}, ["A note."])
 
@@ -207,6 +207,32 @@ def test_a_planned_run_is_rehearsed_with_a_small_model(root: Path) -> None:
     status = failed.status()
     assert (status["state"], status["failure"]["phase"]) == ("failed", "Build a small model")
     assert "no small model." in status["failure"]["sentence"] and not status["phases"]
+
+
+def test_several_gpus_are_measured_first(root: Path) -> None:
+    rehearsal = make(root, CRASHES_ONCE, devices=SHRINKS)
+    Driver(rehearsal).run()
+    status = rehearsal.status()
+    assert status["phases"][0]["label"] == "Measure every device and link", status
+    assert (status["state"], status["peak_bytes"], status["notes"][0]) == ("done", 3000, "It was small.")
+    failed = make(root, CRASHES_ONCE, devices="raise SystemExit('backend.train.run_log.TrainError: Rank 5 hangs.')")
+    Driver(failed).run()
+    failure = failed.status()["failure"]
+    assert failure["phase"] == "Measure every device and link" and "Rank 5 hangs." in failure["sentence"]
+
+
+@pytest.mark.parametrize(("name", "gpus", "expected"), [("", 8, True), ("", 1, False), ("8x80gb", 8, False)])
+def test_only_gpus_of_this_machine_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, expected: bool
+) -> None:
+    monkeypatch.setattr("backend.preflight.inspect_inputs", lambda spec, base: DEMO)
+    machine = replace(presets.machines()["8x80gb"], name=name)
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp" if gpus > 1 else "single", "launch.nproc_per_node": gpus})
+    report = report_on(Case(effective(spec), machine, DEMO))
+    plans = run_plans(report, report, tmp_path)
+    assert ("devices" in plans) is expected and {"train", "load"} <= plans.keys()
+    if expected:
+        assert "backend.train.device_test" in plans["devices"].argv and plans["devices"].env == report.plan.env
 
 
 def test_stop_and_a_killed_process(root: Path) -> None:
