@@ -119,6 +119,8 @@ def run(connection: socket.socket, python: Path) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     sys.path[0], sys.argv[1:] = request["cwd"], request["arguments"]
     sys.executable = str(python)  # the ranks that a launcher starts are forked too
     code: object = 0
