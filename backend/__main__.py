@@ -89,7 +89,8 @@ def parser() -> argparse.ArgumentParser:
 
     _add_spec_commands(command, folder)
     _add_run_commands(command, folder)
-    imported = command("import", help="print a DeepSpeed, accelerate or LLaMA-Factory configuration as a spec")
+    tools = "DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL"
+    imported = command("import", help=f"print a configuration of {tools} as a spec")
     imported.add_argument("file", metavar="FILE", help="a JSON or YAML file")
     command("presets", help="list the presets")
     command("rules", help="list the rules that `check` applies")

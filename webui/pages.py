@@ -60,7 +60,7 @@ PRESETS_AND_SEARCH = """
   <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
     title="Start several runs that differ in a few options">Sweep</button>
   <button type="button" class="fp-link" id="fp-import"
-    title="Load a Footplate YAML file, a DeepSpeed config or an accelerate config">Import</button>
+    title="Load a YAML file of Footplate or a config of another tool, such as DeepSpeed or axolotl">Import</button>
   <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
 </div>

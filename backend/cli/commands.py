@@ -204,7 +204,9 @@ def import_file(arguments: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError([Problem("", f"{path} cannot be read: {error}")]) from None
     if not importers.detect_format(text):
-        raise SpecError([Problem("", f"{path} is no DeepSpeed, accelerate or LLaMA-Factory configuration")])
+        raise SpecError(
+            [Problem("", f"{path} is no configuration of DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL")]
+        )
     found = importers.import_file(text, RunSpec(), Path.cwd())
     if arguments.json:
         print_json({"spec": files.dump(found.spec), "different": found.different, "missing": found.missing})

@@ -1,14 +1,14 @@
-"""Importers: a DeepSpeed JSON, an accelerate YAML or a LLaMA-Factory YAML as a spec.
+"""Importers: a DeepSpeed JSON, an accelerate YAML, or a training YAML of LLaMA-Factory, axolotl or TRL as a spec.
 
-Imports registry, config, llamafactory, engines, resolve and launch.accelerate_config. Values that have an option set
-it. Then the file that Footplate would generate is compared with the imported one, and the keys that differ become extra
-config.
+Imports registry, config, llamafactory, axolotl, trl, engines, resolve and launch.accelerate_config. Values that have an
+option set it. Of a DeepSpeed or accelerate config, the file that Footplate would generate is then compared with the
+imported one, and the keys that differ become extra config.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 
 from backend import registry
-from backend.config import RunSpec, merge
-from backend.config.llamafactory import is_llamafactory
-from backend.config.llamafactory import read as read_llamafactory
+from backend.config import RunSpec, axolotl, llamafactory, merge, trl
+from backend.config.foreign import Import, Table
 from backend.config.options import Problem, SpecError, edit
 from backend.config.processes import world_size
 from backend.config.yaml_text import load_yaml
@@ -30,10 +29,15 @@ from backend.resolve import resolve
 
 MIB = 1024**2
 Patch = dict[str, Any]
+TOOLS: Mapping[str, tuple[Callable[[Table], bool], Callable[[Table, Path], Import]]] = {
+    "llamafactory": (llamafactory.is_llamafactory, llamafactory.read),
+    "axolotl": (axolotl.is_axolotl, axolotl.read),
+    "trl": (trl.is_trl, trl.read),
+}
 
 
 def detect_format(text: str) -> str:
-    """'deepspeed', 'accelerate' or 'llamafactory' if the text is such a configuration file, otherwise ''."""
+    """'deepspeed', 'accelerate' or one of TOOLS if the text is such a configuration file, otherwise ''."""
     try:
         found = load_yaml(text)  # JSON is YAML
     except yaml.YAMLError:
@@ -44,7 +48,7 @@ def detect_format(text: str) -> str:
         return "deepspeed"
     if {"compute_environment", "distributed_type"} & found.keys():
         return "accelerate"
-    return "llamafactory" if is_llamafactory(found) else ""
+    return next((name for name, (is_one, _) in TOOLS.items() if is_one(found)), "")
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class Imported:
 
 
 def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
-    """A file of a known format. A DeepSpeed or accelerate config is merged into `spec`; a LLaMA-Factory YAML, whose
-    relative paths are relative to `base`, replaces it. Raises SpecError."""
-    if detect_format(text) != "llamafactory":
+    """A file of a known format. A DeepSpeed or accelerate config is merged into `spec`; a training YAML of one of
+    TOOLS, whose relative paths are relative to `base`, replaces it. Raises SpecError."""
+    if (tool := detect_format(text)) not in TOOLS:
         return Imported(*import_config(text, spec))
-    found = read_llamafactory(load_yaml(text), base)
+    found = TOOLS[tool][1](load_yaml(text), base)
     return Imported(edit(RunSpec(), found.patch), different=found.different, missing=found.missing)
 
 

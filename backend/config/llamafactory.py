@@ -1,23 +1,18 @@
 """LLaMA-Factory's training YAML as a spec (llamafactory 0.9: hparams/*.py).
 
-Imports registry, config. What a file leaves out has LLaMA-Factory's default, not ours, so that the same training
+Imports registry, foreign. What a file leaves out has LLaMA-Factory's default, not ours, so that the same training
 starts.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from backend import registry
-from backend.config.options import Problem, SpecError
+from backend.config.foreign import Import, Table, words
 
-Patch = dict[str, Any]
-Table = Mapping[str, Any]
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
 
 # Same meaning under another or the same name.
@@ -65,38 +60,11 @@ IGNORED = {
     "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "pissa_iter", "quantization_method",
     "quantization_type", "eval_strategy",
 }  # fmt: skip
-NO_EFFECT = (None, False, "", "none", 0)
 STAGES = {"pt": "pretraining", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
 ATTENTION = {
     "auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
 }  # fmt: skip
 OPTIMIZER_NAMES = {"adamw_8bit": "adamw_bnb_8bit", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
-
-
-@dataclass
-class Import:
-    """What became of a file: a patch of options, `different` meanings and keys `missing` here, as sentences."""
-
-    table: Table
-    base: Path
-    patch: Patch = field(default_factory=dict)
-    different: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)  # keys of the file that were looked at
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the file, or LLaMA-Factory's default."""
-        self.read.add(key)
-        found = self.table.get(key, DEFAULTS.get(key, default))
-        return DEFAULTS.get(key, default) if found is None else found
-
-    def number(self, key: str, default: float = 0) -> float:
-        """A value that must be a number. Raises SpecError."""
-        value = self.get(key, default)
-        try:
-            return float(value) if float(value) % 1 else int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError([Problem("", f"{key} must be a number, not {value!r}")]) from None
 
 
 def is_llamafactory(found: Table) -> bool:
@@ -107,37 +75,19 @@ def is_llamafactory(found: Table) -> bool:
 def read(table: Table, base: Path) -> Import:
     """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
     has no counterpart at all."""
-    found = Import(table, base)
-    for key, option in SAME.items():
-        if (value := found.get(key)) is not None:
-            found.patch[option] = value
+    found = Import(table, base, "LLaMA-Factory", DEFAULTS)
+    found.take_over(SAME)
     for work in PARTS:
         work(found)
-    for key, value in table.items():
-        if key not in found.read and key not in IGNORED and value not in NO_EFFECT:
-            found.missing.append(f"{key}: {value}")
+    found.name_missing(IGNORED)
     return found
-
-
-def _fail(key: str, value: Any, known: str) -> SpecError:
-    return SpecError([Problem("", f"{key}: {value} of LLaMA-Factory has no counterpart; {known}")])
-
-
-def _words(value: Any) -> list[str]:
-    """The parts of a value such as "a, b", or a list of them."""
-    parts = value if isinstance(value, list) else str(value or "").split(",")
-    return [word for part in parts if (word := str(part).strip())]
 
 
 # -- model and method -----------------------------------------------------------------------------------------------
 
 
 def _model(found: Import) -> None:
-    name = str(found.get("model_name_or_path"))
-    if name.startswith(("/", ".", "~")) or (found.base / name).is_dir():
-        found.patch |= {"model.source": "path", "model.path": name}
-    else:
-        found.patch |= {"model.source": "hub", "model.hub_id": name}
+    found.model("model_name_or_path")
     kernel = str(found.get("flash_attn"))
     found.patch["model.attn_implementation"] = ATTENTION.get(kernel, "auto")
     if kernel not in ATTENTION:
@@ -147,16 +97,16 @@ def _model(found: Import) -> None:
 def _method(found: Import) -> None:
     kind = str(found.get("finetuning_type"))
     if kind not in registry.METHODS:
-        raise _fail("finetuning_type", kind, f"known are {', '.join(registry.METHODS)}")
+        raise found.fail("finetuning_type", kind, f"known are {', '.join(registry.METHODS)}")
     found.patch["method.kind"] = kind
     found.patch.setdefault("lora.alpha", 2 * found.number("lora_rank"))
-    targets = _words(found.get("lora_target"))
+    targets = words(found.get("lora_target"))
     custom = targets != ["all"]
     found.patch |= {"lora.targets": "custom" if custom else "all-linear"}
     found.patch |= {"lora.target_modules": targets} if custom else {}
-    found.patch["lora.modules_to_save"] = _words(found.get("additional_target"))
-    found.patch["method.freeze_extra_modules"] = _words(found.get("freeze_extra_modules"))
-    if kind == "freeze" and _words(found.get("freeze_trainable_modules", "all")) != ["all"]:
+    found.patch["lora.modules_to_save"] = words(found.get("additional_target"))
+    found.patch["method.freeze_extra_modules"] = words(found.get("freeze_extra_modules"))
+    if kind == "freeze" and words(found.get("freeze_trainable_modules", "all")) != ["all"]:
         found.missing.append(f"freeze_trainable_modules: {found.table['freeze_trainable_modules']} (all are trained)")
     if found.get("pissa_init"):
         found.patch["lora.init"] = "pissa" if found.get("pissa_iter", 16) == -1 else "pissa_fast"
@@ -169,7 +119,7 @@ def _quantization(found: Import) -> None:
         return
     names = {8: "int8", 4: str(found.get("quantization_type", "nf4"))}
     if library not in ("bnb", "bitsandbytes") or names.get(bits) not in registry.QUANTIZATIONS:
-        raise _fail("quantization_bit", f"{bits} with {library}", "bitsandbytes with 4 or 8 bits is")
+        raise found.fail("quantization_bit", f"{bits} with {library}", "bitsandbytes with 4 or 8 bits is")
     found.patch["method.quantization"] = names[bits]
 
 
@@ -179,13 +129,13 @@ def _quantization(found: Import) -> None:
 def _stage(found: Import) -> None:
     stage, loss = str(found.get("stage")), str(found.get("pref_loss", "sigmoid"))
     if stage not in STAGES:
-        raise _fail("stage", stage, f"known are {', '.join(STAGES)}")
+        raise found.fail("stage", stage, f"known are {', '.join(STAGES)}")
     found.patch["train.stage"] = STAGES[stage]
     if stage == "dpo" and loss == "orpo":
         found.patch["train.stage"] = "orpo"
     elif stage == "dpo":
         if loss not in ("sigmoid", "hinge", "ipo"):
-            raise _fail("pref_loss", loss, "known are sigmoid, hinge, ipo and orpo")
+            raise found.fail("pref_loss", loss, "known are sigmoid, hinge, ipo and orpo")
         found.patch["preference.dpo_loss_type"] = loss
     if found.get("train_on_prompt"):
         found.patch["data.loss_on"] = "all_tokens"
@@ -230,7 +180,7 @@ def _dataset_info(found: Import) -> Table:
 def _dataset(found: Import, info: Table, key: str) -> list[str]:
     """The files of the datasets in `dataset` or `eval_dataset`."""
     files = []
-    for name in _words(found.get(key)):
+    for name in words(found.get(key)):
         entry = info.get(name)
         if not isinstance(entry, Mapping) or not entry.get("file_name"):
             place = f"{found.get('dataset_dir', 'data')}/dataset_info.json"
@@ -246,15 +196,9 @@ def _dataset(found: Import, info: Table, key: str) -> list[str]:
 
 
 def _schedule(found: Import) -> None:
-    name = str(found.get("lr_scheduler_type"))
-    if name in registry.SCHEDULERS:
-        found.patch["train.lr_scheduler_type"] = name
-    else:
-        found.missing.append(f"lr_scheduler_type: {name} ({registry.SCHEDULERS['cosine'].label} is used)")
-        found.patch["train.lr_scheduler_type"] = "cosine"
+    found.choose("lr_scheduler_type", "train.lr_scheduler_type", registry.SCHEDULERS)
     found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
-    limit = found.number("max_steps", -1)
-    found.patch |= {"train.duration": "steps", "train.max_steps": limit} if limit > 0 else {"train.duration": "epochs"}
+    found.duration("max_steps")
     found.patch["train.activation_checkpointing"] = not found.get("disable_gradient_checkpointing")
     if found.get("group_by_length"):
         found.patch["train.train_sampling_strategy"] = "group_by_length"
@@ -280,7 +224,7 @@ def _optimizer(found: Import) -> None:
             "train.update_proj_gap": found.get(f"{kind}_update_interval", 200),
             f"train.{kind}_scale": found.get(f"{kind}_scale", 2.0 if kind == "galore" else 32.0),
         }
-        targets = _words(found.get(f"{kind}_target", "all"))
+        targets = words(found.get(f"{kind}_target", "all"))
         if targets != ["all"]:
             found.patch |= {"train.optim_targets": "custom", "train.optim_target_modules": targets}
         if kind == "galore":
@@ -290,13 +234,13 @@ def _optimizer(found: Import) -> None:
             found.patch["train.apollo_scale_type"] = found.get("apollo_scale_type", "channel")
     if found.get("use_badam"):
         if (mode := found.get("badam_mode", "layer")) != "layer":
-            raise _fail("badam_mode", mode, "layer is known")
+            raise found.fail("badam_mode", mode, "layer is known")
         name = "badam"
         found.patch["train.badam_switch_mode"] = found.get("badam_switch_mode", "ascending")
         found.patch["train.badam_switch_block_every"] = found.get("badam_switch_interval", 50)
     name = "adam_mini" if found.get("use_adam_mini") else "muon" if found.get("use_muon") else name
     if name not in registry.OPTIMIZERS:
-        raise _fail("optim", name, "see train.optim for the optimizers of Footplate")
+        raise found.fail("optim", name, "see train.optim for the optimizers of Footplate")
     found.patch["train.optim"] = name
 
 
@@ -307,25 +251,11 @@ def _saving(found: Import) -> None:
     found.patch["eval.strategy"] = strategy if found.patch["data.validation"] != "none" else "no"
     if isinstance(path := found.get("resume_from_checkpoint"), str):
         found.patch |= {"save.resume_from": "path", "save.resume_path": path}
-    reporters = [name for name in _words(found.get("report_to")) if name not in ("none", "all")]
-    known = [name for name in reporters if name in registry.REPORTERS]
-    found.patch["logging.report_to"] = known[0] if known else "none"
-    found.missing += [f"report_to: {name}" for name in reporters if name not in known[:1]]
+    found.reporter("report_to")
 
 
 def _devices(found: Import) -> None:
-    config = found.get("deepspeed")
-    if isinstance(config, str):
-        stage = re.search(r"z(?:ero)?_?([0-3])", Path(config).name)
-        if not stage:
-            found.missing.append(f"deepspeed: {config} (import that file too)")
-            return
-        offload = "cpu" if "offload" in config else "none"
-        found.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
-        found.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
-        found.different.append(f"deepspeed: {config}: only the stage and offloading of its name; import that file too")
-    elif config:
-        found.missing.append("deepspeed: a configuration in the file (import it as a file of its own)")
+    found.deepspeed("deepspeed")
     timeout = found.number("ddp_timeout", 1800)
     if timeout <= MAX_TIMEOUT:
         found.patch["parallel.ddp_timeout"] = timeout

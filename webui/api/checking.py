@@ -140,7 +140,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 def import_yaml(body: ImportRequest) -> dict[str, Any]:
     """The values of a YAML file. A DeepSpeed or accelerate config is merged into the form's values; `kept` names the
-    keys that went into the extra config, `different` and `missing` those of LLaMA-Factory that mean something else or
+    keys that went into the extra config, `different` and `missing` those of another tool that mean something else or
     nothing here, `runs_code` what decides which code a run executes. SpecError names the line, or each field, that is
     wrong."""
     kind = importers.detect_format(body.yaml)

@@ -1,0 +1,156 @@
+"""What the importers of other tools' configuration files share.
+
+Imports registry, config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend import registry
+from backend.config.options import Problem, SpecError
+
+Table = Mapping[str, Any]
+FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
+BUILDERS = ("json", "parquet", "csv", "text")  # of the datasets library, named in place of a dataset
+NO_EFFECT: tuple[Any, ...] = (None, False, "", "none", 0, [], {})
+
+
+@dataclass
+class Import:
+    """What became of a file: a patch of options, `different` meanings and keys `missing` here, as sentences."""
+
+    table: Table
+    base: Path  # what relative paths in the file are relative to
+    tool: str
+    defaults: Table  # of the tool: what a file leaves out has them, so that the same training starts
+    patch: dict[str, Any] = field(default_factory=dict)
+    different: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)  # keys of the file that were looked at
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the file, or the tool's default."""
+        self.read.add(key)
+        found = self.table.get(key)
+        return self.defaults.get(key, default) if found is None else found
+
+    def number(self, key: str, default: float = 0) -> float:
+        """A value that must be a number. Raises SpecError."""
+        value = self.get(key, default)
+        try:
+            return float(value) if float(value) % 1 else int(float(value))
+        except (TypeError, ValueError, OverflowError):
+            raise SpecError([Problem("", f"{key} must be a number, not {value!r}")]) from None
+
+    def fail(self, key: str, value: Any, known: str) -> SpecError:
+        """The error for a training that has no counterpart at all."""
+        return SpecError([Problem("", f"{key}: {value} of {self.tool} has no counterpart; {known}")])
+
+    def take_over(self, same: Mapping[str, str]) -> None:
+        """Options with the same meaning under another or the same name: key in the file -> option."""
+        for key, option in same.items():
+            if (value := self.get(key)) is not None:
+                self.patch[option] = value
+
+    def name_missing(self, ignored: Collection[str]) -> None:
+        """Note the keys that nobody has looked at; `ignored` are those without an effect on the training."""
+        for key, value in self.table.items():
+            if key not in self.read and key not in ignored and value not in NO_EFFECT:
+                self.missing.append(f"{key}: {value}")
+
+    def model(self, key: str) -> None:
+        """A folder or a name on the Hugging Face Hub."""
+        name = str(self.get(key))
+        if name.startswith(("/", ".", "~")) or (self.base / name).is_dir():
+            self.patch |= {"model.source": "path", "model.path": name}
+        else:
+            self.patch |= {"model.source": "hub", "model.hub_id": name}
+
+    def targets(self, key: str) -> None:
+        """The modules that get LoRA adapters."""
+        modules = words(self.get(key))
+        if modules == ["all-linear"]:
+            self.patch["lora.targets"] = "all-linear"
+        elif modules:
+            self.patch |= {"lora.targets": "custom", "lora.target_modules": modules}
+        else:
+            self.different.append(f"{key}: PEFT's default for the model there, all linear layers here")
+
+    def source(self, datasets: Sequence[Table]) -> None:
+        """Datasets, each with a `path`: local files, or the first one of the Hugging Face Hub."""
+        files = [local_files(self.base, entry) for entry in datasets]
+        if all(files):
+            self.patch |= {"data.source": "files", "data.files": [path for paths in files for path in paths]}
+            return
+        first = datasets[0]
+        self.patch |= {"data.source": "hub", "data.hub_id": str(first["path"])}
+        self.patch["data.hub_config"] = str(first.get("name") or "")
+        self.patch["data.hub_split"] = str(first.get("split") or "train")
+        self.missing += [f"datasets: {entry['path']} (one dataset of the Hub at a time)" for entry in datasets[1:]]
+        if first.get("data_files"):
+            self.missing.append(f"datasets: data_files of {first['path']}")
+
+    def choose(self, key: str, option: str, known: Collection[str]) -> None:
+        """A value of `key` that the option knows too; otherwise the option keeps its default."""
+        if (name := self.get(key)) in known:
+            self.patch[option] = name
+        else:
+            self.missing.append(f"{key}: {name} ({option} keeps its default)")
+
+    def duration(self, key: str) -> None:
+        """Optimizer steps, if `key` is positive, or epochs."""
+        steps = self.number(key, -1)
+        self.patch |= (
+            {"train.duration": "steps", "train.max_steps": steps} if steps > 0 else {"train.duration": "epochs"}
+        )
+
+    def reporter(self, key: str) -> None:
+        """The first experiment tracker that is known here."""
+        names = [name for name in words(self.get(key)) if name not in ("none", "all")]
+        known = [name for name in names if name in registry.REPORTERS]
+        self.patch["logging.report_to"] = known[0] if known else "none"
+        self.missing += [f"{key}: {name}" for name in names if name not in known[:1]]
+
+    def deepspeed(self, key: str) -> None:
+        """The path of a DeepSpeed configuration: its name tells stage and offloading."""
+        config = self.get(key)
+        if not isinstance(config, str) or not config:
+            if config:
+                self.missing.append(f"{key}: a configuration in the file (import it as a file of its own)")
+            return
+        stage = re.search(r"z(?:ero)?_?([0-3])", Path(config).name)
+        if not stage:
+            self.missing.append(f"{key}: {config} (import that file too)")
+            return
+        offload = "cpu" if re.search("offload|cpu", config) else "none"
+        self.patch |= {"parallel.strategy": f"zero{stage[1]}", "parallel.offload_optimizer": offload}
+        self.patch |= {"parallel.offload_param": offload} if stage[1] == "3" else {}
+        self.different.append(f"{key}: {config}: only the stage and offloading of its name; import that file too")
+
+
+def entries(value: Any) -> list[Table]:
+    """The datasets of a list, or of a single path; those without a path are left out."""
+    parts = value if isinstance(value, list) else [value] if value else []
+    tables = [part if isinstance(part, Mapping) else {"path": part} for part in parts]
+    return [table for table in tables if table.get("path")]
+
+
+def local_files(base: Path, entry: Table) -> list[str]:
+    """The local files of a dataset; none if it is on the Hugging Face Hub."""
+    path, names = str(entry["path"]), words(entry.get("data_files"))
+    if path in BUILDERS:
+        return names
+    if path.endswith(FILES) or (base / path).is_file():
+        return [path]
+    return ([str(Path(path) / name) for name in names] or [path]) if (base / path).is_dir() else []
+
+
+def words(value: Any) -> list[str]:
+    """The parts of a value such as "a, b", or a list of them."""
+    parts = value if isinstance(value, list) else str(value or "").split(",")
+    return [word for part in parts if (word := str(part).strip())]

@@ -1,0 +1,185 @@
+"""The YAML of TRL's command line as a spec (`trl sft --config FILE`; TRL 1.x: trl/scripts, the Config classes).
+
+Imports registry, foreign. What a file leaves out has TRL's default, not ours, so that the same training starts. A file
+does not say which command reads it; some keys belong to one command only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from backend import registry
+from backend.config.foreign import Import, Table, entries, words
+
+# Same meaning under another or the same name.
+SAME: Mapping[str, str] = {
+    "model_revision": "model.revision", "trust_remote_code": "model.trust_remote_code",
+    "max_length": "data.max_length", "packing": "data.packing", "dataset_num_proc": "data.dataset_num_proc",
+    "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout",
+    "lora_modules_to_save": "lora.modules_to_save", "use_dora": "lora.use_dora", "use_rslora": "lora.use_rslora",
+    "use_bnb_nested_quant": "method.bnb_4bit_use_double_quant",
+    "num_train_epochs": "train.num_train_epochs",
+    "per_device_train_batch_size": "train.per_device_train_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps", "learning_rate": "train.learning_rate",
+    "weight_decay": "train.weight_decay", "adam_beta1": "train.adam_beta1", "adam_beta2": "train.adam_beta2",
+    "adam_epsilon": "train.adam_epsilon", "max_grad_norm": "train.max_grad_norm", "seed": "train.seed",
+    "neftune_noise_alpha": "train.neftune_noise_alpha", "torch_compile": "train.torch_compile",
+    "use_liger_kernel": "train.use_liger_kernel", "dataloader_num_workers": "train.dataloader_num_workers",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "beta": "preference.beta", "label_smoothing": "preference.label_smoothing",
+    "desirable_weight": "preference.desirable_weight", "undesirable_weight": "preference.undesirable_weight",
+    "precompute_ref_log_probs": "preference.precompute_ref_log_probs",
+    "center_rewards_coefficient": "preference.center_rewards_coefficient",
+    "ddp_timeout": "parallel.ddp_timeout", "ddp_bucket_cap_mb": "parallel.bucket_cap_mb",
+    "ddp_find_unused_parameters": "parallel.ddp_find_unused_parameters",
+    "per_device_eval_batch_size": "eval.per_device_eval_batch_size", "eval_steps": "eval.steps",
+    "save_steps": "save.steps", "save_total_limit": "save.total_limit", "save_only_model": "save.only_model",
+    "load_best_model_at_end": "save.load_best_model_at_end",
+    "run_name": "logging.run_name", "logging_steps": "logging.steps",
+}  # fmt: skip
+# TRL's and the Trainer's defaults that differ from ours, or may; learning rates are in LEARNING_RATES.
+DEFAULTS: Table = {
+    "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "use_bnb_nested_quant": False,
+    "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0,
+    "max_grad_norm": 1.0, "optim": "adamw_torch_fused", "seed": 42, "gradient_checkpointing": True, "dtype": "float32",
+    "save_strategy": "steps", "save_steps": 500, "save_total_limit": 0, "eval_strategy": "no", "logging_steps": 10,
+    "dataset_train_split": "train", "dataset_test_split": "test",
+}  # fmt: skip
+LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "orpo": 1e-6, "reward": 1e-4}
+# No effect on the training: a run has its own folder, log and plots.
+IGNORED = {
+    "output_dir", "overwrite_output_dir", "push_to_hub", "hub_model_id", "logging_strategy", "logging_dir",
+    "gradient_checkpointing_kwargs", "lora_task_type", "log_level", "remove_unused_columns", "logging_first_step",
+    "hub_strategy", "do_train", "do_eval", "bf16", "fp16", "dtype", "torch_dtype", "bnb_4bit_quant_type",
+    "dataset_test_split", "dataset_name", "warmup_ratio", "pad_to_multiple_of", "save_safetensors", "env",
+    "completion_only_loss", "save_strategy",
+}  # fmt: skip
+STRATEGIES = {
+    "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2", "zero1": "zero1", "zero2": "zero2",
+    "zero3": "zero3",
+}  # fmt: skip
+BEST = ("no", "steps", "epoch")
+
+
+def is_trl(found: Table) -> bool:
+    """Whether a YAML table is a configuration for TRL's command line."""
+    return "model_name_or_path" in found and bool({"dataset_name", "datasets"} & found.keys())
+
+
+def read(table: Table, base: Path) -> Import:
+    """The options that the file sets. Relative paths in it are relative to `base`. Raises SpecError for a training that
+    has no counterpart at all."""
+    found = Import(table, base, "TRL", DEFAULTS)
+    found.take_over(SAME)
+    for work in PARTS:
+        work(found)
+    found.name_missing(IGNORED)
+    return found
+
+
+def _stage(found: Import) -> None:
+    keys, losses = found.table.keys(), words(found.get("loss_type"))
+    if {"reward_funcs", "num_generations", "vllm_mode"} & keys:
+        raise found.fail("command", "grpo or rloo", "known are sft, dpo, kto, orpo and reward")
+    if {"desirable_weight", "undesirable_weight"} & keys:
+        stage = "kto"
+    elif {"center_rewards_coefficient"} & keys:
+        stage = "reward"
+    elif {"beta", "precompute_ref_log_probs", "sync_ref_model"} & keys or {*losses} & {*registry.DPO_LOSSES}:
+        stage = "dpo"
+    else:
+        stage = "sft"
+    found.patch |= {"train.stage": stage}
+    found.patch.setdefault("train.learning_rate", LEARNING_RATES[stage])
+    found.different.append(
+        f"The file does not name its command: trl {stage} is assumed. Change train.stage for another one, and then the "
+        "learning rate if the file has none"
+    )
+    if stage == "dpo" and losses:
+        if losses[0] not in registry.DPO_LOSSES:
+            raise found.fail("loss_type", losses[0], f"known are {', '.join(registry.DPO_LOSSES)}")
+        found.patch["preference.dpo_loss_type"] = losses[0]
+        found.missing += [f"loss_type: {name} (one loss at a time)" for name in losses[1:]]
+    elif losses and losses != ["nll" if stage == "sft" else "kto"]:
+        found.missing.append(f"loss_type: {losses[0]}")
+
+
+def _model(found: Import) -> None:
+    found.model("model_name_or_path")
+    kernel = str(found.get("attn_implementation", "auto"))
+    if kernel in registry.ATTENTIONS:
+        found.patch["model.attn_implementation"] = kernel
+    else:
+        found.missing.append(f"attn_implementation: {kernel} (selected automatically)")
+    found.patch["method.kind"] = "lora" if found.get("use_peft") else "full"
+    if found.get("use_peft"):
+        found.targets("lora_target_modules")
+        if found.get("load_in_4bit"):
+            found.patch["method.quantization"] = found.get("bnb_4bit_quant_type", "nf4")
+        elif found.get("load_in_8bit"):
+            found.patch["method.quantization"] = "int8"
+
+
+def _data(found: Import) -> None:
+    datasets = entries(found.get("datasets"))
+    if not datasets and (name := found.get("dataset_name")):
+        split = found.get("dataset_train_split")
+        datasets = [{"path": name, "name": found.get("dataset_config"), "split": split}]
+    if not datasets:
+        raise found.fail("datasets", found.get("datasets"), "each entry needs a path")
+    found.source(datasets)
+    known = {"path", "name", "split", "data_files"}
+    for entry in datasets:
+        found.missing += [f"datasets: {key} of {entry['path']}" for key in entry if key not in known and entry[key]]
+    if (column := found.get("dataset_text_field", "text")) != "text":
+        found.patch["data.text_column"] = column
+    share = found.number("test_split_size")
+    is_split = 0 < share < 1
+    found.patch |= (
+        {"data.validation": "split", "data.validation_split": share} if is_split else {"data.validation": "none"}
+    )
+    strategy = str(found.get("eval_strategy"))
+    if strategy != "no" and not is_split:
+        name = found.get("dataset_test_split")
+        found.missing.append(f"eval_strategy: {strategy} on the split {name} (select data.validation)")
+    found.patch["eval.strategy"] = strategy if is_split else "no"
+    if found.patch["train.stage"] == "sft" and not found.get("assistant_only_loss"):
+        if found.table.get("completion_only_loss") is False:
+            found.patch["data.loss_on"] = "all_tokens"
+        else:
+            found.different.append(
+                "assistant_only_loss: without it, TRL trains on all tokens of a conversation; here the loss is on the "
+                "assistant's messages. data.loss_on all_tokens is the same as there"
+            )
+
+
+def _training(found: Import) -> None:
+    found.choose("lr_scheduler_type", "train.lr_scheduler_type", registry.SCHEDULERS)
+    found.choose("optim", "train.optim", registry.OPTIMIZERS)
+    found.patch["train.warmup_steps"] = found.number("warmup_steps") or found.number("warmup_ratio")
+    found.duration("max_steps")
+    dtype, is_fp16 = str(found.table.get("torch_dtype") or found.get("dtype")), bool(found.table.get("fp16"))
+    if dtype == "bfloat16" and found.patch["method.kind"] == "full":
+        chosen = "pure_bf16"
+    else:
+        chosen = "fp16" if is_fp16 else "fp32" if found.table.get("bf16") is False else "bf16"
+    found.patch["precision.compute"] = chosen
+    strategy = str(found.get("save_strategy"))
+    found.patch["save.strategy"] = strategy if strategy in BEST else "epoch"
+    if path := found.get("resume_from_checkpoint"):
+        found.patch |= {"save.resume_from": "path", "save.resume_path": str(path)}
+    found.reporter("report_to")
+
+
+def _devices(found: Import) -> None:
+    if name := found.get("accelerate_config"):
+        if str(name) in STRATEGIES:
+            found.patch["parallel.strategy"] = STRATEGIES[str(name)]
+        else:
+            found.missing.append(f"accelerate_config: {name} (import that file too)")
+    found.deepspeed("deepspeed")
+
+
+PARTS: tuple[Callable[[Import], None], ...] = (_stage, _model, _data, _training, _devices)

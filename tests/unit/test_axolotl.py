@@ -1,0 +1,155 @@
+"""axolotl's YAML as a spec: what is taken over, what means something else, and what is refused."""
+
+import pytest
+import yaml
+
+from backend.config import RunSpec
+from backend.config.importers import detect_format, import_file
+from backend.config.options import SpecError
+
+LORA = {
+    "base_model": "NousResearch/Llama-3.2-1B", "load_in_8bit": True, "load_in_4bit": False, "adapter": "lora",
+    "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}], "val_set_size": 0.1,
+    "output_dir": "./outputs/lora-out", "sequence_len": 2048, "sample_packing": True, "pad_to_sequence_len": True,
+    "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "lora_target_modules": ["gate_proj", "q_proj"],
+    "wandb_project": None, "gradient_accumulation_steps": 2, "micro_batch_size": 2, "num_epochs": 1,
+    "optimizer": "adamw_8bit", "lr_scheduler": "cosine", "learning_rate": 0.0002, "bf16": "auto", "tf32": False,
+    "gradient_checkpointing": True, "flash_attention": True, "warmup_ratio": 0.1, "evals_per_epoch": 4,
+    "saves_per_epoch": 1, "weight_decay": 0.0,
+}  # fmt: skip
+
+
+def read(tmp_path, **more):
+    table = {**LORA, **more}
+    return import_file(
+        yaml.safe_dump({key: value for key, value in table.items() if value != "-"}), RunSpec(), tmp_path
+    )
+
+
+def test_lora(tmp_path):
+    assert detect_format(yaml.safe_dump(LORA)) == "axolotl"
+    found = read(tmp_path)
+    spec = found.spec
+    assert (spec.model.source, spec.model.hub_id) == ("hub", "NousResearch/Llama-3.2-1B")
+    assert (spec.data.source, spec.data.hub_id, spec.data.format) == ("hub", "teknium/GPT4-LLM-Cleaned", "alpaca")
+    assert (spec.data.max_length, spec.data.packing, spec.data.validation_split) == (2048, True, 0.1)
+    assert (spec.method.kind, spec.method.quantization) == ("lora", "int8")
+    assert (spec.lora.r, spec.lora.alpha, spec.lora.target_modules) == (16, 32, ("gate_proj", "q_proj"))
+    assert (spec.train.optim, spec.train.warmup_steps, spec.train.num_train_epochs) == ("adamw_bnb_8bit", 0.1, 1)
+    assert (spec.train.per_device_train_batch_size, spec.eval.per_device_eval_batch_size) == (2, 2)
+    assert spec.train.activation_checkpointing and spec.model.attn_implementation == "flash_attention_2"
+    assert (spec.save.strategy, spec.eval.strategy, spec.save.total_limit) == ("epoch", "epoch", 4)
+    assert [text.split(":")[0] for text in found.different] == ["excess_length_strategy", "evals_per_epoch"]
+    assert found.missing == []
+
+
+def test_defaults_are_those_of_axolotl(tmp_path):
+    text = "base_model: a/b\ndatasets:\n  - path: c/d\n    type: chat_template\nlearning_rate: 0.00001\nbf16: true\n"
+    found = import_file(text, RunSpec(), tmp_path)
+    train = found.spec.train
+    assert (train.per_device_train_batch_size, train.num_train_epochs, train.optim) == (1, 1.0, "adamw_torch_fused")
+    assert (train.warmup_steps, train.lr_scheduler_type, train.activation_checkpointing) == (0.03, "cosine", False)
+    assert (found.spec.data.max_length, found.spec.data.validation, found.spec.eval.strategy) == (512, "none", "no")
+    assert (found.spec.method.kind, found.spec.precision.compute) == ("full", "pure_bf16"), "weights are loaded in bf16"
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "value"),
+    [
+        ({"adapter": "qlora", "load_in_8bit": False, "load_in_4bit": True}, "method.quantization", "nf4"),
+        ({"lora_target_linear": True}, "lora.targets", "all-linear"),
+        ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
+        ({"peft_use_dora": True}, "lora.use_dora", True),
+        ({"peft_init_lora_weights": "pissa_niter_16"}, "lora.init", "pissa_fast"),
+        ({"loraplus_lr_ratio": 16}, "lora.loraplus_lr_ratio", 16),
+        ({"adapter": None, "load_in_8bit": False}, "method.kind", "full"),
+        ({"rl": "dpo", "rl_beta": 0.2}, "preference.beta", 0.2),
+        ({"rl": "ipo"}, "preference.dpo_loss_type", "ipo"),
+        ({"rl": "orpo", "orpo_alpha": 0.3}, "preference.beta", 0.3),
+        ({"rl": "kto", "kto_undesirable_weight": 0.5}, "preference.undesirable_weight", 0.5),
+        ({"reward_model": True}, "train.stage", "reward"),
+        ({"datasets": [{"path": "a/b", "type": "completion", "field": "body"}]}, "train.stage", "pretraining"),
+        ({"datasets": [{"path": "a/b", "type": "completion", "field": "body"}]}, "data.text_column", "body"),
+        ({"datasets": "-", "pretraining_dataset": "c/d"}, "train.stage", "pretraining"),
+        ({"datasets": [{"path": "a/b", "name": "x", "split": "train[:5%]"}]}, "data.hub_split", "train[:5%]"),
+        ({"datasets": [{"path": "json", "data_files": ["a.json", "b.json"]}]}, "data.files", ("a.json", "b.json")),
+        (
+            {"datasets": [{"path": "some.jsonl"}, {"path": "more.parquet"}]},
+            "data.files",
+            ("some.jsonl", "more.parquet"),
+        ),
+        ({"datasets": [{"path": "a.jsonl", "field_messages": "talk"}]}, "data.messages_column", "talk"),
+        ({"test_datasets": [{"path": "test.jsonl"}]}, "data.validation_files", ("test.jsonl",)),
+        ({"train_on_inputs": True}, "data.loss_on", "all_tokens"),
+        ({"chat_template": "chatml"}, "data.chat_template", "chatml"),
+        ({"max_steps": 70}, "train.max_steps", 70),
+        ({"warmup_steps": 0}, "train.warmup_steps", 0),
+        ({"warmup_steps": 20, "warmup_ratio": "-"}, "train.warmup_steps", 20),
+        ({"cosine_min_lr_ratio": 0.1}, "train.lr_scheduler_type", "cosine_with_min_lr"),
+        ({"optimizer": "ao_adamw_8bit"}, "train.optim", "adamw_torch_8bit"),
+        ({"bf16": True}, "precision.compute", "bf16"),
+        ({"bf16": False, "fp16": True}, "precision.compute", "fp16"),
+        ({"bf16": False, "tf32": True}, "precision.compute", "tf32"),
+        ({"bf16": "-"}, "precision.compute", "fp32"),
+        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "train.use_liger_kernel", True),
+        ({"flash_attention": False, "attn_implementation": "sdpa"}, "model.attn_implementation", "sdpa"),
+        ({"saves_per_epoch": "-", "save_steps": 50}, "save.steps", 50),
+        ({"evals_per_epoch": "-", "eval_steps": 20}, "eval.steps", 20),
+        ({"wandb_project": "mine"}, "logging.report_to", "wandb"),
+        ({"resume_from_checkpoint": "out/checkpoint-9"}, "save.resume_path", "out/checkpoint-9"),
+        ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, "parallel.offload_param", "cpu"),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, "parallel.strategy", "fsdp2"),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, "parallel.reshard_after_forward", False),
+        ({"fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}}, "parallel.cpu_offload", True),
+        ({"tensor_parallel_size": 4}, "parallel.tensor_parallel_size", 4),
+    ],
+)
+def test_options(tmp_path, given, option, value):
+    section, key = option.split(".")
+    assert getattr(getattr(read(tmp_path, **given).spec, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"rl": "grpo"}, "rl: grpo"),
+        ({"adapter": "llama-adapter"}, "adapter: llama-adapter"),
+        ({"process_reward_model": True}, "process_reward_model"),
+        ({"datasets": [{"type": "alpaca"}]}, "datasets"),
+        ({"learning_rate": "high"}, "train.learning_rate"),
+        ({"max_steps": "many"}, "max_steps"),
+        ({"sequence_len": [1]}, "data.max_length"),
+    ],
+)
+def test_refused(tmp_path, given, named):
+    with pytest.raises(SpecError, match=named):
+        read(tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
+            "plugins: axolotl.integrations.cut",
+        ),
+        ({"special_tokens": {"pad_token": "<pad>"}}, "special_tokens: "),
+        ({"optimizer": "came_pytorch"}, "optimizer: came_pytorch"),
+        ({"datasets": [{"path": "a/b"}, {"path": "c/d"}]}, "datasets: c/d"),
+        ({"datasets": [{"path": "a/b", "roles_to_train": ["x"]}]}, "datasets: roles_to_train of a/b"),
+        ({"val_set_size": 20}, "val_set_size: 20"),
+        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
+        ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters"),
+        ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),
+        ({"something_new": 5}, "something_new: 5"),
+    ],
+)
+def test_what_is_not_taken_over_is_named(tmp_path, given, named):
+    assert any(text.startswith(named) for text in read(tmp_path, **given).missing), read(tmp_path, **given).missing
+
+
+def test_a_folder_of_files(tmp_path):
+    (tmp_path / "mine").mkdir()
+    found = read(tmp_path, base_model="mine", datasets=[{"path": "mine", "data_files": "a.jsonl"}])
+    assert (found.spec.model.source, found.spec.model.path) == ("path", "mine")
+    assert found.spec.data.files == ("mine/a.jsonl",)

@@ -1,0 +1,110 @@
+"""The YAML of TRL's command line as a spec: what is taken over, what means something else, and what is refused."""
+
+import pytest
+import yaml
+
+from backend.config import RunSpec
+from backend.config.importers import detect_format, import_file
+from backend.config.options import SpecError
+
+LORA = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/Capybara", "learning_rate": 2e-4,
+    "num_train_epochs": 1, "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8,
+    "use_peft": True, "lora_r": 32, "lora_alpha": 16, "output_dir": "Qwen2-0.5B-SFT", "push_to_hub": True,
+    "report_to": "none", "lr_scheduler_type": "cosine",
+}  # fmt: skip
+
+
+def read(tmp_path, **more):
+    table = {**LORA, **more}
+    return import_file(
+        yaml.safe_dump({key: value for key, value in table.items() if value != "-"}), RunSpec(), tmp_path
+    )
+
+
+def test_lora(tmp_path):
+    assert detect_format(yaml.safe_dump(LORA)) == "trl"
+    found = read(tmp_path)
+    spec = found.spec
+    assert (spec.model.hub_id, spec.data.hub_id, spec.data.hub_split) == (
+        LORA["model_name_or_path"],
+        LORA["dataset_name"],
+        "train",
+    )
+    assert (spec.train.stage, spec.method.kind, spec.lora.r, spec.lora.alpha) == ("sft", "lora", 32, 16)
+    assert (spec.lora.dropout, spec.data.packing, spec.data.max_length) == (0.05, True, 1024)
+    assert (spec.train.lr_scheduler_type, spec.train.gradient_accumulation_steps) == ("cosine", 8)
+    assert spec.train.activation_checkpointing and spec.precision.compute == "bf16"
+    assert (spec.save.strategy, spec.save.steps, spec.data.validation, spec.eval.strategy) == (
+        "steps",
+        500,
+        "none",
+        "no",
+    )
+    assert "trl sft is assumed" in found.different[0] and found.missing == []
+
+
+def test_defaults_are_those_of_trl(tmp_path):
+    found = import_file("model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.2\n", RunSpec(), tmp_path)
+    train = found.spec.train
+    assert (train.stage, train.learning_rate, train.per_device_train_batch_size) == ("dpo", 1e-6, 8)
+    assert (train.num_train_epochs, train.lr_scheduler_type, train.optim) == (3.0, "linear", "adamw_torch_fused")
+    assert (found.spec.method.kind, found.spec.preference.beta) == ("full", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "value"),
+    [
+        ({"load_in_4bit": True}, "method.quantization", "nf4"),
+        ({"load_in_8bit": True}, "method.quantization", "int8"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "method.quantization", "fp4"),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, "lora.target_modules", ("q_proj", "v_proj")),
+        ({"lora_target_modules": "all-linear"}, "lora.targets", "all-linear"),
+        ({"loss_type": "ipo"}, "preference.dpo_loss_type", "ipo"),
+        ({"desirable_weight": 1.5}, "train.stage", "kto"),
+        ({"center_rewards_coefficient": 0.01}, "train.stage", "reward"),
+        ({"center_rewards_coefficient": 0.01, "learning_rate": "-"}, "train.learning_rate", 1e-4),
+        ({"datasets": [{"path": "x/y", "name": "small", "split": "test"}]}, "data.hub_config", "small"),
+        ({"datasets": [{"path": "json", "data_files": "a.json"}]}, "data.files", ("a.json",)),
+        ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.steps", 30),
+        ({"test_split_size": 0.1, "eval_strategy": "steps", "eval_steps": 30}, "eval.strategy", "steps"),
+        ({"completion_only_loss": False}, "data.loss_on", "all_tokens"),
+        ({"dataset_text_field": "body"}, "data.text_column", "body"),
+        ({"max_steps": 7}, "train.max_steps", 7),
+        ({"warmup_ratio": 0.1}, "train.warmup_steps", 0.1),
+        ({"fp16": True}, "precision.compute", "fp16"),
+        ({"bf16": False}, "precision.compute", "fp32"),
+        ({"use_peft": False, "dtype": "bfloat16"}, "precision.compute", "pure_bf16"),
+        ({"accelerate_config": "fsdp2"}, "parallel.strategy", "fsdp2"),
+        ({"accelerate_config": "multi_gpu"}, "parallel.strategy", "ddp"),
+        ({"deepspeed": "zero2.json"}, "parallel.strategy", "zero2"),
+        ({"attn_implementation": "flash_attention_2"}, "model.attn_implementation", "flash_attention_2"),
+        ({"report_to": ["wandb"]}, "logging.report_to", "wandb"),
+        ({"gradient_checkpointing": False}, "train.activation_checkpointing", False),
+    ],
+)
+def test_options(tmp_path, given, option, value):
+    section, key = option.split(".")
+    assert getattr(getattr(read(tmp_path, **given).spec, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"reward_funcs": ["accuracy"]}, "grpo"),
+        ({"beta": 0.1, "loss_type": "discopop_new"}, "loss_type: discopop_new"),
+        ({"learning_rate": "high"}, "train.learning_rate"),
+        ({"dataset_name": None, "datasets": []}, "datasets"),
+        ({"test_split_size": "some"}, "test_split_size"),
+    ],
+)
+def test_refused(tmp_path, given, named):
+    with pytest.raises(SpecError, match=named):
+        read(tmp_path, **given)
+
+
+def test_what_is_not_taken_over_is_named(tmp_path):
+    given = {"eos_token": "<|im_end|>", "attn_implementation": "kernels-community/flash-attn", "eval_strategy": "steps"}
+    missing = read(tmp_path, **given, accelerate_config="my.yaml", datasets=[{"path": "a/b", "columns": ["x"]}]).missing
+    for named in ("eos_token", "attn_implementation", "eval_strategy", "accelerate_config", "datasets: columns of a/b"):
+        assert any(text.startswith(named) for text in missing), (named, missing)
