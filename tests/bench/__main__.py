@@ -13,6 +13,7 @@ CASES = {
     "runs": run_list.measure,
     "first step": training.first_step,
     "throughput": training.throughput,
+    "callbacks": training.callbacks,
 }
 
 

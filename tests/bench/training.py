@@ -18,6 +18,28 @@ from backend.runs.folder import ALIVE, Run
 
 Measurement = tuple[str, list[float], str]
 STEPS = 10
+CALLBACK_STEPS = 100
+# A training process that notes how long the callbacks take in each step.
+TIMED = """
+import collections, json, sys, time
+from backend.train import __main__, callbacks, exit
+seconds = collections.Counter()
+def timed(call):
+    def run(self, args, state, *rest, **more):
+        begin = time.perf_counter()
+        result = call(self, args, state, *rest, **more)
+        seconds[state.global_step] += time.perf_counter() - begin
+        open("callbacks.json", "w").write(json.dumps(seconds))
+        return result
+    return run
+for kind in (callbacks.ProgressCallback, callbacks.CheckpointCallback):
+    for name in ("on_step_begin", "on_step_end", "on_log"):
+        if name in vars(kind):
+            setattr(kind, name, timed(vars(kind)[name]))
+sys.argv = ["train", "."]
+__main__.main()
+exit.exit_now()
+"""
 
 
 def case(processes: int) -> RunSpec:
@@ -85,3 +107,13 @@ def reference_trainer() -> float:
     env = {**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "TOKENIZERS_PARALLELISM": "false"}
     out = subprocess.run([*command, str(STEPS)], env=env, capture_output=True, text=True, check=True).stdout
     return float(out.split("steps_per_second=")[1].split()[0])
+
+
+def callbacks(folder: Path) -> Iterator[Measurement]:
+    """What the callbacks add to a step that is logged: progress, metrics, monitoring, requests to stop."""
+    spec = edit(case(1), {"model.builtin": "tiny-llama", "train.max_steps": CALLBACK_STEPS, "logging.steps": 1})
+    report = preflight(spec, probe(folder), Path.cwd())
+    run = Run.create(folder / "runs", "callbacks", report.plan, datetime.now())
+    subprocess.run([sys.executable, "-c", TIMED], cwd=run.path, env={**os.environ, **report.plan.env}, check=True)
+    spent = json.loads((run.path / "callbacks.json").read_text())
+    yield "callbacks, per logged step", [1000 * seconds for step, seconds in spent.items() if int(step) > 1], "ms"

@@ -1,6 +1,7 @@
 """Two runs are selected in the list and compared; the link brings the same view back."""
 
 import json
+import re
 from datetime import datetime
 
 from playwright.sync_api import expect
@@ -67,3 +68,55 @@ def test_two_runs_are_compared(server, page):
     page.go_forward()
     expect(page.locator(".fp-compare-problems")).to_contain_text(large.id, timeout=TIMEOUT)
     assert [row[0].strip() for row in cells(page, ".fp-compare-results")] == [small.name]
+
+
+def colors(page):
+    """How many opaque pixels of the chart have the color of each run."""
+    return page.evaluate(
+        """() => {
+          const canvas = document.querySelector('#fp-compare-page .fp-plot canvas');
+          const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+          const css = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
+          return [1, 2].map((number) => {
+            const [r, g, b] = css(`--fp-run-${number}`).match(/[0-9a-f]{2}/gi).map((text) => parseInt(text, 16));
+            let found = 0;
+            for (let i = 0; i < data.length; i += 4)
+              found += data[i] === r && data[i + 1] === g && data[i + 2] === b && data[i + 3] > 250;
+            return found;
+          });
+        }"""
+    )
+
+
+def test_one_run_is_highlighted_and_a_range_zoomed(server, page):
+    runs = [make(server, "small rank", 8), make(server, "large rank", 16)]
+    page.goto(f"{server.url}/?tab=compare&runs={','.join(run.id for run in runs)}")
+    plot = page.locator("#fp-compare-page .u-over")
+    legend = page.locator("#fp-compare-page .fp-compare-legend button")
+    expect(plot).to_have_count(1, timeout=TIMEOUT)
+    assert colors(page)[1] > 20, "the second curve is drawn over the first"
+    legend.first.click()
+    page.mouse.move(0, 0)
+    expect(legend.first).to_have_attribute("aria-pressed", "true")
+    assert colors(page)[1] < 20 < colors(page)[0], "the other run is faded"
+    box = plot.bounding_box()
+    middle = {"x": box["width"] * 9 / 29, "y": box["height"] / 2}
+    plot.hover(position=middle)
+    expect(page.locator("#fp-compare-page .fp-chart .fp-legend").first).to_contain_text("small rank")
+    legend.first.click()
+    page.mouse.move(0, 0)
+    assert colors(page)[1] > 20
+
+    with page.expect_response(lambda response: "x0=" in response.url) as found:
+        page.mouse.move(box["x"] + box["width"] * 9 / 29, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 19 / 29, box["y"] + 50, steps=5)
+        page.mouse.up()
+    low, high = (float(re.search(rf"{name}=([\d.]+)", found.value.url)[1]) for name in ("x0", "x1"))
+    assert abs(low - 10) < 0.2 and abs(high - 20) < 0.2, "the steps under the pointer"
+    plot.hover(position={"x": 2, "y": 50})
+    step = page.locator("#fp-compare-page .fp-legend-step").first
+    expect(step).to_have_text("Step 10")
+    plot.dblclick()
+    plot.hover(position={"x": 2, "y": 50})
+    expect(step).to_have_text("Step 1")
