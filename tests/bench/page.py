@@ -1,6 +1,8 @@
 """The page: cold start and memory, edit to report, log line and metric to the screen, long runs."""
 
 import json
+import math
+import random
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -137,7 +139,7 @@ def live(server: Server, browser: object) -> Iterator[Measurement]:
         written[f"at step {step}"] = time.time()
         with (run.path / METRICS).open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), "loss": 1 / step, "learning_rate": 1e-3}) + "\n")
-        page.wait_for_timeout(1237)
+        page.wait_for_timeout(random.uniform(500, 2000))  # the page polls at intervals of its own
         written[f"needle {step:04d}"] = time.time()
         with (run.path / LOG).open("a") as file:
             file.write(f"needle {step:04d}\n")
@@ -172,9 +174,8 @@ def long_run(server: Server, browser: object) -> Iterator[Measurement]:
     with (run.path / LOG).open("a") as file:
         for tenth in range(300):
             file.writelines(f"a line of the log, number {line}, of a usual length\n" for line in range(LINES_PER_TENTH))
-            if tenth % 10 == 0:
-                written[f"needle {tenth:04d}"] = time.time()
-                file.write(f"needle {tenth:04d}\n")
+            written[f"needle {tenth:04d}"] = time.time()
+            file.write(f"needle {tenth:04d}\n")
             file.flush()
             page.wait_for_timeout(max(0, 1000 * (following + 0.1 * (tenth + 1) - time.monotonic())))
     page.wait_for_timeout(2000)
@@ -195,4 +196,9 @@ def _running(server: Server) -> Run:
 
 
 def _waits(kind: str, written: dict[str, float], appeared: dict[str, float]) -> list[float]:
-    return [appeared[text] - begin for text, begin in written.items() if text.startswith(kind)]
+    """Seconds from each text until it, or a later one, appeared: of a flood, only the last lines are shown."""
+    waits, shown = [], math.inf
+    for text in reversed([text for text in written if text.startswith(kind)]):
+        shown = min(shown, appeared.get(text, math.inf))
+        waits.append(shown - written[text])
+    return waits

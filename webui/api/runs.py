@@ -21,7 +21,17 @@ from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
 from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
-from backend.runs.metrics import LogChunk, chunks, read_points, since, since_points, tail, to_csv
+from backend.runs.metrics import (
+    SINCE_BYTES,
+    TAIL_BYTES,
+    LogChunk,
+    chunks,
+    read_points,
+    since,
+    since_points,
+    tail,
+    to_csv,
+)
 from backend.runs.metrics import before as log_before
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, fix_json, form_values, parse_form, run_preflight, without_secrets
@@ -31,7 +41,8 @@ from webui.curves import AXES
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
-FIRST_SECONDS, MORE_SECONDS = 0.1, 0.5  # for reading metrics: the first curves appear at once, the others soon
+FIRST_SECONDS, MORE_SECONDS = 0.05, 0.5  # for reading metrics: the first curves appear at once, the others soon
+FLOOD_BYTES = 16 * 1024  # of a log that grows faster than it can be read, in each response
 MAX_EVENTS = 200  # of a run, on its page
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
@@ -205,9 +216,9 @@ def log(run: PathRun, off: int = -1, before: int | None = None, rank: int = -1, 
     if off < 0:
         chunk = tail(path, ended, rank=only)
         return _log_chunk(chunk, more=False) if chunk.end else no_content()
-    chunk = since(path, off, ended, rank=only)
+    chunk = since(path, off, ended, TAIL_BYTES if latest else SINCE_BYTES, only)
     if latest and chunk.more:
-        return _log_chunk(tail(path, ended, rank=only), more=False)
+        return _log_chunk(tail(path, ended, FLOOD_BYTES, only), more=False)
     return no_content() if chunk.end == off else _log_chunk(chunk)
 
 
