@@ -75,7 +75,7 @@ docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
 
 # What the tests need from the system: a browser; a compiler, Python's headers and libaio, because DeepSpeed builds operators
-# on first use. A fresh Debian has no package lists until it is updated.
+# on first use; and Slurm. A fresh Debian has no package lists until it is updated.
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo)
 HEADERS = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
 tools:
@@ -84,11 +84,13 @@ tools:
 	command -v c++ >/dev/null || missing="$$missing g++"; \
 	test -e "$(HEADERS)/Python.h" || missing="$$missing python3-dev"; \
 	test -e /usr/include/libaio.h || missing="$$missing libaio-dev"; \
+	command -v slurmctld >/dev/null || test -e /usr/sbin/slurmctld || missing="$$missing slurm-wlm"; \
 	test -n "$$missing" || exit 0; \
 	if ! command -v apt-get >/dev/null; then \
 		echo "The tests need these Debian packages, and this system has no apt-get:$$missing." >&2; \
 		echo "Install what corresponds to them: chromium is the browser, g++ a C++ compiler named c++," >&2; \
-		echo "python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h." >&2; \
+		echo "python3-dev provides Python.h for $(PYTHON), libaio-dev provides /usr/include/libaio.h," >&2; \
+		echo "slurm-wlm provides slurmctld and slurmd." >&2; \
 		exit 1; \
 	fi; \
-	$(ROOT) apt-get update && $(ROOT) apt-get install -y $$missing
+	$(ROOT) apt-get update && $(ROOT) apt-get install -y --no-install-recommends $$missing

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.preflight import Report
-from backend.runs import Plan
+from backend.runs import NODE_JOB, Plan
 from backend.runs.folder import ALIVE, Run, RunError, runs
 
 FOLDER = ".device-tests"  # in the runs folder
@@ -35,7 +35,10 @@ def create(root: Path, report: Report) -> Run:
 def planned_test(plan: Plan) -> Plan:
     """`plan` with the test in place of the trainer, on every node."""
     nodes = {name: _tested(argv) for name, argv in plan.other_nodes.items()}
-    return replace(plan, argv=_tested(plan.argv), other_nodes=nodes, then=())
+    files = dict(plan.files)
+    if NODE_JOB in files:  # the job's script has the command
+        files[NODE_JOB] = files[NODE_JOB].replace(f"-m {TRAINER} ", f"-m {TEST} ")
+    return replace(plan, argv=_tested(plan.argv), other_nodes=nodes, files=files, then=())
 
 
 def _tested(argv: Sequence[str]) -> tuple[str, ...]:

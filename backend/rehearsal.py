@@ -60,6 +60,8 @@ def rehearsal_spec(spec: RunSpec) -> RunSpec:
         patch["train.warmup_steps"] = 0.0
     if spec.launch.rendezvous != "standalone":
         patch["launch.rendezvous"] = "standalone"
+    if spec.launch.place != "local":
+        patch["launch.place"] = "local"
     return effective(edit(spec, patch))
 
 

@@ -34,6 +34,7 @@ LAYERS = {
     "backend.config.trl": 1.3,
     "backend.config.foreign": 1.2,
     "backend.launch.launchers": 5.1,
+    "backend.launch.slurm_cluster": 5.1,
     "backend.launch.accelerate_config": 5,
     "backend.launch": 5,
     "backend.memory": 5,
@@ -51,7 +52,7 @@ LAYERS = {
     "backend.config": 1,
     "backend.registry": 0,
     "backend.paths": 0,
-    "backend.runs": 0,
+    "backend.runs": 0.1,
 }
 # backend.train is imported by no other package. It may import the spec, the data, and the rules that it runs.
 TRAIN_MAY_IMPORT = {

@@ -119,7 +119,7 @@ def _train(form: Form) -> None:
 def _launch(form: Form) -> None:
     with section("launch", "Devices"):
         with fields():
-            form.place("parallel.strategy", "launch.nproc_per_node", "launch.device", "launch.devices")
+            form.place("launch.place", "parallel.strategy", "launch.nproc_per_node", "launch.device", "launch.devices")
             form.place("parallel.offload_optimizer", "parallel.offload_param", "parallel.nvme_path")
             form.place(
                 "parallel.sharding_strategy",
@@ -131,7 +131,10 @@ def _launch(form: Form) -> None:
                 "launch.rendezvous", "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr"
             )
             form.place("launch.max_restarts", "launch.hostfile", "launch.include")
+            form.place("slurm.partition", "slurm.time_limit", "slurm.requeue")
         with fields(more=True):
+            form.place("slurm.account", "slurm.qos", "slurm.constraint", "slurm.gpu_model")
+            form.place("slurm.cpus", "slurm.memory_gib", "slurm.setup", "slurm.extra")
             form.place("launch.launcher", "launch.master_port", "launch.rdzv_id", "launch.omp_num_threads")
             form.place("parallel.bucket_cap_mb", "parallel.ddp_timeout")
             form.place("parallel.ddp_find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffer_count")

@@ -19,9 +19,10 @@ from backend.config.model import Model
 from backend.config.outputs import Eval, Logging, Save
 from backend.config.parallel import Parallel
 from backend.config.preference import Preference
+from backend.config.slurm import Slurm
 from backend.config.training import Precision, Train
 
-__all__ = ["Condition", "Data", "Launch", "Lora", "Method", "Model", "OneOf", "RunSpec", "Ui"]
+__all__ = ["Condition", "Data", "Launch", "Lora", "Method", "Model", "OneOf", "RunSpec", "Slurm", "Ui"]
 
 
 class RunSpec(Section):
@@ -39,6 +40,7 @@ class RunSpec(Section):
     save: Save = Save()
     logging: Logging = Logging()
     launch: Launch = Launch()
+    slurm: Slurm = Slurm()
 
     @property
     def needs_loaded_weights(self) -> bool:

@@ -130,11 +130,17 @@ WITH_BETA: Condition = {"train.stage": ("dpo", "kto", "orpo")}
 SHUFFLING: Condition = {"train.stage": tuple(name for name in registry.STAGES if name != "kto")}
 DDP: Condition = {"parallel.strategy": ("ddp",)}
 MULTI_PROCESS: Condition = {"parallel.strategy": registry.MULTI_PROCESS}
-WITH_LAUNCHER: Condition = {**MULTI_PROCESS, "launch.launcher": ("torchrun", "accelerate", "deepspeed")}
+LOCAL: Condition = {"launch.place": ("local",)}
+SLURM: Condition = {"launch.place": ("slurm",)}
+WITH_LAUNCHER: Condition = {
+    **MULTI_PROCESS,
+    **LOCAL,
+    "launch.launcher": ("torchrun", "accelerate", "deepspeed"),
+}
 MULTI_NODE: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("static", "elastic")}
 STATIC: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("static",)}
 ELASTIC: Condition = {**WITH_LAUNCHER, "launch.rendezvous": ("elastic",)}
-WITH_HOSTFILE: Condition = {**MULTI_PROCESS, "launch.launcher": ("deepspeed",), "launch.rendezvous": ("static",)}
+WITH_HOSTFILE: Condition = {**STATIC, "launch.launcher": ("deepspeed",)}
 BUCKETS: Condition = {"parallel.strategy": ("ddp", *registry.DEEPSPEED)}
 OFFLOADING: Condition = {"parallel.strategy": ("zero1", "zero2", "zero3")}
 ZERO: Condition = {"parallel.strategy": registry.DEEPSPEED}

@@ -8,8 +8,10 @@ from pydantic import Field
 
 from backend.config.fields import (
     ELASTIC,
+    LOCAL,
     MULTI_NODE,
     MULTI_PROCESS,
+    SLURM,
     STATIC,
     WITH_HOSTFILE,
     WITH_LAUNCHER,
@@ -25,15 +27,23 @@ from backend.config.fields import (
 RENDEZVOUS = {"standalone": "Single node", "static": "Multi-node, static", "elastic": "Multi-node, elastic"}
 
 
-class Launch(Section):
-    """Launcher, devices, nodes and environment."""
+PLACES = {"local": "This machine", "slurm": "Slurm"}
 
-    launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher")] = "torchrun"
+
+class Launch(Section):
+    """Place, launcher, devices, nodes and environment."""
+
+    place: Annotated[Literal["local", "slurm"], Ui("Run on", choices=PLACES)] = "local"
+    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm
+    cluster."""
+    launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (
+        "torchrun"
+    )
     """Program that starts the processes; torchrun is usual. python starts a single process without a launcher."""
     device: Annotated[Literal["auto", "cuda", "npu", "xpu", "mps", "cpu"], Ui("Device type")] = "auto"
     """Type of device to train on; Automatic uses the accelerator that is found, else the CPU."""
     devices: Annotated[
-        Ids, Ui("Device IDs", when={"launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
+        Ids, Ui("Device IDs", when={**LOCAL, "launch.device": ("auto", "cuda", "npu", "xpu")}, widget="list")
     ] = ()
     """IDs of the devices to use, such as 0, 1; empty uses the first ones, one per process."""
     nproc_per_node: Annotated[int, Field(ge=1, le=1024), Ui("Processes per node", when=MULTI_PROCESS)] = 2
@@ -44,7 +54,7 @@ class Launch(Section):
     ] = "standalone"
     """How the nodes of a run find each other; with elastic, nodes may join and leave, and the run restarts after a
     failure."""
-    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=MULTI_NODE)] = 2
+    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=(MULTI_NODE, {**MULTI_PROCESS, **SLURM}))] = 2
     """Number of nodes that train together; for an elastic run, the maximum."""
     min_nnodes: Annotated[int, Field(ge=1, le=128), Ui("Minimum nodes", when=ELASTIC, unit="nodes")] = 1
     """Minimum number of nodes to start or continue an elastic run."""
@@ -70,7 +80,8 @@ class Launch(Section):
     """Sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and TORCH_NCCL_AVOID_RECORD_STREAMS=1, unless you set
     them."""
     extra_accelerate_config: Annotated[
-        JsonText, Ui("Extra accelerate config (JSON)", when={"launch.launcher": ("accelerate",)}, widget="text")
+        JsonText,
+        Ui("Extra accelerate config (JSON)", when={**LOCAL, "launch.launcher": ("accelerate",)}, widget="text"),
     ] = ""
     """Keys merged into the generated accelerate.yaml, which they override, for settings without an option; usually
     empty."""

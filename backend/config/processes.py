@@ -19,7 +19,7 @@ def nproc_per_node(spec: RunSpec) -> int:
 def nnodes(spec: RunSpec) -> int:
     """Nodes that train together; the maximum for an elastic run."""
     launch = spec.launch
-    single = launch.rendezvous == "standalone" or launch.launcher == "python"
+    single = launch.place == "local" and (launch.rendezvous == "standalone" or launch.launcher == "python")
     return 1 if single or spec.parallel.strategy not in registry.MULTI_PROCESS else launch.nnodes
 
 
@@ -29,9 +29,11 @@ def world_size(spec: RunSpec) -> int:
 
 
 def rendezvous_port(spec: RunSpec) -> int:
-    """The port of this node that the ranks rendezvous on and that must be free; 0 if another node listens, or the
-    launcher picks a free port."""
+    """The port of this node that the ranks rendezvous on and that must be free; 0 if another node listens, or
+    launcher or cluster picks a port."""
     launch, one_node = spec.launch, nnodes(spec) == 1
+    if launch.place != "local":
+        return 0
     if launch.launcher == "python" or launch.rendezvous == "elastic" or (one_node and launch.launcher == "accelerate"):
         return 0
     if not one_node and launch.node_rank:

@@ -15,10 +15,22 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.presets import dump
 from backend.inspect.facts import InputFacts
-from backend.launch import accelerate_config, launchers
+from backend.launch import accelerate_config, launchers, slurm
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
-from backend.runs import ACCELERATE, DEEPSPEED, ENV_SYNONYMS, FSDP, HOSTFILE, JOIN, RESOLVED, SPEC, Plan
+from backend.runs import (
+    ACCELERATE,
+    DEEPSPEED,
+    ENV_SYNONYMS,
+    FSDP,
+    HOSTFILE,
+    JOB_SCRIPT,
+    JOIN,
+    NODE_JOB,
+    RESOLVED,
+    SPEC,
+    Plan,
+)  # fmt: skip
 
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
@@ -38,6 +50,8 @@ ABOUT: Mapping[str, str] = {
     FSDP: "Precision and mesh are arguments of the Trainer. Layers to wrap are found in the model unless they are set. "
     "cpu_ram_efficient_loading: rank 0 reads the weights and sends the others their shards.",
     ACCELERATE: "Read by accelerate launch. The Trainer gets the same values, so neither overrides the other.",
+    JOB_SCRIPT: "Submitted with sbatch. It starts slurm-node.sh on each node, and continues the run in a new job.",
+    NODE_JOB: "Started by Slurm on each node of the job.",
     HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
 
@@ -46,14 +60,19 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
     """The launch plan of `spec` on `machine`. Never raises: rules report combinations that cannot work."""
     spec = effective(spec)
     run = run or resolve(spec, machine, facts)
+    trainer = launchers.command(spec, run, machine, spec.launch.node_rank)
+    env, defaults = _env(spec, run, machine), _defaults(spec, run, machine)
+    files, in_slurm = _files(spec, run), spec.launch.place == "slurm"
+    if in_slurm:
+        files |= slurm.files(spec, run, machine, Plan(trainer).command(), (*env, *defaults))
     return Plan(
-        argv=launchers.command(spec, run, machine, spec.launch.node_rank),
-        env=_env(spec, run, machine),
-        files=_files(spec, run),
+        argv=slurm.command(machine.python) if in_slurm else trainer,
+        env=env,
+        files=files,
         notes=_notes(spec, run),
-        defaults=_defaults(spec, run, machine),
-        other_nodes=launchers.other_commands(spec, run, machine),
-        devices=_devices(run, machine),
+        defaults=defaults,
+        other_nodes={} if in_slurm else launchers.other_commands(spec, run, machine),
+        devices={} if in_slurm else _devices(run, machine),
         stop_timeout=spec.save.stop_timeout,
         then=(machine.python, "-m", "backend", "retry", ".", "--automatic") if spec.train.half_lr_retries else (),
     )
@@ -82,13 +101,15 @@ def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:
 def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     """Environment variables to set. Those of launch.env override ours."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
-    env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, machine.cores // run.nproc_per_node))}
+    in_slurm = spec.launch.place == "slurm"
+    cores = slurm.cpus(spec, run, machine) if in_slurm else machine.cores
+    env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, cores // run.nproc_per_node))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
     env |= run.engine.environment(run.device)
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
-    if device.visible_devices_env and launcher != "deepspeed":  # which sets it from --include
+    if device.visible_devices_env and launcher != "deepspeed" and not in_slurm:  # these set it themselves
         env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
@@ -126,7 +147,9 @@ def _notes(spec: RunSpec, run: ResolvedRun) -> tuple[str, ...]:
     devices = f"{run.nnodes} nodes, each with {devices}" if run.nnodes > 1 else devices
     backend = f" ({run.backend} backend)" if run.backend else ""
     notes = [f"Trains on {devices}{backend}."]
-    if run.nnodes > 1:
+    if spec.launch.place == "slurm":
+        notes.append("Every node of the job needs the same Python environment and the run folder under the same path.")
+    elif run.nnodes > 1:
         script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"
         notes.append(
             "Every node needs the same Python environment, and the run folder under the same path. "

@@ -3,8 +3,19 @@
 Imports registry, config.options, paths.
 """
 
-from backend.machine.descriptions import machine_from_mapping, machines, parse, read
+from backend.machine.descriptions import known_gpu, machine_from_mapping, machines, parse, read
 from backend.machine.detection import probe
 from backend.machine.types import GIB, Gpu, Machine, describe
 
-__all__ = ["GIB", "Gpu", "Machine", "describe", "machine_from_mapping", "machines", "parse", "probe", "read"]
+__all__ = [
+    "GIB",
+    "Gpu",
+    "Machine",
+    "describe",
+    "known_gpu",
+    "machine_from_mapping",
+    "machines",
+    "parse",
+    "probe",
+    "read",
+]

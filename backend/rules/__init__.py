@@ -29,6 +29,7 @@ from backend.rules import (
     precision,
     quantization,
     requirements,
+    slurm,
     stages,
     training,
     unsloth,
@@ -80,6 +81,7 @@ FAMILIES = {
     "OUT": (training, "Saved output"),
     "PRC": ((precision, requirements), "Precision"),
     "QNT": ((quantization, requirements), "Quantization"),
+    "SLM": (slurm, "Slurm"),
     "STG": (stages, "Training stage"),
     "STR": (
         (

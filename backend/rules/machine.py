@@ -51,7 +51,7 @@ def device_not_found(case: Case) -> str | None:
 )
 def other_nodes_unused(case: Case) -> str | None:
     """A run uses the node that it is started on, unless a rendezvous connects several nodes."""
-    if case.machine.nodes == 1 or case.run.nnodes > 1:
+    if case.machine.nodes == 1 or case.run.nnodes > 1 or case.spec.launch.place != "local":
         return None
     return f"The machine description has {case.machine.nodes} nodes; this run uses 1."
 

@@ -64,12 +64,17 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
 def master_addr_invalid(case: Case) -> str | None:
     """All nodes connect to a TCPStore on node 0, so each of them needs the address of node 0."""
     address = case.spec.launch.master_addr
-    if case.run.nnodes == 1 or _ip_address(address) or re.fullmatch(r"[\w.-]+", address):
+    if not _has_address(case) or _ip_address(address) or re.fullmatch(r"[\w.-]+", address):
         return None
     nodes = f"the run has {case.run.nnodes} nodes"
     if not address:
         return f"launch.master_addr is empty, and {nodes}."
     return f"launch.master_addr {address!r} is neither a host name nor an IP address, and {nodes}."
+
+
+def _has_address(case: Case) -> bool:
+    """Whether nodes find node 0 by launch.master_addr; a cluster tells them itself."""
+    return case.run.nnodes > 1 and case.spec.launch.place == "local"
 
 
 def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -96,7 +101,7 @@ def master_addr_is_loopback(case: Case) -> str | None:
     others."""
     address = case.spec.launch.master_addr
     ip = _ip_address(address)
-    if case.run.nnodes == 1 or not (address == "localhost" or (ip is not None and ip.is_loopback)):
+    if not _has_address(case) or not (address == "localhost" or (ip is not None and ip.is_loopback)):
         return None
     return (
         f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 at this "

@@ -30,6 +30,8 @@ HOSTFILE = "hostfile"  # nodes, for the deepspeed launcher
 ESTIMATE = "estimate.json"  # memory estimate
 SWEEP = "sweep.json"  # the sweep that the run belongs to, and the options that it varies
 SCRIPT = "run.sh"  # starts the same run from a shell
+JOB_SCRIPT = "job.sh"  # the batch script of a Slurm job
+NODE_JOB = "slurm-node.sh"  # what Slurm starts on each node of the job
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
 
 # Written at any time.
@@ -38,6 +40,7 @@ ANNOTATIONS = "annotations.json"  # tags, notes, star and archive; replaced atom
 # Written while the run is alive.
 LOCK = "lock"  # locked (flock) while the run is alive; contains SUPERVISOR or SHELL; its mtime is the last start
 STATE = "state.json"  # start, end, exit code; replaced atomically by the supervisor
+JOB = "job.json"  # the run's job in a cluster and why it waits; replaced atomically by the launcher (slurm.py)
 LOG = "log.txt"  # stdout and stderr of the launcher, appended
 RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each rank and its error.json
 RANK = "rank"  # next to a rank's error.json, by that rank: its global rank

@@ -29,6 +29,7 @@ from backend.runs import (  # fmt: skip
     CHECKPOINTS,
     COMPLETE,
     ESTIMATE,
+    JOB,
     LOCK,
     LOG,
     METRICS,
@@ -46,6 +47,7 @@ from backend.runs import (  # fmt: skip
     ownership,
     processes,
     replace_text,
+    slurm,
     throughput,
 )
 from backend.runs.failure import Failure, diagnose
@@ -180,6 +182,7 @@ class Run:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""
         if processes.is_locked(self.path):
             raise RunError("This run is still running or waiting. Stop it before you clean up its processes.")
+        self._end_job()
         count = len(processes.run_processes(self.path))
         if left := processes.terminate(self.path):
             raise RunError(
@@ -195,6 +198,7 @@ class Run:
             lock = processes.acquire_lock(self.path)
             if lock is None:
                 raise RunError("This run is still running or waiting. Stop it before you delete it.")
+            self._end_job()
             processes.terminate(self.path)
             gone = self.path.with_name(
                 f".deleted-{self.id}"
@@ -206,6 +210,13 @@ class Run:
         finally:
             if lock is not None:
                 os.close(lock)
+
+    def _end_job(self) -> None:
+        """Cancel the job of a run whose follower was killed. Raises RunError."""
+        try:
+            slurm.end(self.path)
+        except slurm.SlurmError as error:
+            raise RunError(str(error)) from error
 
     # -- state, from the files -----------------------------------------------------------------------------------------
 
@@ -232,7 +243,7 @@ class Run:
             "stop": state in ALIVE,
             "resume": state in ("new", "stopped", "failed", "lost"),
             "delete": state not in ALIVE,
-            "clean_up": state not in ALIVE and bool(processes.run_processes(self.path)),
+            "clean_up": state not in ALIVE and (bool(processes.run_processes(self.path)) or self._job_is_left()),
         }
 
     def plan(self) -> Plan:
@@ -257,9 +268,18 @@ class Run:
         """What lists show of the options: model, method, dataset, strategy, learning rate."""
         return dict(self._json(PLAN).get("about", {}))
 
+    def _job_is_left(self) -> bool:
+        return bool(job := self.job()) and not job.get("ended")
+
+    def job(self) -> dict[str, Any]:
+        """The run's job in a cluster, as its follower has seen it last (`slurm.py`); empty for other runs."""
+        return self._json(JOB)
+
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
-        kept = self._json(STATE)
+        kept, job = self._json(STATE), self.job()
+        if job and "started" in kept:
+            return {"reason": str(job.get("text", "")), "in_use": False}
         return {"reason": str(kept.get("waiting", "")), "in_use": bool(kept.get("in_use"))}
 
     def progress(self) -> dict[str, Any]:
@@ -372,6 +392,8 @@ class Run:
         kept = self._json(STATE)
         if "queued" in kept and "started" not in kept:
             return "queued"
+        if self.job().get("waits"):
+            return "queued"
         return "running" if self._fresh(PROGRESS) or self._fresh(METRICS) else "starting"
 
     def _sentence(
@@ -388,8 +410,8 @@ class Run:
             )
         if state == "new":
             return "Ready to start."
-        if state == "queued":
-            return f"Waiting in the queue. {self.waiting()['reason']}".strip()
+        if state in ALIVE and (waits := self._sentence_of_wait(state)):
+            return waits
         if state == "starting":
             names = [f"{node}.sh" for node in self.node_commands()]
             others = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
@@ -403,6 +425,17 @@ class Run:
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
             return f"Done: {step} steps in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
+
+    def _sentence_of_wait(self, state: str) -> str:
+        """What a run in a queue waits for, or since when the cluster has not responded; '' for other runs."""
+        job = self.job()
+        if job.get("silent_since"):
+            since = datetime.fromtimestamp(job["silent_since"]).strftime("%H:%M")
+            return f"Slurm has not responded since {since}; its job {job['id']} goes on meanwhile."
+        if state != "queued":
+            return ""
+        where = f"Slurm's queue (job {job['id']})" if job.get("waits") else "the queue"
+        return f"Waiting in {where}. {self.waiting()['reason']}".strip()
 
     def _sentence_of_stop(self) -> str:
         """What a stop waits for and until when."""
@@ -441,6 +474,10 @@ class Run:
             return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
+        if (job := self.job()) and not job.get("ended"):
+            return (
+                f"Lost{at}: {KILLED} Slurm's job {job['id']} may go on; Resume follows it again, or starts a new one."
+            )
         return f"Lost{at}: {KILLED} {resume}"
 
     def _renamed(self) -> str:

@@ -43,6 +43,7 @@ from backend.runs import (
     processes,
     queue,
     replace_text,
+    slurm,
     start_env,
     webhook,
 )
@@ -197,6 +198,7 @@ class Supervisor:
                 self._write()
             request, now = self._stop_request(), time.monotonic()
             if not request:
+                requested = sigterm_sent = 0.0  # Slurm's request ends when its job is back in the queue
                 continue
             requested = requested or now
             self._record_deadline(requested + self._grace(request) - now)
@@ -244,20 +246,30 @@ class Supervisor:
         """Terminate leftover processes (the ranks of a killed launcher keep their devices) and record the end."""
         code = self.state["exit_code"]
         has_result = is_fresh(self.folder, RESULT, self.state)  # a stop may come too late
-        finished = code == 0 and (has_result or not self._stop_request())
+        requested = self._stop_request()
+        finished = code == 0 and (has_result or not requested)
+        self._end_job()
         self.state |= {
             "left": processes.terminate(self.folder, tree=os.getpid()),
             "oom_kills": _oom_kills() - self.oom_kills,
-            "end": "done" if finished else "stopped" if self._stop_request() else "failed",
+            "end": "done" if finished else "stopped" if requested else "failed",
             "ended": time.time(),
         }
-        if reason := self._stop_reason():
+        if requested and (reason := self._stop_reason()):
             self.state |= {"cause": reason}
         self._write()
         if self.state_unwritten:  # a full disk takes no new file, but the old one can be overwritten
             with contextlib.suppress(OSError), (self.folder / STATE).open("r+", encoding="utf-8") as file:
                 file.write(json.dumps(self.state))
                 file.truncate()
+
+    def _end_job(self) -> None:
+        """Cancel the Slurm job of a run whose follower was killed."""
+        try:
+            slurm.end(self.folder)
+        except (slurm.SlurmError, OSError) as error:
+            with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"{error}\n")
 
     def _write(self) -> None:
         """A full disk must not end the training: writing is tried again."""

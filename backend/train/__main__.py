@@ -22,6 +22,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     sys.excepthook = exit.print_error
+    exit.outlive_sigterm()
     group, folder = device.ProcessGroup(), given.folder.resolve()
     group.sign()
     stacks.Stacks(folder, group.rank).write_on_request()

@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util  # registers its own function for the end of the process, before the one below
 import os
+import signal
 import sys
 from types import TracebackType
 from typing import NoReturn
 
 from backend.train.run_log import TrainError
+
+
+def outlive_sigterm() -> None:
+    """Block SIGTERM if it is ignored, as in a Slurm job, which sends it to all processes before it ends them: they have
+    to save first. DataLoader workers, which torch makes end at SIGTERM, inherit the block, so this process kills them
+    before multiprocessing would send them SIGTERM and wait."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        atexit.register(_kill_children)
+
+
+def _kill_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker is killed
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -67,13 +67,15 @@ def value(page, name):
     return page.evaluate("name => footplate.values()[name]", name)
 
 
-def use_tiny_model(page, steps):
+def use_tiny_model(page, steps, evaluate=False):
     """Change the preset First run to train the tiny model for `steps`."""
     choose(page, "model.builtin", "tiny-llama")
     type_value(page, "train.max_steps", steps)
     open_section(page, "evaluation")
     type_value(page, "eval.num_generations", 2)
     type_value(page, "eval.max_new_tokens", 4)
+    if not evaluate:
+        choose(page, "eval.strategy", "no")
     open_section(page, "checkpoint")
     type_value(page, "save.steps", 5)
     wait_for_status(page, "^Can run")
@@ -136,7 +138,7 @@ def test_preset_error_fix_start_reload_results(server, page):
     """A complete journey: preset, an error, one click fixes it, start, loss decreases, reload, results."""
     open_page(page, server)
     assert page.locator("#fp-presets").input_value() == "first-run"
-    use_tiny_model(page, 12)
+    use_tiny_model(page, 12, evaluate=True)
     open_section(page, "launch")
     show_more_options(page, "launch")
     choose(page, "launch.launcher", "python")

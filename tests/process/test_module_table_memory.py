@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_tensor_step import peaks
+from training_runs import soak_except
 
 from backend.config.options import parse
 from backend.inspect import InputFacts
@@ -43,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", soak_except(CONFIGS, {"starcoder2", "ernie4_5", "deepseek_v3"}))
 @pytest.mark.parametrize(
     ("method", "batch", "checkpoints"),
     [pytest.param("lora", 1, False, marks=pytest.mark.soak), ("lora", 4, True), ("full", 1, False)],

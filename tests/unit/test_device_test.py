@@ -10,8 +10,10 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.config.presets import read
 from backend.device_test import LEFT_SECONDS, TEST, TRAINER, create, planned_test
-from backend.machine import machines
+from backend.launch.plan import plan
+from backend.machine import Machine, machines
 from backend.preflight import preflight
+from backend.runs import JOB_SCRIPT, NODE_JOB
 from backend.runs.device_speeds import problems
 from backend.runs.folder import ALIVE
 
@@ -72,3 +74,9 @@ def test_a_test_deletes_only_what_is_old(tmp_path):
     os.utime(first.path, (0, time.time() - 2 * LEFT_SECONDS))
     create(tmp_path, report)
     assert not (first.path / "mark").exists() and second.path.is_dir()
+
+
+def test_a_slurm_job_runs_the_test_on_its_nodes():
+    tested = planned_test(plan(edit(RunSpec(), {"launch.place": "slurm", "parallel.strategy": "ddp"}), Machine()))
+    assert f"-m {TEST} ." in tested.files[NODE_JOB] and f"-m {TRAINER} ." not in tested.files[NODE_JOB]
+    assert tested.argv[-1] == JOB_SCRIPT

@@ -31,13 +31,13 @@ def other(option):
             number = (low + high) / 2 if option.kind == "float" else int(low + high) // 2
             return number if number != option.default else number + 1
         case "list":
-            return (1,) if option.name == "launch.devices" else ("a", "b")
+            return {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v")}.get(option.name, ("a", "b"))
         case "table":
             return {"A": "1"}
         case _ if "extra_" in option.name:  # JSON
             return '{"a": 1}'
         case _:
-            return "something"
+            return "12:00:00" if option.name == "slurm.time_limit" else "something"
 
 
 def single(option):

@@ -41,6 +41,15 @@ LAUNCHED = {
 }
 LAUNCHED["deepspeed-two-nodes"] |= HOSTS
 LAUNCHED["torchrun-elastic"] = {"parallel.strategy": "ddp", **TWO, "launch.rendezvous": "elastic"}
+LAUNCHED["slurm"] = {
+    "launch.place": "slurm",
+    "parallel.strategy": "fsdp2",
+    "launch.nproc_per_node": 4,
+    "slurm.partition": "gpu",
+    "slurm.time_limit": "1-00:00:00",
+    "slurm.setup": ("module load cuda",),
+    "slurm.extra": ("--reservation=team",),
+}
 LAUNCHED["python"] = {"launch.launcher": "python"}
 
 

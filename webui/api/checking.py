@@ -62,7 +62,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
     report = run_preflight(state, spec, body.machine)
     measured = state.peaks.latest(report)
     return {
-        "place": report.machine.name if body.machine else "",
+        "place": report.machine.name,
         "seq": body.seq,
         "status": _status(report, problems),
         "findings": findings_json(report, spec),

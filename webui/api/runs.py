@@ -194,11 +194,12 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:
-    """Whether a waiting run is held, and whether another program uses its devices; None for other runs."""
+    """Whether a waiting run is held, whether it can be, which a job in Slurm's queue cannot here, and whether another
+    program uses its devices; None for other runs."""
     if run.state != "queued":
         return None
     held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))
-    return {"held": held, **run.waiting()}
+    return {"held": held, "can_hold": not run.job().get("waits"), **run.waiting()}
 
 
 def values(run: PathRun) -> dict[str, Any]:

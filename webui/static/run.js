@@ -273,7 +273,7 @@ function drawActions() {
   const { can, checkpoints, summary } = run;
   const steps = checkpoints || [];
   const queue = run.queue;
-  page.hold.hidden = !queue || queue.held;
+  page.hold.hidden = !queue?.can_hold || queue.held;
   page.release.hidden = !queue || !queue.held;
   page.share.hidden = !queue || !queue.in_use;
   page.unqueue.hidden = !queue;

@@ -1,0 +1,76 @@
+"""The job that a run becomes on a Slurm cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from backend.config.fields import SLURM, Lines, Section, Ui
+
+TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
+
+
+def _matches(pattern: str, what: str) -> AfterValidator:
+    """Check a value that becomes part of an #SBATCH line."""
+
+    def check(value: str) -> str:
+        if value and not re.fullmatch(pattern, value):
+            raise ValueError(what)
+        return value
+
+    return AfterValidator(check)
+
+
+def _each(check: Callable[[str], bool], what: str) -> AfterValidator:
+    def check_all(lines: tuple[str, ...]) -> tuple[str, ...]:
+        for line in lines:
+            if not check(line):
+                raise ValueError(f"{what}, but has the line {line!r}")
+        return lines
+
+    return AfterValidator(check_all)
+
+
+NAME = _matches(r"[\w.,+@-]+", "must contain only letters, digits and the characters _ . , + @ -")
+
+
+class Slurm(Section):
+    """The Slurm job: where it runs, what it asks for, and what happens before training."""
+
+    partition: Annotated[str, NAME, Ui("Partition", when=SLURM)] = ""
+    """Partition of the job; empty uses the cluster's default."""
+    time_limit: Annotated[
+        str, _matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
+    ] = ""
+    """Longest duration of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00; empty uses the partition's."""
+    requeue: Annotated[bool, Ui("Continue automatically", when=SLURM)] = True
+    """When the time limit is near or the job is preempted, the run saves a checkpoint, goes back to the queue and
+    continues from there."""
+    account: Annotated[str, NAME, Ui("Account", when=SLURM)] = ""
+    """Account that the job is charged to; empty uses yours."""
+    qos: Annotated[str, NAME, Ui("QOS", when=SLURM)] = ""
+    """Quality of service of the job; empty uses your default."""
+    constraint: Annotated[
+        str, _matches(r"[\w.,+@&|*()\[\]-]+", "must be features such as a100|h100"), Ui("Constraint", when=SLURM)
+    ] = ""
+    """Features that the nodes must have, such as a100|h100."""
+    cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=SLURM)] = 0
+    """CPUs on each node; 0 asks for the share that belongs to the GPUs, and without GPUs for all of a node."""
+    memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=SLURM, unit="GiB")] = 0
+    """RAM on each node; 0 uses the cluster's default."""
+    gpu_model: Annotated[
+        str, _matches(r"[\w .-]+", "must be the name of a GPU, such as H100"), Ui("GPU model", when=SLURM)
+    ] = ""
+    """Model of the partition's GPUs, such as H100 or A100 40GB, for checks and memory estimate; empty uses the type
+    that Slurm reports."""
+    extra: Annotated[
+        Lines,
+        _each(lambda line: line.startswith("-") and "\r" not in line, "must have one sbatch option per line"),
+        Ui("Extra sbatch options", when=SLURM, widget="lines"),
+    ] = ()
+    """Further options of sbatch, one per line, such as --reservation=team; they override the others."""
+    setup: Annotated[Lines, Ui("Shell commands before training", when=SLURM, widget="lines")] = ()
+    """Commands that the job runs first on each node, such as module load cuda; one per line."""

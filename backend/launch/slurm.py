@@ -1,0 +1,125 @@
+"""Slurm: the batch script of a run's job, and the script that Slurm starts on each of its nodes.
+
+Imports config, resolve, machine, runs. torchrun reads nodes, node rank and master address from PET_* variables, so that
+one command serves all nodes. A job is asked to end by SIGTERM: before the time limit, Slurm sends it to the batch
+script, and at a preemption to all processes of the nodes. Both become a stop request, after which the ranks save a
+checkpoint and end, and the batch script puts the job back into the queue.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+
+from backend.config import RunSpec
+from backend.config.processes import nnodes, nproc_per_node
+from backend.machine import Machine
+from backend.resolve import ResolvedRun
+from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, STOP
+from backend.runs.slurm import INTERRUPTED
+
+SIGTERM_SECONDS = 300  # before the time limit; Slurm sends it up to a minute early
+# Of the environment in which the job is submitted. Others, secrets among them, would be kept in Slurm's own files.
+INHERITED = ("HOME", "PATH", "USER", "LANG", "XDG_CACHE_HOME", "FOOTPLATE_CACHE", "HF_HOME", "HF_HUB_CACHE")
+WAIT_SECONDS = 60  # for the other nodes after the first one has ended
+
+
+def command(python: str) -> tuple[str, ...]:
+    """The command that submits the job and waits for its end."""
+    return (python, "-m", "backend.runs.slurm", JOB_SCRIPT)
+
+
+def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterable[str] = ()) -> tuple[str, ...]:
+    """The options of sbatch. `variables`: names that the job gets from the environment of its submission."""
+    slurm = spec.slurm
+    gpus = run.nproc_per_node if run.device == "cuda" else 0
+    chosen = {
+        "job-name": re.sub(r"[^\w.-]+", "-", spec.logging.run_name).strip("-") or "footplate",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "nodes": nnodes(spec),
+        "ntasks-per-node": 1,
+        "cpus-per-task": cpus(spec, run, machine),
+        "gres": f"gpu:{gpus}" if gpus else "",
+        "mem": f"{slurm.memory_gib}G" if slurm.memory_gib else "",
+        "time": slurm.time_limit,
+        "output": LOG,
+        "open-mode": "append",
+        "signal": f"B:TERM@{SIGTERM_SECONDS}" if slurm.requeue else "",
+        "export": ",".join((*INHERITED, *variables)),
+    }
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in chosen.items() if value]
+    return (*options, "--requeue" if slurm.requeue else "--no-requeue", *slurm.extra)
+
+
+def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
+    """CPUs of the job on each node: those that are set, else the share that belongs to its GPUs, or all of a node."""
+    share = run.nproc_per_node / len(machine.gpus) if run.device == "cuda" and machine.gpus else 1
+    return spec.slurm.cpus or max(1, int(machine.cores * min(1, share)))
+
+
+def files(spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, variables: Iterable[str]) -> dict[str, str]:
+    """The two scripts. `trainer`: the command of one node, in shell syntax."""
+    options = "\n".join(f"#SBATCH {line}" for line in header(spec, run, machine, variables))
+    names = {"stop": STOP, "node_job": NODE_JOB, "wait": WAIT_SECONDS, "processes": nproc_per_node(spec)}
+    names |= {
+        "request": REQUEST_STOP.format(stop=STOP, interrupted=INTERRUPTED),
+        "follow": FOLLOW,
+        "error": ERROR,
+        "error_file": ERROR_FILE,
+    }
+    setup = "\n".join(spec.slurm.setup)
+    return {
+        JOB_SCRIPT: JOB.format(**names, options=options, again=AGAIN.format(stop=STOP) if spec.slurm.requeue else ""),
+        NODE_JOB: NODE.format(**names, setup=f"{setup}\n" if setup else "", trainer=trainer),
+    }
+
+
+REQUEST_STOP = """\
+interrupted="{interrupted}"
+interrupt() {{ [ -e {stop} ] || printf 'save\\n%s\\n' "$interrupted" > {stop}; }}
+trap interrupt TERM"""
+# A signal ends `wait` early, with a status above 128; a second `wait` for a process that has ended has its status.
+FOLLOW = """\
+while kill -0 $! 2> /dev/null; do wait $!; done
+wait $!; code=$?"""
+# A job that is being canceled must not come back, and neither must one that the user has stopped meanwhile.
+AGAIN = """\
+if [ $code = 0 ] && grep -qsxF "$interrupted" {stop}; then
+    case $(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T) in
+        RUNNING | SIGNALING) trap '' TERM; rm -f {stop}; scontrol requeue $SLURM_JOB_ID && sleep 60 ;;
+    esac
+fi
+"""
+JOB = """\
+#!/usr/bin/env bash
+{options}
+# Slurm runs this script on the first node of the job. A job that comes back resumes from the last complete checkpoint.
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || set --
+unset SLURM_EXPORT_ENV
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+PET_MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+export PET_MASTER_ADDR PET_MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) PET_NNODES=$SLURM_JOB_NUM_NODES
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+{request}
+if grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi
+srun --kill-on-bad-exit=1 --wait={wait} bash {node_job} "$@" &
+{follow}
+# After a failure srun ends the other nodes with SIGTERM too.
+if [ $code != 0 ] && grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi
+{again}exit $code
+"""
+NODE = """\
+#!/usr/bin/env bash
+# Slurm runs this script on each node of the job. Only this shell reacts to SIGTERM: torchrun would kill its ranks
+# before they have saved a checkpoint.
+cd "$SLURM_SUBMIT_DIR"
+{setup}export PET_NODE_RANK=$SLURM_NODEID PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT {error_file}="$PWD/{error}"
+{request}
+(trap '' TERM; exec {trainer} "$@") &
+{follow}
+exit $code
+"""

@@ -1,0 +1,158 @@
+"""What a Slurm cluster says before a job is submitted: the nodes of its partition, and why it would refuse the job.
+
+Imports config, machine, resolve, runs, launch.slurm. Answers are kept for a minute: a check on the page must not ask
+the cluster's controller at each key press.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backend.config import RunSpec
+from backend.launch import slurm
+from backend.machine import GIB, Gpu, Machine, known_gpu
+from backend.resolve import ResolvedRun
+from backend.runs.slurm import SlurmError, call
+
+KEPT_SECONDS = 60
+UNKNOWN_GPU = "unknown GPU"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition of sinfo. Cores, memory (0: unknown) and GPUs are those of one node; a partition with several kinds
+    of nodes is listed several times."""
+
+    name: str
+    is_default: bool
+    nodes: int
+    cores: int
+    ram_bytes: int
+    gpus: int
+    gpu_type: str
+    time_limit: str = "infinite"
+
+
+def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
+    """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
+    sentence, or ''."""
+    try:
+        found = partitions()
+    except SlurmError as error:
+        return here, str(error)
+    name = spec.slurm.partition
+    matching = [part for part in found if (part.name == name if name else part.is_default)]
+    if not matching:
+        known = ", ".join(sorted({part.name for part in found}))
+        if name:
+            return here, f"Slurm has no partition {name}. It has {known}."
+        return here, f"Slurm has no default partition: set slurm.partition to one of {known}."
+    largest = max(matching, key=lambda part: (part.gpus, part.cores))
+    devices = gpus(largest, spec.slurm.gpu_model)
+    described = replace(
+        here,
+        name=f"Slurm partition {largest.name}",
+        device="cuda" if devices else "cpu",
+        gpus=devices,
+        nodes=sum(part.nodes for part in matching),
+        cores=largest.cores,
+        ram_bytes=largest.ram_bytes or here.ram_bytes,
+        ram_free_bytes=largest.ram_bytes or here.ram_bytes,
+        shm_free_bytes=None,
+    )
+    longest, asked = max(_minutes(part.time_limit) for part in matching), spec.slurm.time_limit
+    if asked and _minutes(asked) > longest:
+        return described, f"The partition {largest.name} allows {largest.time_limit}, and the job asks for {asked}."
+    return described, ""
+
+
+def _minutes(text: str) -> float:
+    """A time of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds, or infinite."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in parts):
+        return math.inf
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
+    return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0)
+
+
+def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
+    """Why sbatch would refuse the job, or could never start it, as a sentence; '' if it accepts it."""
+    options = slurm.header(spec, run, nodes)
+    try:
+        _kept(options, lambda: call("sbatch", "--test-only", *options, "--wrap=true"))
+    except SlurmError as error:
+        text = str(error).removeprefix("sbatch: ").removeprefix("allocation failure: ")
+        return text if text.endswith(".") else f"Slurm refuses the job: {text}."
+    return ""
+
+
+def partitions() -> tuple[Partition, ...]:
+    """All partitions. Raises SlurmError."""
+    found: tuple[Partition, ...] = _kept(
+        "sinfo", lambda: parse(call("sinfo", "--noheader", "--format=%P|%c|%m|%G|%D|%l"))
+    )
+    return found
+
+
+def parse(output: str) -> tuple[Partition, ...]:
+    """The partitions in the output of sinfo: name, cores, MiB of RAM, generic resources, number of nodes, time
+    limit."""
+    found = []
+    for line in output.splitlines():
+        fields = line.strip().split("|")
+        if len(fields) != 6:
+            continue
+        name, cores, memory, resources, nodes, limit = fields
+        count, kind = _gres(resources)
+        sizes = (int(re.match(r"\d*", text)[0] or 0) for text in (nodes, cores, memory))  # type: ignore[index]
+        number, cpus, mib = sizes
+        ram = mib * 2**20 if mib > 1 else 0  # Slurm's default, where the administrator has configured nothing
+        found.append(Partition(name.rstrip("*"), name.endswith("*"), number, cpus, ram, count, kind, limit))
+    return tuple(found)
+
+
+def _gres(text: str) -> tuple[int, str]:
+    """Number and type of the GPUs in a list of generic resources: gpu:h100:8(S:0-1) -> (8, h100)."""
+    total, kind = 0, ""
+    for match in re.finditer(r"\bgpu(?::([A-Za-z][\w.-]*))?(?::(\d+))", text):
+        total, kind = total + int(match[2]), kind or match[1] or ""
+    return total, kind
+
+
+def gpus(part: Partition, model: str) -> tuple[Gpu, ...]:
+    """The GPUs of a node: of the model that the user named, else of the type that Slurm reports."""
+    name = model or part.gpu_type
+    known = known_gpu(name)
+    label, gib, capability = known or (UNKNOWN_GPU, 80, (0, 0))
+    return tuple(Gpu(number, label, gib * GIB, gib * GIB, capability) for number in range(part.gpus))
+
+
+_answers: dict[Any, tuple[float, Any]] = {}
+_lock = threading.Lock()
+
+
+def _kept(key: Any, ask: Callable[[], Any]) -> Any:
+    """The answer to `ask`, or the SlurmError that it raised, at most KEPT_SECONDS old."""
+    with _lock:
+        when, answer = _answers.get(key, (0.0, None))
+        if time.monotonic() - when > KEPT_SECONDS or not when:
+            try:
+                answer = ask()
+            except SlurmError as error:
+                answer = error
+            _answers[key] = time.monotonic(), answer
+            for old in [known for known, (since, _) in _answers.items() if time.monotonic() - since > KEPT_SECONDS]:
+                del _answers[old]
+    if isinstance(answer, SlurmError):
+        raise answer
+    return answer

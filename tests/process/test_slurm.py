@@ -1,0 +1,277 @@
+"""Runs as jobs of a real Slurm cluster of two nodes: submitted, stopped with a checkpoint, resumed, interrupted by the
+time limit and by a job of higher priority, left by their follower, and refused before they are submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster, slurm_cluster
+from training_runs import (
+    REORDERING_TOLERANCE,
+    last_step,
+    losses,
+    make_run_folder,
+    make_spec,
+    read_metrics,
+    same_losses,
+    train_in_one_process,
+)
+
+from backend.launch import slurm_cluster as answers
+from backend.machine import probe
+from backend.preflight import Report, preflight
+from backend.runs import JOB, slurm
+from backend.runs.folder import ALIVE, Run
+
+FULL = {"method.kind": "full", "train.max_steps": 30, "train.per_device_train_batch_size": 2}
+ON_SLURM = {
+    "launch.place": "slurm",
+    "parallel.strategy": "ddp",
+    "launch.nnodes": 2,
+    "launch.nproc_per_node": 1,
+    "launch.omp_num_threads": 1,  # both nodes are this machine
+    "save.strategy": "no",  # what is saved was saved because of a stop
+}
+LONG = {**FULL, "train.max_steps": 100_000}
+
+
+@pytest.fixture(scope="module")
+def cluster(root: Path) -> Iterator[SlurmCluster]:
+    with pytest.MonkeyPatch.context() as patch, slurm_cluster(root / "slurm") as started:
+        for name, value in started.environment.items():
+            patch.setenv(name, value)
+        patch.setenv(slurm.POLL, "0.3")
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def no_kept_answers() -> None:
+    answers._answers.clear()
+
+
+def check(changes: Mapping[str, Any]) -> Report:
+    return preflight(make_spec({**ON_SLURM, **changes}), probe(Path.cwd()), Path.cwd())
+
+
+class SlurmRun:
+    """A run that was started as a job."""
+
+    def __init__(self, root: Path, changes: Mapping[str, Any]) -> None:
+        report = check(changes)
+        assert report.can_run, report.findings
+        self.run = Run.create(root / "runs", "job", report.plan, datetime.now())
+        self.run.start()
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return slurm.read(self.run.path)
+
+    def wait(self, *states: str, seconds: float = 120) -> str:
+        return wait_for(lambda: self.run.state in states, self, seconds) and self.run.state
+
+    def wait_for_step(self, step: int) -> None:
+        wait_for(lambda: last_step(self.run.path) >= step or self.run.state not in ALIVE, self)
+        assert last_step(self.run.path) >= step, self.text
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> command of the processes of its jobs on this machine, which is both nodes."""
+        mark, found = f"SLURM_SUBMIT_DIR={self.run.path}".encode(), {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ").strip()
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [
+            pid
+            for pid, words in self.processes().items()
+            if re.search(r"-m backend\.train \.$", words) and "torch.distributed" not in words
+        ]
+
+    def signal_batch_script(self, number: signal.Signals) -> None:
+        scripts = [pid for pid, words in self.processes().items() if "slurm_script" in words]
+        assert scripts
+        for pid in scripts:
+            os.kill(pid, number)
+
+    @property
+    def text(self) -> str:
+        log = self.run.path / "log.txt"
+        return f"{self.run.summary()} {self.job}\n{log.read_text()[-3000:] if log.exists() else ''}"
+
+    def end(self) -> None:
+        """Stop it if it is alive; afterwards nothing is left of it."""
+        if self.run.state in ALIVE:
+            self.run.stop(save=False)
+        self.wait("done", "stopped", "failed", "lost")
+        wait_for(lambda: not self.processes(), self)
+
+
+def wait_for(condition: Callable[[], bool], run: SlurmRun, seconds: float = 120) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture
+def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[[Mapping[str, Any]], SlurmRun]]:
+    runs: list[SlurmRun] = []
+
+    def start_run(changes: Mapping[str, Any]) -> SlurmRun:
+        runs.append(SlurmRun(root, changes))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.end()
+        wait_for(lambda: not cluster.jobs(), run)
+
+
+def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start) -> None:  # type: ignore[no-untyped-def]
+    """The losses of all steps, before and after the stop, are those of one process."""
+    alone = make_run_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
+    train_in_one_process(cache, alone)
+    started = start(FULL)
+    started.wait_for_step(2)
+    run = started.run
+    assert run.state in ("running", "done")
+    assert len(started.ranks()) == 2
+    run.stop()
+    assert started.wait("stopped", "done") == "stopped", started.text
+    saved = run.checkpoints()
+    assert len(saved) == 1 and saved[0] == last_step(run.path) < 30
+    assert not started.processes() and not slurm.jobs(max_age=0)[started.job["id"]].waits
+    first = started.job["id"]
+    run.resume()
+    started.wait("done")
+    assert started.job["id"] != first
+    assert [p["step"] for p in read_metrics(run.path) if p.get("event") == "resumed"] == saved
+    assert losses(run.path) == same_losses(losses(alone), REORDERING_TOLERANCE)
+    assert run.result()["ranks"][1]["backend"] == "gloo"
+
+
+@pytest.mark.parametrize("how", [pytest.param("time limit", marks=pytest.mark.soak), "preemption"])
+def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """The time limit asks the batch script, a preemption all processes of the nodes, DataLoader workers among them."""
+    started = start({**LONG, "train.dataloader_num_workers": 1})
+    run = started.run
+    started.wait_for_step(3)
+    if how == "time limit":  # what --signal=B:TERM@300 does
+        started.signal_batch_script(signal.SIGTERM)
+    else:
+        cluster.command("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 4")
+    started.wait("queued")
+    assert "Waiting in Slurm's queue" in run.summary()["sentence"]
+    saved = run.checkpoints()
+    assert len(saved) == 1 and saved[0] >= 3
+    started.wait("running")
+    started.wait_for_step(saved[0] + 2)
+    assert [p["step"] for p in read_metrics(run.path) if p.get("event") == "resumed"] == saved
+    assert started.job["id"] in cluster.jobs()  # the same job
+    run.stop()
+    assert started.wait("stopped") == "stopped"
+    assert run.summary()["sentence"].startswith(f"Stopped at step {run.checkpoints()[-1]}. Resume continues")
+
+
+def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    other = cluster.command("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 99")
+    try:
+        started = start(FULL)
+        wait_for(lambda: "free nodes" in started.run.summary()["sentence"], started)
+        assert started.run.state == "queued" and started.run.summary()["started"] is None
+        started.run.stop()
+        assert started.wait("stopped") == "stopped"
+        assert started.job["state"] == "CANCELLED" and cluster.jobs() == [other]
+    finally:
+        cluster.command("scancel", other)
+    wait_for(lambda: not cluster.jobs(), started)
+
+
+@pytest.mark.soak
+def test_a_job_that_someone_cancels_is_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    cluster.command("scancel", started.job["id"])
+    assert started.wait("stopped", "failed") == "stopped", started.text
+    assert "The Slurm job was canceled." in started.run.summary()["sentence"]
+
+
+def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start({**FULL, "train.max_steps": 200})
+    run = started.run
+    started.wait_for_step(1)
+    job = started.job["id"]
+    state = run._json("state.json")
+    for pid in (state["pid"], state["launcher"]):
+        os.kill(pid, signal.SIGKILL)
+    started.wait("lost")
+    assert f"Slurm's job {job} may go on" in run.summary()["sentence"]
+    run.resume()
+    started.wait_for_step(last_step(run.path) + 2)
+    assert cluster.jobs() == [job], "not submitted again"
+    assert started.wait("running", "done")
+    assert not [p for p in read_metrics(run.path) if "event" in p]
+
+
+@pytest.mark.soak
+def test_a_killed_follower_ends_the_job(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    os.kill(started.run._json("state.json")["launcher"], signal.SIGKILL)
+    assert started.wait("failed") == "failed"
+    assert not cluster.jobs() and not started.processes()
+
+
+@pytest.mark.soak
+def test_a_failed_rank_fails_the_run_with_its_traceback(start, cluster, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    started = start({**LONG, "slurm.setup": ("if [ $SLURM_NODEID = 1 ]; then export FOOTPLATE_NONE=1; fi",)})
+    started.wait_for_step(1)
+    os.kill(started.ranks()[0], signal.SIGKILL)
+    assert started.wait("failed") == "failed"
+    assert "SIGKILL" in started.run.summary()["sentence"]
+    assert not cluster.jobs()
+
+
+def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type: ignore[no-untyped-def]
+    def problem(changes: Mapping[str, Any]) -> str:
+        found = [finding.message for finding in check(changes).findings if finding.code == "SLM001"]
+        return found[0] if found else ""
+
+    assert problem({}) == ""
+    assert problem({"slurm.partition": "gpu"}).startswith("Slurm has no partition gpu. It has main, urgent.")
+    assert "node" in problem({"launch.nnodes": 3}).lower()
+    assert "memory" in problem({"slurm.memory_gib": 100}).lower() or "node" in problem({"slurm.memory_gib": 100})
+    assert problem({"slurm.partition": "urgent", "slurm.time_limit": "2:00:00"}).startswith(
+        "The partition urgent allows 1:00:00, and the job asks for 2:00:00."
+    )
+
+
+@pytest.mark.soak
+def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    cluster.end_controller()
+    try:
+        answers._answers.clear()
+        messages = [finding.message for finding in check(LONG).findings if finding.code == "SLM001"]
+        assert messages and "sinfo" in messages[0]
+        wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
+    finally:
+        cluster.start_controller()
+    wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"], started)
+    assert started.run.state == "running"
+    assert (started.run.path / JOB).exists()

@@ -1,0 +1,224 @@
+"""Output of Slurm's commands in the forms of several versions and clusters: jobs, reasons, partitions, GPUs."""
+
+import json
+import stat
+import time
+
+import pytest
+
+from backend.config import RunSpec
+from backend.config.options import SpecError, edit, parse
+from backend.launch import slurm_cluster
+from backend.launch.plan import plan
+from backend.machine import GIB, Machine, known_gpu
+from backend.resolve import resolve
+from backend.runs import JOB_SCRIPT, slurm
+from backend.runs.slurm import Job
+
+ON_SLURM = {"launch.place": "slurm"}
+SQUEUE = """\
+1711|PENDING|Priority|2026-11-24T10:30:00
+1712|PENDING|(ReqNodeNotAvail, UnavailableNodes:n[3-4])|N/A
+1713|RUNNING|None|2026-11-24T09:00:00
+1714_3|COMPLETING|None|2026-11-24T08:00:00
+1715|CANCELLED+|None|2026-11-24T08:00:00
+1716|PENDING|QOSMaxGRESPerUser|N/A
+1717|PENDING|SomethingNew|N/A
+slurm_load_jobs error: a line that is no job
+"""
+SINFO = """\
+cpu*|64|257000+|(null)|12|infinite
+gpu|128|1031000|gpu:h100:8(S:0-1)|4|1-00:00:00
+gpu|64|515000|gpu:a100:4,craynetwork:4|2|1-00:00:00
+old|32|1|gpu:2|1|30:00
+mig|64|500000|gpu:nvidia_a100_3g.20gb:2,gpu:nvidia_a100_7g.80gb:1|1|1-00:00:00
+"""
+
+
+def test_jobs_of_squeue():
+    jobs = slurm.parse(SQUEUE)
+    assert list(jobs) == ["1711", "1712", "1713", "1714_3", "1715", "1716", "1717"]
+    assert [name for name, job in jobs.items() if job.waits] == ["1711", "1712", "1716", "1717"]
+    assert jobs["1715"].state == "CANCELLED"
+
+
+@pytest.mark.parametrize(
+    ("id", "text"),
+    [
+        ("1711", "Jobs with a higher priority are ahead. Slurm expects to start it at 2026-11-24 10:30:00."),
+        ("1712", "A node that the job needs is not available."),
+        ("1713", ""),
+        ("1716", "A limit of the QOS is reached."),
+        ("1717", "Slurm says: SomethingNew."),
+    ],
+)
+def test_why_a_job_waits(id, text):
+    assert slurm.parse(SQUEUE)[id].text == text
+
+
+def test_every_reason_is_a_sentence():
+    assert all(text.endswith(".") and text[0].isupper() for text in slurm.REASONS.values() if text)
+    assert Job("1", "PENDING", "").text == ""
+
+
+def test_partitions_of_sinfo():
+    found = slurm_cluster.parse(SINFO)
+    assert [(part.name, part.is_default, part.nodes, part.cores, part.gpus, part.gpu_type) for part in found] == [
+        ("cpu", True, 12, 64, 0, ""),
+        ("gpu", False, 4, 128, 8, "h100"),
+        ("gpu", False, 2, 64, 4, "a100"),
+        ("old", False, 1, 32, 2, ""),
+        ("mig", False, 1, 64, 3, "nvidia_a100_3g.20gb"),
+    ]
+    assert found[0].ram_bytes == 257000 * 2**20
+    assert found[3].ram_bytes == 0, "Slurm's default, which says nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("h100", ("H100", 80)),
+        ("nvidia_h100_80gb_hbm3", ("H100", 80)),
+        ("A100 40GB", ("A100", 40)),
+        ("a100-sxm4-40gb", ("A100", 40)),
+        ("nvidia_a100_3g.20gb", ("A100", 20)),
+        ("a10", ("A10", 24)),
+        ("l40s", ("L40S", 48)),
+        ("rtx_4090", ("RTX 4090", 24)),
+        ("l40", None),
+        ("", None),
+        ("gpu", None),
+    ],
+)
+def test_gpu_types(name, known):
+    found = known_gpu(name)
+    assert (found and found[:2]) == known
+
+
+class Commands:
+    """Slurm's commands, each of which prints a file."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        folder.mkdir()
+        monkeypatch.setenv("PATH", str(folder))
+        monkeypatch.setenv("FOOTPLATE_CACHE", str(folder / "cache"))
+        slurm_cluster._answers.clear()
+
+    def prints(self, name, text, status=0):
+        file = self.folder / name
+        (self.folder / f"{name}.txt").write_text(text)
+        stream = " >&2" if status else ""
+        file.write_text(f"#!/bin/sh\necho called >> {file}.calls\n/bin/cat {file}.txt{stream}\nexit {status}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def calls(self, name):
+        file = self.folder / f"{name}.calls"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    return Commands(tmp_path / "bin", monkeypatch)
+
+
+def test_the_machine_of_a_partition(commands):
+    commands.prints("sinfo", SINFO)
+    spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "gpu"})
+    machine, problem = slurm_cluster.machine(spec, Machine(python="/opt/python"))
+    assert not problem
+    assert (machine.device, machine.nodes, machine.cores, len(machine.gpus)) == ("cuda", 6, 128, 8)
+    assert machine.gpus[0].name == "H100" and machine.gpus[0].total_bytes == 80 * GIB
+    assert (machine.python, machine.name) == ("/opt/python", "Slurm partition gpu")
+    slurm_cluster.machine(spec, Machine())
+    assert commands.calls("sinfo") == 1, "the answer is kept"
+
+
+@pytest.mark.parametrize(
+    ("partition", "limit", "allowed"),
+    [
+        ("gpu", "1440", True),
+        ("gpu", "1441", False),
+        ("gpu", "24:00:00", True),
+        ("gpu", "1-00:01", False),
+        ("gpu", "2-0", False),
+        ("old", "30", True),
+        ("old", "30:01", False),
+        ("cpu", "365-0", True),
+    ],
+)
+def test_the_time_limit_of_a_partition(commands, partition, limit, allowed):
+    commands.prints("sinfo", SINFO)
+    spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": partition, "slurm.time_limit": limit})
+    assert (slurm_cluster.machine(spec, Machine())[1] == "") == allowed
+
+
+def test_the_default_partition_and_unknown_gpus(commands):
+    commands.prints("sinfo", SINFO)
+    machine, _ = slurm_cluster.machine(edit(RunSpec(), ON_SLURM), Machine())
+    assert machine.device == "cpu" and machine.nodes == 12
+    old = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "old"})
+    assert slurm_cluster.machine(old, Machine())[0].gpus[0].name == slurm_cluster.UNKNOWN_GPU
+    named = edit(old, {"slurm.gpu_model": "T4"})
+    assert slurm_cluster.machine(named, Machine())[0].gpus[0].total_bytes == 16 * GIB
+
+
+def test_problems_are_sentences(commands):
+    spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "none"})
+    assert slurm_cluster.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
+    slurm_cluster._answers.clear()
+    commands.prints("sinfo", SINFO.replace("*", ""))
+    assert slurm_cluster.machine(spec, Machine())[1] == "Slurm has no partition none. It has cpu, gpu, mig, old."
+    default = edit(RunSpec(), ON_SLURM)
+    assert slurm_cluster.machine(default, Machine())[1].startswith(
+        "Slurm has no default partition: set slurm.partition"
+    )
+    made = plan(default, Machine())
+    assert made.files[JOB_SCRIPT]
+    commands.prints("sbatch", "sbatch: error: Batch job submission failed: Invalid account or account/partition", 1)
+    assert slurm_cluster.refusal(default, resolve(default, Machine()), Machine()) == (
+        "Slurm refuses the job: Batch job submission failed: Invalid account or account/partition."
+    )
+
+
+def test_all_followers_share_one_call(commands):
+    commands.prints("squeue", SQUEUE)
+    assert slurm.jobs().keys() == slurm.jobs().keys() == slurm.parse(SQUEUE).keys()
+    assert commands.calls("squeue") == 1
+    slurm.jobs(max_age=0)
+    assert commands.calls("squeue") == 2
+    snapshot = commands.folder / "cache" / slurm.SNAPSHOT
+    snapshot.write_text("{")  # damaged: asked again
+    assert slurm.jobs() and commands.calls("squeue") == 3
+    future = json.loads(snapshot.read_text()) | {"time": time.time() + 900}
+    snapshot.write_text(json.dumps(future))  # the clock was set back
+    assert slurm.jobs() and commands.calls("squeue") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("slurm.partition", "gpu\n#SBATCH --uid=0"),
+        ("slurm.partition", "gpu; rm -rf /"),
+        ("slurm.time_limit", "tomorrow"),
+        ("slurm.account", "a b"),
+        ("slurm.constraint", "a$(id)"),
+        ("slurm.extra", "reservation=team"),
+        ("slurm.cpus", -1),
+    ],
+)
+def test_values_that_do_not_fit_an_sbatch_line(name, value):
+    with pytest.raises(SpecError, match=name):
+        parse({**ON_SLURM, name: value})
+
+
+@pytest.mark.parametrize("value", ["30", "12:00:00", "2-00:00:00", "1-12", "90:30"])
+def test_time_limits(value):
+    assert parse({**ON_SLURM, "slurm.time_limit": value}).slurm.time_limit == value
+
+
+def test_a_name_cannot_add_an_option():
+    made = plan(edit(RunSpec(), {**ON_SLURM, "logging.run_name": "a\n#SBATCH --uid=0 b"}), Machine())
+    lines = [line for line in made.files[JOB_SCRIPT].splitlines() if line.startswith("#SBATCH")]
+    assert "#SBATCH --job-name=a-SBATCH---uid-0-b" in lines
+    assert not [line for line in lines if line.startswith("#SBATCH --uid")]
