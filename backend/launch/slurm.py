@@ -71,6 +71,7 @@ def files(spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, varia
         "error": ERROR,
         "error_file": ERROR_FILE,
     }
+    names |= {"python": shlex.quote(machine.python)}
     setup = "\n".join(spec.slurm.setup)
     return {
         JOB_SCRIPT: JOB.format(**names, options=options, again=AGAIN.format(stop=STOP) if spec.slurm.requeue else ""),
@@ -102,7 +103,8 @@ JOB = """\
 unset SLURM_EXPORT_ENV
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PET_MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-export PET_MASTER_ADDR PET_MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) PET_NNODES=$SLURM_JOB_NUM_NODES
+PET_MASTER_PORT=$({python} -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+export PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES=$SLURM_JOB_NUM_NODES
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {request}
 if grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi

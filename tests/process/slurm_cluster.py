@@ -117,6 +117,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         yield cluster
         assert not cluster.jobs()
     finally:
+        _cancel_all(cluster)
         for daemon in reversed(cluster.daemons):
             daemon.terminate()
         for daemon in cluster.daemons:
@@ -125,6 +126,15 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _cancel_all(cluster: SlurmCluster) -> None:
+    """Jobs that a failed test has left would go on without their cluster."""
+    if cluster.daemons[0].poll() is None and cluster.jobs():
+        cluster.command("scancel", *cluster.jobs())
+        deadline = time.monotonic() + 30
+        while cluster.jobs() and time.monotonic() < deadline:
+            time.sleep(0.2)
 
 
 def _wait_until_idle(cluster: SlurmCluster) -> None:
