@@ -68,7 +68,7 @@ class Slurm(Section):
     that Slurm reports."""
     extra: Annotated[
         Lines,
-        _each(lambda line: line.startswith("-") and "\r" not in line, "must have one sbatch option per line"),
+        _each(lambda line: bool(re.fullmatch(r"-[^\r\n]+", line)), "must have one sbatch option per line"),
         Ui("Extra sbatch options", when=SLURM, widget="lines"),
     ] = ()
     """Further options of sbatch, one per line, such as --reservation=team; they override the others."""

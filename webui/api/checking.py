@@ -159,6 +159,7 @@ def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     """(`spec` with trust_remote_code off, what in it decides which code runs). The next check would already execute
     files of a model folder: a file from somebody else must not agree to that."""
     found = variables.choosing_code(spec.launch.env)
+    found += [f"slurm.{name}" for name in ("setup", "extra") if getattr(spec.slurm, name)]
     if not spec.model.trust_remote_code:
         return spec, found
     return edit(spec, {"model.trust_remote_code": False}), [*found, "model.trust_remote_code (turned off)"]
