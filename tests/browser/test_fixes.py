@@ -192,9 +192,13 @@ def test_rules_page_filters_by_text_level_and_topic(page):
     rules.goto(page.url.partition("?")[0] + "rules")
     shown, status = rules.locator("article:visible"), rules.locator(".search [role=status]")
     every = shown.count()
-    rules.get_by_label("Search rules").press_sequentially("PiSSA ZeRO-3")
-    expect(shown).to_have_count(1)
-    expect(shown).to_contain_text("test_zero3_saves_the_same")
+    search = rules.get_by_label("Search rules")
+    for words in ("PiSSA ZeRO-3", "pissa zero3"):
+        search.fill(words)
+        expect(shown).to_have_count(1)
+        expect(shown).to_contain_text("test_zero3_saves_the_same")
+    search.fill("zero3 lora")
+    assert shown.count() > 1
     rules.get_by_role("link", name="outdated advice").click()
     expect(shown).to_have_count(every)
     rules.get_by_role("button", name="Error").click()

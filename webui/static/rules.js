@@ -9,11 +9,13 @@ const outdated = /** @type {HTMLElement} */ (document.querySelector("section"));
 const none = /** @type {HTMLElement} */ (document.querySelector("#none"));
 const chips = /** @type {HTMLElement[]} */ ([...document.querySelectorAll("[data-chip]")]);
 const cards = [...document.querySelectorAll("article")];
-const texts = cards.map((card) => card.textContent.toLowerCase());
+// "zero3" finds ZeRO-3, and "lora_alpha" finds lora.lora_alpha.
+const plain = (text) => text.toLowerCase().replace(/[-_./]/g, "");
+const texts = cards.map((card) => plain(card.textContent));
 const total = cards.filter((card) => card.id).length;
 
 function filter() {
-  const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = plain(input.value).split(/\s+/).filter(Boolean);
   const levels = chips.filter((chip) => chip.ariaPressed === "true").map((chip) => chip.dataset.chip);
   cards.forEach((card, i) => {
     const { level = "", family: topic = "" } = card.dataset;
