@@ -65,6 +65,7 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         ram_bytes=largest.ram_bytes or here.ram_bytes,
         ram_free_bytes=largest.ram_bytes or here.ram_bytes,
         shm_free_bytes=None,
+        driver_version="",
     )
     longest, asked = max(_minutes(part.time_limit) for part in matching), spec.slurm.time_limit
     if asked and _minutes(asked) > longest:

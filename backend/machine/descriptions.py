@@ -44,13 +44,13 @@ GPU_KEYS = ("name", "count", "memory_gib", "free_gib", "capability")
 
 def known_gpu(name: str) -> tuple[str, int, tuple[int, int]] | None:
     """(product name, GiB, compute capability) of a name such as a100, nvidia_h100_80gb_hbm3 or "A100 40GB"; None if it
-    is unknown. A size in the name comes before the usual one."""
+    is unknown and has no size, as "MI300X 192GB" has. A size in the name comes before the usual one."""
     words = re.sub(r"[_-]", " ", name.upper())
     matches = [key for key in GPUS if re.search(rf"(?<![A-Z0-9]){key.replace(' ', ' ?')}(?![0-9])", words)]
-    if not matches:
-        return None
-    key = max(matches, key=len)
     size = re.search(r"(\d+) ?GI?B\b", words)
+    if not matches:
+        return (words, int(size[1]), (0, 0)) if size else None
+    key = max(matches, key=len)
     return key, int(size[1]) if size else GPUS[key][0], GPUS[key][1]
 
 

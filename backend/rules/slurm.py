@@ -39,7 +39,8 @@ def slurm_refuses_the_job(case: Case) -> str | None:
     title="The GPUs of the partition are unknown",
     source="sinfo --format=%G: a generic resource may have no type, as in gpu:8",
     fixes=(HERE,),
-    manual_fix="Set slurm.gpu_model to the product name of the GPUs, such as H100 or A100 40GB.",
+    manual_fix="Set slurm.gpu_model to the product name of the GPUs, such as H100, or a name with the memory, such as "
+    "MI300X 192GB.",
     fails_on=Example(SLURM_SPEC, replace(PARTITION, gpus=(Gpu(0, UNKNOWN_GPU, 80 * GIB, 80 * GIB),))),
     passes_on=Example(SLURM_SPEC, PARTITION),
     at_start=True,

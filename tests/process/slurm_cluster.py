@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SBIN = "/usr/sbin"  # not in the PATH of every user
-# cred_expire: a job that comes back is started again after that time, by default two minutes.
+# cred_expire: a job that comes back is started again after that time, by default two minutes. Much less would be too
+# short for a slow machine, where starting a step takes seconds.
 CONFIG = """\
 ClusterName=tests
 SlurmctldHost=localhost
@@ -27,7 +28,7 @@ StateSaveLocation={folder}/state
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=20
 CredType=cred/none
 MpiDefault=none
 SwitchType=switch/none
@@ -42,10 +43,10 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=5
-SlurmdTimeout=15
+KillWait=30
+SlurmdTimeout=120
 NodeName=n[0-1] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=8000 State=UNKNOWN
-PartitionName=main Nodes=n[0-1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
+PartitionName=main Nodes=n[0-1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=n[0-1] MaxTime=60 State=UP PriorityTier=10 PreemptMode=off
 """
 
@@ -64,7 +65,7 @@ class SlurmCluster:
     def command(self, *words: str) -> str:
         """The output of one of Slurm's commands."""
         env = {**os.environ, **self.environment}
-        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -139,7 +140,7 @@ def _cancel_all(cluster: SlurmCluster) -> None:
 
 def _wait_until_idle(cluster: SlurmCluster) -> None:
     env = {**os.environ, **cluster.environment}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         asked = ["sinfo", "--noheader", "--partition=main", "--format=%D %T"]
         if subprocess.run(asked, env=env, capture_output=True, text=True, check=False).stdout.strip() == "2 idle":

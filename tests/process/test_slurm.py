@@ -31,7 +31,7 @@ from backend.preflight import Report, preflight
 from backend.runs import JOB, slurm
 from backend.runs.folder import ALIVE, Run
 
-FULL = {"method.kind": "full", "train.max_steps": 30, "train.per_device_train_batch_size": 2}
+FULL = {"method.kind": "full", "train.max_steps": 60, "train.per_device_train_batch_size": 2}
 ON_SLURM = {
     "launch.place": "slurm",
     "parallel.strategy": "ddp",
@@ -74,7 +74,7 @@ class SlurmRun:
     def job(self) -> dict[str, Any]:
         return slurm.read(self.run.path)
 
-    def wait(self, *states: str, seconds: float = 120) -> str:
+    def wait(self, *states: str, seconds: float = 300) -> str:
         return wait_for(lambda: self.run.state in states, self, seconds) and self.run.state
 
     def wait_for_step(self, step: int) -> None:
@@ -119,7 +119,7 @@ class SlurmRun:
         wait_for(lambda: not self.processes(), self)
 
 
-def wait_for(condition: Callable[[], bool], run: SlurmRun, seconds: float = 120) -> bool:
+def wait_for(condition: Callable[[], bool], run: SlurmRun, seconds: float = 300) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, run.text
@@ -153,7 +153,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start) -> None
     run.stop()
     assert started.wait("stopped", "done") == "stopped", started.text
     saved = run.checkpoints()
-    assert len(saved) == 1 and saved[0] == last_step(run.path) < 30
+    assert len(saved) == 1 and saved[0] == last_step(run.path) < 60
     assert not started.processes() and not slurm.jobs(max_age=0)[started.job["id"]].waits
     first = started.job["id"]
     run.resume()
@@ -211,7 +211,7 @@ def test_a_job_that_someone_cancels_is_stopped(start, cluster) -> None:  # type:
 
 
 def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
-    started = start({**FULL, "train.max_steps": 200})
+    started = start(LONG)
     run = started.run
     started.wait_for_step(1)
     job = started.job["id"]
@@ -223,7 +223,6 @@ def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluste
     run.resume()
     started.wait_for_step(last_step(run.path) + 2)
     assert cluster.jobs() == [job], "not submitted again"
-    assert started.wait("running", "done")
     assert not [p for p in read_metrics(run.path) if "event" in p]
 
 

@@ -86,6 +86,7 @@ def test_partitions_of_sinfo():
         ("l40s", ("L40S", 48)),
         ("rtx_4090", ("RTX 4090", 24)),
         ("l40", None),
+        ("MI300X 192GB", ("MI300X 192GB", 192)),
         ("", None),
         ("gpu", None),
     ],
