@@ -38,6 +38,13 @@ def make(server):
     return run
 
 
+def test_only_the_state_is_read_out(server, page):
+    """The sentence next to it changes every second."""
+    page.goto(f"{server.url}/?tab=run&run={make(server).id}")
+    expect(page.locator(".fp-run-title").get_by_role("status")).to_have_text("Stopped", timeout=60_000)
+    expect(page.locator(".fp-run-sentence")).to_contain_text("Resume")
+
+
 def test_alerts_marks_and_ranks(server, page):
     run = make(server)
     page.goto(f"{server.url}/?tab=run&run={run.id}")

@@ -106,8 +106,8 @@ function buildPage(place) {
 
 function titlePart() {
   page.name = el("h2");
-  page.badge = el("span.fp-badge");
-  page.sentence = el("span.fp-run-sentence", { role: "status" });
+  page.badge = el("span.fp-badge", { role: "status" }); // the sentence changes with each step, too often to be read out
+  page.sentence = el("span.fp-run-sentence");
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
   page.annotate = el("button.fp-link", { type: "button", hidden: true }, "Tags and notes");
   page.annotate.addEventListener("click", () => {

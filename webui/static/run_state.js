@@ -1,7 +1,7 @@
 // @ts-check
 // What the Run view and the list of runs share: states, progress, actions.
 import { post, remove, runPath } from "./api.js";
-import { confirmDialog } from "./dom.js";
+import { confirmDialog, setText } from "./dom.js";
 
 const ALIVE = ["new", "queued", "starting", "running", "stopping"];
 export const STATES = {
@@ -20,7 +20,7 @@ export const STATES = {
 export const hasEnded = (state) => !ALIVE.includes(state);
 
 export function drawBadge(node, state) {
-  node.textContent = STATES[state] || state;
+  setText(node, STATES[state] || state);
   node.dataset.state = state;
 }
 
