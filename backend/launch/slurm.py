@@ -8,6 +8,7 @@ checkpoint and end, and the batch script puts the job back into the queue.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterable
@@ -48,7 +49,7 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
         "time": slurm.time_limit,
         "output": LOG,
         "open-mode": "append",
-        "signal": f"B:TERM@{SIGTERM_SECONDS}" if slurm.requeue else "",
+        "signal": f"B:TERM@{sigterm_seconds(spec)}" if slurm.requeue else "",
         "export": ",".join((*INHERITED, *variables)),
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in chosen.items() if value]
@@ -59,6 +60,26 @@ def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
     """CPUs of the job on each node: those that are set, else the share that belongs to its GPUs, or all of a node."""
     share = run.nproc_per_node / len(machine.gpus) if run.device == "cuda" and machine.gpus else 1
     return spec.slurm.cpus or max(1, int(machine.cores * min(1, share)))
+
+
+def minutes(text: str) -> float:
+    """A time of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds, or infinite."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in parts):
+        return math.inf
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
+    return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0)
+
+
+def sigterm_seconds(spec: RunSpec) -> int:
+    """How long before the time limit the job is asked to end; a third of a short limit, since a job that has no more
+    time than this would be asked at once."""
+    limit = 60 * minutes(spec.slurm.time_limit) if spec.slurm.time_limit else math.inf
+    return int(min(SIGTERM_SECONDS, limit / 3))
 
 
 def files(spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, variables: Iterable[str]) -> dict[str, str]:

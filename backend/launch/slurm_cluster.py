@@ -6,7 +6,6 @@ the cluster's controller at each key press.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
@@ -67,23 +66,10 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         shm_free_bytes=None,
         driver_version="",
     )
-    longest, asked = max(_minutes(part.time_limit) for part in matching), spec.slurm.time_limit
-    if asked and _minutes(asked) > longest:
+    longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
+    if asked and slurm.minutes(asked) > longest:
         return described, f"The partition {largest.name} allows {largest.time_limit}, and the job asks for {asked}."
     return described, ""
-
-
-def _minutes(text: str) -> float:
-    """A time of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours:minutes:seconds, or infinite."""
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdigit() for part in parts):
-        return math.inf
-    numbers = [int(part) for part in parts]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
-    return numbers[0] + (numbers[1] / 60 if len(numbers) == 2 else 0)
 
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:

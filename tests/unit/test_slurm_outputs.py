@@ -219,6 +219,12 @@ def test_time_limits(value):
     assert parse({**ON_SLURM, "slurm.time_limit": value}).slurm.time_limit == value
 
 
+@pytest.mark.parametrize(("limit", "seconds"), [("", 300), ("1-0", 300), ("15", 300), ("6", 120), ("3:00", 60)])
+def test_a_short_job_is_not_asked_to_end_at_once(limit, seconds):
+    made = plan(edit(RunSpec(), {**ON_SLURM, "slurm.time_limit": limit}), Machine())
+    assert f"#SBATCH --signal=B:TERM@{seconds}\n" in made.files[JOB_SCRIPT]
+
+
 def test_a_name_cannot_add_an_option():
     made = plan(edit(RunSpec(), {**ON_SLURM, "logging.run_name": "a\n#SBATCH --uid=0 b"}), Machine())
     lines = [line for line in made.files[JOB_SCRIPT].splitlines() if line.startswith("#SBATCH")]
