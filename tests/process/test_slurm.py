@@ -164,7 +164,8 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start) -> None
     assert run.result()["ranks"][1]["backend"] == "gloo"
 
 
-@pytest.mark.parametrize("how", [pytest.param("time limit", marks=pytest.mark.soak), "preemption"])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["time limit", "preemption"])
 def test_an_interrupted_job_saves_and_continues(how: str, start, cluster) -> None:  # type: ignore[no-untyped-def]
     """The time limit asks the batch script, a preemption all processes of the nodes, DataLoader workers among them."""
     started = start({**LONG, "train.dataloader_num_workers": 1})
@@ -210,6 +211,7 @@ def test_a_job_that_someone_cancels_is_stopped(start, cluster) -> None:  # type:
     assert "The Slurm job was canceled." in started.run.summary()["sentence"]
 
 
+@pytest.mark.soak
 def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     run = started.run

@@ -79,6 +79,7 @@ def test_fsdp2_refuses_a_module_that_two_layers_share(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.soak
 @cites("STR050")
 def test_types_that_are_initialized_by_shape_cannot_be_loaded_under_zero3(tmp_path: Path) -> None:
     script, result = HOME / "tests/process/zero3_loading.py", tmp_path / "errors.json"
