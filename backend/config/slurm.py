@@ -38,7 +38,7 @@ NAME = _matches(r"[\w.,+@-]+", "must contain only letters, digits and the charac
 
 
 class Slurm(Section):
-    """The Slurm job: where it runs, what it asks for, and what happens before training."""
+    """The Slurm job: where it runs, what it requests, and what happens before training."""
 
     partition: Annotated[str, NAME, Ui("Partition", when=SLURM)] = ""
     """Partition of the job; empty uses the cluster's default."""
@@ -58,7 +58,7 @@ class Slurm(Section):
     ] = ""
     """Features that the nodes must have, such as a100|h100."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=SLURM)] = 0
-    """CPUs on each node; 0 asks for the share that belongs to the GPUs, and without GPUs for all of a node."""
+    """CPUs on each node; 0 requests the share that belongs to the GPUs, and without GPUs all of a node."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=SLURM, unit="GiB")] = 0
     """RAM on each node; 0 uses the cluster's default."""
     gpu_model: Annotated[

@@ -30,7 +30,7 @@ from backend.runs import (
     RESOLVED,
     SPEC,
     Plan,
-)  # fmt: skip
+)
 
 # torch 2.13 still reads the first variable; the second has been the default behavior since torch 2.8.
 CUDA_DEFAULTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
@@ -50,7 +50,8 @@ ABOUT: Mapping[str, str] = {
     FSDP: "Precision and mesh are arguments of the Trainer. Layers to wrap are found in the model unless they are set. "
     "cpu_ram_efficient_loading: rank 0 reads the weights and sends the others their shards.",
     ACCELERATE: "Read by accelerate launch. The Trainer gets the same values, so neither overrides the other.",
-    JOB_SCRIPT: "Submitted with sbatch. It starts slurm-node.sh on each node, and continues the run in a new job.",
+    JOB_SCRIPT: "Submitted with sbatch. It starts slurm-node.sh on each node, and puts the job back into the queue "
+    "after an interruption.",
     NODE_JOB: "Started by Slurm on each node of the job.",
     HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
@@ -60,22 +61,18 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
     """The launch plan of `spec` on `machine`. Never raises: rules report combinations that cannot work."""
     spec = effective(spec)
     run = run or resolve(spec, machine, facts)
-    trainer = launchers.command(spec, run, machine, spec.launch.node_rank)
-    env, defaults = _env(spec, run, machine), _defaults(spec, run, machine)
-    files, in_slurm = _files(spec, run), spec.launch.place == "slurm"
-    if in_slurm:
-        files |= slurm.files(spec, run, machine, Plan(trainer).command(), (*env, *defaults))
-    return Plan(
-        argv=slurm.command(machine.python) if in_slurm else trainer,
-        env=env,
-        files=files,
+    made = Plan(
+        argv=launchers.command(spec, run, machine, spec.launch.node_rank),
+        env=_env(spec, run, machine),
+        files=_files(spec, run),
         notes=_notes(spec, run),
-        defaults=defaults,
-        other_nodes={} if in_slurm else launchers.other_commands(spec, run, machine),
-        devices={} if in_slurm else _devices(run, machine),
+        defaults=_defaults(spec, run, machine),
+        other_nodes=launchers.other_commands(spec, run, machine),
+        devices=_devices(run, machine),
         stop_timeout=spec.save.stop_timeout,
         then=(machine.python, "-m", "backend", "retry", ".", "--automatic") if spec.train.half_lr_retries else (),
     )
+    return slurm.as_job(made, spec, run, machine) if spec.launch.place == "slurm" else made
 
 
 def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:

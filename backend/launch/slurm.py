@@ -12,12 +12,12 @@ import math
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 
 from backend.config import RunSpec
-from backend.config.processes import nnodes, nproc_per_node
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
-from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, STOP
+from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, STOP, Plan
 from backend.runs.slurm import INTERRUPTED
 
 SIGTERM_SECONDS = 300  # before the time limit; Slurm sends it up to a minute early
@@ -26,9 +26,11 @@ INHERITED = ("HOME", "PATH", "USER", "LANG", "XDG_CACHE_HOME", "FOOTPLATE_CACHE"
 WAIT_SECONDS = 60  # for the other nodes after the first one has ended
 
 
-def command(python: str) -> tuple[str, ...]:
-    """The command that submits the job and waits for its end."""
-    return (python, "-m", "backend.runs.slurm", JOB_SCRIPT)
+def as_job(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Plan:
+    """The plan of one node as that of a job on all nodes: its command submits the job and waits for its end."""
+    scripts = _scripts(spec, run, machine, Plan(made.argv).command(), (*made.env, *made.defaults))
+    command = (machine.python, "-m", "backend.runs.slurm", JOB_SCRIPT)
+    return replace(made, argv=command, files={**made.files, **scripts}, other_nodes={}, devices={})
 
 
 def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterable[str] = ()) -> tuple[str, ...]:
@@ -41,7 +43,7 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
         "account": slurm.account,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
-        "nodes": nnodes(spec),
+        "nodes": run.nnodes,
         "ntasks-per-node": 1,
         "cpus-per-task": cpus(spec, run, machine),
         "gres": f"gpu:{gpus}" if gpus else "",
@@ -82,17 +84,21 @@ def sigterm_seconds(spec: RunSpec) -> int:
     return int(min(SIGTERM_SECONDS, limit / 3))
 
 
-def files(spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, variables: Iterable[str]) -> dict[str, str]:
+def _scripts(
+    spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, variables: Iterable[str]
+) -> dict[str, str]:
     """The two scripts. `trainer`: the command of one node, in shell syntax."""
     options = "\n".join(f"#SBATCH {line}" for line in header(spec, run, machine, variables))
-    names = {"stop": STOP, "node_job": NODE_JOB, "wait": WAIT_SECONDS, "processes": nproc_per_node(spec)}
-    names |= {
+    names = {
+        "stop": STOP,
+        "node_job": NODE_JOB,
+        "wait": WAIT_SECONDS,
+        "python": shlex.quote(machine.python),
         "request": REQUEST_STOP.format(stop=STOP, interrupted=INTERRUPTED),
         "follow": FOLLOW,
         "error": ERROR,
         "error_file": ERROR_FILE,
     }
-    names |= {"python": shlex.quote(machine.python)}
     setup = "\n".join(spec.slurm.setup)
     return {
         JOB_SCRIPT: JOB.format(**names, options=options, again=AGAIN.format(stop=STOP) if spec.slurm.requeue else ""),

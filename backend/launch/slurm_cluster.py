@@ -68,7 +68,7 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     )
     longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
     if asked and slurm.minutes(asked) > longest:
-        return described, f"The partition {largest.name} allows {largest.time_limit}, and the job asks for {asked}."
+        return described, f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."
     return described, ""
 
 
@@ -100,12 +100,18 @@ def parse(output: str) -> tuple[Partition, ...]:
         if len(fields) != 6:
             continue
         name, cores, memory, resources, nodes, limit = fields
-        count, kind = _gres(resources)
-        sizes = (int(re.match(r"\d*", text)[0] or 0) for text in (nodes, cores, memory))  # type: ignore[index]
-        number, cpus, mib = sizes
+        mib = _number(memory)
         ram = mib * 2**20 if mib > 1 else 0  # Slurm's default, where the administrator has configured nothing
-        found.append(Partition(name.rstrip("*"), name.endswith("*"), number, cpus, ram, count, kind, limit))
+        is_default = name.endswith("*")
+        sizes = (_number(nodes), _number(cores), ram)
+        found.append(Partition(name.rstrip("*"), is_default, *sizes, *_gres(resources), limit))
     return tuple(found)
+
+
+def _number(text: str) -> int:
+    """The number that a size of sinfo begins with: 64+ if the nodes differ."""
+    digits = re.match(r"\d+", text)
+    return int(digits[0]) if digits else 0
 
 
 def _gres(text: str) -> tuple[int, str]:

@@ -60,6 +60,12 @@ class KnownFailure:
 # The first match counts, so specific patterns come before general ones.
 KNOWN_FAILURES = (
     KnownFailure(
+        r"(?m)^backend\.runs\.slurm: (?P<name>.+)$",
+        "{name}",
+        "Resume submits a new job, which continues from the last complete checkpoint.",
+        anywhere=True,
+    ),
+    KnownFailure(
         r"(?i)(CUDA|HIP|NPU|XPU|MPS)[^\n]{0,40}out of memory|torch\.(cuda\.)?OutOfMemoryError",
         "The device ran out of memory.",
         "Halve train.per_device_train_batch_size and double train.gradient_accumulation_steps, reduce data.max_length, "

@@ -29,7 +29,6 @@ from backend.runs import (  # fmt: skip
     CHECKPOINTS,
     COMPLETE,
     ESTIMATE,
-    JOB,
     LOCK,
     LOG,
     METRICS,
@@ -215,7 +214,7 @@ class Run:
         """Cancel the job of a run whose follower was killed. Raises RunError."""
         try:
             slurm.end(self.path)
-        except slurm.SlurmError as error:
+        except (slurm.SlurmError, OSError) as error:
             raise RunError(str(error)) from error
 
     # -- state, from the files -----------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ class Run:
             "stop": state in ALIVE,
             "resume": state in ("new", "stopped", "failed", "lost"),
             "delete": state not in ALIVE,
-            "clean_up": state not in ALIVE and (bool(processes.run_processes(self.path)) or self._job_is_left()),
+            "clean_up": state not in ALIVE and bool(processes.run_processes(self.path) or slurm.unended(self.path)),
         }
 
     def plan(self) -> Plan:
@@ -268,12 +267,9 @@ class Run:
         """What lists show of the options: model, method, dataset, strategy, learning rate."""
         return dict(self._json(PLAN).get("about", {}))
 
-    def _job_is_left(self) -> bool:
-        return bool(job := self.job()) and not job.get("ended")
-
     def job(self) -> dict[str, Any]:
         """The run's job in a cluster, as its follower has seen it last (`slurm.py`); empty for other runs."""
-        return self._json(JOB)
+        return slurm.read(self.path)
 
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
@@ -474,10 +470,8 @@ class Run:
             return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
-        if (job := self.job()) and not job.get("ended"):
-            return (
-                f"Lost{at}: {KILLED} Slurm's job {job['id']} may go on; Resume follows it again, or starts a new one."
-            )
+        if job := slurm.unended(self.path):
+            return f"Lost{at}: {KILLED} Slurm's job {job} may go on; Resume follows it again, or starts a new one."
         return f"Lost{at}: {KILLED} {resume}"
 
     def _renamed(self) -> str:

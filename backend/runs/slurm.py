@@ -1,8 +1,9 @@
 """Slurm: submit the job of a run and wait for its end. The launcher process of a run with launch.place slurm.
 
-Imports backend.runs. It writes job.json, from which the page knows what the job waits for. If this process is killed,
-the job continues; the next start of the run finds it in job.json and waits for it instead of submitting another one.
-All followers of a user share the output of one squeue call, since each call costs the cluster's controller time.
+Imports backend.runs, backend.paths. It writes job.json, from which the page knows what the job waits for. If this
+process is killed, the job continues; the next start of the run finds it in job.json and waits for it instead of
+submitting another one. All followers of a user share the output of one squeue call, since each call costs the cluster's
+controller time.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from backend.runs import JOB, STOP, replace_text
 POLL = "FOOTPLATE_SLURM_SECONDS"  # environment variable: between two calls of squeue
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
 COMMAND_SECONDS = 30  # Slurm's commands retry for 10 to 20 seconds if the controller does not respond
+SUBMIT_SECONDS = 180  # longer: a job whose id did not arrive would go on without its run
+SAYS = "backend.runs.slurm: "  # begins the line that says why a job failed (failure.py)
 SNAPSHOT = "squeue.json"  # in the cache folder: the last output of squeue
-FORGOTTEN = 3  # polls in which Slurm knows the job no more
+FORGOTTEN = 3  # polls in which Slurm no longer knows the job
 CANCEL_SECONDS = 120.0  # KillWait, GraceTime and the epilog
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "STOPPED")
 ENDED = {
@@ -40,7 +43,7 @@ ENDED = {
     "DEADLINE": "The Slurm job reached its deadline.",
     "NODE_FAIL": "A node of the Slurm job failed.",
     "BOOT_FAIL": "A node of the Slurm job did not boot.",
-    "OUT_OF_MEMORY": "The Slurm job needed more memory than it had asked for.",
+    "OUT_OF_MEMORY": "The Slurm job exceeded the memory that it requested.",
     "REVOKED": "The Slurm job was revoked.",
 }
 INTERRUPTED = "Slurm interrupted the job."  # what the job's scripts write into the stop file (backend/launch/slurm.py)
@@ -61,10 +64,10 @@ REASONS: Mapping[str, str] = {
     "NodeDown": "A node that the job needs is down.",
     "PartitionDown": "The partition is down.",
     "PartitionInactive": "The partition accepts jobs but does not start any now.",
-    "PartitionNodeLimit": "The job asks for more nodes than the partition allows; it will never start.",
-    "PartitionTimeLimit": "The job asks for more time than the partition allows; it will never start.",
-    "PartitionConfig": "The job asks for more than the partition has; it will never start.",
-    "BadConstraints": "No node satisfies what the job asks for; it will never start.",
+    "PartitionNodeLimit": "The job requests more nodes than the partition allows; it will never start.",
+    "PartitionTimeLimit": "The job requests more time than the partition allows; it will never start.",
+    "PartitionConfig": "The job requests more than the partition has; it will never start.",
+    "BadConstraints": "No node satisfies what the job requests; it will never start.",
     "Reservation": "Waiting for a reservation.",
     "Licenses": "Waiting for a license.",
     "InvalidAccount": "The account is invalid; the job will never start.",
@@ -107,16 +110,17 @@ class Job:
         return f"{f'Slurm says: {reason}.' if known is None else known}{expected}".strip()
 
 
-def call(*command: str, text: str = "") -> str:
+def call(*command: str, seconds: float = COMMAND_SECONDS) -> str:
     """The output of one of Slurm's commands. Raises SlurmError with its message."""
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False, errors="replace"
-        )
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
+            errors="replace",
+        )  # fmt: skip
     except FileNotFoundError:
         raise SlurmError(f"The command {command[0]} is not installed on this machine.") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"Slurm did not respond to {command[0]} within {COMMAND_SECONDS} seconds.") from None
+        raise SlurmError(f"Slurm did not respond to {command[0]} within {seconds:g} seconds.") from None
     except OSError as error:
         raise SlurmError(f"The command {command[0]} cannot be started: {error.strerror}.") from None
     if done.returncode:
@@ -150,7 +154,7 @@ def parse(output: str) -> dict[str, Job]:
 
 def submit(script: str, arguments: Sequence[str]) -> str:
     """Submit the script in the current folder and return the job's id. Raises SlurmError."""
-    printed = call("sbatch", "--parsable", script, *arguments)
+    printed = call("sbatch", "--parsable", script, *arguments, seconds=SUBMIT_SECONDS)
     return printed.strip().splitlines()[-1].partition(";")[0]  # "ID;CLUSTER" with several clusters
 
 
@@ -172,16 +176,22 @@ def read(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def unended(folder: Path) -> str:
+    """The id of a run's job whose end no follower has seen; '' if there is none."""
+    job = read(folder)
+    return str(job["id"]) if job and not job.get("ended") else ""
+
+
 def end(folder: Path) -> None:
     """Cancel the job of a run whose follower was killed, and wait until it is gone. Raises SlurmError."""
-    job = read(folder)
-    if not job or job.get("ended") or not shutil.which("scancel"):
+    job = unended(folder)
+    if not job or not shutil.which("scancel"):
         return
-    cancel(job["id"])
+    cancel(job)
     until = time.monotonic() + CANCEL_SECONDS
-    while (found := jobs(max_age=1.0).get(job["id"])) and found.state not in ENDED:
+    while (found := jobs(max_age=1.0).get(job)) and found.state not in ENDED:
         if time.monotonic() > until:
-            raise SlurmError(f"The Slurm job {job['id']} was canceled, but has not ended yet.")
+            raise SlurmError(f"The Slurm job {job} was canceled, but has not ended yet.")
         time.sleep(1)
 
 
@@ -198,9 +208,8 @@ class Follower:
     def follow(self, script: str, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises SlurmError."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "canceled", True))
-        earlier = read(self.folder)
-        known = {} if earlier.get("ended", True) else jobs(max_age=0)
-        job = known.get(str(earlier.get("id")))
+        earlier = unended(self.folder)
+        job = jobs(max_age=0).get(earlier) if earlier else None
         if job is None or job.state in ENDED:
             job = Job(submit(script, arguments), "PENDING")
             print(f"Slurm job {job.id}", flush=True)
@@ -208,13 +217,21 @@ class Follower:
         unknown, asked = 0, False
         while unknown < FORGOTTEN and self.job.state not in ENDED:
             self._record()
+            if self.job.waits and self._stopped_by_slurm():  # after a node has failed; a waiting run is not stopping
+                (self.folder / STOP).unlink(missing_ok=True)
             if (self.canceled or (self.job.waits and (self.folder / STOP).exists())) and not asked:
-                cancel(self.job.id)
-                asked = True
+                asked = self._cancel()
             time.sleep(min(1.0, POLL_SECONDS) if asked else POLL_SECONDS)
             if (found := self._look()) is not None:
                 unknown = 0 if found else unknown + 1
         return self._end()
+
+    def _cancel(self) -> bool:
+        """Whether Slurm has accepted that the job is canceled. If not, it is requested again at the next poll."""
+        with contextlib.suppress(SlurmError):
+            cancel(self.job.id)
+            return True
+        return False
 
     def _look(self) -> bool | None:
         """Whether Slurm knows the job; None if it did not respond."""
@@ -248,7 +265,7 @@ class Follower:
         state = self.job.state
         self._record(ended=True)
         if what := ENDED.get(state, f"Slurm no longer knows the job {self.job.id}, so its end is not known."):
-            print(what, flush=True)
+            print(what if state in BY_SOMEONE else f"{SAYS}{what}", flush=True)
         if state in BY_SOMEONE and self._stopped_by_slurm():
             replace_text(self.folder / STOP, f"save\n{what}\n")
         return 0 if state in (*BY_SOMEONE, "COMPLETED") else 1
@@ -258,8 +275,8 @@ def main(arguments: Sequence[str]) -> int:
     """Follow the job of the script named first; further arguments are passed to it."""
     try:
         return Follower(Path.cwd()).follow(arguments[0], arguments[1:])
-    except SlurmError as error:
-        print(error, flush=True)
+    except (SlurmError, OSError) as error:
+        print(f"{SAYS}{str(error).rstrip('.')}.", flush=True)
         return 1
 
 

@@ -331,8 +331,10 @@ def run_command(*words: str, given: str = "") -> tuple[int, dict[str, Any]]:
 
 
 def test_table_on_the_command_line(tmp_path: Path) -> None:
-    status, found = run_command("-", given='{"model_type": "bloom"}')
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"}))
+    status, found = run_command(str(tmp_path))
     assert (status, found["class"]) == (0, "BloomForCausalLM")
+    assert run_command("-", given='{"model_type": "bloom"}') == (0, found)
     status, found = run_command(str(tmp_path / "missing.json"))
     assert status == 1 and "cannot be read" in found["error"]
 

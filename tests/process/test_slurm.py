@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,7 @@ def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type
     assert "node" in problem({"launch.nnodes": 3}).lower()
     assert "memory" in problem({"slurm.memory_gib": 100}).lower() or "node" in problem({"slurm.memory_gib": 100})
     assert problem({"slurm.partition": "urgent", "slurm.time_limit": "2:00:00"}).startswith(
-        "The partition urgent allows 1:00:00, and the job asks for 2:00:00."
+        "The partition urgent allows 1:00:00, and the job requests 2:00:00."
     )
 
 
@@ -276,3 +277,44 @@ def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  #
     wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"], started)
     assert started.run.state == "running"
     assert (started.run.path / JOB).exists()
+
+
+@pytest.mark.soak
+def test_a_job_is_canceled_once_the_controller_responds_again(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    cluster.end_controller()
+    try:
+        os.kill(started.run._json("state.json")["launcher"], signal.SIGTERM)
+        wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
+        assert started.run.state == "running" and len(started.ranks()) == 2
+    finally:
+        cluster.start_controller()
+    assert started.wait("stopped", "failed") == "stopped", started.text
+    assert started.job["state"] == "CANCELLED" and not cluster.jobs()
+
+
+@pytest.mark.soak
+def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """Slurm puts the job back into the queue, and the run continues from the last complete checkpoint."""
+    started = start({**LONG, "save.strategy": "steps", "save.steps": 2})
+    run = started.run
+    started.wait_for_step(5)
+    cluster.command("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    started.wait("queued", seconds=60)
+    wait_for(lambda: any(p.get("event") == "resumed" for p in read_metrics(run.path)), started)
+    assert all(p["step"] in range(2, 100, 2) for p in read_metrics(run.path) if p.get("event") == "resumed")
+
+
+@pytest.mark.soak
+def test_a_job_that_is_refused_after_the_check_says_why(root, start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """As if the partition had been removed between the check and the start."""
+    report = check({**FULL, "slurm.partition": "urgent"})
+    script = report.plan.files["job.sh"].replace("--partition=urgent", "--partition=removed")
+    refused = Run.create(
+        root / "runs", "refused", replace(report.plan, files={**report.plan.files, "job.sh": script}), datetime.now()
+    )
+    refused.start()
+    while refused.state in ALIVE:
+        time.sleep(0.1)
+    assert refused.state == "failed" and "invalid partition" in refused.summary()["sentence"].lower()

@@ -206,6 +206,15 @@ def test_an_interrupted_build(tmp_path: Path) -> None:
     assert "DeepSpeed operator" in failure.sentence and "build" in failure.help
 
 
+def test_a_failed_slurm_job(tmp_path: Path) -> None:
+    """Its ranks may have written that they lost each other."""
+    log = f"{TRACE}backend.runs.slurm: A node of the Slurm job failed.\n"
+    failure = diagnose_log(tmp_path, log.replace("ValueError: row 7", "RuntimeError: Connection closed by peer"))
+    assert failure.sentence == "A node of the Slurm job failed." and "new job" in failure.help
+    refused = "backend.runs.slurm: sbatch: Batch job submission failed: Invalid account.\n"
+    assert "Invalid account." in diagnose_log(tmp_path, refused).sentence
+
+
 def test_every_known_failure_is_a_sentence() -> None:
-    assert len(KNOWN_FAILURES) == 19
+    assert len(KNOWN_FAILURES) == 20
     assert all(known.sentence.endswith((".", "}")) for known in KNOWN_FAILURES)
