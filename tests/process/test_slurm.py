@@ -303,7 +303,7 @@ def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: i
     cluster.command("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     started.wait("queued", seconds=60)
     wait_for(lambda: any(p.get("event") == "resumed" for p in read_metrics(run.path)), started)
-    assert all(p["step"] in range(2, 100, 2) for p in read_metrics(run.path) if p.get("event") == "resumed")
+    assert all(p["step"] >= 4 for p in read_metrics(run.path) if p.get("event") == "resumed")
 
 
 @pytest.mark.soak
