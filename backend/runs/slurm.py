@@ -179,7 +179,7 @@ def read(folder: Path) -> dict[str, Any]:
 def unended(folder: Path) -> str:
     """The id of a run's job whose end no follower has seen; '' if there is none."""
     job = read(folder)
-    return str(job["id"]) if job and not job.get("ended") else ""
+    return "" if job.get("ended") else str(job.get("id", ""))
 
 
 def end(folder: Path) -> None:
@@ -217,9 +217,11 @@ class Follower:
         unknown, asked = 0, False
         while unknown < FORGOTTEN and self.job.state not in ENDED:
             self._record()
-            if self.job.waits and self._stopped_by_slurm():  # after a node has failed; a waiting run is not stopping
+            request = self._stop_request()
+            if self.job.waits and INTERRUPTED in (request or ""):  # left from a failed node: the job has come back
                 (self.folder / STOP).unlink(missing_ok=True)
-            if (self.canceled or (self.job.waits and (self.folder / STOP).exists())) and not asked:
+                request = None
+            if (self.canceled or (self.job.waits and request is not None)) and not asked:
                 asked = self._cancel()
             time.sleep(min(1.0, POLL_SECONDS) if asked else POLL_SECONDS)
             if (found := self._look()) is not None:
@@ -254,19 +256,19 @@ class Follower:
             with contextlib.suppress(OSError):  # a full disk: tried again at the next poll
                 replace_text(self.folder / JOB, json.dumps(about))
 
-    def _stopped_by_slurm(self) -> bool:
-        """Whether nobody else has requested a stop."""
+    def _stop_request(self) -> str | None:
+        """The text of the stop file; None without one."""
         try:
-            return INTERRUPTED in (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
+            return (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return True
+            return None
 
     def _end(self) -> int:
-        state = self.job.state
+        state, request = self.job.state, self._stop_request()
         self._record(ended=True)
         if what := ENDED.get(state, f"Slurm no longer knows the job {self.job.id}, so its end is not known."):
             print(what if state in BY_SOMEONE else f"{SAYS}{what}", flush=True)
-        if state in BY_SOMEONE and self._stopped_by_slurm():
+        if state in BY_SOMEONE and (request is None or INTERRUPTED in request):
             replace_text(self.folder / STOP, f"save\n{what}\n")
         return 0 if state in (*BY_SOMEONE, "COMPLETED") else 1
 

@@ -73,14 +73,15 @@ class SlurmCluster:
         """The ids of jobs that have not ended."""
         return self.command("squeue", "--noheader", "--format=%i").split()
 
-    def end_controller(self) -> None:
-        """Kill the controller."""
+    @contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """Kill the controller; start it again at the end, with the state that it has saved."""
         self.daemons[0].kill()
         self.daemons[0].wait()
-
-    def start_controller(self) -> None:
-        """Start the controller again, with the state that it has saved."""
-        self.daemons[0] = _daemon(self.folder, "slurmctld", "-D")
+        try:
+            yield
+        finally:
+            self.daemons[0] = _daemon(self.folder, "slurmctld", "-D")
 
 
 def _daemon(folder: Path, *command: str) -> subprocess.Popen[bytes]:

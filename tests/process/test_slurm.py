@@ -29,7 +29,7 @@ from training_runs import (
 from backend.launch import slurm_cluster as answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
-from backend.runs import JOB, slurm
+from backend.runs import JOB, JOB_SCRIPT, slurm
 from backend.runs.folder import ALIVE, Run
 
 FULL = {"method.kind": "full", "train.max_steps": 60, "train.per_device_train_batch_size": 2}
@@ -63,12 +63,14 @@ def check(changes: Mapping[str, Any]) -> Report:
 
 
 class SlurmRun:
-    """A run that was started as a job."""
+    """A run that was started as a job. `partition`: what the partition has become between the check and the start."""
 
-    def __init__(self, root: Path, changes: Mapping[str, Any]) -> None:
-        report = check(changes)
+    def __init__(self, root: Path, changes: Mapping[str, Any], partition: str = "main") -> None:
+        report = check({"slurm.partition": "main", **changes})
         assert report.can_run, report.findings
-        self.run = Run.create(root / "runs", "job", report.plan, datetime.now())
+        script = report.plan.files[JOB_SCRIPT].replace("--partition=main", f"--partition={partition}")
+        plan = replace(report.plan, files={**report.plan.files, JOB_SCRIPT: script})
+        self.run = Run.create(root / "runs", "job", plan, datetime.now())
         self.run.start()
 
     @property
@@ -129,11 +131,11 @@ def wait_for(condition: Callable[[], bool], run: SlurmRun, seconds: float = 300)
 
 
 @pytest.fixture
-def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[[Mapping[str, Any]], SlurmRun]]:
+def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[..., SlurmRun]]:
     runs: list[SlurmRun] = []
 
-    def start_run(changes: Mapping[str, Any]) -> SlurmRun:
-        runs.append(SlurmRun(root, changes))
+    def start_run(*arguments: Any) -> SlurmRun:
+        runs.append(SlurmRun(root, *arguments))
         return runs[-1]
 
     yield start_run
@@ -266,14 +268,11 @@ def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type
 def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     started.wait_for_step(1)
-    cluster.end_controller()
-    try:
+    with cluster.without_controller():
         answers._answers.clear()
         messages = [finding.message for finding in check(LONG).findings if finding.code == "SLM001"]
         assert messages and "sinfo" in messages[0]
         wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
-    finally:
-        cluster.start_controller()
     wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"], started)
     assert started.run.state == "running"
     assert (started.run.path / JOB).exists()
@@ -283,13 +282,10 @@ def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  #
 def test_a_job_is_canceled_once_the_controller_responds_again(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     started.wait_for_step(1)
-    cluster.end_controller()
-    try:
+    with cluster.without_controller():
         os.kill(started.run._json("state.json")["launcher"], signal.SIGTERM)
         wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
         assert started.run.state == "running" and len(started.ranks()) == 2
-    finally:
-        cluster.start_controller()
     assert started.wait("stopped", "failed") == "stopped", started.text
     assert started.job["state"] == "CANCELLED" and not cluster.jobs()
 
@@ -307,14 +303,7 @@ def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: i
 
 
 @pytest.mark.soak
-def test_a_job_that_is_refused_after_the_check_says_why(root, start, cluster) -> None:  # type: ignore[no-untyped-def]
-    """As if the partition had been removed between the check and the start."""
-    report = check({**FULL, "slurm.partition": "urgent"})
-    script = report.plan.files["job.sh"].replace("--partition=urgent", "--partition=removed")
-    refused = Run.create(
-        root / "runs", "refused", replace(report.plan, files={**report.plan.files, "job.sh": script}), datetime.now()
-    )
-    refused.start()
-    while refused.state in ALIVE:
-        time.sleep(0.1)
-    assert refused.state == "failed" and "invalid partition" in refused.summary()["sentence"].lower()
+def test_a_job_that_is_refused_after_the_check_says_why(start) -> None:  # type: ignore[no-untyped-def]
+    started = start(FULL, "removed")
+    assert started.wait("failed", "done") == "failed"
+    assert "invalid partition" in started.run.summary()["sentence"].lower()

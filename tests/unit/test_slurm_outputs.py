@@ -12,7 +12,7 @@ from backend.launch import slurm_cluster
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, known_gpu
 from backend.resolve import resolve
-from backend.runs import JOB_SCRIPT, slurm
+from backend.runs import JOB, JOB_SCRIPT, slurm
 from backend.runs.slurm import Job
 
 ON_SLURM = {"launch.place": "slurm"}
@@ -230,3 +230,11 @@ def test_a_name_cannot_add_an_option():
     lines = [line for line in made.files[JOB_SCRIPT].splitlines() if line.startswith("#SBATCH")]
     assert "#SBATCH --job-name=a-SBATCH---uid-0-b" in lines
     assert not [line for line in lines if line.startswith("#SBATCH --uid")]
+
+
+@pytest.mark.parametrize(
+    ("text", "job"), [('{"id": "7"}', "7"), ('{"id": "7", "ended": true}', ""), ("{}", ""), ("[7]", ""), ("{", "")]
+)
+def test_the_job_whose_end_nobody_has_seen(tmp_path, text, job):
+    (tmp_path / JOB).write_text(text)
+    assert slurm.unended(tmp_path) == job and slurm.unended(tmp_path / "nowhere") == ""
