@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.preflight import Report
-from backend.runs import NODE_JOB, Plan
+from backend.runs import NODE_JOB, RAY_JOB, Plan
 from backend.runs.folder import ALIVE, Run, RunError, runs
 
 FOLDER = ".device-tests"  # in the runs folder
@@ -38,6 +38,8 @@ def planned_test(plan: Plan) -> Plan:
     files = dict(plan.files)
     if NODE_JOB in files:  # the job's script has the command
         files[NODE_JOB] = files[NODE_JOB].replace(f"-m {TRAINER} ", f"-m {TEST} ")
+    if RAY_JOB in files:
+        files[RAY_JOB] = files[RAY_JOB].replace(f'"{TRAINER}"', f'"{TEST}"')
     return replace(plan, argv=_tested(plan.argv), other_nodes=nodes, files=files, then=())
 
 

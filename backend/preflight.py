@@ -6,7 +6,7 @@ Page, Start and command line call it. Only the inspection reads files; everythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from backend import registry
 from backend.config import RunSpec, variables
 from backend.config.options import edit, effective
 from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_paths, wait_for_worker
-from backend.launch import slurm_cluster
+from backend.launch import clusters
 from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate
 from backend.modelspec import flops_per_token, trainable_parameters
-from backend.resolve import ResolvedRun, resolve, selected_gpus
+from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
 from backend.rules.base import amount, counted
 from backend.runs import Plan
@@ -177,12 +177,7 @@ def report_on(case: Case) -> Report:
 def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:
     """The input of the rules: the options of `spec` that have an effect, and its inspected files."""
     spec = resolve_paths(effective(spec), base)
-    facts = inspect_inputs(spec, base)
-    if spec.launch.place == "slurm" and not machine.name:
-        machine, problem = slurm_cluster.machine(spec, machine)
-        problem = problem or slurm_cluster.refusal(spec, resolve(spec, machine, facts), machine)
-        facts = replace(facts, place_problem=problem)
-    return Case(spec, machine, facts)
+    return Case(spec, *clusters.ask(spec, machine, inspect_inputs(spec, base)))
 
 
 def estimate_json(estimate: Estimate) -> dict[str, Any]:

@@ -133,8 +133,9 @@ def _launch(form: Form) -> None:
             form.place("launch.max_restarts", "launch.hostfile", "launch.include")
             form.place("slurm.partition", "slurm.time_limit", "slurm.requeue")
         with fields(more=True):
-            form.place("slurm.account", "slurm.qos", "slurm.constraint", "slurm.gpu_model")
+            form.place("launch.gpu_model", "slurm.account", "slurm.qos", "slurm.constraint")
             form.place("slurm.cpus", "slurm.memory_gib", "slurm.setup", "slurm.extra")
+            form.place("ray.cpus", "ray.resources", "ray.python")
             form.place("launch.launcher", "launch.master_port", "launch.rdzv_id", "launch.omp_num_threads")
             form.place("parallel.bucket_cap_mb", "parallel.ddp_timeout")
             form.place("parallel.ddp_find_unused_parameters", "parallel.pin_memory", "parallel.nvme_buffer_count")

@@ -19,6 +19,7 @@ from backend.config.model import Model
 from backend.config.outputs import Eval, Logging, Save
 from backend.config.parallel import Parallel
 from backend.config.preference import Preference
+from backend.config.ray import Ray
 from backend.config.slurm import Slurm
 from backend.config.training import Precision, Train
 
@@ -41,6 +42,7 @@ class RunSpec(Section):
     logging: Logging = Logging()
     launch: Launch = Launch()
     slurm: Slurm = Slurm()
+    ray: Ray = Ray()
 
     @property
     def needs_loaded_weights(self) -> bool:

@@ -89,6 +89,17 @@ def word_like() -> tuple[AfterValidator]:
     return (AfterValidator(check),)
 
 
+def matches(pattern: str, what: str) -> AfterValidator:
+    """Annotation for a text that is empty or matches the pattern; else the error says `what`."""
+
+    def check(value: str) -> str:
+        if value and not re.fullmatch(pattern, value):
+            raise ValueError(what)
+        return value
+
+    return AfterValidator(check)
+
+
 def _json(text: str) -> str:
     merge.parse(text)
     return text
@@ -132,6 +143,8 @@ DDP: Condition = {"parallel.strategy": ("ddp",)}
 MULTI_PROCESS: Condition = {"parallel.strategy": registry.MULTI_PROCESS}
 LOCAL: Condition = {"launch.place": ("local",)}
 SLURM: Condition = {"launch.place": ("slurm",)}
+RAY: Condition = {"launch.place": ("ray",)}
+IN_CLUSTER: Condition = {"launch.place": ("slurm", "ray")}
 WITH_LAUNCHER: Condition = {
     **MULTI_PROCESS,
     **LOCAL,

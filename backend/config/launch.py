@@ -8,10 +8,11 @@ from pydantic import Field
 
 from backend.config.fields import (
     ELASTIC,
+    IN_CLUSTER,
     LOCAL,
     MULTI_NODE,
     MULTI_PROCESS,
-    SLURM,
+    RAY,
     STATIC,
     WITH_HOSTFILE,
     WITH_LAUNCHER,
@@ -21,21 +22,22 @@ from backend.config.fields import (
     Pairs,
     Section,
     Ui,
+    matches,
     word_like,
 )
 
 RENDEZVOUS = {"standalone": "Single node", "static": "Multi-node, static", "elastic": "Multi-node, elastic"}
 
 
-PLACES = {"local": "This machine", "slurm": "Slurm"}
+PLACES = {"local": "This machine", "slurm": "Slurm", "ray": "Ray"}
 
 
 class Launch(Section):
     """Place, launcher, devices, nodes and environment."""
 
-    place: Annotated[Literal["local", "slurm"], Ui("Run on", choices=PLACES)] = "local"
-    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm
-    cluster."""
+    place: Annotated[Literal["local", "slurm", "ray"], Ui("Run on", choices=PLACES)] = "local"
+    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm or
+    Ray cluster."""
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (
         "torchrun"
     )
@@ -54,7 +56,7 @@ class Launch(Section):
     ] = "standalone"
     """How the nodes of a run find each other; with elastic, nodes may join and leave, and the run restarts after a
     failure."""
-    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=(MULTI_NODE, {**MULTI_PROCESS, **SLURM}))] = 2
+    nnodes: Annotated[int, Field(ge=1, le=128), Ui("Nodes", when=(MULTI_NODE, {**MULTI_PROCESS, **IN_CLUSTER}))] = 2
     """Number of nodes that train together; for an elastic run, the maximum."""
     min_nnodes: Annotated[int, Field(ge=1, le=128), Ui("Minimum nodes", when=ELASTIC, unit="nodes")] = 1
     """Minimum number of nodes to start or continue an elastic run."""
@@ -65,11 +67,16 @@ class Launch(Section):
     master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=WITH_LAUNCHER)] = 0
     """Port on node 0 for the rendezvous; 0 uses a free port on a single node, and 29500 on several nodes or with
     deepspeed."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=ELASTIC)] = 3
+    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=(ELASTIC, RAY))] = 3
     """How often the processes restart from the latest checkpoint after a failure; 3 is usual."""
     rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous ID", when=ELASTIC)] = "footplate"
     """Name of the run in the rendezvous: the same on all its nodes, different for runs that share an address and
     port."""
+    gpu_model: Annotated[
+        str, matches(r"[\w .-]+", "must be the name of a GPU, such as H100"), Ui("GPU model", when=IN_CLUSTER)
+    ] = ""
+    """Model of the cluster's GPUs, such as H100 or A100 40GB, for checks and memory estimate; empty uses the type that
+    the cluster reports."""
     hostfile: Annotated[Lines, Ui("Hostfile", when=WITH_HOSTFILE, widget="lines")] = ()
     """One node per line, node 0 first, as the deepspeed launcher expects: worker-1 slots=4."""
     include: Annotated[str, Ui("Include", when=WITH_HOSTFILE)] = ""

@@ -8,20 +8,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from backend.config.fields import SLURM, Lines, Section, Ui
+from backend.config.fields import SLURM, Lines, Section, Ui, matches
 
 TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
-
-
-def _matches(pattern: str, what: str) -> AfterValidator:
-    """Check a value that becomes part of an #SBATCH line."""
-
-    def check(value: str) -> str:
-        if value and not re.fullmatch(pattern, value):
-            raise ValueError(what)
-        return value
-
-    return AfterValidator(check)
 
 
 def _each(check: Callable[[str], bool], what: str) -> AfterValidator:
@@ -34,7 +23,7 @@ def _each(check: Callable[[str], bool], what: str) -> AfterValidator:
     return AfterValidator(check_all)
 
 
-NAME = _matches(r"[\w.,+@-]+", "must contain only letters, digits and the characters _ . , + @ -")
+NAME = matches(r"[\w.,+@-]+", "must contain only letters, digits and the characters _ . , + @ -")
 
 
 class Slurm(Section):
@@ -43,7 +32,7 @@ class Slurm(Section):
     partition: Annotated[str, NAME, Ui("Partition", when=SLURM)] = ""
     """Partition of the job; empty uses the cluster's default."""
     time_limit: Annotated[
-        str, _matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
+        str, matches(TIME, "must be a time such as 30 (minutes), 12:00:00 or 2-00:00:00"), Ui("Time limit", when=SLURM)
     ] = ""
     """Longest duration of the job, such as 30 (minutes), 12:00:00 or 2-00:00:00; empty uses the partition's."""
     requeue: Annotated[bool, Ui("Continue automatically", when=SLURM)] = True
@@ -54,18 +43,13 @@ class Slurm(Section):
     qos: Annotated[str, NAME, Ui("QOS", when=SLURM)] = ""
     """Quality of service of the job; empty uses your default."""
     constraint: Annotated[
-        str, _matches(r"[\w.,+@&|*()\[\]-]+", "must be features such as a100|h100"), Ui("Constraint", when=SLURM)
+        str, matches(r"[\w.,+@&|*()\[\]-]+", "must be features such as a100|h100"), Ui("Constraint", when=SLURM)
     ] = ""
     """Features that the nodes must have, such as a100|h100."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=SLURM)] = 0
     """CPUs on each node; 0 requests the share that belongs to the GPUs, and without GPUs all of a node."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=SLURM, unit="GiB")] = 0
     """RAM on each node; 0 uses the cluster's default."""
-    gpu_model: Annotated[
-        str, _matches(r"[\w .-]+", "must be the name of a GPU, such as H100"), Ui("GPU model", when=SLURM)
-    ] = ""
-    """Model of the partition's GPUs, such as H100 or A100 40GB, for checks and memory estimate; empty uses the type
-    that Slurm reports."""
     extra: Annotated[
         Lines,
         _each(lambda line: bool(re.fullmatch(r"-[^\r\n]+", line)), "must have one sbatch option per line"),

@@ -45,8 +45,8 @@ def _torchrun(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...
 def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
     """torchrun's arguments about nodes and rendezvous."""
     launch, port = spec.launch, spec.launch.master_port or DEFAULT_PORT
-    if launch.place == "slurm":
-        return ()  # from the environment: backend/launch/slurm.py
+    if launch.place != "local":
+        return ()  # from the environment, which the job sets
     if launch.rendezvous == "static":
         nodes = (f"--nnodes={launch.nnodes}", f"--node-rank={node_rank}")
         return (*nodes, f"--master-addr={launch.master_addr}", f"--master-port={port}")

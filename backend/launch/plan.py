@@ -7,6 +7,7 @@ input gives equal text. Preview and launch use the same Plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
@@ -15,7 +16,7 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.presets import dump
 from backend.inspect.facts import InputFacts
-from backend.launch import accelerate_config, launchers, slurm
+from backend.launch import accelerate_config, launchers, ray, slurm
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.runs import (
@@ -27,6 +28,8 @@ from backend.runs import (
     JOB_SCRIPT,
     JOIN,
     NODE_JOB,
+    RAY_DRIVER,
+    RAY_JOB,
     RESOLVED,
     SPEC,
     Plan,
@@ -41,6 +44,8 @@ GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]
 # (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait for a minute, then fail.
 SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
+CLUSTERS: Mapping[str, Any] = {"slurm": slurm, "ray": ray}  # place -> the module that makes a job of the plan
+
 # Shown above each file in the preview.
 ABOUT: Mapping[str, str] = {
     SPEC: "The options that differ from the defaults. `footplate run spec.yaml` starts the same run.",
@@ -53,6 +58,9 @@ ABOUT: Mapping[str, str] = {
     JOB_SCRIPT: "Submitted with sbatch. It starts slurm-node.sh on each node, and puts the job back into the queue "
     "after an interruption.",
     NODE_JOB: "Started by Slurm on each node of the job.",
+    RAY_JOB: "What the Ray job reserves on each node, and the command that it starts there.",
+    RAY_DRIVER: "Started by Ray on the head node: it reserves the nodes, starts the command of ray.json on each, and "
+    "starts it again after a failure.",
     HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
 
@@ -72,7 +80,8 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         stop_timeout=spec.save.stop_timeout,
         then=(machine.python, "-m", "backend", "retry", ".", "--automatic") if spec.train.half_lr_retries else (),
     )
-    return slurm.as_job(made, spec, run, machine) if spec.launch.place == "slurm" else made
+    cluster = CLUSTERS.get(spec.launch.place)
+    return cluster.as_job(made, spec, run, machine) if cluster else made
 
 
 def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:
@@ -98,15 +107,15 @@ def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:
 def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     """Environment variables to set. Those of launch.env override ours."""
     device, launcher = registry.DEVICES[run.device], spec.launch.launcher
-    in_slurm = spec.launch.place == "slurm"
-    cores = slurm.cpus(spec, run, machine) if in_slurm else machine.cores
+    cluster = CLUSTERS.get(spec.launch.place)
+    cores = cluster.cpus(spec, run, machine) if cluster else machine.cores
     env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, cores // run.nproc_per_node))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
     env |= run.engine.environment(run.device)
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
-    if device.visible_devices_env and launcher != "deepspeed" and not in_slurm:  # these set it themselves
+    if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # these set it themselves
         env[device.visible_devices_env] = ",".join(map(str, run.device_ids))
     if run.device == "cuda" and len({gpu.name for gpu in machine.gpus}) > 1:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # device ids as in nvidia-smi; by default the fastest GPU is 0
@@ -144,7 +153,7 @@ def _notes(spec: RunSpec, run: ResolvedRun) -> tuple[str, ...]:
     devices = f"{run.nnodes} nodes, each with {devices}" if run.nnodes > 1 else devices
     backend = f" ({run.backend} backend)" if run.backend else ""
     notes = [f"Trains on {devices}{backend}."]
-    if spec.launch.place == "slurm":
+    if spec.launch.place in CLUSTERS:
         notes.append("Every node of the job needs the same Python environment and the run folder under the same path.")
     elif run.nnodes > 1:
         script = f"{JOIN}.sh" if spec.launch.rendezvous == "elastic" else f"{JOIN}-N.sh"

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from backend.config import RunSpec
+from backend.launch.share import cpus_of_gpus
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, STOP, Plan
@@ -60,8 +61,7 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
 
 def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
     """CPUs of the job on each node: those that are set, else the share that belongs to its GPUs, or all of a node."""
-    share = run.nproc_per_node / len(machine.gpus) if run.device == "cuda" and machine.gpus else 1
-    return spec.slurm.cpus or max(1, int(machine.cores * min(1, share)))
+    return spec.slurm.cpus or cpus_of_gpus(run, machine)
 
 
 def minutes(text: str) -> float:

@@ -1,26 +1,20 @@
 """What a Slurm cluster says before a job is submitted: the nodes of its partition, and why it would refuse the job.
 
-Imports config, machine, resolve, runs, launch.slurm. Answers are kept for a minute: a check on the page must not ask
-the cluster's controller at each key press.
+Imports config, machine, resolve, runs.slurm, launch.slurm, launch.answers.
 """
 
 from __future__ import annotations
 
 import re
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from backend.config import RunSpec
 from backend.launch import slurm
-from backend.machine import GIB, Gpu, Machine, known_gpu
+from backend.launch.answers import gpus, kept
+from backend.machine import Machine
 from backend.resolve import ResolvedRun
-from backend.runs.slurm import SlurmError, call
-
-KEPT_SECONDS = 60
-UNKNOWN_GPU = "unknown GPU"
+from backend.runs.follower import ClusterError
+from backend.runs.slurm import call
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
     sentence, or ''."""
     try:
         found = partitions()
-    except SlurmError as error:
+    except ClusterError as error:
         return here, str(error)
     name = spec.slurm.partition
     matching = [part for part in found if (part.name == name if name else part.is_default)]
@@ -53,7 +47,7 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
             return here, f"Slurm has no partition {name}. It has {known}."
         return here, f"Slurm has no default partition: set slurm.partition to one of {known}."
     largest = max(matching, key=lambda part: (part.gpus, part.cores))
-    devices = gpus(largest, spec.slurm.gpu_model)
+    devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
     described = replace(
         here,
         name=f"Slurm partition {largest.name}",
@@ -76,16 +70,16 @@ def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
     """Why sbatch would refuse the job, or could never start it, as a sentence; '' if it accepts it."""
     options = slurm.header(spec, run, nodes)
     try:
-        _kept(options, lambda: call("sbatch", "--test-only", *options, "--wrap=true"))
-    except SlurmError as error:
+        kept(options, lambda: call("sbatch", "--test-only", *options, "--wrap=true"))
+    except ClusterError as error:
         text = str(error).removeprefix("sbatch: ").removeprefix("allocation failure: ")
         return text if text.endswith(".") else f"Slurm refuses the job: {text}."
     return ""
 
 
 def partitions() -> tuple[Partition, ...]:
-    """All partitions. Raises SlurmError."""
-    found: tuple[Partition, ...] = _kept(
+    """All partitions. Raises ClusterError."""
+    found: tuple[Partition, ...] = kept(
         "sinfo", lambda: parse(call("sinfo", "--noheader", "--format=%P|%c|%m|%G|%D|%l"))
     )
     return found
@@ -120,32 +114,3 @@ def _gres(text: str) -> tuple[int, str]:
     for match in re.finditer(r"\bgpu(?::([A-Za-z][\w.-]*))?(?::(\d+))", text):
         total, kind = total + int(match[2]), kind or match[1] or ""
     return total, kind
-
-
-def gpus(part: Partition, model: str) -> tuple[Gpu, ...]:
-    """The GPUs of a node: of the model that the user named, else of the type that Slurm reports."""
-    name = model or part.gpu_type
-    known = known_gpu(name)
-    label, gib, capability = known or (UNKNOWN_GPU, 80, (0, 0))
-    return tuple(Gpu(number, label, gib * GIB, gib * GIB, capability) for number in range(part.gpus))
-
-
-_answers: dict[Any, tuple[float, Any]] = {}
-_lock = threading.Lock()
-
-
-def _kept(key: Any, ask: Callable[[], Any]) -> Any:
-    """The answer to `ask`, or the SlurmError that it raised, at most KEPT_SECONDS old."""
-    with _lock:
-        when, answer = _answers.get(key, (0.0, None))
-        if time.monotonic() - when > KEPT_SECONDS or not when:
-            try:
-                answer = ask()
-            except SlurmError as error:
-                answer = error
-            _answers[key] = time.monotonic(), answer
-            for old in [known for known, (since, _) in _answers.items() if time.monotonic() - since > KEPT_SECONDS]:
-                del _answers[old]
-    if isinstance(answer, SlurmError):
-        raise answer
-    return answer

@@ -17,6 +17,7 @@ from backend.machine import Machine
 from backend.rules import (
     accelerate_launcher,
     adapter,
+    clusters,
     data,
     kernels,
     launch,
@@ -29,7 +30,6 @@ from backend.rules import (
     precision,
     quantization,
     requirements,
-    slurm,
     stages,
     training,
     unsloth,
@@ -69,6 +69,7 @@ LEVELS = {"error": 0, "warning": 1, "advice": 2}
 RULES: tuple[Rule, ...] = tuple(sorted(_REGISTERED, key=lambda rule: rule.code))
 FAMILIES = {
     "ADP": (adapter, "Adapters"),
+    "CLU": (clusters, "Clusters"),
     "DAT": (data, "Data"),
     "HW": ((machine, requirements), "Hardware and packages"),
     "KRN": ((kernels, requirements), "Attention and kernels"),
@@ -81,7 +82,6 @@ FAMILIES = {
     "OUT": (training, "Saved output"),
     "PRC": ((precision, requirements), "Precision"),
     "QNT": ((quantization, requirements), "Quantization"),
-    "SLM": (slurm, "Slurm"),
     "STG": (stages, "Training stage"),
     "STR": (
         (

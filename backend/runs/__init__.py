@@ -6,8 +6,9 @@ launcher, waits for it and stops it; `queue.py` decides when it is a run's turn;
 cleanup of leftover processes; `failure.py` explains why a run failed, `throughput.py` estimates the remaining time;
 `metrics.py` reads log and metrics incrementally, `events.py` what happened meanwhile; `health.py` finds spikes, drops
 and slow ranks in them; `listing.py` is the list of all runs, `search.py` its columns and the search in them,
-`notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing; `rehearsals.py` runs through a
-spec in a minute, with `warm_python.py` in place of Python where one process can import the libraries for all.
+`notebook.py` the tags and notes of a run; `stacks.py` asks every rank what it is doing; `follower.py` follows a run's
+job in a cluster, `clusters.py` names the kinds of clusters; `rehearsals.py` runs through a spec in a minute, with
+`warm_python.py` in place of Python where one process can import the libraries for all.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SWEEP = "sweep.json"  # the sweep that the run belongs to, and the options that 
 SCRIPT = "run.sh"  # starts the same run from a shell
 JOB_SCRIPT = "job.sh"  # the batch script of a Slurm job
 NODE_JOB = "slurm-node.sh"  # what Slurm starts on each node of the job
+RAY_JOB = "ray.json"  # what the Ray job reserves and starts
+RAY_DRIVER = "ray-driver.py"  # what Ray runs: a copy of ray_driver.py
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
 
 # Written at any time.
@@ -40,7 +43,9 @@ ANNOTATIONS = "annotations.json"  # tags, notes, star and archive; replaced atom
 # Written while the run is alive.
 LOCK = "lock"  # locked (flock) while the run is alive; contains SUPERVISOR or SHELL; its mtime is the last start
 STATE = "state.json"  # start, end, exit code; replaced atomically by the supervisor
-JOB = "job.json"  # the run's job in a cluster and why it waits; replaced atomically by the launcher (slurm.py)
+JOB = "job.json"  # the run's job in a cluster and why it waits; replaced atomically by the launcher (follower.py)
+RAY_STATUS = "ray-status.json"  # why a Ray job waits; replaced atomically by its driver
+RAY_NODES = "ray-nodes"  # ray-nodes/RANK, by ray_node.py: exists while processes of the run may be on that node
 LOG = "log.txt"  # stdout and stderr of the launcher, appended
 RANK_LOGS = "ranks"  # ranks/ID/attempt_N/RANK/*, by torchrun: the logs of each rank and its error.json
 RANK = "rank"  # next to a rank's error.json, by that rank: its global rank

@@ -60,7 +60,7 @@ class KnownFailure:
 # The first match counts, so specific patterns come before general ones.
 KNOWN_FAILURES = (
     KnownFailure(
-        r"(?m)^backend\.runs\.slurm: (?P<name>.+)$",
+        r"(?m)^backend\.runs\.follower: (?P<name>.+)$",
         "{name}",
         "Resume submits a new job, which continues from the last complete checkpoint.",
         anywhere=True,

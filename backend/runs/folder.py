@@ -43,13 +43,15 @@ from backend.runs import (  # fmt: skip
     STATE,
     STOP,
     Plan,
+    clusters,
+    follower,
     ownership,
     processes,
     replace_text,
-    slurm,
     throughput,
 )
 from backend.runs.failure import Failure, diagnose
+from backend.runs.follower import ClusterError
 from backend.runs.metrics import last_points
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
@@ -213,8 +215,8 @@ class Run:
     def _end_job(self) -> None:
         """Cancel the job of a run whose follower was killed. Raises RunError."""
         try:
-            slurm.end(self.path)
-        except (slurm.SlurmError, OSError) as error:
+            clusters.end(self.path)
+        except (ClusterError, OSError) as error:
             raise RunError(str(error)) from error
 
     # -- state, from the files -----------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class Run:
             "stop": state in ALIVE,
             "resume": state in ("new", "stopped", "failed", "lost"),
             "delete": state not in ALIVE,
-            "clean_up": state not in ALIVE and bool(processes.run_processes(self.path) or slurm.unended(self.path)),
+            "clean_up": state not in ALIVE and bool(processes.run_processes(self.path) or follower.unended(self.path)),
         }
 
     def plan(self) -> Plan:
@@ -268,8 +270,8 @@ class Run:
         return dict(self._json(PLAN).get("about", {}))
 
     def job(self) -> dict[str, Any]:
-        """The run's job in a cluster, as its follower has seen it last (`slurm.py`); empty for other runs."""
-        return slurm.read(self.path)
+        """The run's job in a cluster, as its follower has seen it last (`follower.py`); empty for other runs."""
+        return follower.read(self.path)
 
     def waiting(self) -> dict[str, Any]:
         """Why a queued run waits (`reason`), and whether another program uses its devices (`in_use`)."""
@@ -427,10 +429,10 @@ class Run:
         job = self.job()
         if job.get("silent_since"):
             since = datetime.fromtimestamp(job["silent_since"]).strftime("%H:%M")
-            return f"Slurm has not responded since {since}; its job {job['id']} goes on meanwhile."
+            return f"{job['cluster']} has not responded since {since}; its job {job['id']} goes on meanwhile."
         if state != "queued":
             return ""
-        where = f"Slurm's queue (job {job['id']})" if job.get("waits") else "the queue"
+        where = f"{job['cluster']}'s queue (job {job['id']})" if job.get("waits") else "the queue"
         return f"Waiting in {where}. {self.waiting()['reason']}".strip()
 
     def _sentence_of_stop(self) -> str:
@@ -470,8 +472,8 @@ class Run:
             return f"Stopped{at}. {failure['sentence'] if failure else kept.get('cause') or resume}"
         if state == "failed":
             return f"Failed{at}. {self._failure().sentence}"
-        if job := slurm.unended(self.path):
-            return f"Lost{at}: {KILLED} Slurm's job {job} may go on; Resume follows it again, or starts a new one."
+        if job := follower.unended(self.path):
+            return f"Lost{at}: {KILLED} Its job {job} may go on; Resume follows it again, or starts another."
         return f"Lost{at}: {KILLED} {resume}"
 
     def _renamed(self) -> str:

@@ -39,15 +39,16 @@ from backend.runs import (
     STATE,
     STOP,
     SUPERVISOR,
+    clusters,
     events,
     processes,
     queue,
     replace_text,
-    slurm,
     start_env,
     webhook,
 )
 from backend.runs.folder import StopTimeouts, file_versions, is_fresh
+from backend.runs.follower import ClusterError
 from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
@@ -198,7 +199,7 @@ class Supervisor:
                 self._write()
             request, now = self._stop_request(), time.monotonic()
             if not request:
-                requested = sigterm_sent = 0.0  # Slurm's request ends when its job is back in the queue
+                requested = sigterm_sent = 0.0  # a cluster's request ends when its job is back in the queue
                 continue
             requested = requested or now
             self._record_deadline(requested + self._grace(request) - now)
@@ -264,10 +265,10 @@ class Supervisor:
                 file.truncate()
 
     def _end_job(self) -> None:
-        """Cancel the Slurm job of a run whose follower was killed."""
+        """Cancel the job of a run whose follower was killed."""
         try:
-            slurm.end(self.folder)
-        except (slurm.SlurmError, OSError) as error:
+            clusters.end(self.folder)
+        except (ClusterError, OSError) as error:
             with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{error}\n")
 

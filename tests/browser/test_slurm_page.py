@@ -23,7 +23,7 @@ from test_journeys import (
     wait_for_status,
 )
 
-from backend.runs import METRICS, slurm
+from backend.runs import METRICS, follower
 
 sys.path.append(str(Path(__file__).parent.parent / "process"))
 from slurm_cluster import slurm_cluster
@@ -37,7 +37,7 @@ def cluster(tmp_path, monkeypatch):
     with slurm_cluster(tmp_path / "slurm") as started:
         for name, value in started.environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv(slurm.POLL, "0.3")
+        monkeypatch.setenv(follower.POLL, "0.3")
         yield started
 
 
@@ -58,7 +58,7 @@ def fill_in(page):
     choose(page, "launch.place", "slurm")
     type_value(page, "slurm.partition", "gpu")
     wait_for_status(page, "^Cannot run")
-    expect(page.locator("[data-code=SLM001]")).to_contain_text("Slurm has no partition gpu. It has main, urgent.")
+    expect(page.locator("[data-code=CLU001]")).to_contain_text("Slurm has no partition gpu. It has main, urgent.")
     type_value(page, "slurm.partition", "main")
     wait_for_status(page, "^Can run")
     expect(page.locator("#fp-status")).to_contain_text("On Slurm partition main")

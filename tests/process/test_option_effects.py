@@ -24,7 +24,7 @@ from transformers import TrainerControl, TrainerState
 
 from backend.config import RunSpec
 from backend.config.options import by_name, edit, effective, options, word
-from backend.launch import slurm_cluster
+from backend.launch import answers
 from backend.launch.plan import plan
 from backend.machine import Gpu, Machine
 from backend.resolve import resolve
@@ -362,8 +362,8 @@ def launch_plan(spec: RunSpec) -> Any:
     return made.argv, made.env, made.defaults, made.other_nodes, {k: v for k, v in made.files.items() if k != SPEC}
 
 
-def partition_gpus(spec: RunSpec) -> Any:
-    return slurm_cluster.gpus(slurm_cluster.Partition("gpu", True, 1, 64, 0, 8, ""), spec.slurm.gpu_model)
+def cluster_gpus(spec: RunSpec) -> Any:
+    return answers.gpus(8, spec.launch.gpu_model)
 
 
 def compute_dtype(spec: RunSpec) -> Any:
@@ -462,6 +462,7 @@ FSDP2 = {"parallel.strategy": "fsdp2"}
 STATIC = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
 ELASTIC = {**STATIC, "launch.rendezvous": "elastic"}
 SLURM = {"launch.place": "slurm"}
+RAY = {"launch.place": "ray"}
 HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
     "model.source": Case("path", model_source, {"model.path": "INPUTS/one"}),
@@ -646,7 +647,10 @@ CASES: dict[str, Case] = {
     "slurm.constraint": Case("a100|h100", launch_plan, SLURM),
     "slurm.cpus": Case(3, launch_plan, SLURM),
     "slurm.memory_gib": Case(64, launch_plan, SLURM),
-    "slurm.gpu_model": Case("H100", partition_gpus, SLURM),
+    "launch.gpu_model": Case("H100", cluster_gpus, SLURM),
+    "ray.cpus": Case(3, launch_plan, RAY),
+    "ray.resources": Case(("accelerator_type:H100=0.001",), launch_plan, RAY),
+    "ray.python": Case("/opt/python", launch_plan, RAY),
     "slurm.extra": Case(("--reservation=team",), launch_plan, SLURM),
     "slurm.setup": Case(("module load cuda",), launch_plan, SLURM),
     "launch.launcher": Case("accelerate", launch_plan),

@@ -4,16 +4,14 @@ time limit and by a job of higher priority, left by their follower, and refused 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_runs import FULL, LONG, ON_TWO_NODES, ClusterRun
 from slurm_cluster import SlurmCluster, slurm_cluster
 from training_runs import (
     REORDERING_TOLERANCE,
@@ -26,22 +24,12 @@ from training_runs import (
     train_in_one_process,
 )
 
-from backend.launch import slurm_cluster as answers
+from backend.launch import answers
 from backend.machine import probe
 from backend.preflight import Report, preflight
-from backend.runs import JOB, JOB_SCRIPT, slurm
-from backend.runs.folder import ALIVE, Run
+from backend.runs import JOB, JOB_SCRIPT, follower, slurm
 
-FULL = {"method.kind": "full", "train.max_steps": 60, "train.per_device_train_batch_size": 2}
-ON_SLURM = {
-    "launch.place": "slurm",
-    "parallel.strategy": "ddp",
-    "launch.nnodes": 2,
-    "launch.nproc_per_node": 1,
-    "launch.omp_num_threads": 1,  # both nodes are this machine
-    "save.strategy": "no",  # what is saved was saved because of a stop
-}
-LONG = {**FULL, "train.max_steps": 100_000}
+ON_SLURM = {"launch.place": "slurm", **ON_TWO_NODES}
 
 
 @pytest.fixture(scope="module")
@@ -49,85 +37,35 @@ def cluster(root: Path) -> Iterator[SlurmCluster]:
     with pytest.MonkeyPatch.context() as patch, slurm_cluster(root / "slurm") as started:
         for name, value in started.environment.items():
             patch.setenv(name, value)
-        patch.setenv(slurm.POLL, "0.3")
+        patch.setenv(follower.POLL, "0.3")
         yield started
 
 
 @pytest.fixture(autouse=True)
 def no_kept_answers() -> None:
-    answers._answers.clear()
+    answers.forget()
 
 
 def check(changes: Mapping[str, Any]) -> Report:
     return preflight(make_spec({**ON_SLURM, **changes}), probe(Path.cwd()), Path.cwd())
 
 
-class SlurmRun:
-    """A run that was started as a job. `partition`: what the partition has become between the check and the start."""
+class SlurmRun(ClusterRun):
+    """A run that was started as a Slurm job. `partition`: what the partition has become between the check and the
+    start."""
 
     def __init__(self, root: Path, changes: Mapping[str, Any], partition: str = "main") -> None:
         report = check({"slurm.partition": "main", **changes})
         assert report.can_run, report.findings
         script = report.plan.files[JOB_SCRIPT].replace("--partition=main", f"--partition={partition}")
         plan = replace(report.plan, files={**report.plan.files, JOB_SCRIPT: script})
-        self.run = Run.create(root / "runs", "job", plan, datetime.now())
-        self.run.start()
-
-    @property
-    def job(self) -> dict[str, Any]:
-        return slurm.read(self.run.path)
-
-    def wait(self, *states: str, seconds: float = 300) -> str:
-        return wait_for(lambda: self.run.state in states, self, seconds) and self.run.state
-
-    def wait_for_step(self, step: int) -> None:
-        wait_for(lambda: last_step(self.run.path) >= step or self.run.state not in ALIVE, self)
-        assert last_step(self.run.path) >= step, self.text
-
-    def processes(self) -> dict[int, str]:
-        """Process id -> command of the processes of its jobs on this machine, which is both nodes."""
-        mark, found = f"SLURM_SUBMIT_DIR={self.run.path}".encode(), {}
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ").strip()
-            except OSError:
-                continue
-        return found
-
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks."""
-        return [
-            pid
-            for pid, words in self.processes().items()
-            if re.search(r"-m backend\.train \.$", words) and "torch.distributed" not in words
-        ]
+        super().__init__(root, plan, "SLURM_SUBMIT_DIR")
 
     def signal_batch_script(self, number: signal.Signals) -> None:
         scripts = [pid for pid, words in self.processes().items() if "slurm_script" in words]
         assert scripts
         for pid in scripts:
             os.kill(pid, number)
-
-    @property
-    def text(self) -> str:
-        log = self.run.path / "log.txt"
-        return f"{self.run.summary()} {self.job}\n{log.read_text()[-3000:] if log.exists() else ''}"
-
-    def end(self) -> None:
-        """Stop it if it is alive; afterwards nothing is left of it."""
-        if self.run.state in ALIVE:
-            self.run.stop(save=False)
-        self.wait("done", "stopped", "failed", "lost")
-        wait_for(lambda: not self.processes(), self)
-
-
-def wait_for(condition: Callable[[], bool], run: SlurmRun, seconds: float = 300) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, run.text
-        time.sleep(0.1)
-    return True
 
 
 @pytest.fixture
@@ -141,7 +79,7 @@ def start(root: Path, cache: Path, cluster: SlurmCluster) -> Iterator[Callable[.
     yield start_run
     for run in runs:
         run.end()
-        wait_for(lambda: not cluster.jobs(), run)
+        run.wait_for(lambda: not cluster.jobs())
 
 
 def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start) -> None:  # type: ignore[no-untyped-def]
@@ -195,14 +133,14 @@ def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # t
     other = cluster.command("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 99")
     try:
         started = start(FULL)
-        wait_for(lambda: "free nodes" in started.run.summary()["sentence"], started)
+        started.wait_for(lambda: "free nodes" in started.run.summary()["sentence"])
         assert started.run.state == "queued" and started.run.summary()["started"] is None
         started.run.stop()
         assert started.wait("stopped") == "stopped"
         assert started.job["state"] == "CANCELLED" and cluster.jobs() == [other]
     finally:
         cluster.command("scancel", other)
-    wait_for(lambda: not cluster.jobs(), started)
+    started.wait_for(lambda: not cluster.jobs())
 
 
 @pytest.mark.soak
@@ -224,7 +162,7 @@ def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluste
     for pid in (state["pid"], state["launcher"]):
         os.kill(pid, signal.SIGKILL)
     started.wait("lost")
-    assert f"Slurm's job {job} may go on" in run.summary()["sentence"]
+    assert f"Its job {job} may go on" in run.summary()["sentence"]
     run.resume()
     started.wait_for_step(last_step(run.path) + 2)
     assert cluster.jobs() == [job], "not submitted again"
@@ -252,7 +190,7 @@ def test_a_failed_rank_fails_the_run_with_its_traceback(start, cluster, tmp_path
 
 def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type: ignore[no-untyped-def]
     def problem(changes: Mapping[str, Any]) -> str:
-        found = [finding.message for finding in check(changes).findings if finding.code == "SLM001"]
+        found = [finding.message for finding in check(changes).findings if finding.code == "CLU001"]
         return found[0] if found else ""
 
     assert problem({}) == ""
@@ -269,11 +207,11 @@ def test_a_controller_that_does_not_respond_is_named(start, cluster) -> None:  #
     started = start(LONG)
     started.wait_for_step(1)
     with cluster.without_controller():
-        answers._answers.clear()
-        messages = [finding.message for finding in check(LONG).findings if finding.code == "SLM001"]
+        answers.forget()
+        messages = [finding.message for finding in check(LONG).findings if finding.code == "CLU001"]
         assert messages and "sinfo" in messages[0]
-        wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
-    wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"], started)
+        started.wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"])
+    started.wait_for(lambda: "Slurm has not" not in started.run.summary()["sentence"])
     assert started.run.state == "running"
     assert (started.run.path / JOB).exists()
 
@@ -284,7 +222,7 @@ def test_a_job_is_canceled_once_the_controller_responds_again(start, cluster) ->
     started.wait_for_step(1)
     with cluster.without_controller():
         os.kill(started.run._json("state.json")["launcher"], signal.SIGTERM)
-        wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"], started)
+        started.wait_for(lambda: "Slurm has not responded since" in started.run.summary()["sentence"])
         assert started.run.state == "running" and len(started.ranks()) == 2
     assert started.wait("stopped", "failed") == "stopped", started.text
     assert started.job["state"] == "CANCELLED" and not cluster.jobs()
@@ -298,7 +236,7 @@ def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: i
     started.wait_for_step(5)
     cluster.command("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     started.wait("queued", seconds=60)
-    wait_for(lambda: any(p.get("event") == "resumed" for p in read_metrics(run.path)), started)
+    started.wait_for(lambda: any(p.get("event") == "resumed" for p in read_metrics(run.path)))
     assert all(p["step"] >= 4 for p in read_metrics(run.path) if p.get("event") == "resumed")
 
 

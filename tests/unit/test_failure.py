@@ -208,10 +208,10 @@ def test_an_interrupted_build(tmp_path: Path) -> None:
 
 def test_a_failed_slurm_job(tmp_path: Path) -> None:
     """Its ranks may have written that they lost each other."""
-    log = f"{TRACE}backend.runs.slurm: A node of the Slurm job failed.\n"
+    log = f"{TRACE}backend.runs.follower: A node of the Slurm job failed.\n"
     failure = diagnose_log(tmp_path, log.replace("ValueError: row 7", "RuntimeError: Connection closed by peer"))
     assert failure.sentence == "A node of the Slurm job failed." and "new job" in failure.help
-    refused = "backend.runs.slurm: sbatch: Batch job submission failed: Invalid account.\n"
+    refused = "backend.runs.follower: sbatch: Batch job submission failed: Invalid account.\n"
     assert "Invalid account." in diagnose_log(tmp_path, refused).sentence
 
 

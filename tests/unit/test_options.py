@@ -31,7 +31,9 @@ def other(option):
             number = (low + high) / 2 if option.kind == "float" else int(low + high) // 2
             return number if number != option.default else number + 1
         case "list":
-            return {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v")}.get(option.name, ("a", "b"))
+            return {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v"), "ray.resources": ("a=1",)}.get(
+                option.name, ("a", "b")
+            )
         case "table":
             return {"A": "1"}
         case _ if "extra_" in option.name:  # JSON

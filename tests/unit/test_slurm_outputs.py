@@ -8,12 +8,11 @@ import pytest
 
 from backend.config import RunSpec
 from backend.config.options import SpecError, edit, parse
-from backend.launch import slurm_cluster
+from backend.launch import answers, slurm_cluster
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, known_gpu
 from backend.resolve import resolve
-from backend.runs import JOB, JOB_SCRIPT, slurm
-from backend.runs.slurm import Job
+from backend.runs import JOB, JOB_SCRIPT, follower, slurm
 
 ON_SLURM = {"launch.place": "slurm"}
 SQUEUE = """\
@@ -58,7 +57,7 @@ def test_why_a_job_waits(id, text):
 
 def test_every_reason_is_a_sentence():
     assert all(text.endswith(".") and text[0].isupper() for text in slurm.REASONS.values() if text)
-    assert Job("1", "PENDING", "").text == ""
+    assert slurm.parse("1|PENDING||")["1"].text == ""
 
 
 def test_partitions_of_sinfo():
@@ -104,7 +103,7 @@ class Commands:
         folder.mkdir()
         monkeypatch.setenv("PATH", str(folder))
         monkeypatch.setenv("FOOTPLATE_CACHE", str(folder / "cache"))
-        slurm_cluster._answers.clear()
+        answers.forget()
 
     def prints(self, name, text, status=0):
         file = self.folder / name
@@ -159,15 +158,15 @@ def test_the_default_partition_and_unknown_gpus(commands):
     machine, _ = slurm_cluster.machine(edit(RunSpec(), ON_SLURM), Machine())
     assert machine.device == "cpu" and machine.nodes == 12
     old = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "old"})
-    assert slurm_cluster.machine(old, Machine())[0].gpus[0].name == slurm_cluster.UNKNOWN_GPU
-    named = edit(old, {"slurm.gpu_model": "T4"})
+    assert slurm_cluster.machine(old, Machine())[0].gpus[0].name == answers.UNKNOWN_GPU
+    named = edit(old, {"launch.gpu_model": "T4"})
     assert slurm_cluster.machine(named, Machine())[0].gpus[0].total_bytes == 16 * GIB
 
 
 def test_problems_are_sentences(commands):
     spec = edit(RunSpec(), {**ON_SLURM, "slurm.partition": "none"})
     assert slurm_cluster.machine(spec, Machine())[1] == "The command sinfo is not installed on this machine."
-    slurm_cluster._answers.clear()
+    answers.forget()
     commands.prints("sinfo", SINFO.replace("*", ""))
     assert slurm_cluster.machine(spec, Machine())[1] == "Slurm has no partition none. It has cpu, gpu, mig, old."
     default = edit(RunSpec(), ON_SLURM)
@@ -237,4 +236,4 @@ def test_a_name_cannot_add_an_option():
 )
 def test_the_job_whose_end_nobody_has_seen(tmp_path, text, job):
     (tmp_path / JOB).write_text(text)
-    assert slurm.unended(tmp_path) == job and slurm.unended(tmp_path / "nowhere") == ""
+    assert follower.unended(tmp_path) == job and follower.unended(tmp_path / "nowhere") == ""

@@ -14,6 +14,7 @@ from typing import Any
 from backend.compare import Variant, recommend, variants
 from backend.config import RunSpec, importers, presets, variables
 from backend.config.options import Problem, SpecError, by_name, edit, get, options, parse, shown, text
+from backend.config.ray import Ray
 from backend.inspect import download_config
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
@@ -160,6 +161,7 @@ def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     files of a model folder: a file from somebody else must not agree to that."""
     found = variables.choosing_code(spec.launch.env)
     found += [f"slurm.{name}" for name in ("setup", "extra") if getattr(spec.slurm, name)]
+    found += ["ray.python"] if spec.ray.python != Ray().python else []
     if not spec.model.trust_remote_code:
         return spec, found
     return edit(spec, {"model.trust_remote_code": False}), [*found, "model.trust_remote_code (turned off)"]

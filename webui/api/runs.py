@@ -194,8 +194,8 @@ def list_remedies(state: State, run: PathRun) -> dict[str, Any]:
 
 
 def _place_in_queue(run: Run) -> dict[str, Any] | None:
-    """Whether a waiting run is held, whether it can be, which a job in Slurm's queue cannot here, and whether another
-    program uses its devices; None for other runs."""
+    """Whether a waiting run is held, whether it can be, which a job in a cluster's queue cannot here, and whether
+    another program uses its devices; None for other runs."""
     if run.state != "queued":
         return None
     held = any(entry.held for entry in queue.entries() if entry.run == str(run.path))

@@ -1,0 +1,49 @@
+"""Answers of a cluster, kept for a minute: a check on the page must not ask the cluster at each key press.
+
+Imports machine, runs.follower.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from backend.machine import GIB, Gpu, known_gpu
+from backend.runs.follower import ClusterError
+
+KEPT_SECONDS = 60
+UNKNOWN_GPU = "unknown GPU"
+
+_answers: dict[Any, tuple[float, Any]] = {}
+_lock = threading.Lock()
+
+
+def kept(key: Any, ask: Callable[[], Any]) -> Any:
+    """The answer to `ask`, or the ClusterError that it raised, at most KEPT_SECONDS old."""
+    with _lock:
+        when, answer = _answers.get(key, (0.0, None))
+        if time.monotonic() - when > KEPT_SECONDS or not when:
+            try:
+                answer = ask()
+            except ClusterError as error:
+                answer = error
+            _answers[key] = time.monotonic(), answer
+            for old in [known for known, (since, _) in _answers.items() if time.monotonic() - since > KEPT_SECONDS]:
+                del _answers[old]
+    if isinstance(answer, ClusterError):
+        raise answer
+    return answer
+
+
+def forget() -> None:
+    """Ask again at the next check."""
+    with _lock:
+        _answers.clear()
+
+
+def gpus(count: int, name: str) -> tuple[Gpu, ...]:
+    """The GPUs of a node, of the model that the user or the cluster names."""
+    label, gib, capability = known_gpu(name) or (UNKNOWN_GPU, 80, (0, 0))
+    return tuple(Gpu(number, label, gib * GIB, gib * GIB, capability) for number in range(count))

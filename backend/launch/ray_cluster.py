@@ -1,0 +1,90 @@
+"""What a Ray cluster says before a job is submitted: its nodes.
+
+Imports config, machine, resolve, runs.ray, launch.answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backend.config import RunSpec
+from backend.launch import ray
+from backend.launch.answers import gpus, kept
+from backend.machine import Machine
+from backend.resolve import ResolvedRun
+from backend.runs.follower import ClusterError
+from backend.runs.ray import address, request, token
+
+ACCELERATOR = "accelerator_type:"  # Ray's name of the resource for a type of GPU
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, and the resources that it has, whether in use or not."""
+
+    cores: int
+    gpus: int
+    gpu_type: str
+    ram_bytes: int
+    resources: Mapping[str, float]
+
+
+def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
+    """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
+    sentence, or ''."""
+    try:
+        found = nodes()
+    except ClusterError as error:
+        return here, str(error)
+    required = [line.partition("=")[0] for line in spec.ray.resources]
+    matching = [node for node in found if all(name in node.resources for name in required)]
+    if not matching:
+        what = f" with the resources {', '.join(required)}" if required else ""
+        return here, f"The Ray cluster at {address()} has no node{what}."
+    largest = max(matching, key=lambda node: (node.gpus, node.cores))
+    devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
+    described = replace(
+        here,
+        name="Ray cluster",
+        device="cuda" if devices else "cpu",
+        gpus=devices,
+        nodes=sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching),
+        cores=largest.cores,
+        ram_bytes=largest.ram_bytes or here.ram_bytes,
+        ram_free_bytes=largest.ram_bytes or here.ram_bytes,
+        shm_free_bytes=None,
+        driver_version="",
+    )
+    return described, ""
+
+
+def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
+    """Why no node could ever run the job, as a sentence, or ''. Fewer nodes than the run needs are no reason: Ray may
+    add some, and the run waits for them."""
+    wanted = ray.resources(spec, run, nodes)
+    if wanted["CPU"] > nodes.cores:
+        return f"Each node would reserve {wanted['CPU']:g} CPUs, and the nodes of the Ray cluster have {nodes.cores}."
+    return ""
+
+
+def nodes() -> tuple[Node, ...]:
+    """The nodes that are alive. Raises ClusterError."""
+    found: tuple[Node, ...] = kept(("ray", address(), token()), lambda: parse(request("/api/v0/nodes?detail=true")))
+    return found
+
+
+def parse(answer: Any) -> tuple[Node, ...]:
+    """The living nodes in the answer of Ray's state API."""
+    try:
+        rows = answer["data"]["result"]["result"]
+        return tuple(_node(row["resources_total"]) for row in rows if row["state"] == "ALIVE")
+    except (KeyError, TypeError, AttributeError):
+        raise ClusterError(f"Ray at {address()} does not list its nodes. Ray 2.9 or later is required.") from None
+
+
+def _node(resources: Mapping[str, float]) -> Node:
+    kind = next((name.removeprefix(ACCELERATOR) for name in resources if name.startswith(ACCELERATOR)), "")
+    ram = resources.get("memory", 0) + resources.get("object_store_memory", 0)
+    return Node(int(resources.get("CPU", 0)), int(resources.get("GPU", 0)), kind, int(ram), resources)

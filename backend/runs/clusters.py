@@ -1,0 +1,31 @@
+"""The cluster that a run's job was submitted to.
+
+Imports runs.follower, runs.slurm, runs.ray.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.runs import JOB
+from backend.runs.follower import Cluster, ClusterError, read, unended
+from backend.runs.ray import Ray
+from backend.runs.slurm import Slurm
+
+
+def cluster_of(folder: Path) -> Cluster:
+    """The cluster that job.json names."""
+    return Ray(folder) if read(folder).get("cluster") == Ray.name else Slurm()
+
+
+def end(folder: Path) -> None:
+    """Cancel the job of a run whose follower was killed, and wait until it is gone. Raises ClusterError."""
+    if not (job := unended(folder)):
+        return
+    cluster = cluster_of(folder)
+    try:
+        cluster.end(job)
+    except ClusterError as error:
+        raise ClusterError(f"{error} If the cluster no longer exists, delete {JOB} in {folder}.") from error
+    if left := cluster.wait_for_processes():
+        raise ClusterError(left)

@@ -1,0 +1,188 @@
+"""The job that a run is in a cluster, and the process that follows it: the launcher process of such a run.
+
+Imports backend.runs. The follower submits the job, waits for its end, and writes job.json, from which the page knows
+what the job waits for. If this process is killed, the job continues; the next start of the run finds it in job.json and
+waits for it instead of submitting another one. `slurm.py` and `ray.py` have the clusters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.runs import JOB, STOP, replace_text
+
+POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
+POLL_SECONDS = float(os.environ.get(POLL, "5"))
+SAYS = "backend.runs.follower: "  # begins the line that says why a job failed (failure.py)
+FORGOTTEN = 3  # polls in which the cluster no longer knows the job
+CANCEL_SECONDS = 120.0  # for a job that was canceled: Slurm's KillWait, GraceTime and epilog
+DONE, STOPPED, FAILED = "done", "stopped", "failed"  # a job that a person, a limit or another job ended is STOPPED
+
+
+class ClusterError(Exception):
+    """A cluster did not respond, or refused a request; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as its cluster describes it: `state` in the cluster's words; whether it `waits` in a queue, for the first
+    time or again, and why, as sentences; how it ended (`end`: '', DONE, STOPPED or FAILED), and why (`cause`)."""
+
+    id: str
+    state: str
+    waits: bool = False
+    text: str = ""
+    end: str = ""
+    cause: str = ""
+
+
+class Cluster(ABC):
+    """What can be requested of a cluster. Every method raises ClusterError."""
+
+    name: str
+    interruption = ""  # what the job's own scripts write into the stop file when the cluster interrupts it
+
+    @abstractmethod
+    def submit(self, arguments: Sequence[str]) -> str:
+        """Submit the job of the run in the current folder, with further arguments of the trainer; its id."""
+
+    @abstractmethod
+    def find(self, job: str, max_age: float) -> Job | None:
+        """A job as it was at most `max_age` seconds ago; None if the cluster does not know it."""
+
+    @abstractmethod
+    def cancel(self, job: str) -> None:
+        """Cancel a job; one that has ended is no error."""
+
+    def wait_for_processes(self) -> str:
+        """Wait until no process of a job that has ended is left; else a sentence about those that may be."""
+        return ""
+
+    def end(self, job: str) -> None:
+        """Cancel a job and wait until it has ended."""
+        self.cancel(job)
+        until = time.monotonic() + CANCEL_SECONDS
+        while (found := self.find(job, max_age=1.0)) and not found.end:
+            if time.monotonic() > until:
+                raise ClusterError(f"The {self.name} job {job} was canceled, but has not ended yet.")
+            time.sleep(1)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the follower has written about the run's job; empty for a run without one."""
+    try:
+        found = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def unended(folder: Path) -> str:
+    """The id of a run's job whose end no follower has seen; '' if there is none."""
+    job = read(folder)
+    return "" if job.get("ended") else str(job.get("id", ""))
+
+
+class Follower:
+    """The job of the run in `folder`."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.job = Job("", "")
+        self.canceled = False
+        self.silent_since = 0.0
+        self.began = 0.0
+
+    def follow(self, arguments: Sequence[str]) -> int:
+        """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "canceled", True))
+        earlier = unended(self.folder)
+        job = self.cluster.find(earlier, max_age=0) if earlier else None
+        if job is None or job.end:
+            job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
+            print(f"{self.cluster.name} job {job.id}", flush=True)
+        self.job = job
+        unknown, asked = 0, False
+        while unknown < FORGOTTEN and not self.job.end:
+            self._record()
+            request = self._stop_request()
+            if self.job.waits and self._is_interruption(request):  # left from a failed node: the job has come back
+                (self.folder / STOP).unlink(missing_ok=True)
+                request = None
+            if (self.canceled or (self.job.waits and request is not None)) and not asked:
+                asked = self._cancel()
+            time.sleep(min(1.0, POLL_SECONDS) if asked else POLL_SECONDS)
+            if (found := self._look()) is not None:
+                unknown = 0 if found else unknown + 1
+        return self._end()
+
+    def _cancel(self) -> bool:
+        """Whether the cluster has accepted that the job is canceled. If not, it is requested again at the next poll."""
+        with contextlib.suppress(ClusterError):
+            self.cluster.cancel(self.job.id)
+            return True
+        return False
+
+    def _look(self) -> bool | None:
+        """Whether the cluster knows the job; None if it did not respond."""
+        try:
+            found = self.cluster.find(self.job.id, 1.0 if self.canceled else POLL_SECONDS)
+        except (ClusterError, OSError):
+            self.silent_since = self.silent_since or time.time()
+            return None
+        self.silent_since = 0.0
+        if found:
+            if not found.waits and self.job.waits:
+                self.began = time.time()
+            self.job = found
+        return bool(found)
+
+    def _record(self, ended: bool = False) -> None:
+        about = {"id": self.job.id, "cluster": self.cluster.name, "state": self.job.state, "waits": self.job.waits}
+        about |= {"text": self.job.text, "silent_since": self.silent_since, "began": self.began, "ended": ended}
+        if about != read(self.folder):
+            with contextlib.suppress(OSError):  # a full disk: tried again at the next poll
+                replace_text(self.folder / JOB, json.dumps(about))
+
+    def _stop_request(self) -> str | None:
+        """The text of the stop file; None without one."""
+        try:
+            return (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+    def _is_interruption(self, request: str | None) -> bool:
+        """Whether the cluster, and not a user, has requested the stop."""
+        return bool(request and self.cluster.interruption and self.cluster.interruption in request)
+
+    def _end(self) -> int:
+        job, request = self.job, self._stop_request()
+        left = self.cluster.wait_for_processes()
+        self._record(ended=True)
+        cause = job.cause
+        if not job.end:
+            cause = f"{self.cluster.name} no longer knows the job {job.id}, so its end is not known."
+        if job.end == STOPPED and (request is None or self._is_interruption(request)):
+            replace_text(self.folder / STOP, f"save\n{cause}\n")
+        for line in filter(None, (left, cause)):
+            print(line if job.end == STOPPED else f"{SAYS}{line}", flush=True)
+        return 0 if job.end in (DONE, STOPPED) else 1
+
+
+def follow(cluster: Cluster, arguments: Sequence[str]) -> int:
+    """Follow the job of the run in the current folder; the exit status of the launcher."""
+    try:
+        return Follower(Path.cwd(), cluster).follow(arguments)
+    except (ClusterError, OSError) as error:
+        print(f"{SAYS}{str(error).rstrip('.')}.", flush=True)
+        return 1
