@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -250,21 +251,18 @@ def _forward(listener: socket.socket, namespace: str) -> None:
         except OSError:  # closed
             os.close(handle)
             return
-        try:
-            server = socket.create_connection((ADDRESSES[0], DASHBOARD_PORT), timeout=30)
-        except OSError:
-            client.close()
-            continue
-        for source, target in ((client, server), (server, client)):
-            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+        threading.Thread(target=_connect, args=(client,), daemon=True).start()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while part := source.recv(65536):
-            target.sendall(part)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
+def _connect(client: socket.socket) -> None:
+    """Copy both directions until one of the two closes. The thread has the network namespace of its parent."""
+    with client, contextlib.suppress(OSError), socket.create_connection((ADDRESSES[0], DASHBOARD_PORT), 30) as server:
+        other = {client: server, server: client}
+        while readable := select.select([client, server], [], [], 120)[0]:
+            for source in readable:
+                if not (part := source.recv(65536)):
+                    return
+                other[source].sendall(part)
 
 
 @contextlib.contextmanager
