@@ -65,7 +65,7 @@ def fill_in(page, cluster):
     expect(page.locator("#fp-status")).to_contain_text("On Ray cluster")
     page.locator("#fp-preview-tabs").get_by_text("ray.json", exact=True).click()
     expect(page.locator("#fp-preview-text")).to_contain_text('"nodes": 2')
-    open_section(page, "save")
+    open_section(page, "checkpoint")
     choose(page, "save.strategy", "steps")
     type_value(page, "save.steps", 5)
 
@@ -83,6 +83,7 @@ def test_a_run_on_ray(server, page, cluster):
         expect(page.get_by_role("button", name="Remove from queue")).to_be_visible()
 
     wait_for_state(page, "running")
+    wait_for_chart_step(page, "[1-9]")
     wait_for_step(page, run, 10)
     assert run.resolved()["world_size"] == 2
     cluster.lose_node()
