@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, device_test, export_metrics, rehearse, runs, runs_list, sweep
+from backend.cli import commands, device_test, export, export_metrics, rehearse, runs, runs_list, sweep
 from backend.config.options import SpecError
 from backend.runs.folder import RunError
 
@@ -61,6 +61,7 @@ COMMANDS: Mapping[str, Command] = {
     "bundle": runs.bundle,
     "retry": runs.retry,
     "import": commands.import_file,
+    "export": export.start,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -121,6 +122,9 @@ def _add_spec_commands(command: AddCommand, folder: argparse.ArgumentParser) -> 
     plan = command("plan", spec, machine, help="print the exact launch command and the files that it reads")
     plan.add_argument("--launcher", choices=commands.launchers(), help="override launch.launcher of SPEC")
     command("estimate", spec, machine, folder, help="print the memory and disk estimate item by item")
+    exported = command("export", spec, machine, help="write a spec as the configuration files of LLaMA-Factory")
+    exported.add_argument("--to", choices=("llamafactory",), required=True, help="the tool that reads them")
+    exported.add_argument("--out", default="llamafactory", metavar="FOLDER", help="where (default: llamafactory)")
     run = command("run", spec, folder, help="start a run; it waits in the queue until its devices are free")
     after = run.add_mutually_exclusive_group()
     after.add_argument("--after-ok", metavar="RUN", help="start after this run has succeeded")

@@ -37,6 +37,7 @@ LAYERS = {
     "backend.launch.slurm_cluster": 5.1,
     "backend.launch.ray_cluster": 5.1,
     "backend.launch.clusters": 5.2,
+    "backend.launch.llamafactory": 5.1,
     "backend.launch.accelerate_config": 5,
     "backend.launch": 5,
     "backend.memory": 5,
@@ -73,7 +74,7 @@ COMPARES_ENGINES = re.compile(
     r"|\.(?:zero_stage|fsdp_version) (?:==|!=|>=|<|in|not in) |parallel\.strategy (?:==|!=|in) "
 )
 ENGINE_FOLDERS = ("backend/engines/", "backend/train/engines/", "backend/rules/distributed/", "backend/registry/")
-MAX_MODULES_COMPARING = 13
+MAX_MODULES_COMPARING = 14
 TRAINING_LIBRARIES = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets"}
 PAGE_LIBRARIES = {"gradio", "fastapi", "starlette", "uvicorn", "matplotlib"}
 

@@ -1,0 +1,478 @@
+"""A spec as files of LLaMA-Factory 0.9: train.yaml, dataset_info.json, and the DeepSpeed configuration.
+
+Imports registry, config, data, paths, resolve, runs. The counterpart of config/llamafactory.py. Every option that is
+visible is written, or is in the list of what LLaMA-Factory does not have, so nothing is lost silently.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend import registry
+from backend.config import Data, RunSpec
+from backend.config.llamafactory import ATTENTION, SAME, STAGES
+from backend.config.options import Problem, SpecError, get, options, shown
+from backend.data.chat import InvalidExample
+from backend.data.formats import convert
+from backend.data.reading import DataFileError, expand, file_patterns, read_examples
+from backend.paths import model_folder
+from backend.resolve import ResolvedRun
+from backend.runs import DEEPSPEED
+
+CONFIG, DATASET_INFO, OUTPUT = "train.yaml", "dataset_info.json", "output"
+KEYS = {option: key for key, option in SAME.items()}
+# What LLaMA-Factory takes from elsewhere, and what does not change the training.
+ELSEWHERE = {
+    "model.source", "model.builtin", "model.path", "model.hub_id", "data.source", "data.builtin", "data.files",
+    "data.hub_id", "data.hub_config", "data.hub_split", "data.format", "data.messages_column", "data.prompt_column",
+    "data.completion_column", "data.chosen_column", "data.rejected_column", "data.label_column", "data.text_column",
+    "data.validation", "data.validation_files", "train.duration", "save.stop_timeout", "logging.level",
+    "launch.place", "launch.launcher", "launch.device", "launch.devices", "launch.nproc_per_node", "launch.rendezvous",
+    "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr", "launch.master_port",
+    "launch.max_restarts", "launch.rdzv_id", "launch.gpu_model", "launch.omp_num_threads", "launch.cuda_env_defaults",
+    "launch.env",
+}  # fmt: skip
+# Options whose value 0 means that there is none; LLaMA-Factory leaves the key out.
+ZERO_IS_NONE = {
+    "data.max_samples", "save.total_limit", "eval.early_stopping_patience", "train.neftune_noise_alpha",
+    "preference.sft_loss_weight",
+}  # fmt: skip
+COLUMNS = {
+    "pairs": {"messages": "messages", "chosen": "chosen", "rejected": "rejected"},
+    "labels": {"messages": "messages", "kto_tag": "kto_tag"},
+    "prompt_completion": {"messages": "messages"},
+}
+TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "system_tag": "system", "observation_tag": "tool", "function_tag": "function_call",
+}  # fmt: skip
+
+
+@dataclass
+class Export:
+    """The files by name, and what they leave out. `different`: same option, different behavior; `missing`: no
+    counterpart. Both are sentences that begin with the option."""
+
+    spec: RunSpec
+    run: ResolvedRun
+    format: str  # of the training data
+    converts: bool = True  # data files that LLaMA-Factory cannot read as they are
+    table: dict[str, Any] = field(default_factory=dict)
+    datasets: dict[str, Any] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)  # data files that LLaMA-Factory cannot read as they are
+    different: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # combinations that LLaMA-Factory's own parser rejects
+    written: set[str] = field(default_factory=set)  # options
+
+    @property
+    def deepspeed(self) -> str:
+        """The DeepSpeed configuration; '' without DeepSpeed."""
+        return self.run.engine.config_text(self.spec) if self.run.engine.config_file == DEEPSPEED else ""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Name -> text."""
+        found = {CONFIG: yaml.safe_dump(self.table, sort_keys=False, allow_unicode=True)}
+        found[DATASET_INFO] = json.dumps(self.datasets, indent=2) + "\n"
+        return {**found, **self.converted, **({DEEPSPEED: self.deepspeed} if self.deepspeed else {})}
+
+    @property
+    def command(self) -> str:
+        """What starts the training in the folder of the files."""
+        run, spec = self.run, self.spec
+        variables = {**run.engine.environment(run.device), **spec.launch.env}
+        if run.world_size > 1 or self.deepspeed:
+            variables |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(run.nproc_per_node)}
+        if run.nnodes > 1:
+            variables |= {"NNODES": str(run.nnodes), "NODE_RANK": "0", "MASTER_PORT": str(run.master_port or 29500)}
+            variables |= {"MASTER_ADDR": spec.launch.master_addr or "ADDRESS-OF-NODE-0"}
+        words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join([*words, "llamafactory-cli", "train", CONFIG])
+
+    def value(self, option: str) -> Any:
+        """The value of an option that is visible; None for one that has no effect."""
+        self.written.add(option)
+        spec = self.spec
+        return get(spec, option) if shown(spec, OPTIONS[option]) else None
+
+    def lacks(self, option: str, why: str) -> None:
+        """Note an option without a counterpart."""
+        self.missing.append(f"{option}: {why}")
+
+
+OPTIONS = {option.name: option for option in options()}
+
+
+def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) -> Export:
+    """The files of a spec, in which paths are absolute; `format`: of the training data. Without `converts`, no data
+    file is read, and one that LLaMA-Factory cannot read is in the list of what is missing. Raises SpecError."""
+    made = Export(spec, run, format, converts)
+    for part in PARTS:
+        part(made)
+    for option, key in KEYS.items():
+        if option not in made.written and (value := made.value(option)) not in (None, ""):
+            made.table |= {} if value == 0 and option in ZERO_IS_NONE else {key: value}
+    _name_missing(made)
+    made.refused = _refusals(made.table, made.run.world_size > 1, made.spec.parallel.strategy == "zero3")
+    return made
+
+
+def _name_missing(made: Export) -> None:
+    spec = made.spec
+    for name, option in OPTIONS.items():
+        if name in made.written or name in ELSEWHERE or name.split(".")[0] in ("slurm", "ray"):
+            continue
+        value = get(spec, name)
+        if shown(spec, option) and value != option.default:
+            made.lacks(name, f"{value} has no counterpart in LLaMA-Factory")
+
+
+# -- model and method -------------------------------------------------------------------------------------------------
+
+
+def _model(made: Export) -> None:
+    model = made.spec.model
+    where = {"path": model.path, "hub": model.hub_id, "builtin": str(model_folder(model.builtin))}
+    made.table["model_name_or_path"] = where[model.source]
+    if model.source == "builtin" and not model_folder(model.builtin).is_dir():
+        made.different.append("model.builtin: the folder of the model is made when a run of Footplate starts with it")
+    if model.source == "hub" and model.revision != "main":
+        made.table["model_revision"] = model.revision
+    made.written |= {"model.revision", "model.attn_implementation"}
+    kernels = {name: key for key, name in ATTENTION.items()}
+    kernel = model.attn_implementation
+    made.table["flash_attn"] = kernels.get(kernel, "auto")
+    if kernel not in kernels:
+        made.lacks("model.attn_implementation", f"LLaMA-Factory has no {kernel}; auto is written")
+
+
+def _method(made: Export) -> None:
+    spec = made.spec
+    made.table["finetuning_type"] = made.value("method.kind")
+    if quantization := made.value("method.quantization"):
+        bits = registry.QUANTIZATIONS[quantization].bits
+        made.table |= {"quantization_bit": bits, "quantization_method": "bnb"} if bits else {}
+        made.table |= {"quantization_type": quantization} if bits == 4 else {}
+    if spec.method.kind == "freeze" and (extra := made.value("method.freeze_extra_modules")):
+        made.table["freeze_extra_modules"] = ",".join(extra)
+    if spec.method.kind == "lora":
+        _lora(made)
+
+
+def _lora(made: Export) -> None:
+    lora = made.spec.lora
+    made.written |= {"lora.targets", "lora.target_modules", "lora.modules_to_save", "lora.init", "lora.alpha"}
+    names = {"custom": lora.target_modules, "attention": ("q_proj", "k_proj", "v_proj", "o_proj")}
+    made.table["lora_target"] = ",".join(names.get(lora.targets, ("all",)))
+    if lora.targets == "attention":
+        made.different.append(
+            "lora.targets: the names q_proj, k_proj, v_proj and o_proj, which some models do not have"
+        )
+    made.table["lora_alpha"] = int(lora.alpha)
+    if lora.alpha % 1:
+        made.different.append(f"lora.alpha: {lora.alpha:g} is rounded, since LLaMA-Factory takes whole numbers only")
+    if lora.modules_to_save:
+        made.table["additional_target"] = ",".join(lora.modules_to_save)
+    if lora.init in ("pissa", "pissa_fast"):
+        made.table |= {"pissa_init": True, "pissa_iter": -1 if lora.init == "pissa" else 16}
+    elif lora.init != "default":
+        made.lacks("lora.init", f"LLaMA-Factory has no initialization {lora.init}")
+    if lora.loraplus_lr_ratio == 1:  # off; LLaMA-Factory would create its own optimizer for any number
+        made.written.add("lora.loraplus_lr_ratio")
+
+
+# -- stage and data ---------------------------------------------------------------------------------------------------
+
+
+def _stage(made: Export) -> None:
+    spec = made.spec
+    stage = spec.train.stage
+    keys = {name: key for key, name in STAGES.items()} | {"orpo": "dpo"}
+    made.written |= {"train.stage", "data.loss_on", "data.packing"}
+    if stage not in keys:
+        made.lacks("train.stage", f"LLaMA-Factory has no counterpart of {stage}; sft is written")
+    made.table |= {"stage": keys.get(stage, "sft"), "do_train": True}
+    if stage == "orpo":
+        made.table["pref_loss"] = "orpo"
+    elif stage == "dpo":
+        loss = made.value("preference.dpo_loss_type")
+        made.table["pref_loss"] = loss if loss in ("sigmoid", "hinge", "ipo") else "sigmoid"
+        if loss not in ("sigmoid", "hinge", "ipo"):
+            made.lacks("preference.dpo_loss_type", f"LLaMA-Factory has no {loss}; sigmoid is written")
+    if (beta := made.value("preference.beta")) is not None:
+        made.table["pref_beta"] = beta
+    if shown(spec, OPTIONS["data.loss_on"]) and spec.data.loss_on == "all_tokens":
+        made.table["train_on_prompt"] = True
+    if shown(spec, OPTIONS["data.packing"]):
+        made.table["packing"] = spec.data.packing
+        if spec.data.packing and stage == "sft":
+            made.table["neat_packing"] = True
+        elif spec.data.packing:
+            made.different.append("data.packing: packed documents attend to each other in LLaMA-Factory's pretraining")
+
+
+def _template(made: Export) -> None:
+    template = made.value("data.chat_template")
+    if template is None:
+        return
+    if template == "chatml":
+        made.table["template"] = "chatml"
+    elif template == "file":
+        made.lacks("data.chat_template_file", "LLaMA-Factory has named templates only; that of the tokenizer is used")
+    if template != "chatml":
+        made.different.append(
+            "data.chat_template: LLaMA-Factory derives a template from the tokenizer's; compare the first example that "
+            "it prints, and set template if it has one for the model"
+        )
+    if prompt := made.value("data.system_prompt"):
+        made.table["default_system"] = prompt
+    made.written.add("data.chat_template_file")
+
+
+def _data(made: Export) -> None:
+    data = made.spec.data
+    made.table["dataset_dir"] = "."
+    patterns = file_patterns(data)
+    train, validation = (_paths(files) for files in patterns)
+    if data.source == "hub":
+        train = [data.hub_id]
+    made.table["dataset"] = ",".join(_add(made, f"data_{n}", path) for n, path in enumerate(train, 1))
+    if validation:
+        made.table["eval_dataset"] = ",".join(_add(made, f"eval_{n}", path) for n, path in enumerate(validation, 1))
+    elif data.source != "builtin" and data.validation == "split":
+        made.table["val_size"] = data.validation_split
+    made.written.add("data.validation_split")
+    if data.max_samples:
+        made.different.append("data.max_samples: LLaMA-Factory takes the first examples of each file, not random ones")
+    made.different.append("train.seed: LLaMA-Factory draws another order of the examples from the same seed")
+
+
+def _paths(patterns: Iterable[str]) -> list[str]:
+    """The files that patterns match. A pattern without a file is kept: the checks have named it."""
+    try:
+        return [str(path) for path in expand(patterns)]
+    except DataFileError:
+        return list(patterns)
+
+
+def _add(made: Export, name: str, path: str) -> str:
+    """Describe a file in dataset_info.json; the name of its entry."""
+    data, format = made.spec.data, made.format
+    is_file = data.source != "hub"
+    place = {"file_name": str(Path(path).absolute())} if is_file else {"hf_hub_url": path, "split": data.hub_split}
+    if not is_file and data.hub_config:
+        place["subset"] = data.hub_config
+    columns = {
+        "messages": {"messages": data.messages_column or "messages"},
+        "sharegpt": {"messages": data.messages_column or "conversations"},
+        "alpaca": {
+            "prompt": data.prompt_column or "instruction",
+            "query": "input",
+            "response": data.completion_column or "output",
+        },
+        "prompt_completion": {
+            "prompt": data.prompt_column or "prompt",
+            "response": data.completion_column or "completion",
+        },
+        "text": {"prompt": data.text_column or "text"},
+    }
+    with_turns = format == "prompt_completion" and made.converts and not _has_texts(Path(path), columns[format])
+    if made.converts and is_file and (format in ("pairs", "labels") or with_turns):
+        place = {"file_name": _convert(made, name, Path(path), format)}
+        made.datasets[name] = {**place, "formatting": "sharegpt", "columns": COLUMNS[format], "tags": TAGS}
+        made.datasets[name] |= {"ranking": True} if format == "pairs" else {}
+    elif format in columns:
+        # Not "openai" for messages: llamafactory 0.9.5 then adds "detailed thinking off" to each system prompt
+        # (data/converter.py, OpenAIDatasetConverter).
+        formatting = "sharegpt" if format in ("messages", "sharegpt") else "alpaca"
+        made.datasets[name] = {**place, "formatting": formatting, "columns": columns[format]}
+        made.datasets[name] |= {"tags": TAGS} if format == "messages" else {}
+    else:
+        made.datasets[name] = place
+        made.lacks("data.format", f"the examples of {path} must be described in {DATASET_INFO}")
+    return name
+
+
+def _convert(made: Export, name: str, path: Path, format: str) -> str:
+    """Write a data file as conversations with one chosen and one rejected turn, or with a label, which is all that
+    LLaMA-Factory reads; the name of the new file. Raises SpecError."""
+    lines, left_out = [], 0
+    try:
+        for _, example in read_examples(path):
+            if turns := _conversation(example, format, made.spec.data):
+                lines.append(json.dumps(turns, ensure_ascii=False))
+            else:
+                left_out += 1
+    except DataFileError as error:
+        raise SpecError([Problem("data.files", str(error))]) from error
+    if left_out:
+        made.lacks("data.files", f"{left_out} examples of {path} are invalid, or have completions of several turns")
+    made.converted[f"{name}.jsonl"] = "\n".join(lines) + "\n"
+    return f"{name}.jsonl"
+
+
+def _conversation(example: Mapping[str, Any], format: str, data: Data) -> dict[str, Any]:
+    """An example as LLaMA-Factory reads it with COLUMNS; empty if it cannot."""
+    try:
+        found = convert(example, format, data)
+    except InvalidExample:
+        return {}
+    if any(len(found[part]) > 1 for part in ("chosen", "rejected", "completion") if part in found):
+        return {}
+    if format == "pairs":
+        return {"messages": found["prompt"], "chosen": found["chosen"][0], "rejected": found["rejected"][0]}
+    turns = found.get("messages") or [*found["prompt"], *found["completion"]]
+    return {"messages": turns, **({"kto_tag": found["label"]} if format == "labels" else {})}
+
+
+def _has_texts(path: Path, columns: Mapping[str, str]) -> bool:
+    """Whether prompt and completion of the first example are texts, not lists of turns."""
+    try:
+        example = next((row for _, row in read_examples(path, 1)), {})
+    except DataFileError:
+        return True
+    return all(isinstance(example.get(column), str) for column in columns.values())
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def _schedule(made: Export) -> None:
+    train = made.spec.train
+    made.written |= {"train.max_steps", "train.num_train_epochs", "train.lr_scheduler_type", "train.warmup_steps"}
+    if train.duration == "steps":
+        made.table["max_steps"] = train.max_steps
+    else:
+        made.table["num_train_epochs"] = train.num_train_epochs
+    made.table["lr_scheduler_type"] = made.value("train.lr_scheduler_type") or "constant"
+    if made.table["lr_scheduler_type"] == "cosine_with_min_lr":
+        made.table["lr_scheduler_kwargs"] = {"min_lr_rate": 0.1}
+    warmup = made.value("train.warmup_steps") or 0
+    made.table |= {"warmup_ratio": warmup} if 0 < warmup < 1 else {"warmup_steps": int(warmup)}
+    made.table["disable_gradient_checkpointing"] = not made.value("train.activation_checkpointing")
+    if made.value("train.train_sampling_strategy") == "group_by_length":
+        made.table["train_sampling_strategy"] = "group_by_length"
+
+
+def _precision(made: Export) -> None:
+    compute, run = made.value("precision.compute"), made.run
+    chosen = run.compute_dtype if compute == "auto" else compute
+    if chosen in ("bf16", "fp16", "pure_bf16", "fp8", "tf32"):
+        made.table[chosen] = True
+    if chosen == "fp8" and (backend := made.value("precision.fp8_backend")):
+        made.table["fp8_backend"] = backend
+
+
+def _optimizer(made: Export) -> None:
+    name = made.value("train.optim")
+    family, _, inner = name.partition("_")
+    if family in ("galore", "apollo"):
+        _projected(made, family, inner)
+    elif name == "badam":
+        made.table["use_badam"] = True
+        made.table["badam_switch_mode"] = made.value("train.badam_switch_mode")
+        made.table["badam_switch_interval"] = made.value("train.badam_switch_block_every")
+    elif name in ("adam_mini", "muon"):
+        made.table[f"use_{name}"] = True
+    else:
+        row = registry.OPTIMIZERS[name]
+        values: dict[str, Any] = dict(row.arguments) | (
+            {"momentum": made.value("train.momentum")} if "momentum" in row.reads else {}
+        )
+        made.table["optim"] = row.trainer_optim or "adamw_torch"
+        made.table |= {"optim_args": ",".join(f"{key}={value}" for key, value in values.items())} if values else {}
+        if not row.trainer_optim:
+            made.lacks("train.optim", f"LLaMA-Factory has no {row.label}; adamw_torch is written")
+
+
+def _projected(made: Export, family: str, inner: str) -> None:
+    """GaLore or APOLLO around another optimizer."""
+    base = inner.removesuffix("_layerwise")
+    made.table[f"use_{family}"] = True
+    made.table["optim"] = {"adamw_8bit": "adamw_8bit", "adafactor": "adafactor"}.get(base, "adamw_torch")
+    made.table[f"{family}_layerwise"] = inner.endswith("_layerwise")
+    made.table[f"{family}_rank"] = made.value("train.projection_rank")
+    made.table[f"{family}_update_interval"] = made.value("train.update_proj_gap")
+    made.table[f"{family}_scale"] = made.value(f"train.{family}_scale")
+    targets = made.value("train.optim_target_modules")
+    made.table[f"{family}_target"] = ",".join(targets) if made.value("train.optim_targets") == "custom" else "all"
+    if family == "galore":
+        made.table["galore_proj_type"] = made.value("train.galore_proj_type")
+    else:
+        made.table["apollo_proj"] = made.value("train.apollo_proj")
+        made.table["apollo_scale_type"] = made.value("train.apollo_scale_type")
+
+
+def _saving(made: Export) -> None:
+    spec = made.spec
+    made.written |= {
+        "save.strategy",
+        "save.steps",
+        "eval.strategy",
+        "eval.steps",
+        "logging.report_to",
+        "logging.run_name",
+    }
+    made.table |= {"output_dir": OUTPUT, "save_strategy": spec.save.strategy, "report_to": spec.logging.report_to}
+    if spec.save.strategy == "steps":
+        made.table["save_steps"] = int(spec.save.steps)
+    if spec.logging.run_name:
+        made.table["run_name"] = spec.logging.run_name
+    if made.table.get("eval_dataset") or made.table.get("val_size"):
+        made.table["eval_strategy"] = spec.eval.strategy
+        if spec.eval.strategy == "steps":
+            made.table["eval_steps"] = int(spec.eval.steps)
+    if spec.save.resume_from == "path":
+        made.table["resume_from_checkpoint"] = made.value("save.resume_path")
+    made.written |= {"save.resume_from", "save.final_model"}
+
+
+def _devices(made: Export) -> None:
+    spec, run = made.spec, made.run
+    made.written |= {"parallel.strategy", "parallel.ddp_timeout", "parallel.extra_config"}
+    made.table |= {"use_cpu": True} if run.device == "cpu" else {}
+    made.table["ddp_timeout"] = spec.parallel.ddp_timeout
+    if made.deepspeed:
+        made.table["deepspeed"] = DEEPSPEED
+        made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
+    elif run.world_size > 1 and spec.parallel.strategy != "ddp":
+        label = registry.STRATEGIES[spec.parallel.strategy].label
+        made.lacks("parallel.strategy", f"{label} cannot be set in LLaMA-Factory's YAML; the training would use DDP")
+
+
+PARTS: tuple[Callable[[Export], None], ...] = (
+    _model, _method, _stage, _template, _data, _schedule, _precision, _optimizer, _saving, _devices,
+)  # fmt: skip
+
+
+def _refusals(table: Mapping[str, Any], several: bool, zero3: bool) -> list[str]:
+    """What LLaMA-Factory's parser rejects in a table, on `several` processes. Source: llamafactory 0.9.5,
+    hparams/parser.py, get_train_args, and hparams/finetuning_args.py, __post_init__."""
+    lora, pissa = table["finetuning_type"] == "lora", bool(table.get("pissa_init"))
+    low_rank = bool(table.get("use_galore") or table.get("use_apollo"))
+    layerwise = bool(table.get("galore_layerwise") or table.get("apollo_layerwise"))
+    badam, quantized = bool(table.get("use_badam")), bool(table.get("quantization_bit"))
+    with_reference = table["stage"] == "kto" or (table["stage"] == "dpo" and table.get("pref_loss") != "orpo")
+    found = {
+        "GaLore, APOLLO and BAdam cannot be combined with LoRA.": lora and (low_rank or badam),
+        "GaLore and APOLLO cannot be combined with DeepSpeed.": low_rank and bool(table.get("deepspeed")),
+        "Layer-wise GaLore and APOLLO need a single process.": layerwise and several,
+        "BAdam on several processes needs ZeRO-3.": badam and several and not zero3,
+        "Pure bf16 cannot be combined with ZeRO-3.": zero3 and bool(table.get("pure_bf16")),
+        "PiSSA cannot be combined with ZeRO-3.": zero3 and pissa,
+        "PiSSA cannot be combined with a quantized model.": quantized and pissa,
+        "PiSSA cannot be combined with DPO and KTO.": with_reference and pissa,
+        "Unsloth cannot be combined with ZeRO-3.": zero3 and bool(table.get("use_unsloth")),
+        "fp8 cannot be combined with a quantized model.": quantized and bool(table.get("fp8")),
+        "The stage rm does not support load_best_model_at_end.": table["stage"] == "rm"
+        and bool(table.get("load_best_model_at_end")),
+    }
+    return [text for text, holds in found.items() if holds]

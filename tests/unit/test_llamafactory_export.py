@@ -1,0 +1,136 @@
+"""A spec as files of LLaMA-Factory: what is written, what is different or missing there, and what it refuses."""
+
+import json
+
+import pytest
+import yaml
+
+from backend.__main__ import main
+from backend.config import RunSpec, presets
+from backend.config.importers import import_file
+from backend.config.options import SpecError, changes, edit
+from backend.launch.answers import gpus
+from backend.launch.llamafactory import export
+from backend.machine import Machine
+from backend.resolve import resolve
+
+FILES = {"data.source": "files", "data.validation": "none", "eval.strategy": "no"}
+EIGHT = Machine(device="cuda", gpus=gpus(8, "H100"), cores=96)
+
+
+def made(patch, format="messages", machine=EIGHT):
+    spec = edit(RunSpec(), {**FILES, "data.files": ("/data/a.jsonl",), **patch})
+    return export(spec, resolve(spec, machine), format)
+
+
+def test_what_is_written():
+    found = made({"model.source": "hub", "model.hub_id": "Qwen/Qwen3-8B", "train.seed": 0, "train.max_grad_norm": 0})
+    table = yaml.safe_load(found.files["train.yaml"])
+    assert table["model_name_or_path"] == "Qwen/Qwen3-8B" and table["dataset"] == "data_1"
+    assert (table["lora_rank"], table["lora_alpha"], table["lora_target"]) == (16, 32, "all")
+    assert table["seed"] == 0 and table["max_grad_norm"] == 0, (
+        "a zero is written where LLaMA-Factory's default is not 0"
+    )
+    assert "max_samples" not in table and "loraplus_lr_ratio" not in table
+    assert json.loads(found.files["dataset_info.json"])["data_1"]["file_name"] == "/data/a.jsonl"
+    assert found.command == "llamafactory-cli train train.yaml" and not found.missing and not found.refused
+
+
+def test_deepspeed_and_several_nodes():
+    found = made({"parallel.strategy": "zero3", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"})
+    assert json.loads(found.files["deepspeed.json"])["zero_optimization"]["stage"] == 3
+    assert yaml.safe_load(found.files["train.yaml"])["deepspeed"] == "deepspeed.json"
+    for word in ("FORCE_TORCHRUN=1", "NPROC_PER_NODE=2", "NNODES=2", "MASTER_ADDR=10.0.0.1", "MASTER_PORT=29500"):
+        assert word in found.command.split()
+
+
+@pytest.mark.parametrize(
+    ("patch", "named"),
+    [
+        ({"parallel.strategy": "fsdp2"}, "parallel.strategy"),
+        ({"train.stop_on_spike": True}, "train.stop_on_spike"),
+        ({"lora.init": "gaussian"}, "lora.init"),
+        ({"train.stage": "dpo", "preference.dpo_loss_type": "robust"}, "preference.dpo_loss_type"),
+        ({"model.attn_implementation": "flex_attention"}, "model.attn_implementation"),
+        ({"data.chat_template": "file", "data.chat_template_file": "/a.jinja"}, "data.chat_template_file"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(patch, named):
+    assert named in [line.partition(":")[0] for line in made(patch).missing]
+
+
+@pytest.mark.parametrize(
+    ("patch", "word"),
+    [
+        ({"train.optim": "galore_adamw"}, "LoRA"),
+        ({"method.kind": "full", "train.optim": "apollo_adamw", "parallel.strategy": "zero2"}, "DeepSpeed"),
+        (
+            {"method.kind": "full", "train.optim": "galore_adamw_layerwise", "parallel.strategy": "ddp"},
+            "single process",
+        ),
+        ({"lora.init": "pissa", "method.quantization": "nf4"}, "quantized"),
+        ({"lora.init": "pissa_fast", "parallel.strategy": "zero3"}, "ZeRO-3"),
+    ],
+)
+def test_what_its_parser_refuses(patch, word):
+    assert any(word in text for text in made(patch).refused)
+
+
+def lines(path, *examples):
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return str(path)
+
+
+def test_preference_data_is_converted(tmp_path):
+    """LLaMA-Factory reads one chosen and one rejected turn after a conversation."""
+    ask, yes, no = (
+        {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "a"), ("assistant", "b"))
+    )
+    pairs = [{"prompt": "?", "chosen": "a", "rejected": "b"}, {"prompt": "?", "chosen": "a"}]
+    file = lines(tmp_path / "pairs.jsonl", *pairs)
+    found = made({"train.stage": "dpo", "data.files": (file,)}, "pairs")
+    assert [json.loads(line) for line in found.files["data_1.jsonl"].splitlines()] == [
+        {"messages": [ask], "chosen": yes, "rejected": no}
+    ]
+    assert found.datasets["data_1"]["ranking"] is True
+    assert found.missing == [f"data.files: 1 examples of {file} are invalid, or have completions of several turns"]
+    file = lines(tmp_path / "labels.jsonl", {"prompt": "?", "completion": "a", "label": False})
+    found = made({"train.stage": "kto", "data.files": (file,)}, "labels")
+    assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, yes], "kto_tag": False}
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(SpecError, match=r"broken\.jsonl"):
+        made({"train.stage": "dpo", "data.files": (str(tmp_path / "broken.jsonl"),)}, "pairs")
+
+
+def test_lists_of_turns_become_conversations(tmp_path):
+    ask, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}
+    file = lines(tmp_path / "turns.jsonl", {"prompt": [ask], "completion": [answer]})
+    found = made({"data.files": (file,)}, "prompt_completion")
+    assert json.loads(found.files["data_1.jsonl"]) == {"messages": [ask, answer]}
+    file = lines(tmp_path / "texts.jsonl", {"prompt": "?", "completion": "a"})
+    found = made({"data.files": (file,)}, "prompt_completion")
+    assert found.datasets["data_1"]["columns"] == {"prompt": "prompt", "response": "completion"}
+
+
+@pytest.mark.parametrize("preset", [found.name for found in presets.presets()])
+def test_an_exported_spec_is_imported_again(preset, tmp_path):
+    """All options of a preset that LLaMA-Factory has survive the way there and back."""
+    spec = edit(presets.read(preset), {**FILES, "data.files": (str(tmp_path / "a.jsonl"),)})
+    lines(tmp_path / "a.jsonl", {"prompt": "?", "chosen": "a", "rejected": "b"})
+    found = export(spec, resolve(spec, EIGHT), "pairs" if spec.train.stage in ("dpo", "reward") else "messages")
+    for name, text in found.files.items():
+        (tmp_path / name).write_text(text)
+    again = import_file(found.files["train.yaml"], RunSpec(), tmp_path)
+    kept = {"lora.r", "lora.alpha", "train.learning_rate", "train.num_train_epochs", "train.stage", "method.kind"}
+    kept |= {"data.max_length", "train.per_device_train_batch_size", "method.quantization", "train.optim", "train.seed"}
+    kept |= {"train.gradient_accumulation_steps", "train.lr_scheduler_type", "train.warmup_steps", "save.strategy"}
+    before, after = changes(spec), changes(again.spec)
+    assert {name: before.get(name) for name in kept} == {name: after.get(name) for name in kept}
+
+
+def test_the_command(tmp_path, capsys):
+    assert main(["export", "first-run", "--to", "llamafactory", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"cd {tmp_path}/out && ") and "llamafactory-cli train train.yaml" in printed.out
+    assert "Different there: data.chat_template" in printed.err
+    assert (tmp_path / "out/train.yaml").exists()
