@@ -48,7 +48,7 @@ class Report:
         env = self.spec.launch.env
         if not variables.secrets(env):
             return self.plan
-        return plan(edit(self.spec, {"launch.env": variables.masked(env)}), self.machine, run=self.run)
+        return plan(edit(self.spec, {"launch.env": variables.masked(env)}), self.machine, self.facts, self.run)
 
     @property
     def verdict(self) -> str:
@@ -170,7 +170,7 @@ def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float =
 
 def report_on(case: Case) -> Report:
     """The preflight report of a spec whose files have been inspected."""
-    launch_plan = plan(case.spec, case.machine, run=case.run)
+    launch_plan = plan(case.spec, case.machine, case.facts, case.run)
     return Report(case.spec, case.machine, case.facts, case.run, case.estimate, examine(case), launch_plan)
 
 

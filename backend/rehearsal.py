@@ -88,6 +88,10 @@ def rehearse(root: Path, report: Report, base: Path, here: Machine) -> tuple[Rep
     is rehearsed, and None if that has errors. Raises RunError."""
     if earlier := predecessor(report.spec, base, None):
         raise RunError(f"Not rehearsed: {earlier.id} saves the model and has not ended.")
+    if report.spec.launch.trainer != "footplate":
+        raise RunError(
+            "Only Footplate's own trainer can rehearse a run. Set launch.trainer to footplate to try the rest."
+        )
     folder, planned = new_folder(root), bool(report.machine.name)
     small = on_cpu(report, here, base, folder) if planned else preflight(rehearsal_spec(report.spec), here, base)
     if not small.can_run:

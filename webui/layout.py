@@ -133,6 +133,7 @@ def _launch(form: Form) -> None:
             form.place("launch.max_restarts", "launch.hostfile", "launch.include")
             form.place("slurm.partition", "slurm.time_limit", "slurm.requeue")
         with fields(more=True):
+            form.place("launch.trainer", "llamafactory.environment", "llamafactory.template", "llamafactory.extra_args")
             form.place("launch.gpu_model", "slurm.account", "slurm.qos", "slurm.constraint")
             form.place("slurm.cpus", "slurm.memory_gib", "slurm.setup", "slurm.extra")
             form.place("ray.cpus", "ray.resources", "ray.python")

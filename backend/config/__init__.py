@@ -16,6 +16,7 @@ from backend.config.fields import Condition, OneOf, Section, Ui
 from backend.config.launch import Launch
 from backend.config.method import Lora, Method
 from backend.config.model import Model
+from backend.config.other_trainer import LlamaFactory
 from backend.config.outputs import Eval, Logging, Save
 from backend.config.parallel import Parallel
 from backend.config.preference import Preference
@@ -43,6 +44,7 @@ class RunSpec(Section):
     launch: Launch = Launch()
     slurm: Slurm = Slurm()
     ray: Ray = Ray()
+    llamafactory: LlamaFactory = LlamaFactory()
 
     @property
     def needs_loaded_weights(self) -> bool:

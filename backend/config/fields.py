@@ -145,6 +145,7 @@ LOCAL: Condition = {"launch.place": ("local",)}
 SLURM: Condition = {"launch.place": ("slurm",)}
 RAY: Condition = {"launch.place": ("ray",)}
 IN_CLUSTER: Condition = {"launch.place": ("slurm", "ray")}
+LLAMAFACTORY: Condition = {"launch.trainer": ("llamafactory",)}
 WITH_LAUNCHER: Condition = {
     **MULTI_PROCESS,
     **LOCAL,

@@ -29,6 +29,7 @@ from backend.config.fields import (
 RENDEZVOUS = {"standalone": "Single node", "static": "Multi-node, static", "elastic": "Multi-node, elastic"}
 
 
+TRAINERS = {"footplate": "Footplate", "llamafactory": "LLaMA-Factory"}
 PLACES = {"local": "This machine", "slurm": "Slurm", "ray": "Ray"}
 
 
@@ -38,6 +39,8 @@ class Launch(Section):
     place: Annotated[Literal["local", "slurm", "ray"], Ui("Run on", choices=PLACES)] = "local"
     """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm or
     Ray cluster."""
+    trainer: Annotated[Literal["footplate", "llamafactory"], Ui("Trainer", choices=TRAINERS)] = "footplate"
+    """Program that trains: Footplate's own, on transformers and TRL, or LLaMA-Factory in an environment of yours."""
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (
         "torchrun"
     )

@@ -1,6 +1,6 @@
 """Launchers: the command that starts the processes of one node.
 
-Imports registry, config, resolve, machine, runs. Each function returns the arguments after `python -m`.
+Imports registry, config, resolve, machine, runs. Each function returns the arguments between Python and the trainer.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from backend.config import RunSpec
 from backend.launch import hostfile
 from backend.machine import Machine
 from backend.resolve import DEFAULT_PORT, ResolvedRun
-from backend.runs import ACCELERATE, HOSTFILE, JOIN, RANK_LOGS
+from backend.runs import ACCELERATE, HOSTFILE, JOIN, LLAMAFACTORY_RUN, RANK_LOGS
 
 TRAINER = ("backend.train", ".")
 
 
 def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -> tuple[str, ...]:
     """The command of the node with rank `node_rank`."""
-    return (machine.python, "-m", *LAUNCHERS[spec.launch.launcher](spec, run, node_rank))
+    launcher = LAUNCHERS[spec.launch.launcher](spec, run, node_rank)
+    if spec.launch.trainer == "llamafactory":
+        return (f"{spec.llamafactory.environment}/bin/python", *launcher, LLAMAFACTORY_RUN)
+    flag = "--module" if spec.launch.launcher == "deepspeed" else "-m"
+    return (machine.python, *launcher, flag, *TRAINER)
 
 
 def other_commands(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, tuple[str, ...]]:
@@ -34,12 +38,12 @@ def other_commands(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[st
 
 
 def _python(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
-    return TRAINER
+    return ()
 
 
 def _torchrun(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
     each = (f"--nproc-per-node={run.nproc_per_node}", f"--log-dir={RANK_LOGS}", "--tee=3")
-    return ("torch.distributed.run", *_rendezvous(spec, node_rank), *each, "-m", *TRAINER)
+    return ("-m", "torch.distributed.run", *_rendezvous(spec, node_rank), *each)
 
 
 def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
@@ -60,7 +64,7 @@ def _rendezvous(spec: RunSpec, node_rank: int) -> tuple[str, ...]:
 def _accelerate(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
     rank = (f"--machine_rank={node_rank}",) if run.nnodes > 1 else ()
     each = (f"--log_dir={RANK_LOGS}", "--tee=3")
-    return ("accelerate.commands.launch", f"--config_file={ACCELERATE}", *rank, *each, "-m", *TRAINER)
+    return ("-m", "accelerate.commands.launch", f"--config_file={ACCELERATE}", *rank, *each)
 
 
 def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ...]:
@@ -77,7 +81,7 @@ def _deepspeed(spec: RunSpec, run: ResolvedRun, node_rank: int) -> tuple[str, ..
         # Without --hostfile, DeepSpeed reads /job/hostfile if it exists and starts the run on those hosts over ssh.
         nodes = ("--hostfile=/dev/null", f"--include={local}" if local else f"--num_gpus={run.nproc_per_node}")
     flags = ("--no_local_rank", "--log_level=error")  # the trainer reads LOCAL_RANK from the environment
-    return ("deepspeed.launcher.runner", *nodes, *port, *flags, "--module", *TRAINER)
+    return ("-m", "deepspeed.launcher.runner", *nodes, *port, *flags)
 
 
 LAUNCHERS: Mapping[str, Callable[[RunSpec, ResolvedRun, int], tuple[str, ...]]] = {

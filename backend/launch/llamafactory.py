@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from backend import registry
-from backend.config import Data, RunSpec
+from backend.config import Data, RunSpec, merge
 from backend.config.llamafactory import ATTENTION, SAME, STAGES
 from backend.config.options import Problem, SpecError, get, options, shown
 from backend.data.chat import InvalidExample
@@ -24,9 +24,10 @@ from backend.data.formats import convert
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
 from backend.paths import model_folder
 from backend.resolve import ResolvedRun
-from backend.runs import DEEPSPEED
+from backend.runs import CHECKPOINTS, DATASET_INFO, DEEPSPEED, LLAMAFACTORY, LLAMAFACTORY_RUN
 
-CONFIG, DATASET_INFO, OUTPUT = "train.yaml", "dataset_info.json", "output"
+OUTPUT = "output"
+TRAINER = Path(__file__).parent.parent / "train" / "llamafactory_run.py"
 KEYS = {option: key for key, option in SAME.items()}
 # What LLaMA-Factory takes from elsewhere, and what does not change the training.
 ELSEWHERE = {
@@ -37,7 +38,7 @@ ELSEWHERE = {
     "launch.place", "launch.launcher", "launch.device", "launch.devices", "launch.nproc_per_node", "launch.rendezvous",
     "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr", "launch.master_port",
     "launch.max_restarts", "launch.rdzv_id", "launch.gpu_model", "launch.omp_num_threads", "launch.cuda_env_defaults",
-    "launch.env",
+    "launch.env", "launch.trainer", "llamafactory.environment", "llamafactory.template", "llamafactory.extra_args",
 }  # fmt: skip
 # Options whose value 0 means that there is none; LLaMA-Factory leaves the key out.
 ZERO_IS_NONE = {
@@ -80,7 +81,7 @@ class Export:
     @property
     def files(self) -> dict[str, str]:
         """Name -> text."""
-        found = {CONFIG: yaml.safe_dump(self.table, sort_keys=False, allow_unicode=True)}
+        found = {LLAMAFACTORY: yaml.safe_dump(self.table, sort_keys=False, allow_unicode=True)}
         found[DATASET_INFO] = json.dumps(self.datasets, indent=2) + "\n"
         return {**found, **self.converted, **({DEEPSPEED: self.deepspeed} if self.deepspeed else {})}
 
@@ -95,7 +96,7 @@ class Export:
             variables |= {"NNODES": str(run.nnodes), "NODE_RANK": "0", "MASTER_PORT": str(run.master_port or 29500)}
             variables |= {"MASTER_ADDR": spec.launch.master_addr or "ADDRESS-OF-NODE-0"}
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-        return " ".join([*words, "llamafactory-cli", "train", CONFIG])
+        return " ".join([*words, "llamafactory-cli", "train", LLAMAFACTORY])
 
     def value(self, option: str) -> Any:
         """The value of an option that is visible; None for one that has no effect."""
@@ -123,6 +124,15 @@ def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) 
     _name_missing(made)
     made.refused = _refusals(made.table, made.run.world_size > 1, made.spec.parallel.strategy == "zero3")
     return made
+
+
+def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
+    """The files of a run that LLaMA-Factory trains."""
+    made = export(spec, run, format, converts=False)
+    made.table["output_dir"] = CHECKPOINTS
+    made.table |= {"template": spec.llamafactory.template} if spec.llamafactory.template else {}
+    made.table |= merge.parse(spec.llamafactory.extra_args)
+    return {**made.files, LLAMAFACTORY_RUN: TRAINER.read_text(encoding="utf-8")}
 
 
 def _name_missing(made: Export) -> None:
@@ -433,6 +443,8 @@ def _saving(made: Export) -> None:
     if spec.save.resume_from == "path":
         made.table["resume_from_checkpoint"] = made.value("save.resume_path")
     made.written |= {"save.resume_from", "save.final_model"}
+    if not spec.save.final_model:
+        made.lacks("save.final_model", "LLaMA-Factory always saves the model")
 
 
 def _devices(made: Export) -> None:

@@ -16,17 +16,20 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.presets import dump
 from backend.inspect.facts import InputFacts
-from backend.launch import accelerate_config, launchers, ray, slurm
+from backend.launch import accelerate_config, launchers, llamafactory, ray, slurm
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.runs import (
     ACCELERATE,
+    DATASET_INFO,
     DEEPSPEED,
     ENV_SYNONYMS,
     FSDP,
     HOSTFILE,
     JOB_SCRIPT,
     JOIN,
+    LLAMAFACTORY,
+    LLAMAFACTORY_RUN,
     NODE_JOB,
     RAY_DRIVER,
     RAY_JOB,
@@ -61,6 +64,9 @@ ABOUT: Mapping[str, str] = {
     RAY_JOB: "What the Ray job reserves on each node, and the command that it starts there.",
     RAY_DRIVER: "Started by Ray on the head node: it reserves the nodes, starts the command of ray.json on each, and "
     "starts it again after a failure.",
+    LLAMAFACTORY: "LLaMA-Factory's configuration of the same training.",
+    DATASET_INFO: "LLaMA-Factory's description of the data files.",
+    LLAMAFACTORY_RUN: "Started by the launcher: it trains with LLaMA-Factory, and reports to the run's folder.",
     HOSTFILE: "One node per line: its host name and its number of slots (processes).",
 }
 
@@ -72,7 +78,7 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
     made = Plan(
         argv=launchers.command(spec, run, machine, spec.launch.node_rank),
         env=_env(spec, run, machine),
-        files=_files(spec, run),
+        files=_files(spec, run, facts),
         notes=_notes(spec, run),
         defaults=_defaults(spec, run, machine),
         other_nodes=launchers.other_commands(spec, run, machine),
@@ -93,12 +99,14 @@ def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:
     return {uuids.get(number) or f"{run.device}-{number}": f"GPU {number}" for number in run.device_ids}
 
 
-def _files(spec: RunSpec, run: ResolvedRun) -> dict[str, str]:
+def _files(spec: RunSpec, run: ResolvedRun, facts: InputFacts | None) -> dict[str, str]:
     files = {SPEC: dump(spec), RESOLVED: run.to_json()}
     if run.engine.config_file:
         files[run.engine.config_file] = run.engine.config_text(spec)
     if spec.launch.launcher == "accelerate":
         files[ACCELERATE] = accelerate_config.text(spec, run)
+    if spec.launch.trainer == "llamafactory":
+        files |= llamafactory.run_files(spec, run, facts.format if facts else "")
     if spec.launch.hostfile:
         files[HOSTFILE] = "\n".join(spec.launch.hostfile) + "\n"
     return files

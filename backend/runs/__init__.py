@@ -35,6 +35,9 @@ JOB_SCRIPT = "job.sh"  # the batch script of a Slurm job
 NODE_JOB = "slurm-node.sh"  # what Slurm starts on each node of the job
 RAY_JOB = "ray.json"  # what the Ray job reserves and starts
 RAY_DRIVER = "ray-driver.py"  # what Ray runs: a copy of ray_driver.py
+LLAMAFACTORY_RUN = "llamafactory-run.py"  # what the launcher starts with LLaMA-Factory, a copy of llamafactory_run.py
+LLAMAFACTORY = "train.yaml"  # LLaMA-Factory's configuration
+DATASET_INFO = "dataset_info.json"  # LLaMA-Factory's description of the data files
 JOIN = "node"  # node-1.sh, or node.sh if elastic: joins the run from another node
 
 # Written at any time.

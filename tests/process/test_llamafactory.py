@@ -1,5 +1,5 @@
 """Exported specs in LLaMA-Factory itself: its parser accepts them or refuses what the export says, and the losses are
-those of Footplate."""
+those of Footplate. Runs that LLaMA-Factory trains start, stop, resume and fail like others."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import json
 import os
 import random
 import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from cluster_runs import ClusterRun
 from llamafactory_env import llamafactory_environment
 from random_specs import random_spec, write_inputs
-from training_runs import losses, make_run_folder, make_spec, train_in_one_process
+from training_runs import last_step, losses, make_run_folder, make_spec, read_metrics, train_in_one_process
 
 from backend.launch.llamafactory import export
 from backend.machine import Machine, probe
 from backend.paths import ASSETS
 from backend.preflight import preflight
 from backend.resolve import resolve
+from backend.runs import RUN_MARKER
 
 pytestmark = pytest.mark.soak
 EXAMPLES = 16
@@ -32,6 +36,10 @@ NOT_HERE = (
     "FORCE_TORCHRUN",
     "use_cpu",
 )
+WITH_LLAMAFACTORY = {
+    "launch.trainer": "llamafactory", "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "train.max_steps": 4,
+    "launch.omp_num_threads": 1, "eval.num_generations": 0,
+}  # fmt: skip
 PARSE = """
 import json, sys
 from llamafactory.hparams import get_train_args
@@ -89,7 +97,7 @@ def test_the_losses_are_those_of_footplate(environment, root, cache, method, pro
     more = {"parallel.strategy": "ddp", "launch.nproc_per_node": 2, "train.per_device_train_batch_size": 8}
     spec = make_spec({**changes, **(more if processes == 2 else {})})
     made = export(spec, resolve(spec, Machine()), "messages")
-    assert not made.missing or made.missing == ["save.final_model: False has no counterpart in LLaMA-Factory"]
+    assert made.missing == ["save.final_model: LLaMA-Factory always saves the model"]
     folder = root / f"theirs-{name}"
     folder.mkdir()
     for file, text in made.files.items():
@@ -112,3 +120,62 @@ def test_the_losses_are_those_of_footplate(environment, root, cache, method, pro
     else:  # LLaMA-Factory also trains on the newline after a completion
         assert theirs == pytest.approx(ours, abs=0.03) and theirs != pytest.approx(ours, abs=1e-3)
     assert yaml.safe_load(made.files["train.yaml"])["seed"] == spec.train.seed
+
+
+@pytest.fixture
+def start(environment, root, cache) -> Iterator[Callable[..., ClusterRun]]:  # type: ignore[no-untyped-def]
+    runs: list[ClusterRun] = []
+
+    def start_run(changes: Mapping[str, Any]) -> ClusterRun:
+        spec = make_spec({**WITH_LLAMAFACTORY, "llamafactory.environment": str(environment), **changes})
+        report = preflight(spec, probe(root), root)
+        assert report.can_run, report.findings
+        runs.append(ClusterRun(root, report.plan, RUN_MARKER))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.end()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_run_stops_with_a_checkpoint_and_resumes(start, strategy) -> None:  # type: ignore[no-untyped-def]
+    """The losses after the resume are those of a run that was not stopped."""
+    whole = start({"parallel.strategy": strategy, "train.max_steps": 30})
+    assert whole.wait("done", "failed") == "done", whole.text
+    started = start({"parallel.strategy": strategy, "train.max_steps": 30})
+    run = started.run
+    started.wait_for_step(3)
+    assert len([words for words in started.processes().values() if "llamafactory-run.py" in words]) >= 3
+    run.stop()
+    assert started.wait("stopped", "done", "failed") == "stopped", started.text
+    saved = run.checkpoints()
+    assert len(saved) == 1 and saved[0] == last_step(run.path) < 30
+    assert not started.processes() and not (run.path / "model").exists()
+    run.resume()
+    assert started.wait("done", "failed") == "done", started.text
+    assert [p["step"] for p in read_metrics(run.path) if p.get("event") == "resumed"] == saved
+    assert list(losses(run.path).values()) == pytest.approx(list(losses(whole.run.path).values()), abs=1e-3)
+    assert (run.path / "model/adapter_model.safetensors").exists()
+    assert run.result()["steps"] == 30
+
+
+def test_a_run_is_stopped_without_a_checkpoint(start) -> None:  # type: ignore[no-untyped-def]
+    started = start({"train.max_steps": 10_000})
+    started.wait_for_step(2)
+    started.run.stop(save=False)
+    assert started.wait("stopped", "done", "failed") == "stopped", started.text
+    assert not started.run.checkpoints() and not started.processes()
+
+
+def test_a_failed_rank_has_its_traceback(start) -> None:  # type: ignore[no-untyped-def]
+    started = start({"llamafactory.template": "no_such_template"})
+    assert started.wait("failed", "done") == "failed"
+    assert "no_such_template" in started.run.summary()["sentence"]
+
+
+def test_extra_arguments_override(start) -> None:  # type: ignore[no-untyped-def]
+    started = start({"llamafactory.extra_args": '{"lora_rank": 4, "max_steps": 2}', "train.max_steps": 10})
+    assert started.wait("failed", "done") == "done", started.text
+    assert json.loads((started.run.path / "model/adapter_config.json").read_text())["r"] == 4
+    assert last_step(started.run.path) == 2

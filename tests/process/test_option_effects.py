@@ -463,6 +463,7 @@ STATIC = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"
 ELASTIC = {**STATIC, "launch.rendezvous": "elastic"}
 SLURM = {"launch.place": "slurm"}
 RAY = {"launch.place": "ray"}
+LLAMAFACTORY = {"launch.trainer": "llamafactory"}
 HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
     "model.source": Case("path", model_source, {"model.path": "INPUTS/one"}),
@@ -648,6 +649,10 @@ CASES: dict[str, Case] = {
     "slurm.cpus": Case(3, launch_plan, SLURM),
     "slurm.memory_gib": Case(64, launch_plan, SLURM),
     "launch.gpu_model": Case("H100", cluster_gpus, SLURM),
+    "launch.trainer": Case("llamafactory", launch_plan),
+    "llamafactory.environment": Case("/opt/env", launch_plan, LLAMAFACTORY),
+    "llamafactory.template": Case("qwen3", launch_plan, LLAMAFACTORY),
+    "llamafactory.extra_args": Case('{"lora_rank": 4}', launch_plan, LLAMAFACTORY),
     "ray.cpus": Case(3, launch_plan, RAY),
     "ray.resources": Case(("accelerator_type:H100=0.001",), launch_plan, RAY),
     "ray.python": Case("/opt/python", launch_plan, RAY),

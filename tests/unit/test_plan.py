@@ -15,7 +15,7 @@ from backend.config.options import edit
 from backend.config.presets import presets
 from backend.launch.plan import plan
 from backend.machine import GIB, Gpu, Machine
-from backend.runs import RAY_DRIVER, Plan, start_env
+from backend.runs import LLAMAFACTORY_RUN, RAY_DRIVER, Plan, start_env
 from backend.runs.folder import Run
 
 NOW = datetime(2026, 11, 21, 9, 5, 12)
@@ -26,7 +26,7 @@ NODE = Machine(device="cuda", gpus=GPUS, cores=64, python="/usr/bin/python3")
 
 
 def text(made: Plan) -> str:
-    files = "".join(f"\n# {name}\n{body}" for name, body in made.files.items() if name != RAY_DRIVER)
+    files = "".join(f"\n# {name}\n{body}" for name, body in made.files.items() if name not in (RAY_DRIVER, LLAMAFACTORY_RUN))
     others = "".join(f"\n# {node}\n{made.command(node)}\n" for node in made.other_nodes)
     return f"{made.command()}\n{others}{files}\n# {' '.join(made.notes)}\n"
 
@@ -46,6 +46,12 @@ LAUNCHED["ray"] = {
     "parallel.strategy": "fsdp2",
     "launch.nnodes": 2,
     "ray.resources": ("accelerator_type:H100=0.001",),
+}
+LAUNCHED["llamafactory"] = {
+    "launch.trainer": "llamafactory",
+    "llamafactory.environment": "/opt/llamafactory",
+    "llamafactory.template": "qwen3",
+    "parallel.strategy": "zero2",
 }
 LAUNCHED["slurm"] = {
     "launch.place": "slurm",

@@ -25,7 +25,7 @@ EXEMPT: Mapping[str, str] = {
     "hardware": "HW008 PRC003 PRC004 QNT008 STR016",
     # About Footplate's own files, estimate or plan, or not proven yet.
     "own": "DAT009 DAT011 DAT014 DAT016 DAT019 HW002 HW005 LCH011 LCH016 LCH017 MEM001 MEM002 MEM003 MEM004 "
-    "CLU001 CLU002 CLU003 STR023 STR025 STR036",
+    "CLU001 CLU002 CLU003 LLF001 LLF003 LLF004 LLF005 STR023 STR025 STR036",
     "absent-package": "KRN003 KRN005 KRN008 UNS001 UNS004 UNS007 UNS008",
 }
 # Where one of these is installed, its rules need a test.

@@ -1,0 +1,37 @@
+"""Whether LLaMA-Factory can be started: its environment, and a model that exists.
+
+Imports config, paths. The environment is inspected by its file names: starting its Python would take seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from backend.config import RunSpec
+from backend.paths import model_folder
+
+SUPPORTED = "0.9"  # llamafactory
+
+
+def trainer_problem(spec: RunSpec, base: Path) -> str:
+    """Why LLaMA-Factory cannot be started, a sentence; '' if it can, or is not used."""
+    if spec.launch.trainer != "llamafactory":
+        return ""
+    if not spec.llamafactory.environment:
+        return "llamafactory.environment is empty: set the folder of a Python environment with llamafactory."
+    folder = base / Path(spec.llamafactory.environment).expanduser()
+    if not (folder / "bin" / "python").exists():
+        return f"{folder} is not a Python environment: it has no bin/python."
+    found = [path.name for path in folder.glob("lib/python3*/site-packages/llamafactory-*.dist-info")]
+    version = re.match(r"llamafactory-(.+)\.dist-info", found[0]) if found else None
+    if not version:
+        return f"llamafactory is not installed in {folder}."
+    if not version[1].startswith(f"{SUPPORTED}."):
+        return f"{folder} has llamafactory {version[1]}; the configuration is written for {SUPPORTED}."
+    if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
+        return (
+            f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. Train "
+            "a few steps with that first, or choose another model."
+        )
+    return ""

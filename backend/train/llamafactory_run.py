@@ -1,0 +1,185 @@
+"""Trains with LLaMA-Factory, and reports to the run's folder what Footplate's own trainer reports.
+
+A copy of this file is in the run's folder. A launcher starts it with the Python of LLaMA-Factory's environment, so it
+imports nothing of Footplate. It adds one callback to `run_exp`: metrics and progress, stop requests that save a
+checkpoint, and marks of complete checkpoints. Argument: --from-scratch starts at step 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from llamafactory.train.tuner import run_exp
+from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import TrainerCallback
+
+CONFIG, METRICS, PROGRESS, RESULT, STOP = "train.yaml", "metrics.jsonl", "progress.json", "result.json", "stop"
+CHECKPOINTS, COMPLETE, MODEL = "checkpoints", "complete", "model"
+LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
+# What LLaMA-Factory writes next to the model.
+NOT_MODEL = ("trainer_log.jsonl", "running_log.txt", "trainer_state.json", "training_args.bin")
+DISCARD, SAVE = 1, 2  # stop requests
+PROGRESS_SECONDS = 0.25
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Stopped(Exception):
+    """The user stopped the run; nothing else is saved."""
+
+
+class Report(TrainerCallback):
+    """Writes what happens to the run's folder, and stops all ranks at the same step."""
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        self.first: dict[str, Any] = {}
+        self.start_step, self.request, self.written = 0, 0, 0.0
+        self.result: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the step that this start continues from."""
+        self.start_step = state.global_step
+        if RANK == 0 and Path(METRICS).exists():
+            append({"event": "resumed", "step": state.global_step, "time": time.time()})
+        self.progress(state, "training", "Training.")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write progress, and agree with the other ranks on a stop."""
+        if state.global_step == self.start_step + 1:
+            self.first = {"first_step": state.global_step, "first_step_time": time.time()}
+        self.progress(state, "training", f"Step {state.global_step} of {state.max_steps}")
+        self.request = agreed(stop_request(), args.device)
+        if self.request == DISCARD:
+            raise Stopped
+        if self.request == SAVE:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Append a point to the metrics."""
+        point = {key: value for key, value in (logs or {}).items() if key in LOGGED and isinstance(value, (int, float))}
+        if RANK == 0 and ("loss" in point or "eval_loss" in point):
+            append({"step": state.global_step, "time": time.time(), **point})
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mark a checkpoint as complete once all ranks have written their part."""
+        if dist.is_initialized():
+            dist.barrier()
+        if RANK == 0:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
+        if self.request == SAVE:
+            raise Stopped
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Collect what the result has; the process group is gone afterwards."""
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        peaks: list[Any] = [None] * (dist.get_world_size() if dist.is_initialized() else 1)
+        if dist.is_initialized():
+            dist.all_gather_object(peaks, peak)
+        else:
+            peaks = [peak]
+        losses = [point["loss"] for point in state.log_history if "loss" in point]
+        self.result = {"steps": state.global_step, "train_loss": losses[-1] if losses else None}
+        evals = [point["eval_loss"] for point in state.log_history if "eval_loss" in point]
+        self.result |= {"eval_loss": evals[-1] if evals else None, "peak_bytes": peaks}
+        self.result |= {"seconds": round(time.time() - self.began, 2)}
+        self.progress(state, "saving", "Saving the model.")
+
+    def progress(self, state: Any, phase: str, text: str) -> None:
+        """Replace progress.json, at most four times a second within a phase."""
+        steps, now = {"step": state.global_step, "max_steps": state.max_steps}, time.time()
+        is_last = state.global_step >= state.max_steps
+        if RANK or (phase == "training" and not is_last and now - self.written < PROGRESS_SECONDS):
+            return
+        fraction = state.global_step / max(1, state.max_steps)
+        self.written = now
+        replace(PROGRESS, {**steps, **self.first, "phase": phase, "text": text, "fraction": fraction, "time": now})
+
+
+def stop_request() -> int:
+    """What the stop file requests, on rank 0."""
+    if RANK:
+        return 0
+    try:
+        return DISCARD if "discard" in Path(STOP).read_text(encoding="utf-8", errors="replace") else SAVE
+    except OSError:
+        return 0
+
+
+def agreed(request: int, device: Any) -> int:
+    """The request of rank 0, on all ranks."""
+    if not dist.is_initialized():
+        return request
+    flag = torch.tensor([request], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return int(flag.item())
+
+
+def append(point: dict[str, Any]) -> None:
+    """Append a line to the metrics; JSON has no NaN and no infinity."""
+    clean = {
+        key: None if value != value or value in (float("inf"), -float("inf")) else value for key, value in point.items()
+    }
+    with contextlib.suppress(OSError), open(METRICS, "a", encoding="utf-8") as file:  # a full disk
+        file.write(json.dumps(clean) + "\n")
+
+
+def replace(name: str, value: dict[str, Any]) -> None:
+    """Replace a file of the run's folder."""
+    new = Path(f".{name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        new.write_text(json.dumps(value), encoding="utf-8")
+        new.replace(name)
+
+
+def arguments(from_scratch: bool) -> dict[str, Any]:
+    """The configuration, with the checkpoint to continue from."""
+    found: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))
+    if from_scratch and RANK == 0:
+        shutil.rmtree(CHECKPOINTS, ignore_errors=True)
+    saved = [] if from_scratch else [path.parent for path in Path(CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")]
+    if saved:
+        found["resume_from_checkpoint"] = str(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
+    found["overwrite_output_dir"] = True  # LLaMA-Factory would continue from a checkpoint that is incomplete
+    return found
+
+
+def move_model() -> None:
+    """LLaMA-Factory saves the model next to the checkpoints."""
+    Path(MODEL).mkdir(exist_ok=True)
+    for path in Path(CHECKPOINTS).iterdir():
+        if path.is_file() and path.name not in NOT_MODEL and not path.name.endswith("_results.json"):
+            os.replace(path, Path(MODEL) / path.name)
+
+
+def main() -> None:
+    """Train."""
+    # With several processes on a CPU, transformers 5.6 loads the optimizer state to cpu:0, which torch 2.13 does not know
+    # (serialization.py, default_restore_location).
+    torch.serialization.register_package(5, lambda _: None, lambda data, where: data if where == "cpu:0" else None)
+    report = Report()
+    if RANK == 0:
+        start = {"phase": "loading model", "text": "Starting LLaMA-Factory.", "fraction": None, "time": time.time()}
+        replace(PROGRESS, start)
+    try:
+        run_exp(arguments("--from-scratch" in sys.argv), [report])
+    except Stopped:
+        print("Stopped.", flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # threads of native libraries may abort the process while Python finalizes
+    if RANK == 0:
+        move_model()
+        replace(RESULT, {**report.result, "model": MODEL})
+
+
+if __name__ == "__main__":
+    record(main)()
