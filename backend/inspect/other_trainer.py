@@ -19,16 +19,16 @@ def trainer_problem(spec: RunSpec, base: Path) -> str:
     if spec.launch.trainer != "llamafactory":
         return ""
     if not spec.llamafactory.environment:
-        return "llamafactory.environment is empty: set the folder of a Python environment with llamafactory."
+        return "No environment is set: llamafactory.environment names the Python environment that has llamafactory."
     folder = base / Path(spec.llamafactory.environment).expanduser()
     if not (folder / "bin" / "python").exists():
-        return f"{folder} is not a Python environment: it has no bin/python."
+        return f"The folder {folder} is no Python environment: it has no bin/python."
     found = [path.name for path in folder.glob("lib/python3*/site-packages/llamafactory-*.dist-info")]
     version = re.match(r"llamafactory-(.+)\.dist-info", found[0]) if found else None
     if not version:
-        return f"llamafactory is not installed in {folder}."
+        return f"The environment {folder} has no llamafactory."
     if not version[1].startswith(f"{SUPPORTED}."):
-        return f"{folder} has llamafactory {version[1]}; the configuration is written for {SUPPORTED}."
+        return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
             f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. Train "

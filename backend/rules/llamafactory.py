@@ -28,7 +28,7 @@ def _export(case: Case) -> Export | None:
     source="llamafactory 0.9.5: src/llamafactory/extras/misc.py, check_dependencies",
     fixes=(OURS,),
     manual_fix="Install llamafactory in its own Python environment, and set llamafactory.environment to the folder.",
-    fails_on=Example(WITH, facts=replace(READABLE, trainer_problem="llamafactory is not installed in /opt/env.")),
+    fails_on=Example(WITH, facts=replace(READABLE, trainer_problem="The environment /opt/env has no llamafactory.")),
     passes_on=Example(WITH, facts=READABLE),
     at_start=True,
 )
@@ -79,7 +79,7 @@ def llamafactory_strategy(case: Case) -> str | None:
     title="LLaMA-Factory cannot read this data",
     source="llamafactory 0.9.5: data/converter.py, SharegptDatasetConverter",
     fixes=(OURS,),
-    manual_fix="`footplate export` converts the data; train with the files that it writes.",
+    manual_fix="Convert the data with `footplate export`, and train with the files that it writes.",
     fails_on=Example(
         {**WITH, "train.stage": "dpo", "data.builtin": "train-pairs"}, TWO_H100, replace(DEMO, format="pairs")
     ),

@@ -163,8 +163,8 @@ def move_model() -> None:
 
 def main() -> None:
     """Train."""
-    # With several processes on a CPU, transformers 5.6 loads the optimizer state to cpu:0, which torch 2.13 does not know
-    # (serialization.py, default_restore_location).
+    # With several processes on a CPU, transformers 5.6 loads the optimizer state to cpu:0, which torch 2.13 does not
+    # know (serialization.py, default_restore_location).
     torch.serialization.register_package(5, lambda _: None, lambda data, where: data if where == "cpu:0" else None)
     report = Report()
     if RANK == 0:

@@ -26,7 +26,9 @@ NODE = Machine(device="cuda", gpus=GPUS, cores=64, python="/usr/bin/python3")
 
 
 def text(made: Plan) -> str:
-    files = "".join(f"\n# {name}\n{body}" for name, body in made.files.items() if name not in (RAY_DRIVER, LLAMAFACTORY_RUN))
+    files = "".join(
+        f"\n# {name}\n{body}" for name, body in made.files.items() if name not in (RAY_DRIVER, LLAMAFACTORY_RUN)
+    )
     others = "".join(f"\n# {node}\n{made.command(node)}\n" for node in made.other_nodes)
     return f"{made.command()}\n{others}{files}\n# {' '.join(made.notes)}\n"
 
@@ -51,6 +53,10 @@ LAUNCHED["llamafactory"] = {
     "launch.trainer": "llamafactory",
     "llamafactory.environment": "/opt/llamafactory",
     "llamafactory.template": "qwen3",
+    "model.source": "hub",
+    "model.hub_id": "Qwen/Qwen3-8B",
+    "data.source": "files",
+    "data.files": ("/data/train.jsonl",),
     "parallel.strategy": "zero2",
 }
 LAUNCHED["slurm"] = {
