@@ -100,11 +100,16 @@ class Ray(Cluster):
 
     def submit(self, arguments: Sequence[str]) -> str:
         """Submit the run's driver. The id is chosen here, so that a job is found although the response was lost."""
-        job = f"{self.folder.name}-{secrets.token_hex(3)}"
+        job = f"footplate-{secrets.token_hex(4)}"
         settings = json.loads((self.folder / RAY_JOB).read_text(encoding="utf-8"))
         words = (settings["ray_python"], str(self.folder / RAY_DRIVER), str(self.folder), job, *arguments)
         variables = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
-        body = {"entrypoint": shlex.join(words), "submission_id": job, "runtime_env": {"env_vars": variables}}
+        body: dict[str, Any] = {
+            "entrypoint": shlex.join(words),
+            "submission_id": job,
+            "metadata": {"run": self.folder.name},
+        }
+        body["runtime_env"] = {"env_vars": variables}
         try:
             if request("/api/jobs/", body) is None:
                 raise ClusterError(f"There is no Ray dashboard at {address()}; set {ADDRESS} to that of the head node.")

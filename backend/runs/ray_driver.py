@@ -27,6 +27,7 @@ POLL_SECONDS = 0.5
 SHARED_SECONDS = 30  # until a file that the driver has written is visible on the other nodes
 WAIT_SECONDS = 60  # for the other nodes after the first one has ended
 NODE_SECONDS = 40  # for the end of the processes of a node
+UNITS = ("CPU", "GPU")
 LOST = -1  # exit status of a node that does not respond
 
 
@@ -141,7 +142,7 @@ class Driver:
         """What the job waits for, as sentences."""
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fitting = sum(all(node.get(name, 0) >= n for name, n in self.resources.items()) for node in alive)
-        each = " and ".join(f"{amount:g} {name}" for name, amount in self.resources.items())
+        each = " and ".join(f"{n:g} {name}{'s' * (n != 1 and name in UNITS)}" for name, n in self.resources.items())
         nodes = f"{self.count} nodes with {each} each" if self.count > 1 else f"a node with {each}"
         if fitting < self.count:
             return f"Waiting for {nodes}; the Ray cluster has {fitting or 'none'} of that size."

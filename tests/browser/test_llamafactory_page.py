@@ -84,7 +84,7 @@ def test_a_yaml_is_trained_by_both(server, page, config):
     expect(page.locator("#fp-preview-text")).to_contain_text("template: chatml")
     other = start_run(page, server)
     wait_for_state(page, "done")
-    expect(page.locator("#fp-run-page")).to_contain_text("Done: 8 steps")
+    expect(page.locator("#fp-run-page")).to_contain_text("8 steps in")
     assert own.checkpoints() == other.checkpoints() == [4, 8]
     ours, theirs = (list(losses(run.path).values()) for run in (own, other))
     assert len(ours) == len(theirs) == 8

@@ -95,7 +95,7 @@ def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start, cluster
 def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
     with cluster.occupied():
         started = start({**FULL, "ray.cpus": 2})
-        started.wait_for(lambda: "Waiting for 2 nodes with 2 CPU each" in started.run.summary()["sentence"])
+        started.wait_for(lambda: "Waiting for 2 nodes with 2 CPUs each" in started.run.summary()["sentence"])
         assert started.run.state == "queued" and "which other Ray jobs use" in started.run.summary()["sentence"]
         started.run.stop()
         assert started.wait("stopped") == "stopped"
