@@ -12,8 +12,9 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 
-from backend.cli import commands, device_test, export, export_metrics, rehearse, runs, runs_list, sweep
+from backend.cli import commands, device_test, environments, export, export_metrics, rehearse, runs, runs_list, sweep
 from backend.config.options import SpecError
+from backend.environments import ENVIRONMENTS
 from backend.runs.folder import RunError
 
 Command = Callable[[argparse.Namespace], int]
@@ -62,6 +63,7 @@ COMMANDS: Mapping[str, Command] = {
     "retry": runs.retry,
     "import": commands.import_file,
     "export": export.start,
+    "env": environments.start,
     "presets": commands.presets,
     "rules": commands.rules,
     "docs": commands.docs,
@@ -93,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
     tools = "DeepSpeed, accelerate, LLaMA-Factory, axolotl or TRL"
     imported = command("import", help=f"print a configuration of {tools} as a spec")
     imported.add_argument("file", metavar="FILE", help="a JSON or YAML file")
+    env = command("env", help="create a Python environment for another trainer, or list those that exist")
+    env.add_argument("action", choices=("create", "list"), metavar="create|list", help="what to do")
+    env.add_argument(
+        "name", nargs="?", default="llamafactory", choices=tuple(ENVIRONMENTS), help="(default: %(default)s)"
+    )
     command("presets", help="list the presets")
     command("rules", help="list the rules that `check` applies")
     command("docs", help="write docs/options.md and docs/rules.md (needs a checkout)")

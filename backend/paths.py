@@ -28,3 +28,8 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 def model_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
     """Where the built-in model `name` is kept after it was converted."""
     return cache_folder(environment) / "models" / name
+
+
+def environment_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Where `footplate env create` keeps the Python environment `name`."""
+    return cache_folder(environment) / "environments" / name

@@ -24,6 +24,7 @@ LAYERS = {
     "backend.device_test": 7.15,
     "backend.measured": 7.2,
     "backend.bundle": 2,
+    "backend.environments": 2,
     "backend.preflight": 7.1,
     "backend.compare": 7,
     "backend.rules": 6,

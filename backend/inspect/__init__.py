@@ -22,7 +22,7 @@ from backend.inspect.examples import inspect_examples, merge_facts, wait_for_exa
 from backend.inspect.facts import DataIssue, InputFacts
 from backend.inspect.hub_download import download_config
 from backend.inspect.model_folder import inspect_model, wait_for_architecture
-from backend.inspect.other_trainer import trainer_problem
+from backend.inspect.other_trainer import inspect_trainer
 from backend.inspect.ports import inspect_port
 from backend.inspect.worker import Show, no_show
 
@@ -76,7 +76,7 @@ def inspect_inputs(spec: RunSpec, base: Path, environment: Mapping[str, str] = o
         **merge_facts(model | data, inspect_examples(spec, base, environment)),
         template_problem=_template_problem(spec.data, base),
         checkpoint_problem=checkpoint_problem(spec, base),
-        trainer_problem=trainer_problem(spec, base),
+        **inspect_trainer(spec, base),
         **inspect_nvme_folder(spec, base),
         **inspect_port(rendezvous_port(spec)),
     )

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from backend.config import RunSpec
-from backend.paths import model_folder
+from backend.paths import environment_folder, model_folder
 
 SUPPORTED = "0.9"  # llamafactory
 
 
-def trainer_problem(spec: RunSpec, base: Path) -> str:
+def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:
+    """The facts `trainer_problem` and `trainer_environment`."""
+    created = environment_folder(spec.launch.trainer)
+    has_one = spec.launch.trainer != "footplate" and (created / "bin" / "python").exists()
+    return {"trainer_problem": _problem(spec, base), "trainer_environment": str(created) if has_one else ""}
+
+
+def _problem(spec: RunSpec, base: Path) -> str:
     """Why LLaMA-Factory cannot be started, a sentence; '' if it can, or is not used."""
     if spec.launch.trainer != "llamafactory":
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend.launch.llamafactory import Export, export
-from backend.rules.base import Case, Example, Fix, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.examples import DEMO, TWO_H100
 
 WITH = {"launch.trainer": "llamafactory"}
@@ -27,15 +27,23 @@ def _export(case: Case) -> Export | None:
     title="LLaMA-Factory cannot be started",
     source="llamafactory 0.9.5: src/llamafactory/extras/misc.py, check_dependencies",
     fixes=(OURS,),
-    manual_fix="Install llamafactory in its own Python environment, and set llamafactory.environment to the folder.",
+    manual_fix="Create an environment with `footplate env create llamafactory`, which prints its folder.",
     fails_on=Example(WITH, facts=replace(READABLE, trainer_problem="The environment /opt/env has no llamafactory.")),
     passes_on=Example(WITH, facts=READABLE),
     at_start=True,
 )
-def llamafactory_missing(case: Case) -> str | None:
+def llamafactory_missing(case: Case) -> Violation | str | None:
     """LLaMA-Factory pins older versions of transformers, TRL and gradio than Footplate uses, so it needs its own Python
     environment."""
-    return case.facts.trainer_problem or None if case.spec.launch.trainer == "llamafactory" else None
+    facts = case.facts
+    if case.spec.launch.trainer != "llamafactory" or not facts.trainer_problem:
+        return None
+    if not facts.trainer_environment or facts.trainer_environment == case.spec.llamafactory.environment:
+        return facts.trainer_problem
+    created = Fix(
+        "Use the environment of footplate env create", {"llamafactory.environment": facts.trainer_environment}
+    )
+    return Violation(facts.trainer_problem, (created, OURS))
 
 
 @rule(

@@ -1,0 +1,97 @@
+"""Python environments for other trainers: the commands that create them, and what is found before a run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend import environments
+from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect.other_trainer import inspect_trainer
+from backend.machine import Machine
+from backend.preflight import preflight
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOOTPLATE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def commands(cache, monkeypatch):
+    """Record the commands, and make what they would have made."""
+    found = []
+
+    def run(*command):
+        found.append(command)
+        folder = environments.environment_folder("llamafactory")
+        if "venv" in command:
+            (folder / "bin").mkdir(parents=True)
+            (folder / "bin/python").symlink_to(sys.executable)
+        elif "llamafactory==0.9.5" in command:
+            planted(folder, "0.9.5")
+            stand_in = Path(next(word for word in command if "torchaudio" in word))
+            assert 'name = "torchaudio"' in (stand_in / "pyproject.toml").read_text()
+
+    monkeypatch.setattr(environments, "_run", run)
+    return found
+
+
+def planted(folder, version):
+    info = folder / f"lib/python3.11/site-packages/llamafactory-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llamafactory\nVersion: {version}\n")
+
+
+def test_create(commands, cache, capsys):
+    assert main(["env", "list"]) == 0
+    assert capsys.readouterr().out.startswith("No environment exists.")
+    assert main(["env", "create", "llamafactory", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown[0]["folder"] == str(cache / "environments/llamafactory") and shown[0]["bytes"] > 0
+    assert shown[0]["versions"] == {"llamafactory": "0.9.5"}
+    packages, alone = commands[1], commands[2]
+    assert "transformers==5.6.0" in packages and "--no-deps" not in packages
+    assert "--no-deps" in alone and alone[-1] == "llamafactory==0.9.5"
+    assert not any("http" in word for command in commands for word in command), "pip's own index"
+
+
+def test_a_failed_installation_is_a_sentence(cache, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert main(["env", "create"]) == 1
+    assert "failed" in capsys.readouterr().err
+    assert not list(environments.created()), "it has no mark of completeness"
+
+
+def problem(spec, tmp_path):
+    return inspect_trainer(edit(RunSpec(), spec), tmp_path)["trainer_problem"]
+
+
+def test_what_is_wrong_with_an_environment(cache, tmp_path):
+    use = {"launch.trainer": "llamafactory", "model.source": "hub", "model.hub_id": "a/b"}
+    folder = tmp_path / "env"
+    assert problem({}, tmp_path) == ""
+    assert problem(use, tmp_path).startswith("No environment is set")
+    use |= {"llamafactory.environment": "env"}
+    assert "has no bin/python" in problem(use, tmp_path)
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to(sys.executable)
+    assert problem(use, tmp_path) == f"The environment {folder} has no llamafactory."
+    planted(folder, "0.8.3")
+    assert "0.8.3; 0.9 is supported" in problem(use, tmp_path)
+    next(folder.glob("lib/*/*/*")).rename(folder / "lib/python3.11/site-packages/llamafactory-0.9.5.dist-info")
+    assert problem(use, tmp_path) == ""
+    builtin = {**use, "model.source": "builtin"}
+    assert "does not exist yet" in problem(builtin, tmp_path)
+
+
+def test_the_fix_is_the_environment_that_was_created(commands, cache, tmp_path):
+    environments.create("llamafactory", lambda _: None)
+    spec = edit(RunSpec(), {"launch.trainer": "llamafactory"})
+    found = {finding.code: finding for finding in preflight(spec, Machine(), tmp_path).findings}
+    fix = found["LLF001"].fixes[0]
+    assert fix.patch == {"llamafactory.environment": str(cache / "environments/llamafactory")}
