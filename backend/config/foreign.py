@@ -57,11 +57,13 @@ class Import:
             if (value := self.get(key)) is not None:
                 self.patch[option] = value
 
-    def name_missing(self, ignored: Collection[str]) -> None:
-        """Note the keys that nobody has looked at; `ignored` are those without an effect on the training."""
-        for key, value in self.table.items():
-            if key not in self.read and key not in ignored and value not in NO_EFFECT:
-                self.missing.append(f"{key}: {value}")
+    def name_missing(self, ignored: Collection[str]) -> dict[str, Any]:
+        """Note the keys that nobody has looked at, and return them; `ignored` are those without an effect on the
+        training."""
+        table = self.table.items()
+        left = {k: v for k, v in table if k not in self.read and k not in ignored and v not in NO_EFFECT}
+        self.missing += [f"{key}: {value}" for key, value in left.items()]
+        return left
 
     def model(self, key: str) -> None:
         """A folder or a name on the Hugging Face Hub."""

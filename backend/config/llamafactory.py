@@ -7,11 +7,13 @@ starts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from backend import registry
 from backend.config.foreign import Import, Table, words
+from backend.config.other_trainer import TEMPLATE
 
 MAX_BYTES = 8 * 2**20  # of dataset_info.json
 
@@ -79,7 +81,8 @@ def read(table: Table, base: Path) -> Import:
     found.take_over(SAME)
     for work in PARTS:
         work(found)
-    found.name_missing(IGNORED)
+    if left := found.name_missing(IGNORED):  # for LLaMA-Factory as trainer
+        found.patch["llamafactory.extra_args"] = json.dumps(left, default=str)
     return found
 
 
@@ -147,6 +150,8 @@ def _stage(found: Import) -> None:
 
 def _data(found: Import) -> None:
     template = found.get("template")
+    if isinstance(template, str) and re.fullmatch(TEMPLATE, template):
+        found.patch["llamafactory.template"] = template
     if template not in (None, "default", "empty"):
         found.different.append(
             f"template: {template}: the tokenizer's own chat template is used (data.chat_template: model)"

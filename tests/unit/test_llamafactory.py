@@ -163,3 +163,11 @@ def test_the_page_and_the_command(tmp_path, monkeypatch, capsys):
     assert "Not taken over: dataset: identity" in err and "Different here: template: llama3" in err
     (tmp_path / "none.yaml").write_text("model: {}\n")
     assert main(["import", "none.yaml"]) == 2
+
+
+def test_what_is_left_is_kept_for_llamafactory_as_trainer(tmp_path):
+    spec = read(tmp_path, mask_history=True, template="qwen3", rope_scaling="yarn").spec
+    assert spec.llamafactory.template == "qwen3" and spec.launch.trainer == "footplate"
+    kept = json.loads(spec.llamafactory.extra_args)
+    assert kept == {"mask_history": True, "rope_scaling": "yarn"}
+    assert read(tmp_path, template="a b").spec.llamafactory.template == ""

@@ -161,7 +161,7 @@ def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     files of a model folder: a file from somebody else must not agree to that."""
     found = variables.choosing_code(spec.launch.env)
     found += [f"slurm.{name}" for name in ("setup", "extra") if getattr(spec.slurm, name)]
-    found += ["llamafactory.environment"] if spec.llamafactory.environment else []
+    found += [f"llamafactory.{name}" for name in ("environment", "extra_args") if getattr(spec.llamafactory, name)]
     found += ["ray.python"] if spec.ray.python != Ray().python else []
     if not spec.model.trust_remote_code:
         return spec, found
