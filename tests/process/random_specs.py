@@ -99,7 +99,7 @@ EXCLUDED: Mapping[str, str] = {
     "ray.cpus": "Ray jobs are tested by test_ray.py",
     "ray.resources": "as above",
     "ray.python": "as above",
-    "launch.trainer": "LLaMA-Factory is tested by test_llamafactory.py",
+    "launch.trainer": "LLaMA-Factory is tested by test_llamafactory_trainer.py",
     "llamafactory.environment": "as above",
     "llamafactory.template": "as above",
     "llamafactory.extra_args": "as above",
