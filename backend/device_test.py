@@ -6,6 +6,7 @@ trainer, on the same nodes with the same launcher and environment.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.preflight import Report
-from backend.runs import NODE_JOB, RAY_JOB, Plan
+from backend.runs import KUBERNETES_JOB, NODE_JOB, RAY_JOB, Plan
 from backend.runs.folder import ALIVE, Run, RunError, runs
 
 FOLDER = ".device-tests"  # in the runs folder
@@ -40,6 +41,8 @@ def planned_test(plan: Plan) -> Plan:
         files[NODE_JOB] = files[NODE_JOB].replace(f"-m {TRAINER} ", f"-m {TEST} ")
     if RAY_JOB in files:
         files[RAY_JOB] = files[RAY_JOB].replace(f'"{TRAINER}"', f'"{TEST}"')
+    if KUBERNETES_JOB in files:
+        files[KUBERNETES_JOB] = re.sub(rf"(?m)^(\s*- ){re.escape(TRAINER)}$", rf"\1{TEST}", files[KUBERNETES_JOB])
     return replace(plan, argv=_tested(plan.argv), other_nodes=nodes, files=files, then=())
 
 

@@ -37,6 +37,8 @@ LAYERS = {
     "backend.launch.launchers": 5.1,
     "backend.launch.slurm_cluster": 5.1,
     "backend.launch.ray_cluster": 5.1,
+    "backend.launch.kubernetes_cluster": 5.1,
+    "backend.launch.skypilot": 6.1,
     "backend.launch.clusters": 5.2,
     "backend.launch.llamafactory": 5.1,
     "backend.launch.accelerate_config": 5,
@@ -141,7 +143,7 @@ def test_training_libraries_are_imported_in_train_only(path):
         assert not packages & PAGE_LIBRARIES
     if "runs" in path.parts and "backend" in path.parts:
         # The driver of a Ray job is started by the Python of the cluster, which has ray but not Footplate.
-        own = {"ray"} if path.name == "ray_driver.py" else {"backend"}
+        own = {"ray_driver.py": {"ray"}, "kubernetes.py": {"backend", "yaml"}}.get(path.name, {"backend"})
         assert packages <= set(sys.stdlib_module_names) | own
 
 

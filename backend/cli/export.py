@@ -1,23 +1,74 @@
-"""`footplate export`: a spec as configuration files of LLaMA-Factory.
+"""`footplate export`: a spec as files that LLaMA-Factory, Kubernetes or SkyPilot reads.
 
-Imports launch.llamafactory, cli.commands.
+Imports config, launch, preflight, runs.kubernetes, cli.commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backend.cli.commands import print_json, run_preflight
-from backend.launch.llamafactory import export
+import yaml
+
+from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
+from backend.launch import llamafactory, skypilot
+from backend.preflight import Report
+from backend.runs import KUBERNETES_JOB
+from backend.runs.kubernetes import filled, job_name
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files by name, the command that uses them in their folder, and what they do not express."""
+
+    files: Mapping[str, str]
+    command: str
+    different: Sequence[str] = ()
+    missing: Sequence[str] = ()
+    refused: Sequence[str] = ()
+
+
+def _llamafactory(report: Report, folder: Path) -> Exported:
+    made = llamafactory.export(report.spec, report.run, report.facts.format)
+    return Exported(made.files, made.command, made.different, made.missing, made.refused)
+
+
+def _kubernetes(report: Report, folder: Path) -> Exported:
+    """The run's folder is `folder`, which a volume of the pods must have under the same path."""
+    objects = filled(report.plan.files[KUBERNETES_JOB], job_name(report.spec.logging.run_name), str(folder.resolve()))
+    text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    files = {**report.plan.files, KUBERNETES_JOB: text}
+    return Exported(files, f"kubectl create -f {KUBERNETES_JOB}", refused=_errors(report))
+
+
+def _skypilot(report: Report, folder: Path) -> Exported:
+    files = skypilot.files(report.spec, report.machine, report.facts)
+    return Exported(files, skypilot.COMMAND, refused=[each for each in _errors(report) if not each.startswith("CLU")])
+
+
+def _errors(report: Report) -> list[str]:
+    return [f"{finding.code} {finding.message}" for finding in report.findings if finding.level == "error"]
+
+
+TARGETS: Mapping[str, Callable[[Report, Path], Exported]] = {
+    "llamafactory": _llamafactory,
+    "kubernetes": _kubernetes,
+    "skypilot": _skypilot,
+}
 
 
 def start(arguments: argparse.Namespace) -> int:
     """Write the files, print the command that uses them, and on stderr what they do not express."""
-    report = run_preflight(arguments)
-    made = export(report.spec, report.run, report.facts.format)
-    folder = Path(arguments.out)
+    spec, machine = read_spec(arguments), target_machine(arguments)
+    if arguments.to in ("kubernetes", "skypilot"):
+        spec = skypilot.in_job(spec, machine)
+    if arguments.to == "skypilot":
+        machine = replace(machine, name=machine.name or "this machine")  # so that no cluster is asked
+    folder = Path(arguments.out or arguments.to)
+    made = TARGETS[arguments.to](wait_for_preflight(spec, machine), folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in made.files.items():
         (folder / name).write_text(text, encoding="utf-8")

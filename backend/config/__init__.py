@@ -13,6 +13,7 @@ from collections.abc import Collection
 from backend import registry
 from backend.config.data import Data
 from backend.config.fields import Condition, OneOf, Section, Ui
+from backend.config.kubernetes import Kubernetes
 from backend.config.launch import Launch
 from backend.config.method import Lora, Method
 from backend.config.model import Model
@@ -44,6 +45,7 @@ class RunSpec(Section):
     launch: Launch = Launch()
     slurm: Slurm = Slurm()
     ray: Ray = Ray()
+    kubernetes: Kubernetes = Kubernetes()
     llamafactory: LlamaFactory = LlamaFactory()
 
     @property

@@ -144,7 +144,8 @@ MULTI_PROCESS: Condition = {"parallel.strategy": registry.MULTI_PROCESS}
 LOCAL: Condition = {"launch.place": ("local",)}
 SLURM: Condition = {"launch.place": ("slurm",)}
 RAY: Condition = {"launch.place": ("ray",)}
-IN_CLUSTER: Condition = {"launch.place": ("slurm", "ray")}
+KUBERNETES: Condition = {"launch.place": ("kubernetes",)}
+IN_CLUSTER: Condition = {"launch.place": ("slurm", "ray", "kubernetes")}
 LLAMAFACTORY: Condition = {"launch.trainer": ("llamafactory",)}
 WITH_LAUNCHER: Condition = {
     **MULTI_PROCESS,

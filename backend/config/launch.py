@@ -9,6 +9,7 @@ from pydantic import Field
 from backend.config.fields import (
     ELASTIC,
     IN_CLUSTER,
+    KUBERNETES,
     LOCAL,
     MULTI_NODE,
     MULTI_PROCESS,
@@ -30,15 +31,15 @@ RENDEZVOUS = {"standalone": "Single node", "static": "Multi-node, static", "elas
 
 
 TRAINERS = {"footplate": "Footplate", "llamafactory": "LLaMA-Factory"}
-PLACES = {"local": "This machine", "slurm": "Slurm", "ray": "Ray"}
+PLACES = {"local": "This machine", "slurm": "Slurm", "ray": "Ray", "kubernetes": "Kubernetes"}
 
 
 class Launch(Section):
     """Place, launcher, devices, nodes and environment."""
 
-    place: Annotated[Literal["local", "slurm", "ray"], Ui("Run on", choices=PLACES)] = "local"
-    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm or
-    Ray cluster."""
+    place: Annotated[Literal["local", "slurm", "ray", "kubernetes"], Ui("Run on", choices=PLACES)] = "local"
+    """Where the processes run: on this machine, and on others that you start by hand, or as a job of a Slurm, Ray
+    or Kubernetes cluster."""
     trainer: Annotated[Literal["footplate", "llamafactory"], Ui("Trainer", choices=TRAINERS)] = "footplate"
     """Program that trains: Footplate's own, on transformers and TRL, or LLaMA-Factory in an environment of yours."""
     launcher: Annotated[Literal["torchrun", "accelerate", "deepspeed", "python"], Ui("Launcher", when=LOCAL)] = (
@@ -70,7 +71,7 @@ class Launch(Section):
     master_port: Annotated[int, Field(ge=0, le=65535), Ui("Master port", when=WITH_LAUNCHER)] = 0
     """Port on node 0 for the rendezvous; 0 uses a free port on a single node, and 29500 on several nodes or with
     deepspeed."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=(ELASTIC, RAY))] = 3
+    max_restarts: Annotated[int, Field(ge=0, le=1000), Ui("Max restarts", when=(ELASTIC, RAY, KUBERNETES))] = 3
     """How often the processes restart from the latest checkpoint after a failure; 3 is usual."""
     rdzv_id: Annotated[str, *word_like(), Ui("Rendezvous ID", when=ELASTIC)] = "footplate"
     """Name of the run in the rendezvous: the same on all its nodes, different for runs that share an address and

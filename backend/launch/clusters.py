@@ -1,6 +1,7 @@
 """What the cluster of a run says before a job is submitted: its nodes, and why it would not run the job.
 
-Imports config, machine, resolve, inspect, launch.slurm_cluster, launch.ray_cluster.
+Imports config, machine, resolve, inspect, launch.slurm_cluster, launch.ray_cluster,
+launch.kubernetes_cluster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from backend.config import RunSpec
 from backend.inspect.facts import InputFacts
-from backend.launch import ray_cluster, slurm_cluster
+from backend.launch import kubernetes_cluster, ray_cluster, slurm_cluster
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve
 
@@ -26,7 +27,7 @@ class Answers(Protocol):
         """Why the cluster would refuse the job, or could never start it, as a sentence, or ''."""
 
 
-ANSWERS: dict[str, Answers] = {"slurm": slurm_cluster, "ray": ray_cluster}
+ANSWERS: dict[str, Answers] = {"slurm": slurm_cluster, "ray": ray_cluster, "kubernetes": kubernetes_cluster}
 
 
 def ask(spec: RunSpec, here: Machine, facts: InputFacts) -> tuple[Machine, InputFacts]:

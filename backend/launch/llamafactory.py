@@ -138,7 +138,7 @@ def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
 def _name_missing(made: Export) -> None:
     spec = made.spec
     for name, option in OPTIONS.items():
-        if name in made.written or name in ELSEWHERE or name.split(".")[0] in ("slurm", "ray"):
+        if name in made.written or name in ELSEWHERE or name.split(".")[0] in ("slurm", "ray", "kubernetes"):
             continue
         value = get(spec, name)
         if shown(spec, option) and value != option.default:

@@ -16,7 +16,7 @@ from backend.config import RunSpec
 from backend.config.options import effective
 from backend.config.presets import dump
 from backend.inspect.facts import InputFacts
-from backend.launch import accelerate_config, launchers, llamafactory, ray, slurm
+from backend.launch import accelerate_config, kubernetes, launchers, llamafactory, ray, slurm
 from backend.machine import Machine
 from backend.resolve import ResolvedRun, resolve, selected_gpus
 from backend.runs import (
@@ -28,6 +28,7 @@ from backend.runs import (
     HOSTFILE,
     JOB_SCRIPT,
     JOIN,
+    KUBERNETES_JOB,
     LLAMAFACTORY,
     LLAMAFACTORY_RUN,
     NODE_JOB,
@@ -47,7 +48,8 @@ GLOBAL_RANK_PREFIX = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[default${rank}]
 # (elastic/rendezvous/dynamic_rendezvous.py, next_rendezvous): all nodes would wait for a minute, then fail.
 SHARE_ADDRESS_AGAIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-CLUSTERS: Mapping[str, Any] = {"slurm": slurm, "ray": ray}  # place -> the module that makes a job of the plan
+# Place -> the module that makes a job of the plan.
+CLUSTERS: Mapping[str, Any] = {"slurm": slurm, "ray": ray, "kubernetes": kubernetes}
 
 # Shown above each file in the preview.
 ABOUT: Mapping[str, str] = {
@@ -64,6 +66,7 @@ ABOUT: Mapping[str, str] = {
     RAY_JOB: "What the Ray job reserves on each node, and the command that it starts there.",
     RAY_DRIVER: "Started by Ray on the head node: it reserves the nodes, starts the command of ray.json on each, and "
     "starts it again after a failure.",
+    KUBERNETES_JOB: "The objects that are created in the cluster. JOB_NAME and RUN_FOLDER are filled in at the start.",
     LLAMAFACTORY: "LLaMA-Factory's configuration of the same training.",
     DATASET_INFO: "LLaMA-Factory's description of the data files.",
     LLAMAFACTORY_RUN: "Started by the launcher: it trains with LLaMA-Factory, and reports to the run's folder.",
@@ -75,7 +78,14 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
     """The launch plan of `spec` on `machine`. Never raises: rules report combinations that cannot work."""
     spec = effective(spec)
     run = run or resolve(spec, machine, facts)
-    made = Plan(
+    made = one_node(spec, machine, run, facts)
+    cluster = CLUSTERS.get(spec.launch.place)
+    return cluster.as_job(made, spec, run, machine) if cluster else made
+
+
+def one_node(spec: RunSpec, machine: Machine, run: ResolvedRun, facts: InputFacts | None = None) -> Plan:
+    """What runs on one node, on a cluster too."""
+    return Plan(
         argv=launchers.command(spec, run, machine, spec.launch.node_rank),
         env=_env(spec, run, machine),
         files=_files(spec, run, facts),
@@ -86,8 +96,6 @@ def plan(spec: RunSpec, machine: Machine, facts: InputFacts | None = None, run: 
         stop_timeout=spec.save.stop_timeout,
         then=(machine.python, "-m", "backend", "retry", ".", "--automatic") if spec.train.half_lr_retries else (),
     )
-    cluster = CLUSTERS.get(spec.launch.place)
-    return cluster.as_job(made, spec, run, machine) if cluster else made
 
 
 def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:

@@ -14,6 +14,8 @@ RAY_SPEC = {"launch.place": "ray", "parallel.strategy": "ddp", "launch.nnodes": 
 HERE = Fix("Run on this machine", {"launch.place": "local"}, safe=False, cost="on one node")
 PARTITION = replace(TWO_H100, name="Slurm partition gpu")
 RAY_CLUSTER = replace(TWO_H100, name="Ray cluster")
+ON_KUBERNETES = {"launch.place": "kubernetes"}
+IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernetes.volumes": ("runs=/runs",)}
 
 
 @rule(
@@ -21,7 +23,8 @@ RAY_CLUSTER = replace(TWO_H100, name="Ray cluster")
     "error",
     fields=("launch.place", "slurm.partition"),
     title="The cluster cannot run this job",
-    source="Slurm: sinfo and sbatch --test-only on this machine; Ray: GET /api/v0/nodes of its dashboard",
+    source="Slurm: sinfo and sbatch --test-only on this machine; Ray: GET /api/v0/nodes of its dashboard; "
+    "Kubernetes: GET /api/v1/nodes, and POST of the job with dryRun=All",
     fixes=(HERE,),
     manual_fix="Change what the job requests in the section Devices, such as partition, nodes, CPUs or time limit.",
     fails_on=Example(SLURM_SPEC, facts=replace(DEMO, place_problem="Slurm has no partition gpu. It has main.")),
@@ -29,8 +32,9 @@ RAY_CLUSTER = replace(TWO_H100, name="Ray cluster")
     at_start=True,
 )
 def cluster_refuses_the_job(case: Case) -> str | None:
-    """Slurm lists its partitions, and sbatch --test-only says whether the job could ever start; Ray lists its nodes. A
-    job that requests more than its nodes have is refused, or waits forever."""
+    """Slurm lists its partitions, and sbatch --test-only says whether the job could ever start; Ray lists its nodes.
+    Kubernetes lists its nodes and validates the job without creating it. A job that requests more than the nodes have
+    is refused, or waits forever."""
     return case.facts.place_problem or None if case.spec.launch.place != "local" else None
 
 
@@ -49,7 +53,8 @@ def cluster_refuses_the_job(case: Case) -> str | None:
 )
 def cluster_gpus_unknown(case: Case) -> str | None:
     """Slurm does not report which GPUs a partition has unless its administrator has configured their type, and Ray
-    names only types that it knows. The memory and bf16 units of the GPUs decide whether a run fits and works."""
+    names only types that it knows. Kubernetes has the type if a GPU operator or the cloud has labeled the nodes. The
+    memory and bf16 units of the GPUs decide whether a run fits and works."""
     if case.spec.launch.place == "local" or not any(gpu.name == UNKNOWN_GPU for gpu in case.gpus):
         return None
     return f"{case.machine.name} has GPUs whose type the cluster does not report, or that is not known here."
@@ -59,19 +64,61 @@ def cluster_gpus_unknown(case: Case) -> str | None:
     "CLU003",
     "warning",
     fields=("launch.nnodes",),
-    title="The Ray cluster has fewer nodes than the run",
-    source="GET /api/v0/nodes of Ray's dashboard",
+    title="The cluster has fewer nodes than the run",
+    source="Ray: GET /api/v0/nodes of its dashboard; Kubernetes: GET /api/v1/nodes",
     fails_on=Example(RAY_SPEC, RAY_CLUSTER),
     passes_on=Example(RAY_SPEC, replace(RAY_CLUSTER, nodes=2)),
     at_start=True,
 )
-def too_few_ray_nodes(case: Case) -> Violation | None:
-    """A Ray job waits until the cluster has as many nodes as it reserves. Only an autoscaler adds them by itself."""
-    if case.spec.launch.place != "ray" or case.facts.place_problem or case.run.nnodes <= case.machine.nodes:
+def too_few_nodes(case: Case) -> Violation | None:
+    """A job of Ray or Kubernetes waits until the cluster has as many nodes as it needs. Only an autoscaler adds them by
+    itself."""
+    waits = case.spec.launch.place in ("ray", "kubernetes") and not case.facts.place_problem
+    if not waits or case.run.nnodes <= (count := case.machine.nodes):
         return None
-    count = case.machine.nodes
     message = (
-        f"This run needs {case.run.nnodes} nodes, and the Ray cluster has {count} that it can use. The run waits until "
-        "an autoscaler or a person adds nodes."
+        f"This run needs {case.run.nnodes} nodes, and the {case.machine.name} has {count} that it can use. The run "
+        "waits until an autoscaler or a person adds nodes."
     )
     return Violation(message, (Fix(f"Use {counted(count, 'node')}", {"launch.nnodes": count}, safe=False),))
+
+
+@rule(
+    "CLU004",
+    "error",
+    fields=("launch.place", "kubernetes.image", "kubernetes.volumes"),
+    title="A Kubernetes job needs an image and a volume",
+    source="https://kubernetes.io/docs/concepts/workloads/pods/: a container needs an image, and keeps no files",
+    fixes=(HERE,),
+    manual_fix="Set kubernetes.image to an image with Footplate, and kubernetes.volumes to the volume claim with the "
+    "runs folder, such as runs=/runs.",
+    fails_on=Example(ON_KUBERNETES),
+    passes_on=Example(IN_POD),
+)
+def incomplete_pod(case: Case) -> str | None:
+    """The pods run the trainer from an image, and share the run's folder through a volume."""
+    if case.spec.launch.place != "kubernetes":
+        return None
+    cluster = case.spec.kubernetes
+    missing = [name for name in ("image", "volumes") if not getattr(cluster, name)]
+    return f"The Kubernetes job has no {' and no '.join(missing)}." if missing else None
+
+
+@rule(
+    "CLU005",
+    "error",
+    fields=("kubernetes.kubeflow_runtime", "kubernetes.secret", "kubernetes.priority_class"),
+    title="A TrainJob has no secret and no priority class",
+    source="Kubeflow Trainer 2.3: PodSpecPatch and ContainerPatch of trainer.kubeflow.org/v1alpha1",
+    fixes=(Fix("Use a Job", {"kubernetes.kubeflow_runtime": ""}, safe=False, cost="Kubeflow does not manage it"),),
+    manual_fix="Set them in the training runtime, and leave kubernetes.secret and kubernetes.priority_class empty.",
+    fails_on=Example({**IN_POD, "kubernetes.kubeflow_runtime": "torch-distributed", "kubernetes.secret": "tokens"}),
+    passes_on=Example({**IN_POD, "kubernetes.secret": "tokens"}),
+)
+def missing_in_train_job(case: Case) -> str | None:
+    """A TrainJob can change only some settings of the pods of its training runtime."""
+    cluster = case.spec.kubernetes
+    if case.spec.launch.place != "kubernetes" or not cluster.kubeflow_runtime:
+        return None
+    chosen = [f"kubernetes.{name}" for name in ("secret", "priority_class") if getattr(cluster, name)]
+    return f"A TrainJob cannot set {' and '.join(chosen)}." if chosen else None

@@ -1,6 +1,6 @@
 """The cluster that a run's job was submitted to.
 
-Imports runs.follower, runs.slurm, runs.ray.
+Imports runs.follower, runs.slurm, runs.ray, runs.kubernetes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from pathlib import Path
 
 from backend.runs import JOB
 from backend.runs.follower import Cluster, ClusterError, read, unended
+from backend.runs.kubernetes import Kubernetes
 from backend.runs.ray import Ray
 from backend.runs.slurm import Slurm
 
 
 def cluster_of(folder: Path) -> Cluster:
     """The cluster that job.json names."""
-    return Ray(folder) if read(folder).get("cluster") == Ray.name else Slurm()
+    makers = {Ray.name: Ray, Kubernetes.name: Kubernetes}
+    make = makers.get(read(folder).get("cluster", ""))
+    return make(folder) if make else Slurm()
 
 
 def end(folder: Path) -> None:

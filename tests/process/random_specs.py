@@ -99,6 +99,10 @@ EXCLUDED: Mapping[str, str] = {
     "ray.cpus": "Ray jobs are tested by test_ray.py",
     "ray.resources": "as above",
     "ray.python": "as above",
+    **dict.fromkeys(
+        (option.name for option in options() if option.name.startswith("kubernetes.")),
+        "Kubernetes jobs are tested by test_kubernetes.py",
+    ),
     "launch.trainer": "LLaMA-Factory is tested by test_llamafactory_trainer.py",
     "llamafactory.environment": "as above",
     "llamafactory.template": "as above",

@@ -463,6 +463,7 @@ STATIC = {**DDP, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"
 ELASTIC = {**STATIC, "launch.rendezvous": "elastic"}
 SLURM = {"launch.place": "slurm"}
 RAY = {"launch.place": "ray"}
+KUBERNETES = {"launch.place": "kubernetes"}
 LLAMAFACTORY = {"launch.trainer": "llamafactory"}
 HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
@@ -653,6 +654,27 @@ CASES: dict[str, Case] = {
     "llamafactory.environment": Case("/opt/env", launch_plan, LLAMAFACTORY),
     "llamafactory.template": Case("qwen3", launch_plan, LLAMAFACTORY),
     "llamafactory.extra_args": Case('{"lora_rank": 4}', launch_plan, LLAMAFACTORY),
+    **{
+        f"kubernetes.{name}": Case(value, launch_plan, KUBERNETES)
+        for name, value in {
+            "image": "registry/footplate:1",
+            "volumes": ("runs=/runs", "/data=/data"),
+            "queue": "research",
+            "namespace": "team",
+            "node_labels": ("nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3",),
+            "cpus": 3,
+            "memory_gib": 64,
+            "resources": ("rdma/hca=1",),
+            "tolerations": ("dedicated=training:NoSchedule",),
+            "priority_class": "high",
+            "service_account": "trainer",
+            "secret": "tokens",
+            "python": "/opt/python",
+            "kubeflow_runtime": "torch-distributed",
+            "extra_pod_spec": '{"hostNetwork": true}',
+        }.items()
+    },
+    "kubernetes.gpu_resource": Case("amd.com/gpu", launch_plan, {**KUBERNETES, "launch.device": "cuda"}),
     "ray.cpus": Case(3, launch_plan, RAY),
     "ray.resources": Case(("accelerator_type:H100=0.001",), launch_plan, RAY),
     "ray.python": Case("/opt/python", launch_plan, RAY),

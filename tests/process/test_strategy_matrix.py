@@ -60,8 +60,8 @@ In the tables below the summary, each cell is one of these:
 The summary counts these three outcomes for each method and strategy. A section is written when its test has passed; a
 combination without a section has an empty cell in the summary.
 
-All of them train on this machine with Footplate's own trainer. Runs on Slurm, on Ray and with LLaMA-Factory as trainer
-start the same processes, and were tested with DDP (LLaMA-Factory also with ZeRO-2); the
+All of them train on this machine with Footplate's own trainer. Runs on Slurm, Ray, Kubernetes and with LLaMA-Factory as
+trainer start the same processes, and were tested with DDP (LLaMA-Factory also with ZeRO-2); the
 [README](../README.md#supported) lists what was run there.
 
 """

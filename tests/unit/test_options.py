@@ -31,15 +31,16 @@ def other(option):
             number = (low + high) / 2 if option.kind == "float" else int(low + high) // 2
             return number if number != option.default else number + 1
         case "list":
-            return {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v"), "ray.resources": ("a=1",)}.get(
-                option.name, ("a", "b")
-            )
+            other = {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v"), "ray.resources": ("a=1",)}
+            other |= {"kubernetes.volumes": ("a=/b",), "kubernetes.node_labels": ("a=b",)}
+            return {**other, "kubernetes.resources": ("a=1",)}.get(option.name, ("a", "b"))
         case "table":
             return {"A": "1"}
         case _ if "extra_" in option.name:  # JSON
             return '{"a": 1}'
         case _:
-            return "12:00:00" if option.name == "slurm.time_limit" else "something"
+            other = {"slurm.time_limit": "12:00:00", "kubernetes.gpu_resource": "amd.com/gpu"}
+            return other.get(option.name, "something")
 
 
 def single(option):

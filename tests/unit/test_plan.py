@@ -49,6 +49,16 @@ LAUNCHED["ray"] = {
     "launch.nnodes": 2,
     "ray.resources": ("accelerator_type:H100=0.001",),
 }
+LAUNCHED["kubernetes"] = {
+    "launch.place": "kubernetes",
+    "parallel.strategy": "fsdp2",
+    "launch.nnodes": 2,
+    "kubernetes.image": "registry/footplate:1",
+    "kubernetes.volumes": ("runs=/runs",),
+    "kubernetes.queue": "research",
+    "kubernetes.tolerations": ("dedicated=training:NoSchedule",),
+}
+LAUNCHED["kubeflow"] = {**LAUNCHED["kubernetes"], "kubernetes.kubeflow_runtime": "torch-distributed"}
 LAUNCHED["llamafactory"] = {
     "launch.trainer": "llamafactory",
     "llamafactory.environment": "/opt/llamafactory",

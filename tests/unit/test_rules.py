@@ -38,7 +38,7 @@ from backend.rules.examples import (
 )
 from backend.rules.memory import NO_REMEDY
 
-COUNT = 255
+COUNT = 257
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:

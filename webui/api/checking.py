@@ -13,6 +13,7 @@ from typing import Any
 
 from backend.compare import Variant, recommend, variants
 from backend.config import RunSpec, importers, presets, variables
+from backend.config.kubernetes import Kubernetes
 from backend.config.options import Problem, SpecError, by_name, edit, get, options, parse, shown, text
 from backend.config.ray import Ray
 from backend.inspect import download_config
@@ -162,6 +163,8 @@ def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     found = variables.choosing_code(spec.launch.env)
     found += [f"slurm.{name}" for name in ("setup", "extra") if getattr(spec.slurm, name)]
     found += [f"llamafactory.{name}" for name in ("environment", "extra_args") if getattr(spec.llamafactory, name)]
+    found += [f"kubernetes.{name}" for name in ("image", "extra_pod_spec") if getattr(spec.kubernetes, name)]
+    found += ["kubernetes.python"] if spec.kubernetes.python != Kubernetes().python else []
     found += ["ray.python"] if spec.ray.python != Ray().python else []
     if not spec.model.trust_remote_code:
         return spec, found

@@ -1,0 +1,80 @@
+"""The job that a run becomes on a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from backend.config.fields import KUBERNETES, JsonText, Lines, Section, Ui, matches
+
+LABEL = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+NAME = matches(LABEL, "must be a name in Kubernetes: lowercase letters, digits, - and .")
+
+
+def _each(pattern: str, what: str) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    def check(lines: tuple[str, ...]) -> tuple[str, ...]:
+        for line in lines:
+            if not re.fullmatch(pattern, line):
+                raise ValueError(f"must have one {what} per line, but has the line {line!r}")
+        return lines
+
+    return check
+
+
+VOLUMES = _each(rf"({LABEL}|/[^=]*)=/[^=]+", "NAME=/path of a volume claim, or /path on the node=/path")
+AMOUNTS = _each(r"(?!(cpu|memory)=)[\w.:/-]+=\d+[A-Za-z]*", "NAME=amount other than cpu and memory")
+LABELS = _each(r"[\w./-]+=[\w.-]*", "LABEL=value of a node")
+TOLERATIONS = _each(r"[\w./-]+(=[\w.-]+)?(:(NoSchedule|PreferNoSchedule|NoExecute))?", "KEY=value:effect of a taint")
+
+
+class Kubernetes(Section):
+    """The Kubernetes job: image, volumes, and what it requests for the pod on each node."""
+
+    image: Annotated[
+        str, matches(r"[\w./:@-]+", "must be the name of an image, such as registry/footplate:1"),
+        Ui("Image", when=KUBERNETES),
+    ] = ""  # fmt: skip
+    """Container image in which Footplate is installed; the Containerfile of the project makes one."""
+    volumes: Annotated[Lines, AfterValidator(VOLUMES), Ui("Volumes", when=KUBERNETES, widget="lines")] = ()
+    """Volumes of each pod, one NAME=/path per line: a volume claim and the path in the pod, such as runs=/runs. The
+    runs folder must be in one of them, under the same path as here."""
+    queue: Annotated[str, NAME, Ui("Kueue queue", when=KUBERNETES)] = ""
+    """Local queue of Kueue that decides when the job starts; empty submits the job directly."""
+    namespace: Annotated[str, NAME, Ui("Namespace", when=KUBERNETES)] = ""
+    """Namespace of the job; empty uses that of your kubeconfig."""
+    node_labels: Annotated[Lines, AfterValidator(LABELS), Ui("Node labels", when=KUBERNETES, widget="lines")] = ()
+    """Labels that the nodes must have, one LABEL=value per line, such as
+    nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3."""
+    cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=KUBERNETES)] = 0
+    """CPUs to request on each node; 0 requests nine tenths of the share that belongs to the GPUs, and without GPUs of a
+    node, since each node also runs pods of the cluster."""
+    memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=KUBERNETES, unit="GiB")] = 0
+    """RAM of each pod, which is killed if it uses more; 0 sets no limit."""
+    gpu_resource: Annotated[
+        str, matches(r"[\w.-]+/[\w.-]+", "must be the name of a resource, such as nvidia.com/gpu"),
+        Ui("GPU resource", when=KUBERNETES),
+    ] = "nvidia.com/gpu"  # fmt: skip
+    """Name under which the cluster offers its GPUs, such as nvidia.com/gpu or amd.com/gpu."""
+    resources: Annotated[
+        Lines, AfterValidator(AMOUNTS), Ui("Further resources per node", when=KUBERNETES, widget="lines")
+    ] = ()
+    """Further resources of each pod, one NAME=amount per line, such as rdma/hca=1; usually empty."""
+    tolerations: Annotated[Lines, AfterValidator(TOLERATIONS), Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
+    """Taints of nodes that the pods tolerate, one KEY=value:effect per line; that of the GPU resource always is."""
+    priority_class: Annotated[str, NAME, Ui("Priority class", when=KUBERNETES)] = ""
+    """Priority class of the pods; empty uses the cluster's default."""
+    service_account: Annotated[str, NAME, Ui("Service account", when=KUBERNETES)] = ""
+    """Service account of the pods; empty uses the namespace's default."""
+    secret: Annotated[str, NAME, Ui("Secret", when=KUBERNETES)] = ""
+    """Secret whose entries become environment variables of the run, such as HF_TOKEN."""
+    python: Annotated[str, Ui("Python in the image", when=KUBERNETES)] = "python"
+    """Python of the image that has Footplate."""
+    kubeflow_runtime: Annotated[str, NAME, Ui("Kubeflow runtime", when=KUBERNETES)] = ""
+    """Training runtime of Kubeflow Trainer, such as torch-distributed: the run becomes a TrainJob. Empty makes a Job,
+    which needs no Kubeflow."""
+    extra_pod_spec: Annotated[JsonText, Ui("Extra pod settings (JSON)", when=KUBERNETES, widget="text")] = ""
+    """Keys merged into the pod's spec, which they override, for settings without an option, such as
+    {"hostNetwork": true}; usually empty."""

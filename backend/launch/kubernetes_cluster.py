@@ -1,0 +1,128 @@
+"""What a Kubernetes cluster says before a job is submitted: its nodes, and why it would refuse the job.
+
+Imports config, machine, resolve, runs.kubernetes, launch.kubernetes, launch.answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from backend.config import RunSpec
+from backend.launch import kubernetes
+from backend.launch.answers import gpus, kept
+from backend.machine import Machine
+from backend.resolve import ResolvedRun
+from backend.runs import Plan
+from backend.runs.follower import ClusterError
+from backend.runs.kubernetes import Forbidden, api, filled
+
+# Labels by which GPU operators and clouds name the GPUs of a node.
+GPU_LABELS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+UNITS: Mapping[str, float] = {
+    "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "": 1,
+}  # fmt: skip
+LARGEST_NODE = 8  # GPUs of a node that may not be listed
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that runs pods, and what it has for them, whether in use or not."""
+
+    cores: int
+    ram_bytes: int
+    gpus: int
+    gpu_type: str
+    labels: Mapping[str, str]
+    taints: tuple[str, ...]
+
+
+def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
+    """The nodes that the job of `spec` runs on, with the packages of this machine; and why they are not known, as a
+    sentence, or ''. A user who may not list nodes says with launch.gpu_model what they are."""
+    try:
+        found = nodes(spec.kubernetes.gpu_resource)
+    except Forbidden:
+        return _unlisted(spec, here), ""
+    except ClusterError as error:
+        return here, str(error)
+    labels = dict(line.split("=") for line in spec.kubernetes.node_labels)
+    tolerated = {re.split("[=:]", line)[0] for line in spec.kubernetes.tolerations} | {spec.kubernetes.gpu_resource}
+    matching = [node for node in found if labels.items() <= node.labels.items() and tolerated.issuperset(node.taints)]
+    if not matching:
+        what = f" with the labels {', '.join(spec.kubernetes.node_labels)}" if labels else ""
+        taints = sorted({taint for node in found for taint in node.taints} - tolerated)
+        why = f" Set kubernetes.tolerations: its nodes have the taints {', '.join(taints)}." if taints else ""
+        return here, f"The Kubernetes cluster has no node{what} that runs the pods.{why}"
+    largest = max(matching, key=lambda node: (node.gpus, node.cores))
+    devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
+    described = replace(
+        here,
+        name="Kubernetes cluster",
+        device="cuda" if devices else "cpu",
+        gpus=devices,
+        nodes=sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching),
+        cores=largest.cores,
+        ram_bytes=largest.ram_bytes,
+        ram_free_bytes=largest.ram_bytes,
+        shm_free_bytes=None,
+        driver_version="",
+    )
+    return described, ""
+
+
+def _unlisted(spec: RunSpec, here: Machine) -> Machine:
+    """Nodes as the user describes them: those of launch.gpu_model, or without GPUs."""
+    count = max(LARGEST_NODE, spec.launch.nproc_per_node) if spec.launch.device != "cpu" else 0
+    devices = gpus(count, spec.launch.gpu_model)
+    known = replace(here, name="Kubernetes cluster", device="cuda" if devices else "cpu", gpus=devices)
+    return replace(known, nodes=spec.launch.nnodes, shm_free_bytes=None, driver_version="")
+
+
+def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
+    """Why the cluster would refuse the job, as a sentence; '' if it accepts it. Asks for a dry run of the same
+    manifest."""
+    if not spec.kubernetes.image:
+        return ""  # a rule says so
+    wanted = kubernetes.cpus(spec, run, nodes)
+    if wanted > nodes.cores:
+        return f"Each pod would request {wanted} CPUs, and the nodes of the Kubernetes cluster have {nodes.cores}."
+    objects = kubernetes.manifest(Plan((nodes.python,)), spec, run, nodes)
+    text = yaml.safe_dump_all(objects)
+    try:
+        kept((api().host, text), lambda: [api().create(each, True) for each in filled(text, "footplate-check", "/")])
+    except ClusterError as error:
+        return str(error)
+    return ""
+
+
+def nodes(gpu_resource: str) -> tuple[Node, ...]:
+    """The nodes that run pods. Raises ClusterError."""
+    cluster = api()
+    rows = kept((cluster.host, "nodes"), lambda: cluster.items(cluster.core.list_node))
+    return tuple(parse(rows, gpu_resource))
+
+
+def parse(rows: Iterable[Mapping[str, Any]], gpu_resource: str) -> Iterable[Node]:
+    """The nodes among the objects that the cluster lists."""
+    for row in rows:
+        spec, labels = row.get("spec", {}), row["metadata"].get("labels", {})
+        if spec.get("unschedulable"):
+            continue
+        amounts = row["status"]["allocatable"]
+        kind = next((labels[label] for label in GPU_LABELS if label in labels), "")
+        taints = tuple(each["key"] for each in spec.get("taints", ()) if each.get("effect") != "PreferNoSchedule")
+        yield Node(
+            int(amount(amounts.get("cpu", "0"))), int(amount(amounts.get("memory", "0"))),
+            int(amount(amounts.get(gpu_resource, "0"))), kind, labels, taints,
+        )  # fmt: skip
+
+
+def amount(text: str) -> float:
+    """A quantity of Kubernetes, such as 7910m or 131911984Ki; 0 if it is none."""
+    found = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
+    return float(found[1]) * UNITS.get(found[2], 0) if found else 0

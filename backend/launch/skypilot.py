@@ -1,0 +1,91 @@
+"""SkyPilot: a spec as a task that SkyPilot runs on machines of a cloud.
+
+Imports config, machine, resolve, runs, paths, launch.plan. Export only: SkyPilot rents the machines, copies the folder
+to them and starts the task. torchrun reads nodes, node rank and master address from PET_* variables, which the task
+sets.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect.facts import InputFacts
+from backend.launch.plan import one_node
+from backend.machine import Machine
+from backend.paths import HOME
+from backend.resolve import DEFAULT_PORT, resolve
+
+TASK = "task.yaml"
+SOURCE = "~/footplate"  # on the machines of the cloud
+PACKAGE = ("pyproject.toml", "README.md", "LICENSE", "backend", "webui", "presets", "assets")  # what pip install needs
+COMMAND = f"sky launch {TASK}"
+
+
+def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
+    """Name -> text of the files of the task's folder."""
+    job = effective(in_job(spec, machine))
+    run = resolve(job, machine, facts)
+    made = one_node(job, machine, run, facts)
+    python, *rest = made.argv
+    trainer = replace(made, argv=("python" if python == machine.python else python, *rest))
+    gpus = f"{_cloud_name(machine.gpus[0].name)}:{run.nproc_per_node}" if run.device != "cpu" else ""
+    is_checkout = (HOME / "pyproject.toml").is_file()
+    source = {f"{SOURCE}/{name}": str(HOME / name) for name in PACKAGE} if is_checkout else {}
+    mounts = {**source, **{path: path for path in _inputs(job)}}
+    task: dict[str, Any] = {
+        "name": re.sub(r"[^a-z0-9-]+", "-", spec.logging.run_name.lower()).strip("-") or "footplate",
+        "num_nodes": run.nnodes,
+        "resources": {"accelerators": gpus} if gpus else {"cpus": f"{max(1, machine.cores)}+"},
+        "workdir": ".",
+        **({"file_mounts": mounts} if mounts else {}),
+        "setup": f"pip install {SOURCE if is_checkout else 'footplate'}\n",
+        "run": RUN.format(command=trainer.command(), port=DEFAULT_PORT),
+    }
+    return {**made.files, TASK: _Dumper.text(task)}
+
+
+def in_job(spec: RunSpec, machine: Machine) -> RunSpec:
+    """`spec` with as many nodes, as a job whose nodes get their ranks in PET_*."""
+    return edit(spec, {"launch.place": "kubernetes", "launch.nnodes": resolve(effective(spec), machine).nnodes})
+
+
+def _inputs(spec: RunSpec) -> list[str]:
+    """Files and folders of this machine that the trainer reads."""
+    named = [spec.model.path if spec.model.source == "path" else ""]
+    named += [*spec.data.files, *spec.data.validation_files] if spec.data.source == "files" else []
+    return [str(Path(name).resolve()) for name in named if name and Path(name).exists()]
+
+
+def _cloud_name(gpu: str) -> str:
+    """SkyPilot's name of a GPU."""
+    words = gpu.upper().replace("NVIDIA", "").replace("GEFORCE", "").split()
+    large = re.search(r"A100.*80 ?G", gpu.upper())
+    return "A100-80GB" if large else "".join(words[:2]) if words[:1] == ["RTX"] else words[0] if words else gpu
+
+
+class _Dumper(yaml.SafeDumper):
+    """Scripts as blocks of lines."""
+
+    @classmethod
+    def text(cls, tree: dict[str, Any]) -> str:
+        return yaml.dump(tree, Dumper=cls, sort_keys=False, width=120)
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _block)
+
+RUN = """\
+export PET_NNODES=$SKYPILOT_NUM_NODES PET_NODE_RANK=$SKYPILOT_NODE_RANK
+export PET_MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) PET_MASTER_PORT={port}
+{command}
+"""

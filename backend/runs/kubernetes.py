@@ -1,0 +1,351 @@
+"""Kubernetes: submit, find and delete jobs through the API of the cluster.
+
+Imports backend.runs, runs.follower. Which cluster, and with which rights, is read where kubectl reads it (KUBECONFIG,
+~/.kube/config, or the pod in which the page runs), not from the options of a run. The package kubernetes is imported on
+first use, because other runs do not need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN, STOP
+from backend.runs.follower import DONE, FAILED, STOPPED, Cluster, ClusterError, Job, follow
+
+NAME, FOLDER = "JOB_NAME", "RUN_FOLDER"  # in the manifest, until it is submitted
+JOB, ATTEMPTS = "FOOTPLATE_JOB", "FOOTPLATE_MAX_RESTARTS"  # environment variables of the pods
+INTERRUPTED = "Kubernetes interrupted the run."  # in the stop file, by a pod that was asked to end
+INSTALL = "pip install 'footplate[kubernetes]'"
+REQUEST_SECONDS = 20.0
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # of the pod in which the page runs
+CANCEL_GRACE_SECONDS = 15  # of the pods of a job that is canceled: it waits, or had its time for a checkpoint
+NAME_LENGTH = 30  # of the run: with prefix and suffix 50 of 63, since Kubernetes appends numbers of jobs and pods
+
+Tree = dict[str, Any]
+
+# kind -> (group, version, plural, label of its pods)
+KINDS: Mapping[str, tuple[str, str, str, str]] = {
+    "Job": ("batch", "v1", "jobs", "batch.kubernetes.io/job-name"),
+    "TrainJob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", "jobset.sigs.k8s.io/jobset-name"),
+}
+
+
+class Gone(ClusterError):
+    """The cluster does not have the object, or the kind of object."""
+
+
+class Forbidden(ClusterError):
+    """The cluster does not allow a request."""
+
+
+class Api:
+    """The API of the cluster that the kubeconfig names."""
+
+    def __init__(self) -> None:
+        try:
+            client = importlib.import_module("kubernetes.client")
+            config = importlib.import_module("kubernetes.config")
+        except ImportError:
+            raise ClusterError(f"Kubernetes requires the package kubernetes. Install with: {INSTALL}.") from None
+        configuration = client.Configuration()
+        try:
+            if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+                config.load_incluster_config(client_configuration=configuration)
+                self.namespace = OWN_NAMESPACE.read_text(encoding="utf-8").strip()
+            else:
+                config.load_kube_config(kubeconfig(), client_configuration=configuration)
+                current = config.list_kube_config_contexts(kubeconfig())[1]
+                self.namespace = current["context"].get("namespace") or "default"
+        except (config.ConfigException, yaml.YAMLError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ClusterError(
+                f"No Kubernetes cluster is configured: {str(error).rstrip('.')}. Set KUBECONFIG."
+            ) from None
+        configuration.retries = False  # the follower asks again by itself
+        self.host = configuration.host
+        api = client.ApiClient(configuration)
+        self.core, self.custom = client.CoreV1Api(api), client.CustomObjectsApi(api)
+        self.error: type[Exception] = client.ApiException
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        """The response of the cluster. Raises ClusterError, Gone or Forbidden with a sentence."""
+        try:
+            return function(*arguments, _request_timeout=REQUEST_SECONDS, **more)
+        except self.error as error:
+            status = int(getattr(error, "status", 0) or 0)
+            kind = {404: Gone, 403: Forbidden}.get(status, ClusterError)
+            text = _message(getattr(error, "body", "")) or str(getattr(error, "reason", error))
+            if status == 401:
+                text = "your credentials are missing or have expired"
+            raise kind(f"Kubernetes at {self.host} refuses the request: {text.rstrip('.')}.") from None
+        except Exception as error:  # urllib3's own, and those of credential plugins
+            reason = getattr(error, "reason", error)
+            raise ClusterError(f"Kubernetes does not respond at {self.host} ({reason}).") from None
+
+    def items(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> list[Tree]:
+        """The objects of a list, as the cluster has sent them."""
+        response = self.call(function, *arguments, _preload_content=False, **more)
+        found: list[Tree] = json.loads(response.data)["items"]
+        return found
+
+    def create(self, body: Tree, dry_run: bool = False) -> Tree:
+        """Create an object; with `dry_run`, the cluster only says whether it would accept it."""
+        namespace = body["metadata"].get("namespace") or self.namespace
+        more: Tree = {"field_validation": "Strict", **({"dry_run": "All"} if dry_run else {})}
+        if body["kind"] == "Service":
+            made = self.call(self.core.create_namespaced_service, namespace, body, _preload_content=False, **more)
+            return dict(json.loads(made.data))
+        group, version, plural, _ = KINDS[body["kind"]]
+        return dict(
+            self.call(self.custom.create_namespaced_custom_object, group, version, namespace, plural, body, **more)
+            or {}
+        )
+
+    def delete(self, job: str) -> None:
+        """Delete a job and its pods; one that is gone is no error."""
+        kind, namespace, name = job.split("/")
+        group, version, plural, _ = KINDS[kind]
+        function = self.custom.delete_namespaced_custom_object
+        with contextlib.suppress(Gone):
+            self.call(function, group, version, namespace, plural, name, propagation_policy="Foreground")
+
+    def delete_pods(self, job: str, grace_seconds: int) -> None:
+        """Delete the pods of a job that is being deleted, which would otherwise have the time of a stop that saves."""
+        for pod in self.pods(job):
+            with contextlib.suppress(Gone):
+                where, more = pod["metadata"], {"grace_period_seconds": grace_seconds, "_preload_content": False}
+                self.call(self.core.delete_namespaced_pod, where["name"], where["namespace"], **more)
+
+    def get(self, job: str) -> Tree | None:
+        """The job, None if there is none."""
+        kind, namespace, name = job.split("/")
+        group, version, plural, _ = KINDS[kind]
+        try:
+            found = self.call(self.custom.get_namespaced_custom_object, group, version, namespace, plural, name)
+        except Gone:
+            return None
+        return dict(found)
+
+    def pods(self, job: str) -> list[Tree]:
+        """The pods of a job, replaced ones too."""
+        kind, namespace, name = job.split("/")
+        return self.items(self.core.list_namespaced_pod, namespace, label_selector=f"{KINDS[kind][3]}={name}")
+
+    def events(self, job: str) -> list[Tree]:
+        """What the cluster's controllers have reported about a job."""
+        _, namespace, name = job.split("/")
+        return self.items(self.core.list_namespaced_event, namespace, field_selector=f"involvedObject.name={name}")
+
+    def last_line(self, pod: Tree) -> str:
+        """The last line that a pod has printed, '' without one."""
+        where = pod["metadata"]
+        try:
+            function = self.core.read_namespaced_pod_log
+            response = self.call(function, where["name"], where["namespace"], tail_lines=1, _preload_content=False)
+        except ClusterError:
+            return ""
+        return str(response.data.decode(errors="replace")).strip()
+
+
+@cache
+def _api(marker: tuple[str, float]) -> Api:
+    return Api()
+
+
+def kubeconfig() -> str:
+    """Where kubectl looks for clusters; several files are separated by colons."""
+    return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+
+
+def api() -> Api:
+    """The API, with the kubeconfig as it is now. Raises ClusterError."""
+    file = Path(kubeconfig().split(":")[0])
+    return _api((kubeconfig(), file.stat().st_mtime if file.exists() else 0.0))
+
+
+def filled(text: str, name: str, folder: str, arguments: Sequence[str] = ()) -> list[Tree]:
+    """The objects of a manifest with the name of the job, the run's folder and further arguments of the first
+    attempt."""
+    objects = list(yaml.safe_load_all(text.replace(NAME, name).replace(FOLDER, json.dumps(folder)[1:-1])))
+    for command in _commands(objects):
+        command[-1:] = [*arguments, command[-1]]
+    return objects
+
+
+def _mounts(tree: Any) -> Iterator[str]:
+    """All paths at which an object mounts volumes."""
+    if isinstance(tree, dict):
+        yield from [tree["mountPath"]] if "mountPath" in tree else []
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for below in tree:
+            yield from _mounts(below)
+
+
+def _commands(objects: Sequence[Tree]) -> Iterator[list[str]]:
+    """The command of the node's program in each object that has one."""
+    for each in objects:
+        if each["kind"] == "Job":
+            yield each["spec"]["template"]["spec"]["containers"][0]["command"]
+        elif each["kind"] == "TrainJob":
+            yield each["spec"]["trainer"]["command"]
+
+
+class Kubernetes(Cluster):
+    """The cluster of the kubeconfig, and the run in `folder`."""
+
+    name = "Kubernetes"
+    interruption = INTERRUPTED
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.deleted: set[str] = set()
+
+    def submit(self, arguments: Sequence[str]) -> str:
+        """Create the objects of kubernetes.yaml. The Service belongs to the Job, and is deleted with it."""
+        text = (self.folder / KUBERNETES_JOB).read_text(encoding="utf-8")
+        name = job_name(json.loads((self.folder / PLAN).read_text(encoding="utf-8"))["name"])
+        job, *others = filled(text, name, str(self.folder), arguments)
+        if not any(self.folder.is_relative_to(path) for path in _mounts(job)):
+            raise ClusterError(
+                f"The run's folder {self.folder} is in none of kubernetes.volumes, so the pods could not read it. Add "
+                "the volume with the runs folder, under the same path as here."
+            )
+        cluster = api()
+        namespace = job["metadata"].get("namespace") or cluster.namespace
+        made = f"{job['kind']}/{namespace}/{name}"
+        uid = cluster.create(job).get("metadata", {}).get("uid", "")
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
+        try:
+            for other in others:
+                other["metadata"]["ownerReferences"] = [owner]
+                cluster.create(other)
+        except ClusterError:
+            cluster.delete(made)
+            raise
+        return made
+
+    def find(self, job: str, max_age: float) -> Job | None:
+        """A job, and what its pods wait for."""
+        cluster = api()
+        if (about := cluster.get(job)) is None:
+            known = job in self.deleted or self._was_interrupted()
+            return Job(job, "Deleted", end=STOPPED, cause="The Kubernetes job was deleted.") if known else None
+        status = about.get("status", {})
+        true = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
+        if "Complete" in true:
+            return Job(job, "Complete", end=DONE)
+        pods = cluster.pods(job)
+        if "Failed" in true:
+            if self._was_interrupted():  # a TrainJob, whose runtime has replaced no pod
+                return Job(job, "Failed", end=STOPPED, cause=INTERRUPTED)
+            return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, pods, true["Failed"]))
+        if about["metadata"].get("deletionTimestamp"):
+            return Job(job, "Deleting")
+        if "Suspended" in true or about["spec"].get("suspend"):
+            return Job(job, "Suspended", waits=True, text=_suspension(about, cluster.events(job)))
+        live = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Pending", "Running", "Succeeded")]
+        waiting = [pod for pod in live if pod["status"]["phase"] == "Pending"]
+        spec = about["spec"]
+        nodes = spec.get("completions") or spec.get("trainer", {}).get("numNodes") or 1
+        if len(live) - len(waiting) >= nodes:
+            return Job(job, "Running")
+        reasons = sorted({text for pod in waiting if (text := _reason(pod))}) or _warnings(cluster.events(job))
+        text = " ".join(reasons) or "Waiting for Kubernetes to start the pods."
+        return Job(job, "Pending", waits=True, text=text)
+
+    def cancel(self, job: str) -> None:
+        """Delete the job. Kubernetes asks its pods to end, and keeps the job until they have."""
+        api().delete(job)
+        self.deleted.add(job)
+        api().delete_pods(job, CANCEL_GRACE_SECONDS)
+
+    def _was_interrupted(self) -> bool:
+        try:
+            return INTERRUPTED in (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+
+    def _cause(self, cluster: Api, pods: Sequence[Tree], condition: Tree) -> str:
+        """Why a job failed, unless its own log says so."""
+        for pod in pods:
+            for ended in _terminations(pod):
+                if ended.get("reason") == "OOMKilled":
+                    return (
+                        f"The pod {pod['metadata']['name']} was killed because it used more memory than its limit. "
+                        "Increase kubernetes.memory_gib, or reduce what the run keeps in RAM, such as offloading."
+                    )
+                if ended.get("reason") not in ("Error", "Completed"):
+                    text = str(ended.get("message") or ended.get("reason") or "it has no reason").rstrip(".")
+                    return f"The pod {pod['metadata']['name']} could not start: {text}."
+        started = self.folder.joinpath(KUBERNETES_NODES).exists()
+        if not started and (said := next(filter(None, map(cluster.last_line, pods)), "")):
+            return said if said.endswith(".") else f"The pod could not start the run: {said}."
+        return "" if started else f"Kubernetes says: {condition.get('message') or condition.get('reason')}."
+
+
+def job_name(run: str) -> str:
+    """A new name for a job of the run with this name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:NAME_LENGTH].strip("-")
+    return f"footplate-{slug}-{secrets.token_hex(4)}".replace("--", "-")
+
+
+def _message(body: Any) -> str:
+    """The message of an answer that refuses a request."""
+    try:
+        return str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _terminations(pod: Tree) -> Iterator[Tree]:
+    for status in pod.get("status", {}).get("containerStatuses", ()):
+        if ended := status.get("state", {}).get("terminated"):
+            yield ended
+
+
+def _reason(pod: Tree) -> str:
+    """What a pending pod waits for, as a sentence; '' if it does not say."""
+    status = pod["status"]
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, text = waiting.get("reason", ""), str(waiting.get("message", "")).rstrip(".")
+        if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName"):
+            return f"Kubernetes cannot pull the image {container.get('image', '')}: {text or reason}."
+        if reason in ("ContainerCreating", "PodInitializing"):
+            return "Kubernetes is preparing the containers: it pulls the image and mounts the volumes."
+        if reason:
+            return f"Kubernetes cannot start a container: {text or reason}."
+    for condition in status.get("conditions", ()):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return f"Waiting for nodes: {str(condition.get('message') or condition.get('reason')).rstrip('.')}."
+    return ""
+
+
+def _warnings(events: Sequence[Tree]) -> list[str]:
+    """Why the job's controller cannot create pods, such as a quota."""
+    texts = [str(event.get("message", "")).rstrip(".") for event in events if event.get("type") == "Warning"]
+    return [f"Kubernetes cannot create the pods: {texts[-1]}."] if texts else []
+
+
+def _suspension(about: Tree, events: Sequence[Tree]) -> str:
+    queue = about["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    if not queue:
+        return "The job is suspended. It starts when someone resumes it: kubectl patch with suspend: false."
+    why = [str(event.get("message", "")).rstrip(".") for event in events if event.get("reason") == "Pending"]
+    return f"Waiting in the queue {queue} of Kueue{': ' + why[-1] if why else ''}."
+
+
+if __name__ == "__main__":
+    sys.exit(follow(Kubernetes(Path.cwd()), sys.argv[1:]))

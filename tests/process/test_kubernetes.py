@@ -1,0 +1,251 @@
+"""Runs as Kubernetes jobs over two nodes, with a stand-in for the cluster: stopped with a checkpoint, resumed, evicted,
+started again after a failure, left by their follower."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import FULL, LONG, ON_TWO_NODES, ClusterRun
+from kubernetes_cluster import PYTHON, FakeKubernetes, fake_kubernetes
+from training_runs import (
+    REORDERING_TOLERANCE,
+    last_step,
+    losses,
+    make_run_folder,
+    make_spec,
+    read_metrics,
+    same_losses,
+    train_in_one_process,
+)
+
+from backend.launch import answers
+from backend.machine import probe
+from backend.preflight import Report, preflight
+from backend.runs import follower
+
+SAVING = {**LONG, "save.strategy": "steps", "save.steps": 2}
+
+
+@pytest.fixture(scope="module")
+def cluster(root: Path) -> Iterator[FakeKubernetes]:
+    with pytest.MonkeyPatch.context() as patch, fake_kubernetes(root / "kubernetes") as started:
+        patch.setenv("KUBECONFIG", str(started.config))
+        patch.setenv(follower.POLL, "0.3")
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def no_kept_answers() -> None:
+    answers.forget()
+
+
+def check(changes: Mapping[str, Any]) -> Report:
+    pod = {
+        "kubernetes.image": "footplate:test",
+        "kubernetes.volumes": (f"runs={tempfile.gettempdir()}",),
+        "kubernetes.python": PYTHON,
+    }
+    spec = make_spec({"launch.place": "kubernetes", **pod, "kubernetes.cpus": 1, **ON_TWO_NODES, **changes})
+    return preflight(spec, probe(Path.cwd()), Path.cwd())
+
+
+@pytest.fixture
+def start(root: Path, cache: Path, cluster: FakeKubernetes) -> Iterator[Callable[..., ClusterRun]]:
+    runs: list[ClusterRun] = []
+
+    def start_run(changes: Mapping[str, Any]) -> ClusterRun:
+        report = check(changes)
+        assert report.can_run, report.findings
+        # The processes of a pod have the file of their node in the run's folder as a mark.
+        runs.append(ClusterRun(root, report.plan, "FOOTPLATE_RUN"))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.end()
+        run.wait_for(lambda: not cluster.unended())
+
+
+def resumed(run: ClusterRun) -> list[int]:
+    return [point["step"] for point in read_metrics(run.run.path) if point.get("event") == "resumed"]
+
+
+def test_two_nodes_stop_with_a_checkpoint_and_resume(root, cache, start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """The losses of all steps, before and after the stop, are those of one process."""
+    alone = make_run_folder(root, "alone", {**FULL, "train.per_device_train_batch_size": 4, "save.strategy": "no"})
+    train_in_one_process(cache, alone)
+    started = start(FULL)
+    started.wait_for_step(2)
+    run = started.run
+    assert len(started.ranks()) == 2
+    run.stop()
+    assert started.wait("stopped", "done") == "stopped", started.text
+    saved = run.checkpoints()
+    assert len(saved) == 1 and saved[0] == last_step(run.path) < 60
+    assert not started.processes() and not cluster.unended()
+    first = started.job["id"]
+    run.resume()
+    started.wait("done")
+    assert started.job["id"] != first
+    assert resumed(started) == saved
+    assert losses(run.path) == same_losses(losses(alone), REORDERING_TOLERANCE)
+    assert run.result()["ranks"][1]["backend"] == "gloo"
+    text = (run.path / "log.txt").read_text()
+    assert "[default0]:" in text and "[default1]:" in text, "the lines of both nodes"
+
+
+def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    with cluster.occupied():
+        started = start(FULL)
+        started.wait_for(lambda: "1 Insufficient cpu." in started.run.summary()["sentence"])
+        assert started.run.state == "queued"
+        started.run.stop()
+        assert started.wait("stopped") == "stopped"
+        assert not started.processes()
+    name = started.job["id"].rpartition("/")[2]
+    assert name not in cluster.jobs and name not in cluster.services
+
+
+def test_an_evicted_pod_saves_and_the_run_continues(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(3)
+    cluster.evict(1)
+    started.wait_for(lambda: resumed(started) != [])
+    saved = resumed(started)[0]
+    assert started.run.checkpoints() == [saved] and saved >= 3
+    started.wait_for_step(saved + 2)
+    assert started.run.state == "running", started.text
+    started.run.stop()
+    assert started.wait("stopped", "failed") == "stopped", started.text
+
+
+def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """It waits for a node, and continues from the last complete checkpoint."""
+    started = start(SAVING)
+    started.wait_for_step(5)
+    cluster.lose_node()
+    started.wait("queued", seconds=120)
+    before = last_step(started.run.path)
+    cluster.restore_node()
+    started.wait_for(lambda: resumed(started) != [])
+    assert all(4 <= step <= before for step in resumed(started))
+    started.wait_for_step(before + 2)
+
+
+@pytest.mark.soak
+def test_a_failed_rank_is_started_again_until_the_limit(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start({**SAVING, "launch.max_restarts": 1})
+    started.wait_for_step(3)
+    first = started.ranks()
+    os.kill(first[0], signal.SIGKILL)
+    started.wait_for(lambda: resumed(started) != [])
+    second = started.ranks()
+    assert len(second) == 2 and not set(first) & set(second)
+    os.kill(second[0], signal.SIGKILL)
+    assert started.wait("failed") == "failed"
+    assert "SIGKILL" in started.run.summary()["sentence"], started.text
+
+
+def test_a_job_that_someone_deletes_saves_and_is_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    cluster.delete_job(started.job["id"].rpartition("/")[2])
+    assert started.wait("stopped", "failed") == "stopped", started.text
+    assert "The Kubernetes job was deleted." in started.run.summary()["sentence"]
+    assert started.run.checkpoints() == [last_step(started.run.path)]
+    assert not started.processes()
+
+
+@pytest.mark.soak
+def test_a_suspended_job_saves_and_continues(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    """As Kueue preempts a job, and admits it again."""
+    started = start({**LONG, "kubernetes.queue": "research"})
+    name = ""
+
+    def submitted() -> bool:
+        nonlocal name
+        name = started.job.get("id", "").rpartition("/")[2]
+        return "Waiting in the queue research of Kueue" in started.run.summary()["sentence"]
+
+    started.wait_for(submitted)
+    cluster.suspend(name, False)
+    started.wait_for_step(2)
+    cluster.suspend(name, True)
+    started.wait("queued")
+    cluster.suspend(name, False)
+    started.wait_for(lambda: resumed(started) != [])
+    assert resumed(started) == started.run.checkpoints()
+
+
+@pytest.mark.soak
+def test_a_train_job_of_kubeflow(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start({**LONG, "kubernetes.kubeflow_runtime": "torch-distributed"})
+    started.wait_for_step(2)
+    assert started.job["id"].startswith("TrainJob/team/footplate-job-")
+    cluster.evict(0)
+    started.wait_for(lambda: resumed(started) != [])
+    started.run.stop()
+    assert started.wait("stopped", "failed") == "stopped", started.text
+    assert not started.processes()
+
+
+@pytest.mark.soak
+def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    run = started.run
+    started.wait_for_step(1)
+    job = started.job["id"]
+    state = run._json("state.json")
+    for pid in (state["pid"], state["launcher"]):
+        os.kill(pid, signal.SIGKILL)
+    started.wait("lost")
+    assert f"Its job {job} may go on" in run.summary()["sentence"]
+    run.resume()
+    started.wait_for_step(last_step(run.path) + 2)
+    assert cluster.unended() == [job.rpartition("/")[2]], "not submitted again"
+    assert not resumed(started)
+
+
+@pytest.mark.soak
+def test_a_killed_follower_ends_the_job(start, cluster) -> None:  # type: ignore[no-untyped-def]
+    started = start(LONG)
+    started.wait_for_step(1)
+    os.kill(started.run._json("state.json")["launcher"], signal.SIGKILL)
+    assert started.wait("failed") == "failed"
+    assert not cluster.unended() and not started.processes()
+
+
+def test_a_pod_without_the_run_folder_says_so(start, cluster, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    started = start({**FULL, "kubernetes.volumes": ("runs=/elsewhere",)})
+    assert started.wait("failed", "done") == "failed"
+    assert "is in none of kubernetes.volumes" in started.run.summary()["sentence"], started.text
+
+
+def test_what_the_cluster_refuses_is_found_before_start(cluster) -> None:  # type: ignore[no-untyped-def]
+    def messages(changes: Mapping[str, Any], level: str = "error") -> list[str]:
+        answers.forget()
+        found = check(changes).findings
+        return [finding.message for finding in found if finding.code.startswith("CLU") and finding.level == level]
+
+    assert not messages({}) and not messages({}, "warning")
+    assert messages({"launch.nnodes": 3}, "warning")[0].startswith(
+        "This run needs 3 nodes, and the Kubernetes cluster has 2"
+    )
+    assert messages({"kubernetes.cpus": 9})[0].startswith("Each pod would request 9 CPUs")
+    assert "no node with the labels gpu=h100" in messages({"kubernetes.node_labels": ("gpu=h100",)})[0]
+    assert messages({"kubernetes.image": ""})[0].startswith("The Kubernetes job has no image. Set kubernetes.image")
+    assert "strict decoding error" in messages({"kubernetes.extra_pod_spec": '{"hostNetwrk": true}'})[0]
+    assert not messages({"kubernetes.extra_pod_spec": '{"hostNetwork": true}'})
+    cluster.refusals["jobs"] = (403, 'jobs.batch is forbidden: User "me" cannot create resource "jobs"')
+    assert messages({})[0].endswith('User "me" cannot create resource "jobs".')
+    cluster.refusals.clear()
+    cluster.refusals["nodes"] = (403, "nodes is forbidden")
+    assert messages({"launch.device": "cpu"}) == []
+    assert "GPUs whose type" in messages({})[0]
+    cluster.refusals.clear()

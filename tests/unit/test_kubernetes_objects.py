@@ -1,0 +1,295 @@
+"""Kubernetes: the objects that are created, what the cluster's answers mean, and the exported files."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from backend.__main__ import main
+from backend.config import RunSpec
+from backend.config.options import SpecError, edit, parse
+from backend.launch import kubernetes_cluster
+from backend.launch.plan import plan
+from backend.machine import machines
+from backend.runs import kubernetes
+from backend.runs.follower import ClusterError
+from backend.runs.kubernetes import Kubernetes, filled, job_name
+
+sys.path.append(str(Path(__file__).parent.parent / "process"))
+from kubernetes_cluster import node, unknown_keys
+
+ON_KUBERNETES = {
+    "launch.place": "kubernetes",
+    "parallel.strategy": "fsdp2",
+    "launch.nnodes": 2,
+    "launch.nproc_per_node": 8,
+    "kubernetes.image": "registry/footplate:1",
+    "kubernetes.volumes": ("runs=/runs", "/data/models=/models"),
+}
+EVERYTHING = {
+    "kubernetes.queue": "research",
+    "kubernetes.namespace": "team",
+    "kubernetes.node_labels": ("nvidia.com/gpu.product=H100",),
+    "kubernetes.memory_gib": 400,
+    "kubernetes.resources": ("rdma/hca=1",),
+    "kubernetes.tolerations": ("dedicated=training:NoSchedule", "spot"),
+    "kubernetes.service_account": "trainer",
+    "launch.env": {"NCCL_DEBUG": "INFO"},
+}
+ONLY_JOB = {"kubernetes.secret": "tokens", "kubernetes.priority_class": "high"}
+EXTRA = {"kubernetes.extra_pod_spec": '{"hostNetwork": true, "dnsPolicy": "ClusterFirstWithHostNet"}'}
+MACHINE = machines()["8x80gb"]
+
+
+def objects(changes, arguments=()):
+    text = plan(edit(RunSpec(), {**ON_KUBERNETES, **changes}), MACHINE).files["kubernetes.yaml"]
+    return filled(text, "footplate-x", "/runs/x", arguments)
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING, {**EVERYTHING, **ONLY_JOB, **EXTRA}, {"launch.device": "cpu"}])
+def test_the_official_models_know_every_key_of_a_job(changes):
+    made = objects(changes)
+    assert [each["kind"] for each in made] == ["Job", "Service"]
+    assert not [unknown_keys(each) for each in made if unknown_keys(each)]
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING])
+def test_the_models_of_kubeflow_know_every_key_of_a_train_job(changes):
+    (made,) = objects({**changes, "kubernetes.kubeflow_runtime": "torch-distributed"}, ["--from-scratch"])
+    assert made["kind"] == "TrainJob" and not unknown_keys(made)
+    command = made["spec"]["trainer"]["command"]
+    assert command[-3:] == ["--folder=/runs/x", "--from-scratch", "--"]
+
+
+def test_unknown_keys_are_found():
+    """The proof that the tests above can fail."""
+    job, service = objects({})
+    job["spec"]["template"]["spec"]["subdomian"] = "x"
+    assert unknown_keys(job) == ["spec.template.spec.subdomian"]
+    service["spec"]["clusterIp"] = "None"
+    assert unknown_keys(service)
+    (train_job,) = objects({"kubernetes.kubeflow_runtime": "torch-distributed"})
+    train_job["spec"]["trainer"]["numNode"] = 2
+    assert unknown_keys(train_job) == [".spec.trainer.numNode"]
+
+
+def test_one_node_needs_no_service():
+    (job,) = objects({"parallel.strategy": "single"})
+    variables = {each["name"]: each.get("value") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert variables["PET_MASTER_ADDR"] == "localhost"
+
+
+def test_what_the_pods_get():
+    job, service = objects({**EVERYTHING, **ONLY_JOB}, ["--from-scratch"])
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research" and job["spec"]["suspend"]
+    assert container["command"][-2:] == ["--from-scratch", "--"] and container["workingDir"] == "/runs/x"
+    assert container["resources"]["limits"] == {"memory": "400Gi", "nvidia.com/gpu": "8", "rdma/hca": "1"}
+    assert pod["subdomain"] == service["metadata"]["name"] == "footplate-x"
+    assert pod["terminationGracePeriodSeconds"] > RunSpec().save.stop_timeout
+    assert {"key": "spot", "operator": "Exists"} in pod["tolerations"]
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+    assert [volume["mountPath"] for volume in container["volumeMounts"]] == ["/runs", "/models", "/dev/shm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("volumes", ("runs",)),
+        ("volumes", ("Runs=/runs",)),
+        ("node_labels", ("gpu",)),
+        ("resources", ("cpu=1",)),
+        ("tolerations", ("a b",)),
+        ("image", "an image"),
+        ("namespace", "Team"),
+        ("extra_pod_spec", "[1]"),
+    ],
+)
+def test_invalid_values_are_named(name, value):
+    with pytest.raises(SpecError, match=f"kubernetes.{name}"):
+        parse({**ON_KUBERNETES, f"kubernetes.{name}": value})
+
+
+def test_names_of_jobs():
+    assert len(job_name("A very long name of a run that goes on and on, with spaces")) <= 50
+    assert job_name("Ü").startswith("footplate-") and "--" not in job_name("Ü")
+    assert job_name("a") != job_name("a")
+
+
+def test_quantities():
+    found = [kubernetes_cluster.amount(text) for text in ("7910m", "8", "131911984Ki", "1e", "0", "2.5G", "")]
+    assert found == [7.91, 8, 131911984 * 1024, 0, 0, 2.5e9, 0]
+
+
+def test_nodes():
+    """Their GPUs by the labels of operators and clouds; cordoned nodes run no pods."""
+    rows = [
+        node("a", "7910m", **{"nvidia.com/gpu": "8"}, labels={"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}),
+        node("b", spec={"unschedulable": True}),
+        node(
+            "c", spec={"taints": [{"key": "spot", "effect": "NoSchedule"}, {"key": "x", "effect": "PreferNoSchedule"}]}
+        ),
+    ]
+    found = list(kubernetes_cluster.parse(rows, "nvidia.com/gpu"))
+    assert [(each.cores, each.gpus, each.gpu_type, each.taints) for each in found] == [
+        (7, 8, "NVIDIA-H100-80GB-HBM3", ()),
+        (2, 0, "", ("spot",)),
+    ]
+
+
+class Answers:
+    """The answers of a cluster about one job."""
+
+    def __init__(self, job, pods=(), events=(), line=""):
+        self.job, self.listed, self.reported, self.line = job, list(pods), list(events), line
+
+    def get(self, job):
+        return self.job
+
+    def pods(self, job):
+        return self.listed
+
+    def events(self, job):
+        return self.reported
+
+    def last_line(self, pod):
+        return self.line
+
+
+def pod(phase, state=None, condition=None, image="footplate:1"):
+    statuses = [{"image": image, "state": state}] if state else []
+    return {
+        "metadata": {"name": "x-0-abcde"},
+        "status": {"phase": phase, "containerStatuses": statuses, "conditions": [condition] if condition else []},
+    }
+
+
+def found(monkeypatch, tmp_path, answers):
+    monkeypatch.setattr(kubernetes, "api", lambda: answers)
+    return Kubernetes(tmp_path).find("Job/team/x", 0)
+
+
+def job(*conditions, **more):
+    about = {"metadata": {"labels": more.pop("labels", {})}, "spec": {"completions": 2, **more}}
+    return {**about, "status": {"conditions": [{"type": each, "status": "True"} for each in conditions]}}
+
+
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available: 3 Insufficient gpu."}
+QUOTA = {"type": "Warning", "message": "exceeded quota: team, requested: nvidia.com/gpu=8"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        (Answers(job(), [pod("Pending", condition=UNSCHEDULABLE)]), "Waiting for nodes: 0/3 nodes are available"),
+        (
+            Answers(
+                job(), [pod("Running"), pod("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": "no"}})]
+            ),
+            "Kubernetes cannot pull the image footplate:1: no.",
+        ),
+        (Answers(job(), [pod("Pending", {"waiting": {"reason": "ContainerCreating"}})]), "is preparing the containers"),
+        (
+            Answers(
+                job(), [pod("Pending", {"waiting": {"reason": "CreateContainerConfigError", "message": "no secret"}})]
+            ),
+            "cannot start a container: no secret.",
+        ),
+        (Answers(job(), events=[QUOTA]), "cannot create the pods: exceeded quota"),
+        (Answers(job()), "Waiting for Kubernetes to start the pods."),
+        (Answers(job(suspend=True)), "is suspended"),
+        (
+            Answers(
+                job("Suspended", labels={"kueue.x-k8s.io/queue-name": "q"}),
+                events=[{"reason": "Pending", "message": "couldn't assign flavors"}],
+            ),
+            "Waiting in the queue q of Kueue: couldn't assign flavors.",
+        ),
+    ],
+)
+def test_why_a_job_waits(monkeypatch, tmp_path, answers, text):
+    waiting = found(monkeypatch, tmp_path, answers)
+    assert waiting.waits and not waiting.end
+    assert text in waiting.text
+
+
+@pytest.mark.parametrize(
+    ("answers", "cause"),
+    [
+        (
+            Answers(job("Failed"), [pod("Failed", {"terminated": {"reason": "OOMKilled"}})]),
+            "more memory than its limit",
+        ),
+        (
+            Answers(job("Failed"), [pod("Failed", {"terminated": {"reason": "StartError", "message": "no bash"}})]),
+            "could not start: no bash.",
+        ),
+        (
+            Answers(
+                job("Failed"), [pod("Failed", {"terminated": {"reason": "Error"}})], line="No module named backend"
+            ),
+            "The pod could not start the run: No module named backend.",
+        ),
+    ],
+)
+def test_why_a_job_failed(monkeypatch, tmp_path, answers, cause):
+    failed = found(monkeypatch, tmp_path, answers)
+    assert failed.end == "failed" and cause in failed.cause
+
+
+def test_a_job_that_is_gone_is_unknown_unless_its_pods_were_asked_to_end(monkeypatch, tmp_path):
+    assert found(monkeypatch, tmp_path, Answers(None)) is None
+    (tmp_path / "stop").write_text(f"save\n{kubernetes.INTERRUPTED}\n")
+    assert found(monkeypatch, tmp_path, Answers(None)).end == "stopped"
+
+
+def test_without_a_cluster_or_the_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ClusterError, match=r"No Kubernetes cluster is configured: .*Set KUBECONFIG"):
+        kubernetes.api()
+    (tmp_path / "broken").write_text("{")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "broken"))
+    with pytest.raises(ClusterError, match="No Kubernetes cluster is configured"):
+        kubernetes.api()
+    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
+    with pytest.raises(ClusterError, match=r"footplate\[kubernetes\]"):
+        kubernetes.Api()
+
+
+def test_an_unreachable_cluster_is_named(monkeypatch, tmp_path):
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}],
+        "users": [{"name": "u", "user": {"token": "secret-token"}}],
+    }  # fmt: skip
+    (tmp_path / "config").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(ClusterError, match=r"does not respond at http://127\.0\.0\.1:9") as raised:
+        kubernetes.api().get("Job/team/x")
+    assert "secret-token" not in str(raised.value)
+
+
+def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {**ON_KUBERNETES, "launch.nproc_per_node": 8, "launch.place": "local", "launch.rendezvous": "static"}
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
+    spec = {"launch.master_addr": "10.0.0.1", "data.source": "files", "data.files": (str(data),)}
+    tree = edit(RunSpec(), {**changes, **spec}).model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tree))
+    for target, file in (("kubernetes", "kubernetes.yaml"), ("skypilot", "task.yaml")):
+        assert main(["export", "spec.yaml", "--to", target, "--machine", "2x8x80gb"]) == 0
+        assert {"spec.yaml", "resolved.json", "fsdp.json", file} <= {
+            each.name for each in (tmp_path / target).iterdir()
+        }
+    assert "cd kubernetes && kubectl create -f kubernetes.yaml" in capsys.readouterr().out
+    job, _ = yaml.safe_load_all((tmp_path / "kubernetes" / "kubernetes.yaml").read_text())
+    assert job["spec"]["template"]["spec"]["containers"][0]["workingDir"] == str(tmp_path / "kubernetes")
+    task = yaml.safe_load((tmp_path / "skypilot" / "task.yaml").read_text())
+    assert task["num_nodes"] == 2 and task["resources"]["accelerators"].endswith(":8")
+    assert task["file_mounts"][str(data)] == str(data)
+    assert "--nproc-per-node=8" in task["run"] and "--standalone" not in task["run"] and "--nnodes" not in task["run"]
