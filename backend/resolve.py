@@ -100,7 +100,13 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
     engine, world = engine_of(spec.parallel.strategy), world_size(spec)
     tensor, context = engine.tensor_parallel_size(spec), engine.context_parallel_size(spec)
     sequence = engine.sequence_parallel_size(spec)
-    data_parallel = max(1, world // (tensor * context * sequence))
+    parameter_shards, optimizer_shards = engine.parameter_shards(spec, world), engine.optimizer_shards(spec, world)
+    gradient_shards = engine.gradient_shards(spec, world)
+    if uses_megatron(spec):
+        tensor, context = spec.llamafactory.tensor_parallel_size, spec.llamafactory.context_parallel_size
+        parameter_shards = gradient_shards = tensor * spec.llamafactory.pipeline_parallel_size
+        optimizer_shards = max(world, parameter_shards)  # the distributed optimizer
+    data_parallel = max(1, world // (max(tensor, parameter_shards if uses_megatron(spec) else 1) * context * sequence))
     device = device_type(spec, machine)
     examples = facts.num_train_examples(spec.data)
     return ResolvedRun(
@@ -118,9 +124,9 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
         master_port=rendezvous_port(spec),
         compute_dtype=_compute_dtype(spec, machine, device),
         fp32_master_weights=spec.fp32_master_weights,
-        parameter_shards=engine.parameter_shards(spec, world),
-        gradient_shards=engine.gradient_shards(spec, world),
-        optimizer_shards=engine.optimizer_shards(spec, world),
+        parameter_shards=parameter_shards,
+        gradient_shards=gradient_shards,
+        optimizer_shards=optimizer_shards,
         optimizer_offload=engine.optimizer_offload(spec),
         param_offload=engine.param_offload(spec),
         loads_on_rank0=engine.loads_on_rank0(spec),
@@ -132,6 +138,11 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
         steps_per_epoch=_steps_per_epoch(spec, examples, data_parallel),
         total_steps=total_steps(spec, examples, data_parallel),
     )
+
+
+def uses_megatron(spec: RunSpec) -> bool:
+    """Whether LLaMA-Factory trains with Megatron-Core, which divides model and sequences itself."""
+    return spec.launch.trainer == "llamafactory" and spec.llamafactory.backend == "megatron"
 
 
 def device_type(spec: RunSpec, machine: Machine) -> str:

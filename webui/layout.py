@@ -134,7 +134,12 @@ def _launch(form: Form) -> None:
             form.place("slurm.partition", "slurm.time_limit", "slurm.requeue")
             form.place("kubernetes.image", "kubernetes.volumes")
         with fields(more=True):
-            form.place("launch.trainer", "llamafactory.environment", "llamafactory.template", "llamafactory.extra_args")
+            form.place("launch.trainer", "llamafactory.backend", "llamafactory.environment", "llamafactory.template")
+            form.place("llamafactory.tensor_parallel_size", "llamafactory.pipeline_parallel_size")
+            form.place("llamafactory.virtual_pipeline_size", "llamafactory.context_parallel_size")
+            form.place("llamafactory.expert_parallel_size", "llamafactory.sequence_parallel")
+            form.place("llamafactory.kt_backend", "llamafactory.kt_weight_path", "llamafactory.kt_num_threads")
+            form.place("llamafactory.extra_args")
             form.place("launch.gpu_model", "slurm.account", "slurm.qos", "slurm.constraint")
             form.place("slurm.cpus", "slurm.memory_gib", "slurm.setup", "slurm.extra")
             form.place("ray.cpus", "ray.resources", "ray.python")

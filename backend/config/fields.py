@@ -147,6 +147,8 @@ RAY: Condition = {"launch.place": ("ray",)}
 KUBERNETES: Condition = {"launch.place": ("kubernetes",)}
 IN_CLUSTER: Condition = {"launch.place": ("slurm", "ray", "kubernetes")}
 LLAMAFACTORY: Condition = {"launch.trainer": ("llamafactory",)}
+MEGATRON: Condition = {**LLAMAFACTORY, "llamafactory.backend": ("megatron",)}
+KTRANSFORMERS: Condition = {**LLAMAFACTORY, "llamafactory.backend": ("ktransformers",)}
 WITH_LAUNCHER: Condition = {
     **MULTI_PROCESS,
     **LOCAL,

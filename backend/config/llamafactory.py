@@ -268,7 +268,34 @@ def _devices(found: Import) -> None:
         found.different.append(f"ddp_timeout: {timeout}: a rank that hangs ends the run after 30 minutes here")
 
 
+def _backend(found: Import) -> None:
+    """Megatron-Core and KTransformers, which only LLaMA-Factory has."""
+    sizes = {option: found.get(key) for key, option in MEGATRON.items()}
+    if chosen := {option: size for option, size in sizes.items() if size}:
+        found.patch |= {"llamafactory.backend": "megatron", "parallel.strategy": "ddp", **chosen}
+        found.patch["train.activation_checkpointing"] = found.get("recompute_granularity") == "full"
+        for key in ("use_distributed_optimizer", "moe_token_dispatcher_type"):
+            found.get(key)  # written again
+    elif found.get("use_kt"):
+        launch = {"parallel.strategy": "fsdp2", "launch.launcher": "accelerate"}
+        found.patch |= {"llamafactory.backend": "ktransformers", **launch}
+        if path := found.get("kt_weight_path"):
+            found.patch["llamafactory.kt_weight_path"] = path
+    else:
+        return
+    found.patch["launch.trainer"] = "llamafactory"
+    found.different[:] = [line for line in found.different if not line.startswith("template:")]  # it uses its own
+
+
+MEGATRON = {
+    "tensor_model_parallel_size": "llamafactory.tensor_parallel_size",
+    "pipeline_model_parallel_size": "llamafactory.pipeline_parallel_size",
+    "virtual_pipeline_model_parallel_size": "llamafactory.virtual_pipeline_size",
+    "context_parallel_size": "llamafactory.context_parallel_size",
+    "expert_model_parallel_size": "llamafactory.expert_parallel_size",
+    "sequence_parallel": "llamafactory.sequence_parallel",
+}
 MAX_TIMEOUT = 86_400
 PARTS: tuple[Callable[[Import], None], ...] = (
-    _model, _method, _stage, _data, _schedule, _precision, _optimizer, _saving, _devices,
+    _model, _method, _stage, _data, _schedule, _precision, _optimizer, _saving, _devices, _backend,
 )  # fmt: skip

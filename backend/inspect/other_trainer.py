@@ -13,6 +13,12 @@ from backend.config import RunSpec
 from backend.paths import environment_folder, model_folder
 
 SUPPORTED = "0.9"  # llamafactory
+# PyPI has an unrelated package of the same name, without this file.
+MCORE_ADAPTER = "mcore_adapter/trainer/dpo_config.py"
+MCORE_INSTALL = "pip install 'git+https://github.com/alibaba/ROLL.git#subdirectory=mcore_adapter'"
+CPU_INFO = Path("/proc/cpuinfo")
+KT_PACKAGES = ("kt_kernel", "transformers_kt", "accelerate_kt")  # llamafactory 0.9.5 hparams/parser.py
+CPU_FLAGS = ("amx_tile", "avx512f")  # either is enough, says KTransformers 0.7
 
 
 def inspect_trainer(spec: RunSpec, base: Path) -> dict[str, Any]:
@@ -37,9 +43,36 @@ def _problem(spec: RunSpec, base: Path) -> str:
         return f"The environment {folder} has no llamafactory."
     if not version[1].startswith(f"{SUPPORTED}."):
         return f"The environment {folder} has llamafactory {version[1]}; {SUPPORTED} is supported."
+    if problem := _backend_problem(spec, folder):
+        return problem
     if spec.model.source == "builtin" and not model_folder(spec.model.builtin).is_dir():
         return (
             f"The built-in model {spec.model.builtin} does not exist yet: only Footplate's own trainer makes it. Train "
             "a few steps with that first, or choose another model."
         )
     return ""
+
+
+def _backend_problem(spec: RunSpec, folder: Path) -> str:
+    """Why Megatron-Core or KTransformers cannot be used, a sentence; '' if it can, or is not used."""
+    backend, packages = spec.llamafactory.backend, list(folder.glob("lib/python3*/site-packages"))
+    if backend == "megatron" and not any((place / MCORE_ADAPTER).exists() for place in packages):
+        return f"The environment {folder} has no mcore_adapter. Install it there with: {MCORE_INSTALL}."
+    if backend != "ktransformers":
+        return ""
+    missing = [name for name in KT_PACKAGES if not any(list(place.glob(f"{name}-*.dist-info")) for place in packages)]
+    if missing:
+        names = ", ".join(name.replace("_", "-") for name in missing)
+        return f"The environment {folder} lacks {names}. Install them there with: pip install 'ktransformers[sft]'."
+    if spec.launch.place == "local" and not _cpu_flags().intersection(CPU_FLAGS):
+        return "KTransformers requires a CPU with AMX or AVX-512, and this one has neither."
+    return ""
+
+
+def _cpu_flags() -> set[str]:
+    """The instruction sets of this machine's CPU; empty where the kernel does not list them."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())

@@ -35,7 +35,18 @@ def configuration(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:
         "use_cpu": run.device == "cpu",
         **_rendezvous(spec, run),
         **_engine(spec, run),
+        **_experts(spec),
     }
+
+
+def _experts(spec: RunSpec) -> dict[str, Any]:
+    """The settings of KTransformers, which its fork of accelerate reads. Source: llamafactory,
+    examples/ktransformers/accelerate."""
+    chosen = spec.llamafactory
+    if spec.launch.trainer != "llamafactory" or chosen.backend != "ktransformers":
+        return {}
+    settings = {"enabled": True, "kt_backend": chosen.kt_backend, "kt_num_threads": chosen.kt_num_threads}
+    return {"kt_config": {**settings, "kt_share_backward_bb": True, "lora_rank": spec.lora.r}}
 
 
 def _rendezvous(spec: RunSpec, run: ResolvedRun) -> dict[str, Any]:

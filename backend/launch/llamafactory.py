@@ -22,11 +22,13 @@ from backend.config.options import Problem, SpecError, get, options, shown
 from backend.data.chat import InvalidExample
 from backend.data.formats import convert
 from backend.data.reading import DataFileError, expand, file_patterns, read_examples
+from backend.launch import accelerate_config
 from backend.paths import model_folder
 from backend.resolve import ResolvedRun
-from backend.runs import CHECKPOINTS, DATASET_INFO, DEEPSPEED, LLAMAFACTORY, LLAMAFACTORY_RUN
+from backend.runs import ACCELERATE, CHECKPOINTS, DATASET_INFO, DEEPSPEED, FSDP, LLAMAFACTORY, LLAMAFACTORY_RUN
 
 OUTPUT = "output"
+MODULE = "llamafactory.launcher"  # what llamafactory-cli starts in each process
 TRAINER = Path(__file__).parent.parent / "train" / "llamafactory_run.py"
 KEYS = {option: key for key, option in SAME.items()}
 # What LLaMA-Factory takes from elsewhere, and what does not change the training.
@@ -39,7 +41,9 @@ ELSEWHERE = {
     "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr", "launch.master_port",
     "launch.max_restarts", "launch.rdzv_id", "launch.gpu_model", "launch.omp_num_threads", "launch.cuda_env_defaults",
     "launch.env", "launch.trainer", "llamafactory.environment", "llamafactory.template", "llamafactory.extra_args",
+    "launch.extra_accelerate_config",
 }  # fmt: skip
+SECTIONS_ELSEWHERE = ("slurm", "ray", "kubernetes", "llamafactory")
 # Options whose value 0 means that there is none; LLaMA-Factory leaves the key out.
 ZERO_IS_NONE = {
     "data.max_samples", "save.total_limit", "eval.early_stopping_patience", "train.neftune_noise_alpha",
@@ -83,19 +87,29 @@ class Export:
         """Name -> text."""
         found = {LLAMAFACTORY: yaml.safe_dump(self.table, sort_keys=False, allow_unicode=True)}
         found[DATASET_INFO] = json.dumps(self.datasets, indent=2) + "\n"
+        found |= {ACCELERATE: accelerate_config.text(self.spec, self.run)} if self.is_accelerated else {}
         return {**found, **self.converted, **({DEEPSPEED: self.deepspeed} if self.deepspeed else {})}
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether accelerate's configuration has the strategy, which LLaMA-Factory's own has no key for. On CPUs,
+        accelerate 1.11 ignores it: its state.py turns MULTI_CPU into no other type, and the model would use DDP."""
+        is_fsdp = self.run.engine.config_file == FSDP
+        return self.spec.launch.launcher == "accelerate" and is_fsdp and self.run.device != "cpu"
 
     @property
     def command(self) -> str:
         """What starts the training in the folder of the files."""
         run, spec = self.run, self.spec
-        variables = {**run.engine.environment(run.device), **spec.launch.env}
-        if run.world_size > 1 or self.deepspeed:
+        variables = {**run.engine.environment(run.device), **environment(spec), **spec.launch.env}
+        if (run.world_size > 1 or self.deepspeed) and not self.is_accelerated:
             variables |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(run.nproc_per_node)}
         if run.nnodes > 1:
             variables |= {"NNODES": str(run.nnodes), "NODE_RANK": "0", "MASTER_PORT": str(run.master_port or 29500)}
             variables |= {"MASTER_ADDR": spec.launch.master_addr or "ADDRESS-OF-NODE-0"}
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        if self.is_accelerated:
+            return " ".join([*words, "accelerate", "launch", "--config_file", ACCELERATE, "-m", MODULE, LLAMAFACTORY])
         return " ".join([*words, "llamafactory-cli", "train", LLAMAFACTORY])
 
     def value(self, option: str) -> Any:
@@ -126,6 +140,14 @@ def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) 
     return made
 
 
+def environment(spec: RunSpec) -> dict[str, str]:
+    """The switches of LLaMA-Factory's launcher and parser that are environment variables."""
+    if spec.launch.trainer != "llamafactory":
+        return {}
+    switches = {"megatron": {"USE_MCA": "1"}, "ktransformers": {"USE_KT": "1"}}
+    return switches.get(spec.llamafactory.backend, {})
+
+
 def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
     """The files of a run that LLaMA-Factory trains."""
     made = export(spec, run, format, converts=False)
@@ -138,7 +160,7 @@ def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
 def _name_missing(made: Export) -> None:
     spec = made.spec
     for name, option in OPTIONS.items():
-        if name in made.written or name in ELSEWHERE or name.split(".")[0] in ("slurm", "ray", "kubernetes"):
+        if name in made.written or name in ELSEWHERE or name.split(".")[0] in SECTIONS_ELSEWHERE:
             continue
         value = get(spec, name)
         if shown(spec, option) and value != option.default:
@@ -455,13 +477,38 @@ def _devices(made: Export) -> None:
     if made.deepspeed:
         made.table["deepspeed"] = DEEPSPEED
         made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
+    elif made.is_accelerated:
+        made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
     elif run.world_size > 1 and spec.parallel.strategy != "ddp":
         label = registry.STRATEGIES[spec.parallel.strategy].label
         made.lacks("parallel.strategy", f"{label} cannot be set in LLaMA-Factory's YAML; the training would use DDP")
 
 
+def _backend(made: Export) -> None:
+    """The keys of another backend than transformers. Source: mcore_adapter 0.10 training_args.py; llamafactory 0.9.5
+    hparams/model_args.py, KTransformersArguments."""
+    chosen = made.spec.llamafactory
+    if chosen.backend == "megatron":
+        degrees = {
+            "tensor_model_parallel_size": chosen.tensor_parallel_size,
+            "pipeline_model_parallel_size": chosen.pipeline_parallel_size,
+            "virtual_pipeline_model_parallel_size": chosen.virtual_pipeline_size,
+            "context_parallel_size": chosen.context_parallel_size,
+            "expert_model_parallel_size": chosen.expert_parallel_size,
+        }
+        made.table |= {key: degree for key, degree in degrees.items() if degree > 1}
+        made.table |= {"sequence_parallel": chosen.sequence_parallel, "use_distributed_optimizer": True}
+        if chosen.expert_parallel_size > 1:
+            made.table["moe_token_dispatcher_type"] = "alltoall"  # allgather does not support lengths that differ
+        if made.table.pop("disable_gradient_checkpointing", True) is False:
+            made.table["recompute_granularity"] = "full"
+    elif chosen.backend == "ktransformers":
+        made.table["use_kt"] = True
+        made.table |= {"kt_weight_path": chosen.kt_weight_path} if chosen.kt_weight_path else {}
+
+
 PARTS: tuple[Callable[[Export], None], ...] = (
-    _model, _method, _stage, _template, _data, _schedule, _precision, _optimizer, _saving, _devices,
+    _model, _method, _stage, _template, _data, _schedule, _precision, _optimizer, _saving, _devices, _backend,
 )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def _env(spec: RunSpec, run: ResolvedRun, machine: Machine) -> dict[str, str]:
     env = {"OMP_NUM_THREADS": str(spec.launch.omp_num_threads or max(1, cores // run.nproc_per_node))}
     env["PYTHONUNBUFFERED"] = "1"  # so that log lines appear at once
     env["TOKENIZERS_PARALLELISM"] = "false"  # dataloader workers fork after the tokenizer was used
-    env |= run.engine.environment(run.device)
+    env |= run.engine.environment(run.device) | llamafactory.environment(spec)
     if run.device == "cpu" and launcher == "deepspeed":
         env["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher uses an accelerator otherwise, with any engine
     if device.visible_devices_env and launcher != "deepspeed" and not cluster:  # these set it themselves

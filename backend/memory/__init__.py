@@ -5,6 +5,7 @@ Imports registry, config, machine, modelspec, inspect, engines, resolve. Closed 
 
 - context: the inputs and basic quantities; quantized, optimizer_state: those two parts in detail
 - sharding, gradients, activations, loss: the tensors on a device
+- backends: what LLaMA-Factory keeps with Megatron-Core or KTransformers
 - peaks: the moments at which device memory may peak; host, disk: the other places
 - estimate: the largest peak, and totals; uncertainty: the estimated range; communication: bytes that are sent
 """

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from backend.launch.llamafactory import Export, export
+from backend.resolve import uses_megatron
 from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.examples import DEMO, TWO_H100
 
 WITH = {"launch.trainer": "llamafactory"}
 OURS = Fix("Use Footplate's own trainer", {"launch.trainer": "footplate"}, cost="the losses differ slightly")
 READABLE = replace(DEMO, format="messages")
+WITHOUT_SHAPE = replace(READABLE, shape=None)
+ACCELERATED = Fix(
+    "Use FSDP2 with accelerate",
+    {"parallel.strategy": "fsdp2", "launch.launcher": "accelerate"},
+    cost="another launcher",
+)
 
 
 def _export(case: Case) -> Export | None:
@@ -68,14 +76,18 @@ def llamafactory_refuses(case: Case) -> str | None:
     fields=("launch.trainer", "parallel.strategy"),
     title="LLaMA-Factory would train with a different strategy",
     source="llamafactory 0.9.5: launcher.py starts torchrun, and the YAML has no key for FSDP or tensor parallelism",
-    fixes=(Fix("Use DeepSpeed ZeRO-3", {"parallel.strategy": "zero3"}), OURS),
+    fixes=(
+        Fix("Use DeepSpeed ZeRO-3", {"parallel.strategy": "zero3"}),
+        ACCELERATED,
+        OURS,
+    ),
     fails_on=Example({**WITH, "parallel.strategy": "fsdp2"}, TWO_H100, READABLE),
     passes_on=Example({**WITH, "parallel.strategy": "zero3"}, TWO_H100, READABLE),
 )
 def llamafactory_strategy(case: Case) -> str | None:
     """Without a DeepSpeed configuration, LLaMA-Factory wraps the model in DDP, whatever the launcher has started: each
     device would hold the whole model."""
-    made = _export(case)
+    made = _export(case) if case.spec.llamafactory.backend == "transformers" else None
     found = [line for line in made.missing if line.startswith("parallel.strategy:")] if made else []
     return f"{found[0].partition(': ')[2]}." if found else None
 
@@ -118,3 +130,133 @@ def llamafactory_ignores(case: Case) -> str | None:
     names = [line.partition(":")[0] for line in made.missing] if made else []
     names = [name for name in names if name not in ("parallel.strategy", "data.format")]
     return f"LLaMA-Factory has no counterpart of {', '.join(names)}." if names else None
+
+
+def _degrees(case: Case) -> dict[str, int]:
+    """Option -> how many GPUs it needs side by side."""
+    chosen = case.spec.llamafactory
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    return {f"llamafactory.{name}": getattr(chosen, name) for name in names}
+
+
+MEGATRON_SPEC = {
+    **WITH, "llamafactory.backend": "megatron", "method.kind": "full", "parallel.strategy": "ddp",
+    "model.source": "hub", "model.hub_id": "Qwen/Qwen3-8B",
+}  # fmt: skip
+# llamafactory 0.9.5 extras/constants.py, MCA_SUPPORTED_MODELS, of those the text models.
+MEGATRON_MODELS = {
+    "deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe",
+}  # fmt: skip
+TRANSFORMERS = Fix(
+    "Train with transformers and ZeRO-3",
+    {"llamafactory.backend": "transformers", "parallel.strategy": "zero3"},
+    safe=False,
+    cost="another strategy",
+)
+
+
+@rule(
+    "LLF006",
+    "error",
+    fields=("llamafactory.backend", "method.kind", "train.stage", "launch.device", "parallel.strategy"),
+    title="Megatron-Core cannot train this",
+    source="llamafactory 0.9.5: train/mca/workflow.py and train/tuner.py; examples/megatron: only full is supported",
+    fixes=(TRANSFORMERS,),
+    manual_fix="Use full fine-tuning with DDP on GPUs, for pre-training, SFT or DPO.",
+    fails_on=Example({**MEGATRON_SPEC, "method.kind": "lora"}, TWO_H100, READABLE),
+    passes_on=Example(MEGATRON_SPEC, TWO_H100, READABLE),
+)
+def megatron_unsupported(case: Case) -> str | None:
+    """mcore_adapter has its own models and trainer: it ignores adapters, has no other stages, and replaces DeepSpeed
+    and FSDP."""
+    if not uses_megatron(case.spec):
+        return None
+    model_type = case.shape.model_type if case.shape else ""
+    found = {
+        f"It trains all parameters, and ignores the method {case.spec.method.kind}.": case.spec.method.kind != "full",
+        f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("pretraining", "sft", "dpo"),
+        "It needs NVIDIA GPUs.": case.run.device != "cuda",
+        "It replaces the strategy, which must be DDP.": case.run.strategy not in ("ddp", "single"),
+        "It does not quantize the model.": bool(case.spec.method.quantization != "none"),
+        f"It has no model of the type {model_type}.": bool(model_type) and model_type not in MEGATRON_MODELS,
+    }
+    return " ".join(text for text, holds in found.items() if holds) or None
+
+
+@rule(
+    "LLF007",
+    "error",
+    fields=(
+        "llamafactory.tensor_parallel_size", "llamafactory.pipeline_parallel_size", "launch.nproc_per_node",
+        "llamafactory.context_parallel_size", "llamafactory.expert_parallel_size",
+        "llamafactory.virtual_pipeline_size", "llamafactory.sequence_parallel",
+    ),
+    title="The parallel sizes of Megatron-Core do not divide the GPUs or the model",
+    source="megatron-core 0.15: parallel_state.py, initialize_model_parallel; transformer/transformer_config.py",
+    fixes=(TRANSFORMERS,),
+    manual_fix="Choose sizes whose product divides the number of GPUs, and that divide the model's sizes.",
+    fails_on=Example({**MEGATRON_SPEC, "llamafactory.tensor_parallel_size": 3}, TWO_H100, WITHOUT_SHAPE),
+    passes_on=Example({**MEGATRON_SPEC, "llamafactory.tensor_parallel_size": 2}, TWO_H100, WITHOUT_SHAPE),
+)  # fmt: skip
+def megatron_sizes(case: Case) -> str | None:
+    """Each GPU has the same share of the weights, of the layers and of the tokens."""
+    if not uses_megatron(case.spec):
+        return None
+    chosen, world, degrees = case.spec.llamafactory, case.run.world_size, _degrees(case)
+    product, (tensor, stages, _) = math.prod(degrees.values()), degrees.values()
+    found = {
+        f"{' x '.join(map(str, degrees.values()))} = {product} does not divide {world} GPUs.": world % product != 0
+    }
+    replicas = world // (tensor * stages) if world % (tensor * stages) == 0 else 0
+    experts = chosen.expert_parallel_size
+    found[f"{experts} expert parallel GPUs do not divide {replicas} replicas."] = bool(replicas and replicas % experts)
+    found["Sequence parallelism needs a tensor parallel size above 1."] = chosen.sequence_parallel and tensor == 1
+    needed = experts > 1 and tensor > 1 and not chosen.sequence_parallel
+    found["With experts and tensor parallelism, sequence parallelism must be on."] = needed
+    parts = stages * chosen.virtual_pipeline_size
+    found["A virtual pipeline needs a pipeline parallel size above 1."] = chosen.virtual_pipeline_size > 1 == stages
+    if shape := case.shape:
+        found[f"{parts} pipeline parts do not divide {shape.layers} layers."] = shape.layers % parts != 0
+        found[f"{tensor} tensor parallel GPUs do not divide {shape.heads} attention heads."] = shape.heads % tensor != 0
+        found["The model has no experts."] = experts > 1 and not shape.experts
+        found[f"{experts} expert parallel GPUs do not divide {shape.experts} experts."] = bool(
+            shape.experts and shape.experts % experts
+        )
+    return " ".join(text for text, holds in found.items() if holds) or None
+
+
+KT_SPEC = {
+    **WITH, "llamafactory.backend": "ktransformers", "method.kind": "lora", "parallel.strategy": "fsdp2",
+    "launch.launcher": "accelerate",
+}  # fmt: skip
+
+
+@rule(
+    "LLF008",
+    "error",
+    fields=("llamafactory.backend", "method.kind", "train.stage", "launch.launcher", "parallel.strategy"),
+    title="KTransformers cannot train this",
+    source="llamafactory 0.9.5: model/adapter.py and hparams/parser.py; examples/ktransformers",
+    fixes=(TRANSFORMERS,),
+    manual_fix="Use LoRA for SFT or DPO of a mixture-of-experts model, with FSDP2 and accelerate on GPUs.",
+    fails_on=Example({**KT_SPEC, "launch.launcher": "torchrun"}, TWO_H100, WITHOUT_SHAPE),
+    passes_on=Example(KT_SPEC, TWO_H100, WITHOUT_SHAPE),
+)
+def ktransformers_unsupported(case: Case) -> Violation | None:
+    """KTransformers trains adapters of mixture-of-experts models: GPUs compute attention, the CPU computes the experts.
+    Its settings reach the trainer through accelerate's configuration."""
+    if case.spec.launch.trainer != "llamafactory" or case.spec.llamafactory.backend != "ktransformers":
+        return None
+    is_launched = case.run.strategy == "fsdp2" and case.spec.launch.launcher == "accelerate"
+    found = {
+        "It trains adapters only (LoRA).": case.spec.method.kind != "lora",
+        f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("sft", "dpo"),
+        "It needs NVIDIA GPUs.": case.run.device != "cuda",
+        "It needs the strategy FSDP2 and the launcher accelerate.": not is_launched,
+        "It does not quantize the model.": bool(case.spec.method.quantization != "none"),
+        "The model has no experts.": case.shape is not None and not case.shape.experts,
+    }
+    texts = [text for text, holds in found.items() if holds]
+    fixes = (ACCELERATED, TRANSFORMERS) if len(texts) == 1 and not is_launched else (TRANSFORMERS,)
+    return Violation(" ".join(texts), fixes) if texts else None

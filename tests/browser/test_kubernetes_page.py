@@ -1,5 +1,5 @@
-"""A run on a stand-in for a Kubernetes cluster from the page: refused, waiting with a reason, evicted, continued, stopped
-with a checkpoint, and resumed."""
+"""A run on a stand-in for a Kubernetes cluster from the page: refused, waiting with a reason, evicted, continued,
+stopped with a checkpoint, and resumed."""
 
 import json
 import sys

@@ -104,6 +104,8 @@ EXCLUDED: Mapping[str, str] = {
         "Kubernetes jobs are tested by test_kubernetes.py",
     ),
     "launch.trainer": "LLaMA-Factory is tested by test_llamafactory_trainer.py",
+    "llamafactory.backend": "Megatron-Core and KTransformers need GPUs",
+    **dict.fromkeys((option.name for option in options() if option.name.startswith("llamafactory.")), "as above"),
     "llamafactory.environment": "as above",
     "llamafactory.template": "as above",
     "llamafactory.extra_args": "as above",

@@ -465,6 +465,13 @@ SLURM = {"launch.place": "slurm"}
 RAY = {"launch.place": "ray"}
 KUBERNETES = {"launch.place": "kubernetes"}
 LLAMAFACTORY = {"launch.trainer": "llamafactory"}
+MEGATRON = {**LLAMAFACTORY, "llamafactory.backend": "megatron"}
+KTRANSFORMERS = {
+    **LLAMAFACTORY,
+    "llamafactory.backend": "ktransformers",
+    "launch.launcher": "accelerate",
+    "parallel.strategy": "fsdp2",
+}
 HOSTS = {**STATIC, "launch.launcher": "deepspeed", "launch.hostfile": ("a slots=2", "b slots=2")}
 CASES: dict[str, Case] = {
     "model.source": Case("path", model_source, {"model.path": "INPUTS/one"}),
@@ -651,6 +658,21 @@ CASES: dict[str, Case] = {
     "slurm.memory_gib": Case(64, launch_plan, SLURM),
     "launch.gpu_model": Case("H100", cluster_gpus, SLURM),
     "launch.trainer": Case("llamafactory", launch_plan),
+    "llamafactory.backend": Case("megatron", launch_plan, LLAMAFACTORY),
+    **{
+        f"llamafactory.{name}": Case(value, launch_plan, MEGATRON)
+        for name, value in {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "virtual_pipeline_size": 2,
+            "context_parallel_size": 2,
+            "expert_parallel_size": 2,
+            "sequence_parallel": True,
+        }.items()
+    },
+    "llamafactory.kt_backend": Case("AMXINT8", launch_plan, KTRANSFORMERS),
+    "llamafactory.kt_weight_path": Case("/weights", launch_plan, KTRANSFORMERS),
+    "llamafactory.kt_num_threads": Case(64, launch_plan, KTRANSFORMERS),
     "llamafactory.environment": Case("/opt/env", launch_plan, LLAMAFACTORY),
     "llamafactory.template": Case("qwen3", launch_plan, LLAMAFACTORY),
     "llamafactory.extra_args": Case('{"lora_rank": 4}', launch_plan, LLAMAFACTORY),

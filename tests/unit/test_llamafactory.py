@@ -121,7 +121,7 @@ def test_refused(tmp_path, given, named):
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        ({"use_kt": True}, ["use_kt: True"]),
+        ({"use_hyper_parallel": True}, ["use_hyper_parallel: True"]),
         ({"packing": True}, ["packing: packed examples do not attend"]),
         ({"val_size": 200}, ["val_size: 200"]),
         ({"lr_scheduler_type": "polynomial"}, ["lr_scheduler_type: polynomial"]),

@@ -69,6 +69,21 @@ LAUNCHED["llamafactory"] = {
     "data.files": ("/data/train.jsonl",),
     "parallel.strategy": "zero2",
 }
+LAUNCHED["megatron"] = {
+    **LAUNCHED["llamafactory"],
+    "llamafactory.backend": "megatron",
+    "llamafactory.tensor_parallel_size": 2,
+    "llamafactory.pipeline_parallel_size": 2,
+    "method.kind": "full",
+    "parallel.strategy": "ddp",
+}
+LAUNCHED["ktransformers"] = {
+    **LAUNCHED["llamafactory"],
+    "llamafactory.backend": "ktransformers",
+    "launch.launcher": "accelerate",
+    "model.hub_id": "Qwen/Qwen3-30B-A3B",
+    "parallel.strategy": "fsdp2",
+}
 LAUNCHED["slurm"] = {
     "launch.place": "slurm",
     "parallel.strategy": "fsdp2",
