@@ -142,6 +142,7 @@ def _launch(form: Form) -> None:
             form.place("llamafactory.extra_args")
             form.place("launch.gpu_model", "slurm.account", "slurm.qos", "slurm.constraint")
             form.place("slurm.cpus", "slurm.memory_gib", "slurm.setup", "slurm.extra")
+            form.place("slurm.container", "slurm.container_mounts", "slurm.container_python")
             form.place("ray.cpus", "ray.resources", "ray.python")
             form.place("kubernetes.queue", "kubernetes.namespace", "kubernetes.node_labels", "kubernetes.cpus")
             form.place("kubernetes.memory_gib", "kubernetes.gpu_resource", "kubernetes.resources")

@@ -50,6 +50,19 @@ class Slurm(Section):
     """CPUs on each node; 0 requests the share that belongs to the GPUs, and without GPUs all of a node."""
     memory_gib: Annotated[int, Field(ge=0, le=2**16), Ui("Memory per node", when=SLURM, unit="GiB")] = 0
     """RAM on each node; 0 uses the cluster's default."""
+    container: Annotated[
+        str, matches(r"[\w./:@#+-]+", "must be a file or the name of an image"), Ui("Container", when=SLURM)
+    ] = ""
+    """Container image with Footplate: a file .sif is started with Apptainer, all else with enroot and pyxis, such as
+    registry#footplate:1 or a file .sqsh; empty uses no container."""
+    container_mounts: Annotated[
+        Lines,
+        _each(lambda line: bool(re.fullmatch(r"/[\w./@+-]*(:/[\w./@+-]*)?", line)), "must have one path per line"),
+        Ui("Container mounts", when=SLURM, widget="lines"),
+    ] = ()
+    """Folders that the container sees, one path or path:path in the container per line; the run's folder always is."""
+    container_python: Annotated[str, Ui("Python in the container", when=SLURM)] = "python"
+    """Python of the container that has Footplate."""
     extra: Annotated[
         Lines,
         _each(lambda line: bool(re.fullmatch(r"-[^\r\n]+", line)), "must have one sbatch option per line"),

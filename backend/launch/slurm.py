@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from backend.config import RunSpec
@@ -24,14 +24,39 @@ from backend.runs.slurm import INTERRUPTED
 SIGTERM_SECONDS = 300  # before the time limit; Slurm sends it up to a minute early
 # Of the environment in which the job is submitted. Others, secrets among them, would be kept in Slurm's own files.
 INHERITED = ("HOME", "PATH", "USER", "LANG", "XDG_CACHE_HOME", "FOOTPLATE_CACHE", "HF_HOME", "HF_HUB_CACHE")
+APPTAINER = ".sif"
 WAIT_SECONDS = 60  # for the other nodes after the first one has ended
 
 
 def as_job(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Plan:
     """The plan of one node as that of a job on all nodes: its command submits the job and waits for its end."""
-    scripts = _scripts(spec, run, machine, Plan(made.argv).command(), (*made.env, *made.defaults))
+    trainer = _in_container(made.argv, spec, run, machine)
+    scripts = _scripts(spec, run, machine, trainer, (*made.env, *made.defaults))
     command = (machine.python, "-m", "backend.runs.slurm", JOB_SCRIPT)
     return replace(made, argv=command, files={**made.files, **scripts}, other_nodes={}, devices={})
+
+
+def _in_container(argv: Sequence[str], spec: RunSpec, run: ResolvedRun, machine: Machine) -> str:
+    """The command of one node, in shell syntax. pyxis starts the whole node script in its container."""
+    image = spec.slurm.container
+    python, *rest = argv
+    command = Plan((spec.slurm.container_python if image and python == machine.python else python, *rest)).command()
+    if not image.endswith(APPTAINER):
+        return command
+    binds = "".join(f" --bind {path}" for path in spec.slurm.container_mounts)
+    gpus = " --nv" if run.device == "cuda" else ""
+    return f'apptainer exec{gpus} --bind "$PWD"{binds} --pwd "$PWD" {image} \\\n  {command}'
+
+
+def _step_options(spec: RunSpec) -> str:
+    """srun's options of pyxis."""
+    image = spec.slurm.container
+    if not image or image.endswith(APPTAINER):
+        return ""
+    mounts = ["$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"]
+    mounts += [path if ":" in path else f"{path}:{path}" for path in spec.slurm.container_mounts]
+    where = '--container-workdir="$SLURM_SUBMIT_DIR"'
+    return f' \\\n    --container-image={image} --container-mounts="{",".join(mounts)}" {where} \\\n   '
 
 
 def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterable[str] = ()) -> tuple[str, ...]:
@@ -93,6 +118,7 @@ def _scripts(
         "stop": STOP,
         "node_job": NODE_JOB,
         "wait": WAIT_SECONDS,
+        "step": _step_options(spec),
         "python": shlex.quote(machine.python),
         "request": REQUEST_STOP.format(stop=STOP, interrupted=INTERRUPTED),
         "follow": FOLLOW,
@@ -135,7 +161,7 @@ export PET_MASTER_ADDR PET_MASTER_PORT PET_NNODES=$SLURM_JOB_NUM_NODES
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 {request}
 if grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi
-srun --kill-on-bad-exit=1 --wait={wait} bash {node_job} "$@" &
+srun --kill-on-bad-exit=1 --wait={wait}{step} bash {node_job} "$@" &
 {follow}
 # After a failure srun ends the other nodes with SIGTERM too.
 if [ $code != 0 ] && grep -qsxF "$interrupted" {stop}; then rm -f {stop}; fi

@@ -114,7 +114,7 @@ class Api:
 
     def delete(self, job: str) -> None:
         """Delete a job and its pods; one that is gone is no error."""
-        kind, namespace, name = job.split("/")
+        namespace, name, kind = _parts(job)
         group, version, plural, _ = KINDS[kind]
         function = self.custom.delete_namespaced_custom_object
         with contextlib.suppress(Gone):
@@ -129,7 +129,7 @@ class Api:
 
     def get(self, job: str) -> Tree | None:
         """The job, None if there is none."""
-        kind, namespace, name = job.split("/")
+        namespace, name, kind = _parts(job)
         group, version, plural, _ = KINDS[kind]
         try:
             found = self.call(self.custom.get_namespaced_custom_object, group, version, namespace, plural, name)
@@ -139,13 +139,15 @@ class Api:
 
     def pods(self, job: str) -> list[Tree]:
         """The pods of a job, replaced ones too."""
-        kind, namespace, name = job.split("/")
+        namespace, name, kind = _parts(job)
         return self.items(self.core.list_namespaced_pod, namespace, label_selector=f"{KINDS[kind][3]}={name}")
 
     def events(self, job: str) -> list[Tree]:
-        """What the cluster's controllers have reported about a job."""
-        _, namespace, name = job.split("/")
-        return self.items(self.core.list_namespaced_event, namespace, field_selector=f"involvedObject.name={name}")
+        """What the cluster's controllers have reported about a job; nothing if the user may not read it."""
+        namespace, name, _ = _parts(job)
+        with contextlib.suppress(Forbidden):
+            return self.items(self.core.list_namespaced_event, namespace, field_selector=f"involvedObject.name={name}")
+        return []
 
     def last_line(self, pod: Tree) -> str:
         """The last line that a pod has printed, '' without one."""
@@ -224,7 +226,7 @@ class Kubernetes(Cluster):
             )
         cluster = api()
         namespace = job["metadata"].get("namespace") or cluster.namespace
-        made = f"{job['kind']}/{namespace}/{name}"
+        made = f"{namespace}/{name}" + ("" if job["kind"] == "Job" else f"/{job['kind']}")
         uid = cluster.create(job).get("metadata", {}).get("uid", "")
         owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
         try:
@@ -262,7 +264,7 @@ class Kubernetes(Cluster):
         if len(live) - len(waiting) >= nodes:
             return Job(job, "Running")
         reasons = sorted({text for pod in waiting if (text := _reason(pod))}) or _warnings(cluster.events(job))
-        text = " ".join(reasons) or "Waiting for Kubernetes to start the pods."
+        text = " ".join(reasons) or "Kubernetes has not started the pods yet."
         return Job(job, "Pending", waits=True, text=text)
 
     def cancel(self, job: str) -> None:
@@ -293,6 +295,12 @@ class Kubernetes(Cluster):
         if not started and (said := next(filter(None, map(cluster.last_line, pods)), "")):
             return said if said.endswith(".") else f"The pod could not start the run: {said}."
         return "" if started else f"Kubernetes says: {condition.get('message') or condition.get('reason')}."
+
+
+def _parts(job: str) -> tuple[str, str, str]:
+    """Namespace, name and kind in the id of a job."""
+    namespace, name, kind = (*job.split("/"), "Job")[:3]
+    return namespace, name, kind
 
 
 def job_name(run: str) -> str:
@@ -329,7 +337,7 @@ def _reason(pod: Tree) -> str:
             return f"Kubernetes cannot start a container: {text or reason}."
     for condition in status.get("conditions", ()):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return f"Waiting for nodes: {str(condition.get('message') or condition.get('reason')).rstrip('.')}."
+            return f"The scheduler says: {str(condition.get('message') or condition.get('reason')).rstrip('.')}."
     return ""
 
 
@@ -344,7 +352,7 @@ def _suspension(about: Tree, events: Sequence[Tree]) -> str:
     if not queue:
         return "The job is suspended. It starts when someone resumes it: kubectl patch with suspend: false."
     why = [str(event.get("message", "")).rstrip(".") for event in events if event.get("reason") == "Pending"]
-    return f"Waiting in the queue {queue} of Kueue{': ' + why[-1] if why else ''}."
+    return f"Kueue has not started it from the queue {queue} yet{': ' + why[-1] if why else ''}."
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def test_a_run_on_kubernetes(server, page, cluster):
         run = start_run(page, server)
         wait_for_state(page, "queued", 90_000)
         shown = page.locator("#fp-run-page")
-        expect(shown).to_contain_text("Waiting for nodes: 0/2 nodes are available", timeout=SLOW_TIMEOUT)
+        expect(shown).to_contain_text("The scheduler says: 0/2 nodes are available", timeout=SLOW_TIMEOUT)
         expect(page.get_by_role("button", name="Remove from queue")).to_be_visible()
 
     wait_for_state(page, "running")

@@ -4,6 +4,7 @@ started again after a failure, left by their follower."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -108,7 +109,7 @@ def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # t
         started.run.stop()
         assert started.wait("stopped") == "stopped"
         assert not started.processes()
-    name = started.job["id"].rpartition("/")[2]
+    name = started.job["id"].split("/")[1]
     assert name not in cluster.jobs and name not in cluster.services
 
 
@@ -155,7 +156,7 @@ def test_a_failed_rank_is_started_again_until_the_limit(start, cluster) -> None:
 def test_a_job_that_someone_deletes_saves_and_is_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     started.wait_for_step(1)
-    cluster.delete_job(started.job["id"].rpartition("/")[2])
+    cluster.delete_job(started.job["id"].split("/")[1])
     assert started.wait("stopped", "failed") == "stopped", started.text
     assert "The Kubernetes job was deleted." in started.run.summary()["sentence"]
     assert started.run.checkpoints() == [last_step(started.run.path)]
@@ -170,8 +171,8 @@ def test_a_suspended_job_saves_and_continues(start, cluster) -> None:  # type: i
 
     def submitted() -> bool:
         nonlocal name
-        name = started.job.get("id", "").rpartition("/")[2]
-        return "Waiting in the queue research of Kueue" in started.run.summary()["sentence"]
+        name = started.job.get("id", "").split("/")[1]
+        return "Kueue has not started it from the queue research yet." in started.run.summary()["sentence"]
 
     started.wait_for(submitted)
     cluster.suspend(name, False)
@@ -187,7 +188,7 @@ def test_a_suspended_job_saves_and_continues(start, cluster) -> None:  # type: i
 def test_a_train_job_of_kubeflow(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start({**LONG, "kubernetes.kubeflow_runtime": "torch-distributed"})
     started.wait_for_step(2)
-    assert started.job["id"].startswith("TrainJob/team/footplate-job-")
+    assert re.fullmatch(r"team/footplate-job-\w{8}/TrainJob", started.job["id"])
     cluster.evict(0)
     started.wait_for(lambda: resumed(started) != [])
     started.run.stop()
@@ -208,7 +209,7 @@ def test_the_run_is_followed_again_after_its_supervisor_was_killed(start, cluste
     assert f"Its job {job} may go on" in run.summary()["sentence"]
     run.resume()
     started.wait_for_step(last_step(run.path) + 2)
-    assert cluster.unended() == [job.rpartition("/")[2]], "not submitted again"
+    assert cluster.unended() == [job.split("/")[1]], "not submitted again"
     assert not resumed(started)
 
 

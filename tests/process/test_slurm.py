@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,25 @@ def test_a_failed_rank_fails_the_run_with_its_traceback(start, cluster, tmp_path
     assert started.wait("failed") == "failed"
     assert "SIGKILL" in started.run.summary()["sentence"]
     assert not cluster.jobs()
+
+
+@pytest.mark.soak
+def test_a_job_in_a_container(start, cluster, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """With a stand-in for Apptainer that notes its arguments and starts the command outside of a container."""
+    (tmp_path / "apptainer").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nexec "${{@:9}}"\n')
+    (tmp_path / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    image = {"slurm.container": "/images/footplate.sif", "slurm.container_mounts": ("/data",)}
+    started = start({**LONG, **image, "slurm.container_python": sys.executable})
+    started.wait_for_step(2)
+    started.run.stop()
+    assert started.wait("stopped", "failed") == "stopped", started.text
+    assert started.run.checkpoints() and not started.processes()
+    calls = (tmp_path / "calls").read_text().splitlines()
+    folder = started.run.path
+    assert len(calls) == 2, "one on each node"
+    begin = f"exec --bind {folder} --bind /data --pwd {folder} /images/footplate.sif {sys.executable} -m torch"
+    assert all(call.startswith(begin) for call in calls), calls
 
 
 def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type: ignore[no-untyped-def]

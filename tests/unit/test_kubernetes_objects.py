@@ -169,7 +169,7 @@ def pod(phase, state=None, condition=None, image="footplate:1"):
 
 def found(monkeypatch, tmp_path, answers):
     monkeypatch.setattr(kubernetes, "api", lambda: answers)
-    return Kubernetes(tmp_path).find("Job/team/x", 0)
+    return Kubernetes(tmp_path).find("team/x", 0)
 
 
 def job(*conditions, **more):
@@ -184,7 +184,7 @@ QUOTA = {"type": "Warning", "message": "exceeded quota: team, requested: nvidia.
 @pytest.mark.parametrize(
     ("answers", "text"),
     [
-        (Answers(job(), [pod("Pending", condition=UNSCHEDULABLE)]), "Waiting for nodes: 0/3 nodes are available"),
+        (Answers(job(), [pod("Pending", condition=UNSCHEDULABLE)]), "The scheduler says: 0/3 nodes are available"),
         (
             Answers(
                 job(), [pod("Running"), pod("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": "no"}})]
@@ -199,14 +199,14 @@ QUOTA = {"type": "Warning", "message": "exceeded quota: team, requested: nvidia.
             "cannot start a container: no secret.",
         ),
         (Answers(job(), events=[QUOTA]), "cannot create the pods: exceeded quota"),
-        (Answers(job()), "Waiting for Kubernetes to start the pods."),
+        (Answers(job()), "Kubernetes has not started the pods yet."),
         (Answers(job(suspend=True)), "is suspended"),
         (
             Answers(
                 job("Suspended", labels={"kueue.x-k8s.io/queue-name": "q"}),
                 events=[{"reason": "Pending", "message": "couldn't assign flavors"}],
             ),
-            "Waiting in the queue q of Kueue: couldn't assign flavors.",
+            "Kueue has not started it from the queue q yet: couldn't assign flavors.",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_an_unreachable_cluster_is_named(monkeypatch, tmp_path):
     (tmp_path / "config").write_text(json.dumps(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(ClusterError, match=r"does not respond at http://127\.0\.0\.1:9") as raised:
-        kubernetes.api().get("Job/team/x")
+        kubernetes.api().get("team/x")
     assert "secret-token" not in str(raised.value)
 
 

@@ -32,7 +32,11 @@ def other(option):
             return number if number != option.default else number + 1
         case "list":
             other = {"launch.devices": (1,), "slurm.extra": ("--exclusive", "-v"), "ray.resources": ("a=1",)}
-            other |= {"kubernetes.volumes": ("a=/b",), "kubernetes.node_labels": ("a=b",)}
+            other |= {
+                "slurm.container_mounts": ("/a", "/b:/c"),
+                "kubernetes.volumes": ("a=/b",),
+                "kubernetes.node_labels": ("a=b",),
+            }
             return {**other, "kubernetes.resources": ("a=1",)}.get(option.name, ("a", "b"))
         case "table":
             return {"A": "1"}

@@ -161,7 +161,7 @@ def _without_consent(spec: RunSpec) -> tuple[RunSpec, list[str]]:
     """(`spec` with trust_remote_code off, what in it decides which code runs). The next check would already execute
     files of a model folder: a file from somebody else must not agree to that."""
     found = variables.choosing_code(spec.launch.env)
-    found += [f"slurm.{name}" for name in ("setup", "extra") if getattr(spec.slurm, name)]
+    found += [f"slurm.{name}" for name in ("setup", "extra", "container") if getattr(spec.slurm, name)]
     found += [f"llamafactory.{name}" for name in ("environment", "extra_args") if getattr(spec.llamafactory, name)]
     found += [f"kubernetes.{name}" for name in ("image", "extra_pod_spec") if getattr(spec.kubernetes, name)]
     found += ["kubernetes.python"] if spec.kubernetes.python != Kubernetes().python else []
