@@ -18,7 +18,8 @@ from backend.config import RunSpec
 from backend.launch.share import cpus_of_gpus
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
-from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, STOP, Plan
+from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, SPEC, STOP, Plan
+from backend.runs.follower import SAYS
 from backend.runs.slurm import INTERRUPTED
 
 SIGTERM_SECONDS = 300  # before the time limit; Slurm sends it up to a minute early
@@ -116,6 +117,8 @@ def _scripts(
     options = "\n".join(f"#SBATCH {line}" for line in header(spec, run, machine, variables))
     names = {
         "stop": STOP,
+        "spec": SPEC,
+        "says": SAYS,
         "node_job": NODE_JOB,
         "wait": WAIT_SECONDS,
         "step": _step_options(spec),
@@ -171,7 +174,11 @@ NODE = """\
 #!/usr/bin/env bash
 # Slurm runs this script on each node of the job. Only this shell reacts to SIGTERM: torchrun would kill its ranks
 # before they have saved a checkpoint.
-cd "$SLURM_SUBMIT_DIR"
+if ! cd "$SLURM_SUBMIT_DIR" || [ ! -e {spec} ]; then
+    where="The node $(hostname) does not see the run's folder $SLURM_SUBMIT_DIR"
+    echo "{says}$where. All nodes need it under the same path."
+    exit 1
+fi
 {setup}export PET_NODE_RANK=$SLURM_NODEID PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT {error_file}="$PWD/{error}"
 {request}
 (trap '' TERM; exec {trainer} "$@") &

@@ -76,6 +76,8 @@ def train_in_phases(context: TrainContext) -> None:
     config = trainers.training_arguments(context.engine, context.folder)
     verify.check_backend(context.run)
     group.meet(context.folder, spec.parallel.ddp_timeout)
+    if context.run.nnodes > 1:
+        verify.check_versions(group)
     source = _source(context)
     tokens = model.load_tokenizer(spec, source)
     prepared = _prepared(context, tokens)

@@ -7,6 +7,9 @@ on each rank. Imports rules, inspect, machine, resolve, train.device.
 from __future__ import annotations
 
 import os
+import platform
+import socket
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,6 +25,8 @@ from backend.rules import Case, examine
 from backend.runs import RESOLVED, SKIP_CHECKS, SPEC
 from backend.train import device
 from backend.train.run_log import TrainError
+
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "datasets", "footplate")
 
 
 def read_plan(folder: Path) -> tuple[RunSpec, ResolvedRun]:
@@ -89,6 +94,31 @@ def check_ranks(spec: RunSpec, run: ResolvedRun, world_size: int) -> None:
             f"parallel.strategy: the run was planned for {planned} processes, but {world_size} were started. Start it "
             "with its run.sh, set launch.launcher to torchrun, and set no distributed variables in launch.env."
         )
+
+
+def check_versions(group: device.ProcessGroup) -> None:
+    """Raise TrainError if the nodes have different versions of Python or of a library that trains. A collective
+    call."""
+    found = group.gather((socket.gethostname(), versions()))
+    first_host, first = found[0]
+    for host, others in found[1:]:
+        for name, version in others.items():
+            if version != first[name]:
+                raise TrainError(
+                    f"launch.nnodes: {host} has {name} {version or 'not installed'}, and {first_host} has "
+                    f"{first[name] or 'not installed'}: all nodes need the same Python environment."
+                )
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of Python and of the libraries that train; '' for one that is not installed."""
+    found = {"Python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 def check_backend(run: ResolvedRun) -> None:
