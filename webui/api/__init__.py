@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from webui.api import checking, compare_runs, rehearsals, rules_page, runs, runs_list, sweeps
+from webui.api import checking, compare_runs, model_zip, rehearsals, rules_page, runs, runs_list, sweeps
 from webui.api.requests import ApiError, ApiRoute, json_endpoint
 
 Endpoint = Callable[..., Any]
@@ -30,6 +30,7 @@ GET: Mapping[str, Endpoint] = {
     "/api/comparison/curves.png": compare_runs.image,
     "/api/runs/{id}/remedies": runs.list_remedies,
     "/api/runs/{id}/bundle.zip": runs.bundle_zip,
+    "/api/runs/{id}/model.zip": model_zip.model_zip,
     "/api/runs/{id}/values": runs.values,
     "/api/runs/{id}/log": runs.log,
     "/api/runs/{id}/log.txt": runs.log_file,

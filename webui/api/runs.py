@@ -19,7 +19,7 @@ from backend import bundle, remedies
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
-from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps
+from backend.runs import LOG, METRICS, SCRIPT, SPEC, events, notebook, queue, stacks, sweeps, trained
 from backend.runs.folder import ALIVE, UNREADABLE, Run, RunError, damage, find
 from backend.runs.metrics import (
     SINCE_BYTES,
@@ -177,6 +177,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "annotations": notebook.read(run.path).as_json(),
         "ranks": sorted(run.rank_logs()),
         "checkpoints": run.checkpoints(),
+        "model": model.as_json() if (model := trained.find(run)) else None,
         "folder": str(run.path),
         "can": run.can(),
     }

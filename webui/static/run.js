@@ -9,6 +9,7 @@ import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
+import { modelParts } from "./run_model.js";
 import { cardNode, detailParts, downloadLinks, fold, resultCards, sampleParts } from "./run_results.js";
 import { editNotes, tagList } from "./runs_actions.js";
 import { createStacks } from "./stacks.js";
@@ -70,6 +71,7 @@ function buildPage(place) {
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
+  page.model = el("section.fp-panel.fp-model", { hidden: true, "aria-label": "Your model" });
   page.alerts = el("section.fp-panel.fp-alerts", { hidden: true, "aria-label": "Alerts" });
   page.ranks = el("div.fp-ranks");
   page.ranksFold = fold("Ranks", page.ranks);
@@ -83,6 +85,7 @@ function buildPage(place) {
     page.failure,
     page.alerts,
     page.cards,
+    page.model,
     page.samples,
     page.sweep.node,
     page.charts.node,
@@ -200,6 +203,7 @@ function open(selected) {
     "alerts",
     "ranksFold",
     "cards",
+    "model",
     "samples",
     "clone",
     "downloads",
@@ -253,6 +257,7 @@ function draw() {
   drawIfChanged("failure", run.failure, drawFailure);
   drawIfChanged("events", run.events, drawEvents);
   drawIfChanged("monitor", run.monitor, drawRanks);
+  drawIfChanged("model", run.model, drawModel);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, checkpoints, result, estimate };
@@ -342,6 +347,13 @@ function drawEvents(events) {
 function drawRanks(monitor) {
   page.ranksFold.hidden = !monitor.ranks;
   if (monitor.ranks) page.ranks.replaceChildren(rankTable(monitor));
+}
+
+function drawModel(model) {
+  page.model.hidden = !model;
+  if (!model) return;
+  const trained = id;
+  page.model.replaceChildren(...modelParts(model, base(), (fix) => emit("clone", { id: trained, fix })));
 }
 
 function drawSamples(samples) {

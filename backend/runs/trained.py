@@ -1,0 +1,111 @@
+"""The model that a run has trained: where it is, what it is, and the Python code that uses it.
+
+Imports backend.runs, runs.folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.runs import CHECKPOINTS, MODEL
+from backend.runs.folder import Run
+
+ADAPTER, CONFIG, TOKENIZER = "adapter_config.json", "config.json", "tokenizer_config.json"
+# In a checkpoint, and not part of the model: what resuming needs, and Footplate's marks.
+TRAINING_STATE = ("optimizer", "scheduler", "rng_state", "scaler", "trainer_state", "training_args", "complete")
+WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """`step`: of the checkpoint, None for the final model; `base`: the model that an adapter belongs to, '' for full
+    weights; `bytes`: of all files; `code`: Python that loads the model and uses it."""
+
+    folder: Path
+    step: int | None
+    base: str
+    bytes: int
+    code: str
+
+    def files(self) -> list[Path]:
+        """The files of the model, without those of the training's state."""
+        return _files(self.folder)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page."""
+        return {
+            "folder": str(self.folder),
+            "step": self.step,
+            "base": self.base,
+            "bytes": self.bytes,
+            "code": self.code,
+        }
+
+
+def find(run: Run) -> TrainedModel | None:
+    """The final model of a run, else that of its newest checkpoint; None if neither can be loaded as it is: checkpoints
+    of DeepSpeed and FSDP have the weights in shards."""
+    steps = [] if run.result().get("model") else run.checkpoints()[-1:]
+    folder = run.path / CHECKPOINTS / f"checkpoint-{steps[0]}" if steps else run.path / MODEL
+    try:
+        names = {path.name for path in folder.iterdir()}
+        if not names.intersection(WEIGHTS) or TOKENIZER not in names:
+            return None
+        config = json.loads((folder / (ADAPTER if ADAPTER in names else CONFIG)).read_text(encoding="utf-8"))
+        size = sum(path.stat().st_size for path in _files(folder))
+        base = str(config.get("base_model_name_or_path") or "") if ADAPTER in names else ""
+        code = _code(folder, config, ADAPTER in names)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return TrainedModel(folder, steps[0] if steps else None, base, size, code)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(TRAINING_STATE))
+
+
+def _code(folder: Path, config: dict[str, Any], is_adapter: bool) -> str:
+    architectures = config.get("architectures") or [""]
+    scores = config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
+    kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
+    library = "peft" if is_adapter else "transformers"
+    imports = f"from {library} import {kind}\nfrom transformers import AutoTokenizer\n"
+    if not is_adapter:
+        imports = f"from transformers import {kind}, AutoTokenizer\n"
+    labels = ", num_labels=1" if scores else ""
+    return CODE.format(
+        imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,
+        prompt=CHAT if _has_template(folder) else PLAIN, use=SCORE if scores else GENERATE,
+    )  # fmt: skip
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists():
+        return True
+    return bool(json.loads((folder / TOKENIZER).read_text(encoding="utf-8")).get("chat_template"))
+
+
+CODE = """\
+{imports}
+folder = {folder}
+model = {kind}.from_pretrained(folder, dtype="auto", device_map="auto"{labels})
+tokenizer = AutoTokenizer.from_pretrained(folder)
+{prompt}inputs = inputs.to(model.device)
+{use}"""
+CHAT = """\
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+"""
+PLAIN = """\
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+"""
+GENERATE = """\
+output = model.generate(**inputs, max_new_tokens=100)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
+SCORE = """\
+print(model(**inputs).logits[0, 0].item())
+"""

@@ -1,0 +1,63 @@
+"""The card "Your model" of a run's page: what it is, its code, its download, and training further."""
+
+import io
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+from playwright.sync_api import expect
+from test_journeys import SLOW_TIMEOUT, value, wait_for_status
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import probe
+from backend.runs import RESULT
+
+sys.path.append(str(Path(__file__).parent.parent / "unit"))
+from failed_runs import ended, planted_run
+
+FULL = {"method.kind": "full", "model.builtin": "tiny-llama"}
+FILES = {"config.json": {"architectures": ["LlamaForCausalLM"]}, "tokenizer_config.json": {"chat_template": "x"}}
+
+
+def plant(server, name):
+    """A run that has finished, with a model of 2 MB."""
+    run = planted_run(server.runs, edit(RunSpec(), FULL), probe(Path.cwd()), name)
+    folder = run.path / "model"
+    folder.mkdir()
+    for file, content in FILES.items():
+        (folder / file).write_text(json.dumps(content))
+    (folder / "model.safetensors").write_bytes(bytes(2_000_000))
+    ended(run, end="done", exit_code=0)
+    (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model"}))
+    return run
+
+
+def test_the_card_of_a_trained_model(server, page):
+    run = plant(server, "trained")
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    card = page.get_by_role("region", name="Your model")
+    expect(card).to_contain_text("Full weights, 2 MiB", timeout=SLOW_TIMEOUT)
+    expect(card).to_contain_text(str(run.path / "model"))
+    expect(card.locator("pre")).to_be_hidden()
+    card.get_by_text("Python code that uses it").click()
+    expect(card.locator("pre")).to_contain_text("AutoModelForCausalLM.from_pretrained(folder")
+    link = card.get_by_role("link", name="Download")
+    response = page.request.get(link.get_attribute("href"))
+    assert response.headers["content-disposition"].startswith(f'attachment; filename="{run.id}')
+    with zipfile.ZipFile(io.BytesIO(response.body())) as archive:
+        assert sorted(name.rpartition("/")[2] for name in archive.namelist()) == sorted([*FILES, "model.safetensors"])
+    card.get_by_role("button", name="Train further").click()
+    wait_for_status(page, "")
+    page.wait_for_function("footplate.values()['model.source'] === 'path'")
+    assert value(page, "model.source") == "path" and value(page, "model.path") == str(run.path / "model")
+    assert value(page, "method.kind") == "full"
+
+
+def test_a_run_without_a_model_has_no_card(server, page):
+    run = plant(server, "unfinished")
+    (run.path / "model/model.safetensors").unlink()
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-run h2")).to_have_text("unfinished", timeout=SLOW_TIMEOUT)
+    expect(page.locator(".fp-model")).to_be_hidden()

@@ -1,0 +1,101 @@
+"""What the page says about the model that a run has trained, and the zip file of it."""
+
+import io
+import json
+import zipfile
+from datetime import datetime
+
+import pytest
+
+from backend.runs import Plan, trained
+from backend.runs.folder import Run
+from webui.api.model_zip import zipped
+
+ADAPTER = {"adapter_config.json": {"base_model_name_or_path": "Qwen/Qwen3-8B", "task_type": "CAUSAL_LM"}}
+FULL = {"config.json": {"architectures": ["Qwen3ForCausalLM"]}}
+TEMPLATE = {"tokenizer_config.json": {"chat_template": "{{ messages }}"}}
+PLAIN = {"tokenizer_config.json": {}}
+
+
+def plant(folder, files, weights="model.safetensors"):
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / weights).write_bytes(b"x" * 3_000_000)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    made = Run.create(tmp_path, "r", Plan(("true",)), datetime.now())
+    monkeypatch.setattr(Run, "result", lambda self: json.loads(self._text("result.json") or "{}"))
+    return made
+
+
+def finish(run):
+    (run.path / "result.json").write_text('{"model": "model"}')
+
+
+def checkpoint(run, step, files, weights="model.safetensors"):
+    folder = run.path / f"checkpoints/checkpoint-{step}"
+    plant(folder, files, weights)
+    for name in ("complete", "optimizer.pt", "rng_state_0.pth", "trainer_state.json", "scheduler.pt"):
+        (folder / name).write_bytes(b"state")
+
+
+def test_nothing_before_the_first_checkpoint(run):
+    assert trained.find(run) is None
+
+
+def test_an_adapter(run):
+    plant(run.path / "model", {**ADAPTER, **TEMPLATE}, "adapter_model.safetensors")
+    finish(run)
+    found = trained.find(run)
+    assert (found.step, found.base) == (None, "Qwen/Qwen3-8B") and found.bytes > 3_000_000
+    assert "AutoPeftModelForCausalLM" in found.code and "apply_chat_template" in found.code
+    assert json.dumps(str(run.path / "model")) in found.code
+
+
+def test_the_newest_checkpoint_until_the_end(run):
+    checkpoint(run, 2, {**FULL, **PLAIN})
+    checkpoint(run, 10, {**FULL, **PLAIN})
+    found = trained.find(run)
+    assert found.step == 10 and found.base == "" and "Once upon a time" in found.code
+    assert [file.name for file in found.files()] == ["config.json", "model.safetensors", "tokenizer_config.json"]
+    plant(run.path / "model", {**FULL, **TEMPLATE})
+    finish(run)
+    assert trained.find(run).step is None
+
+
+def test_a_reward_model_scores(run):
+    plant(run.path / "model", {"config.json": {"architectures": ["LlamaForSequenceClassification"]}, **TEMPLATE})
+    finish(run)
+    code = trained.find(run).code
+    assert "AutoModelForSequenceClassification" in code and "num_labels=1" in code and "generate" not in code
+
+
+@pytest.mark.parametrize("broken", ["shards", "no tokenizer", "damaged", "list"])
+def test_what_cannot_be_loaded_is_not_offered(run, broken):
+    checkpoint(run, 4, {**FULL, **PLAIN}, "pytorch_model_fsdp.bin" if broken == "shards" else "model.safetensors")
+    folder = run.path / "checkpoints/checkpoint-4"
+    if broken == "no tokenizer":
+        (folder / "tokenizer_config.json").unlink()
+    elif broken == "damaged":
+        (folder / "config.json").write_text("{")
+    elif broken == "list":
+        (folder / "config.json").write_text("[1]")
+    assert trained.find(run) is None
+
+
+def test_the_zip_file_has_the_model_without_the_state_of_the_training(run):
+    checkpoint(run, 4, {**FULL, **PLAIN})
+    (run.path / "checkpoints/checkpoint-4/below").mkdir()
+    (run.path / "checkpoints/checkpoint-4/below/more.txt").write_text("more")
+    found = trained.find(run)
+    blocks = list(zipped(found.folder, found.files(), "name"))
+    assert max(map(len, blocks)) < 2_000_000, "never the whole file in memory"
+    with zipfile.ZipFile(io.BytesIO(b"".join(blocks))) as archive:
+        assert archive.testzip() is None
+        names = archive.namelist()
+        assert names == [f"name/{file.relative_to(found.folder)}" for file in found.files()]
+        assert archive.read("name/model.safetensors") == b"x" * 3_000_000
+        assert not any("optimizer" in name or "complete" in name for name in names)

@@ -1,0 +1,57 @@
+"""The trained model as a zip file that is made while it is sent: it may be larger than the free disk or memory."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+from backend.runs import trained
+from webui.api.requests import ApiError
+from webui.api.runs import PathRun
+
+BLOCK = 2**20
+
+
+class _Sent:
+    """A file that keeps what was written until it is sent."""
+
+    def __init__(self) -> None:
+        self.blocks: list[bytes] = []
+
+    def write(self, block: bytes) -> int:
+        self.blocks.append(bytes(block))
+        return len(block)
+
+    def flush(self) -> None: ...
+
+    def take(self) -> bytes:
+        taken = b"".join(self.blocks)
+        self.blocks.clear()
+        return taken
+
+
+def model_zip(run: PathRun) -> Response:
+    """Weights, configuration and tokenizer."""
+    model = trained.find(run)
+    if not model:
+        raise ApiError(404, "This run has no model that can be downloaded yet.")
+    name = f"{run.id}-model" if model.step is None else f"{run.id}-checkpoint-{model.step}"
+    headers = {"content-disposition": f'attachment; filename="{name}.zip"', "cache-control": "no-store"}
+    return StreamingResponse(zipped(model.folder, model.files(), name), media_type="application/zip", headers=headers)
+
+
+def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:
+    """The blocks of a zip file with these files below the folder `name`. Weights hardly compress, so nothing is."""
+    sent: Any = _Sent()
+    with zipfile.ZipFile(sent, "w", zipfile.ZIP_STORED) as archive:
+        for file in files:
+            info = zipfile.ZipInfo.from_file(file, f"{name}/{file.relative_to(folder)}")
+            with file.open("rb") as source, archive.open(info, "w", force_zip64=True) as target:
+                while block := source.read(BLOCK):
+                    target.write(block)
+                    yield sent.take()
+    yield sent.take()
