@@ -51,7 +51,7 @@ def llamafactory_missing(case: Case) -> Violation | str | None:
     created = Fix(
         "Use the environment of footplate env create", {"llamafactory.environment": facts.trainer_environment}
     )
-    return Violation(facts.trainer_problem, (created, OURS))
+    return Violation(facts.trainer_problem, (created,))
 
 
 @rule(
@@ -258,5 +258,5 @@ def ktransformers_unsupported(case: Case) -> Violation | None:
         "The model has no experts.": case.shape is not None and not case.shape.experts,
     }
     texts = [text for text, holds in found.items() if holds]
-    fixes = (ACCELERATED, TRANSFORMERS) if len(texts) == 1 and not is_launched else (TRANSFORMERS,)
+    fixes = (ACCELERATED,) if len(texts) == 1 and not is_launched else ()
     return Violation(" ".join(texts), fixes) if texts else None

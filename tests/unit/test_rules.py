@@ -104,6 +104,7 @@ def test_safe_fixes_come_first_and_at_most_one_fix_has_no_cost(rule: Rule) -> No
     found = next(f for f in findings(rule.fails_on) if f.code == rule.code)
     safe = [fix.safe for fix in found.fixes if fix.cost != "does not fit"]
     assert safe == sorted(safe, reverse=True), "safe fixes come first"
+    assert len({fix.label for fix in found.fixes}) == len(found.fixes), "the same fix twice"
     assert len(found.fixes) < 2 or sum(not fix.cost for fix in found.fixes) <= 1, found.fixes
     assert all(len(fix.cost) < 80 and not fix.cost.endswith(".") for fix in found.fixes)
 
