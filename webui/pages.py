@@ -92,8 +92,9 @@ REPORT = """
   <section class="fp-card" id="fp-preview" aria-label="Launch preview">
     <div class="fp-card-head"><h3>Launch preview</h3><span class="fp-gap"></span>
       <button type="button" class="fp-link" id="fp-copy-script">Copy as script</button></div>
-    <div class="fp-tabs" id="fp-preview-tabs" role="tablist"></div>
-    <pre class="fp-code" id="fp-preview-text" tabindex="0"></pre>
+    <div class="fp-tabs"><div id="fp-preview-tabs" role="tablist" aria-label="Command and files"></div>
+      <span class="fp-gap"></span><button type="button" class="fp-link" id="fp-copy-tab">Copy</button></div>
+    <pre class="fp-code" id="fp-preview-text" role="tabpanel" aria-label="Text of the selected file" tabindex="0"></pre>
     <p class="fp-dim" id="fp-preview-notes"></p>
   </section>
 </aside>

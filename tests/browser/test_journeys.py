@@ -150,7 +150,10 @@ def test_preset_error_fix_start_reload_results(server, page):
     wait_for_status(page, "^Can run")
     assert (value(page, "launch.launcher"), value(page, "parallel.strategy")) != ("python", "ddp")
     command = page.locator("#fp-preview-text").inner_text()
+    page.evaluate("window.scrollTo(0, 400)")
+    assert page.evaluate("window.scrollY") > 100
     run = start_run(page, server)
+    assert page.evaluate("window.scrollY") == 0
     assert run.plan().command() == command
     wait_for_state(page, "running")
     wait_for_chart_step(page, "[1-9]")
@@ -159,6 +162,7 @@ def test_preset_error_fix_start_reload_results(server, page):
     wait_for_state(page, "done")
     text = page.locator("#fp-run-page").inner_text()
     assert "Exact match" in text
+    expect(page.locator(".fp-model")).to_contain_text("Adapter for")
     assert "at step 12" in text
     result = run.result()
     assert re.search(r"Peak memory\s+\d+ MiB\s+estimated \d+ MiB", text)

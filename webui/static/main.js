@@ -20,6 +20,7 @@ const VIEWS = ["build", "run", "runs", "compare"];
 function showView(tab, run, compared = {}) {
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
+  window.scrollTo(0, 0); // a view that was not open before begins at its top; going back keeps the browser's place
 }
 
 /** Show the view in the address. */

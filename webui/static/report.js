@@ -144,6 +144,12 @@ function fixRow(fix) {
   return el("div.fp-fix", {}, button, fixNote(fix), diffList(fix.diff));
 }
 
+/** The tab to go to from number `at` of `count`, as arrow keys, Home and End do; null for other keys. */
+function neighbor(key, at, count) {
+  const steps = { ArrowLeft: at - 1 + count, ArrowRight: at + 1, Home: 0, End: count - 1 };
+  return key in steps ? steps[key] % count : null;
+}
+
 // -- launch preview ---------------------------------------------------------------------------------------------------
 
 function drawPreview(preview) {
@@ -155,22 +161,28 @@ function drawPreview(preview) {
   const texts = { command: preview.command, ...Object.fromEntries(parts.map((part) => [part.name, part.text])) };
   if (!(previewTab in texts)) previewTab = "command";
   const title = (name) => (name === "command" ? "Command" : name);
+  const names = Object.keys(texts);
   const select = (name) => {
     previewTab = name;
     drawPreview(preview);
+    $("#fp-preview-tabs [aria-selected=true]").focus();
   };
-  const tab = (name) =>
-    el(
-      "button",
-      { type: "button", role: "tab", "aria-selected": String(name === previewTab), onclick: () => select(name) },
-      title(name),
-    );
-  const copyTab = () => copy(texts[previewTab], title(previewTab));
-  $("#fp-preview-tabs").replaceChildren(
-    ...Object.keys(texts).map(tab),
-    el("span.fp-gap"),
-    el("button.fp-link", { type: "button", onclick: copyTab }, "Copy"),
-  );
+  const tab = (name) => {
+    const selected = name === previewTab;
+    const state = { "aria-selected": String(selected), tabindex: selected ? 0 : -1 };
+    return el("button", { type: "button", role: "tab", ...state, onclick: () => select(name) }, title(name));
+  };
+  const tabs = $("#fp-preview-tabs");
+  const hadFocus = tabs.contains(document.activeElement);
+  tabs.replaceChildren(...names.map(tab));
+  if (hadFocus) $("[aria-selected=true]", tabs).focus();
+  tabs.onkeydown = (event) => {
+    const to = neighbor(event.key, names.indexOf(previewTab), names.length);
+    if (to === null) return;
+    event.preventDefault();
+    select(names[to]);
+  };
+  $("#fp-copy-tab").onclick = () => copy(texts[previewTab], title(previewTab));
   const pre = $("#fp-preview-text");
   if (pre.textContent !== texts[previewTab]) pre.textContent = texts[previewTab];
   const file = preview.files.find((f) => f.name === previewTab);

@@ -62,9 +62,13 @@ function generationCards(result) {
       value: [
         known ? el("span.fp-was", {}, percent(before)) : null,
         known ? arrow : null,
-        el("strong", {}, percent(after)),
+        el(known && after <= before ? "b" : "strong", {}, percent(after)), // green is for a gain
       ],
-      note: known ? "before and after training" : "after training",
+      note: known
+        ? after > before
+          ? "before and after training"
+          : "no improvement by the training"
+        : "after training",
       large: true,
     });
   }
