@@ -102,11 +102,13 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
     sequence = engine.sequence_parallel_size(spec)
     parameter_shards, optimizer_shards = engine.parameter_shards(spec, world), engine.optimizer_shards(spec, world)
     gradient_shards = engine.gradient_shards(spec, world)
-    if uses_megatron(spec):
+    model_parallel = tensor  # devices that share one copy of the model
+    if spec.other_backend == "megatron":  # which divides model and sequences itself
         tensor, context = spec.llamafactory.tensor_parallel_size, spec.llamafactory.context_parallel_size
-        parameter_shards = gradient_shards = tensor * spec.llamafactory.pipeline_parallel_size
+        model_parallel = tensor * spec.llamafactory.pipeline_parallel_size
+        parameter_shards = gradient_shards = model_parallel
         optimizer_shards = max(world, parameter_shards)  # the distributed optimizer
-    data_parallel = max(1, world // (max(tensor, parameter_shards if uses_megatron(spec) else 1) * context * sequence))
+    data_parallel = max(1, world // (model_parallel * context * sequence))
     device = device_type(spec, machine)
     examples = facts.num_train_examples(spec.data)
     return ResolvedRun(
@@ -138,11 +140,6 @@ def resolve(spec: RunSpec, machine: Machine, facts: InputFacts | None = None) ->
         steps_per_epoch=_steps_per_epoch(spec, examples, data_parallel),
         total_steps=total_steps(spec, examples, data_parallel),
     )
-
-
-def uses_megatron(spec: RunSpec) -> bool:
-    """Whether LLaMA-Factory trains with Megatron-Core, which divides model and sequences itself."""
-    return spec.launch.trainer == "llamafactory" and spec.llamafactory.backend == "megatron"
 
 
 def device_type(spec: RunSpec, machine: Machine) -> str:

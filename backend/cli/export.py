@@ -15,6 +15,7 @@ import yaml
 
 from backend.cli.commands import print_json, read_spec, target_machine, wait_for_preflight
 from backend.launch import llamafactory, skypilot
+from backend.launch.share import as_job_spec
 from backend.preflight import Report
 from backend.runs import KUBERNETES_JOB
 from backend.runs.kubernetes import filled, job_name
@@ -64,7 +65,7 @@ def start(arguments: argparse.Namespace) -> int:
     """Write the files, print the command that uses them, and on stderr what they do not express."""
     spec, machine = read_spec(arguments), target_machine(arguments)
     if arguments.to in ("kubernetes", "skypilot"):
-        spec = skypilot.in_job(spec, machine)
+        spec = as_job_spec(spec, machine)
     if arguments.to == "skypilot":
         machine = replace(machine, name=machine.name or "this machine")  # so that no cluster is asked
     folder = Path(arguments.out or arguments.to)

@@ -59,6 +59,12 @@ class RunSpec(Section):
         return self.precision.compute == "fp8" or lora_changes or self.model.trust_remote_code
 
     @property
+    def other_backend(self) -> str:
+        """What trains instead of transformers: megatron or ktransformers, which LLaMA-Factory has, or ''."""
+        backend = self.llamafactory.backend
+        return backend if self.launch.trainer == "llamafactory" and backend != "transformers" else ""
+
+    @property
     def fp32_master_weights(self) -> bool:
         """Whether trainable parameters, gradients and optimizer state are kept in fp32, whatever the compute dtype."""
         return registry.PRECISIONS[self.precision.compute].fp32_master_weights

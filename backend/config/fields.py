@@ -100,6 +100,18 @@ def matches(pattern: str, what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def each_matches(pattern: str, what: str) -> AfterValidator:
+    """Annotation for lines that each match the pattern; else the error says `what`, and names the line."""
+
+    def check(lines: tuple[str, ...]) -> tuple[str, ...]:
+        for line in lines:
+            if not re.fullmatch(pattern, line):
+                raise ValueError(f"{what}, but has the line {line!r}")
+        return lines
+
+    return AfterValidator(check)
+
+
 def _json(text: str) -> str:
     merge.parse(text)
     return text

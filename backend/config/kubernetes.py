@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from backend.config.fields import KUBERNETES, JsonText, Lines, Section, Ui, matches
+from backend.config.fields import KUBERNETES, JsonText, Lines, Section, Ui, each_matches, matches
 
 LABEL = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 NAME = matches(LABEL, "must be a name in Kubernetes: lowercase letters, digits, - and .")
 
 
-def _each(pattern: str, what: str) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    def check(lines: tuple[str, ...]) -> tuple[str, ...]:
-        for line in lines:
-            if not re.fullmatch(pattern, line):
-                raise ValueError(f"must have one {what} per line, but has the line {line!r}")
-        return lines
-
-    return check
-
-
-VOLUMES = _each(rf"({LABEL}|/[^=]*)=/[^=]+", "NAME=/path of a volume claim, or /path on the node=/path")
-AMOUNTS = _each(r"(?!(cpu|memory)=)[\w.:/-]+=\d+[A-Za-z]*", "NAME=amount other than cpu and memory")
-LABELS = _each(r"[\w./-]+=[\w.-]*", "LABEL=value of a node")
-TOLERATIONS = _each(r"[\w./-]+(=[\w.-]+)?(:(NoSchedule|PreferNoSchedule|NoExecute))?", "KEY=value:effect of a taint")
+VOLUMES = each_matches(
+    rf"({LABEL}|/[^=]*)=/[^=]+", "must have one NAME=/path of a volume claim, or /path on the node=/path per line"
+)
+AMOUNTS = each_matches(
+    r"(?!(cpu|memory)=)[\w.:/-]+=\d+[A-Za-z]*", "must have one NAME=amount other than cpu and memory per line"
+)
+LABELS = each_matches(r"[\w./-]+=[\w.-]*", "must have one LABEL=value of a node per line")
+TOLERATIONS = each_matches(
+    r"[\w./-]+(=[\w.-]+)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+    "must have one KEY=value:effect of a taint per line",
+)
 
 
 class Kubernetes(Section):
@@ -38,14 +33,14 @@ class Kubernetes(Section):
         Ui("Image", when=KUBERNETES),
     ] = ""  # fmt: skip
     """Container image in which Footplate is installed; the Containerfile of the project makes one."""
-    volumes: Annotated[Lines, AfterValidator(VOLUMES), Ui("Volumes", when=KUBERNETES, widget="lines")] = ()
+    volumes: Annotated[Lines, VOLUMES, Ui("Volumes", when=KUBERNETES, widget="lines")] = ()
     """Volumes of each pod, one NAME=/path per line: a volume claim and the path in the pod, such as runs=/runs. The
     runs folder must be in one of them, under the same path as here."""
     queue: Annotated[str, NAME, Ui("Kueue queue", when=KUBERNETES)] = ""
     """Local queue of Kueue that decides when the job starts; empty submits the job directly."""
     namespace: Annotated[str, NAME, Ui("Namespace", when=KUBERNETES)] = ""
     """Namespace of the job; empty uses that of your kubeconfig."""
-    node_labels: Annotated[Lines, AfterValidator(LABELS), Ui("Node labels", when=KUBERNETES, widget="lines")] = ()
+    node_labels: Annotated[Lines, LABELS, Ui("Node labels", when=KUBERNETES, widget="lines")] = ()
     """Labels that the nodes must have, one LABEL=value per line, such as
     nvidia.com/gpu.product=NVIDIA-H100-80GB-HBM3."""
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=KUBERNETES)] = 0
@@ -58,11 +53,9 @@ class Kubernetes(Section):
         Ui("GPU resource", when=KUBERNETES),
     ] = "nvidia.com/gpu"  # fmt: skip
     """Name under which the cluster offers its GPUs, such as nvidia.com/gpu or amd.com/gpu."""
-    resources: Annotated[
-        Lines, AfterValidator(AMOUNTS), Ui("Further resources per node", when=KUBERNETES, widget="lines")
-    ] = ()
+    resources: Annotated[Lines, AMOUNTS, Ui("Further resources per node", when=KUBERNETES, widget="lines")] = ()
     """Further resources of each pod, one NAME=amount per line, such as rdma/hca=1; usually empty."""
-    tolerations: Annotated[Lines, AfterValidator(TOLERATIONS), Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
+    tolerations: Annotated[Lines, TOLERATIONS, Ui("Tolerations", when=KUBERNETES, widget="lines")] = ()
     """Taints of nodes that the pods tolerate, one KEY=value:effect per line; that of the GPU resource always is."""
     priority_class: Annotated[str, NAME, Ui("Priority class", when=KUBERNETES)] = ""
     """Priority class of the pods; empty uses the cluster's default."""

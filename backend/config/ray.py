@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from backend.config.fields import RAY, Lines, Section, Ui
+from backend.config.fields import RAY, Lines, Section, Ui, each_matches
 
-
-def _amounts(lines: tuple[str, ...]) -> tuple[str, ...]:
-    for line in lines:
-        if not re.fullmatch(r"(?!(CPU|GPU)=)[\w.:/-]+=\d+(\.\d+)?", line):
-            raise ValueError(f"must have one NAME=amount per line other than CPU and GPU, but has the line {line!r}")
-    return lines
+AMOUNTS = each_matches(
+    r"(?!(CPU|GPU)=)[\w.:/-]+=\d+(\.\d+)?", "must have one NAME=amount per line other than CPU and GPU"
+)
 
 
 class Ray(Section):
@@ -22,9 +18,7 @@ class Ray(Section):
 
     cpus: Annotated[int, Field(ge=0, le=4096), Ui("CPUs per node", when=RAY)] = 0
     """CPUs to reserve on each node; 0 reserves the share that belongs to the GPUs, and without GPUs all of a node."""
-    resources: Annotated[
-        Lines, AfterValidator(_amounts), Ui("Custom resources per node", when=RAY, widget="lines")
-    ] = ()
+    resources: Annotated[Lines, AMOUNTS, Ui("Custom resources per node", when=RAY, widget="lines")] = ()
     """Further resources to reserve on each node, one NAME=amount per line, such as accelerator_type:H100=0.001; usually
     empty."""
     python: Annotated[str, Ui("Python of the Ray job", when=RAY)] = "python"

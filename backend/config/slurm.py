@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from backend.config.fields import SLURM, Lines, Section, Ui, matches
+from backend.config.fields import SLURM, Lines, Section, Ui, each_matches, matches
 
 TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}"
-
-
-def _each(check: Callable[[str], bool], what: str) -> AfterValidator:
-    def check_all(lines: tuple[str, ...]) -> tuple[str, ...]:
-        for line in lines:
-            if not check(line):
-                raise ValueError(f"{what}, but has the line {line!r}")
-        return lines
-
-    return AfterValidator(check_all)
 
 
 NAME = matches(r"[\w.,+@-]+", "must contain only letters, digits and the characters _ . , + @ -")
@@ -57,7 +45,7 @@ class Slurm(Section):
     registry#footplate:1 or a file .sqsh; empty uses no container."""
     container_mounts: Annotated[
         Lines,
-        _each(lambda line: bool(re.fullmatch(r"/[\w./@+-]*(:/[\w./@+-]*)?", line)), "must have one path per line"),
+        each_matches(r"/[\w./@+-]*(:/[\w./@+-]*)?", "must have one path per line"),
         Ui("Container mounts", when=SLURM, widget="lines"),
     ] = ()
     """Folders that the container sees, one path or path:path in the container per line; the run's folder always is."""
@@ -65,7 +53,7 @@ class Slurm(Section):
     """Python of the container that has Footplate."""
     extra: Annotated[
         Lines,
-        _each(lambda line: bool(re.fullmatch(r"-[^\r\n]+", line)), "must have one sbatch option per line"),
+        each_matches(r"-[^\r\n]+", "must have one sbatch option per line"),
         Ui("Extra sbatch options", when=SLURM, widget="lines"),
     ] = ()
     """Further options of sbatch, one per line, such as --reservation=team; they override the others."""

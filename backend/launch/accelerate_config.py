@@ -43,7 +43,7 @@ def _experts(spec: RunSpec) -> dict[str, Any]:
     """The settings of KTransformers, which its fork of accelerate reads. Source: llamafactory,
     examples/ktransformers/accelerate."""
     chosen = spec.llamafactory
-    if spec.launch.trainer != "llamafactory" or chosen.backend != "ktransformers":
+    if spec.other_backend != "ktransformers":
         return {}
     settings = {"enabled": True, "kt_backend": chosen.kt_backend, "kt_num_threads": chosen.kt_num_threads}
     return {"kt_config": {**settings, "kt_share_backward_bb": True, "lora_rank": spec.lora.r}}

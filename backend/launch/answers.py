@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from backend.machine import GIB, Gpu, known_gpu
+from backend.machine import GIB, Gpu, Machine, known_gpu
 from backend.runs.follower import ClusterError
 
 KEPT_SECONDS = 60
@@ -41,6 +42,13 @@ def forget() -> None:
     """Ask again at the next check."""
     with _lock:
         _answers.clear()
+
+
+def as_machine(here: Machine, name: str, devices: tuple[Gpu, ...], nodes: int, cores: int, ram_bytes: int) -> Machine:
+    """The nodes of a cluster, with the packages of this machine; `ram_bytes`: of one node, 0 if unknown."""
+    ram = ram_bytes or here.ram_bytes
+    known = replace(here, name=name, device="cuda" if devices else "cpu", gpus=devices, nodes=nodes, cores=cores)
+    return replace(known, ram_bytes=ram, ram_free_bytes=ram, shm_free_bytes=None, driver_version="")
 
 
 def gpus(count: int, name: str) -> tuple[Gpu, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.launch.share import cpus_of_gpus
+from backend.launch.share import cpus_of_gpus, with_python
 from backend.machine import Machine
 from backend.resolve import DEFAULT_PORT, ResolvedRun
 from backend.runs import KUBERNETES_JOB, Plan
@@ -57,7 +57,6 @@ def manifest(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> l
 def _container(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Tree:
     """The container of each pod."""
     cluster = spec.kubernetes
-    python, *rest = made.argv
     variables = {**made.defaults, **made.env, JOB: NAME, ATTEMPTS: str(spec.launch.max_restarts)}
     amounts: Tree = {"cpu": str(cpus(spec, run, machine))}
     limits: Tree = {}
@@ -71,7 +70,7 @@ def _container(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) ->
         "image": cluster.image,
         "workingDir": FOLDER,
         "command": [cluster.python, "-m", "backend.runs.kubernetes_node", "--"],
-        "args": [cluster.python if python == machine.python else python, *rest],
+        "args": list(with_python(made.argv, machine, cluster.python)),
         "env": [{"name": name, "value": value} for name, value in variables.items()],
         **({"envFrom": [{"secretRef": {"name": cluster.secret}}]} if cluster.secret else {}),
         "resources": {"requests": {**amounts, **limits}, **({"limits": limits} if limits else {})},
@@ -177,8 +176,6 @@ def _train_job(spec: RunSpec, run: ResolvedRun, container: Tree) -> Tree:
     pod.pop("restartPolicy")
     mounts = {"name": CONTAINER, "volumeMounts": container["volumeMounts"]}
     patch = _with_extra({**pod, "containers": [mounts]}, spec)
-    if "envFrom" in container:
-        mounts["envFrom"] = container["envFrom"]
     job = {"name": CONTAINER, "template": {"spec": {"template": {"spec": patch}}}}
     patches = {"manager": "footplate.io/run", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
     return {

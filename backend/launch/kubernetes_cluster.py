@@ -14,7 +14,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.launch import kubernetes
-from backend.launch.answers import gpus, kept
+from backend.launch.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import Plan
@@ -60,18 +60,8 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         return here, f"The Kubernetes cluster has no node{what} that runs the pods.{why}"
     largest = max(matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    described = replace(
-        here,
-        name="Kubernetes cluster",
-        device="cuda" if devices else "cpu",
-        gpus=devices,
-        nodes=sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching),
-        cores=largest.cores,
-        ram_bytes=largest.ram_bytes,
-        ram_free_bytes=largest.ram_bytes,
-        shm_free_bytes=None,
-        driver_version="",
-    )
+    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
+    described = as_machine(here, "Kubernetes cluster", devices, count, largest.cores, largest.ram_bytes)
     return described, ""
 
 

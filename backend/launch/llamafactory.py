@@ -40,8 +40,7 @@ ELSEWHERE = {
     "launch.place", "launch.launcher", "launch.device", "launch.devices", "launch.nproc_per_node", "launch.rendezvous",
     "launch.nnodes", "launch.min_nnodes", "launch.node_rank", "launch.master_addr", "launch.master_port",
     "launch.max_restarts", "launch.rdzv_id", "launch.gpu_model", "launch.omp_num_threads", "launch.cuda_env_defaults",
-    "launch.env", "launch.trainer", "llamafactory.environment", "llamafactory.template", "llamafactory.extra_args",
-    "launch.extra_accelerate_config",
+    "launch.env", "launch.trainer", "launch.extra_accelerate_config",
 }  # fmt: skip
 SECTIONS_ELSEWHERE = ("slurm", "ray", "kubernetes", "llamafactory")
 # Options whose value 0 means that there is none; LLaMA-Factory leaves the key out.
@@ -142,10 +141,8 @@ def export(spec: RunSpec, run: ResolvedRun, format: str, converts: bool = True) 
 
 def environment(spec: RunSpec) -> dict[str, str]:
     """The switches of LLaMA-Factory's launcher and parser that are environment variables."""
-    if spec.launch.trainer != "llamafactory":
-        return {}
     switches = {"megatron": {"USE_MCA": "1"}, "ktransformers": {"USE_KT": "1"}}
-    return switches.get(spec.llamafactory.backend, {})
+    return switches.get(spec.other_backend, {})
 
 
 def run_files(spec: RunSpec, run: ResolvedRun, format: str) -> dict[str, str]:
@@ -474,10 +471,8 @@ def _devices(made: Export) -> None:
     made.written |= {"parallel.strategy", "parallel.ddp_timeout", "parallel.extra_config"}
     made.table |= {"use_cpu": True} if run.device == "cpu" else {}
     made.table["ddp_timeout"] = spec.parallel.ddp_timeout
-    if made.deepspeed:
-        made.table["deepspeed"] = DEEPSPEED
-        made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
-    elif made.is_accelerated:
+    made.table |= {"deepspeed": DEEPSPEED} if made.deepspeed else {}
+    if made.deepspeed or made.is_accelerated:  # a file of its own has them
         made.written |= {name for name in OPTIONS if name.startswith("parallel.")}
     elif run.world_size > 1 and spec.parallel.strategy != "ddp":
         label = registry.STRATEGIES[spec.parallel.strategy].label

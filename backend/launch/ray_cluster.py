@@ -6,12 +6,12 @@ Imports config, machine, resolve, runs.ray, launch.answers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from backend.config import RunSpec
 from backend.launch import ray
-from backend.launch.answers import gpus, kept
+from backend.launch.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
@@ -45,18 +45,8 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         return here, f"The Ray cluster at {address()} has no node{what}."
     largest = max(matching, key=lambda node: (node.gpus, node.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    described = replace(
-        here,
-        name="Ray cluster",
-        device="cuda" if devices else "cpu",
-        gpus=devices,
-        nodes=sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching),
-        cores=largest.cores,
-        ram_bytes=largest.ram_bytes or here.ram_bytes,
-        ram_free_bytes=largest.ram_bytes or here.ram_bytes,
-        shm_free_bytes=None,
-        driver_version="",
-    )
+    count = sum((node.gpus, node.gpu_type) == (largest.gpus, largest.gpu_type) for node in matching)
+    described = as_machine(here, "Ray cluster", devices, count, largest.cores, largest.ram_bytes)
     return described, ""
 
 

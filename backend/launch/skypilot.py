@@ -15,9 +15,10 @@ from typing import Any
 import yaml
 
 from backend.config import RunSpec
-from backend.config.options import edit, effective
+from backend.config.options import effective
 from backend.inspect.facts import InputFacts
 from backend.launch.plan import one_node
+from backend.launch.share import as_job_spec, with_python
 from backend.machine import Machine
 from backend.paths import HOME
 from backend.resolve import DEFAULT_PORT, resolve
@@ -30,11 +31,10 @@ COMMAND = f"sky launch {TASK}"
 
 def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
     """Name -> text of the files of the task's folder."""
-    job = effective(in_job(spec, machine))
+    job = effective(as_job_spec(spec, machine))
     run = resolve(job, machine, facts)
     made = one_node(job, machine, run, facts)
-    python, *rest = made.argv
-    trainer = replace(made, argv=("python" if python == machine.python else python, *rest))
+    trainer = replace(made, argv=with_python(made.argv, machine, "python"))
     gpus = f"{_cloud_name(machine.gpus[0].name)}:{run.nproc_per_node}" if run.device != "cpu" else ""
     is_checkout = (HOME / "pyproject.toml").is_file()
     source = {f"{SOURCE}/{name}": str(HOME / name) for name in PACKAGE} if is_checkout else {}
@@ -49,11 +49,6 @@ def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
         "run": RUN.format(command=trainer.command(), port=DEFAULT_PORT),
     }
     return {**made.files, TASK: _Dumper.text(task)}
-
-
-def in_job(spec: RunSpec, machine: Machine) -> RunSpec:
-    """`spec` with as many nodes, as a job whose nodes get their ranks in PET_*."""
-    return edit(spec, {"launch.place": "kubernetes", "launch.nnodes": resolve(effective(spec), machine).nnodes})
 
 
 def _inputs(spec: RunSpec) -> list[str]:

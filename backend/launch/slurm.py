@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from backend.config import RunSpec
-from backend.launch.share import cpus_of_gpus
+from backend.launch.share import cpus_of_gpus, with_python
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs import ERROR, ERROR_FILE, JOB_SCRIPT, LOG, NODE_JOB, SPEC, STOP, Plan
@@ -40,8 +40,8 @@ def as_job(made: Plan, spec: RunSpec, run: ResolvedRun, machine: Machine) -> Pla
 def _in_container(argv: Sequence[str], spec: RunSpec, run: ResolvedRun, machine: Machine) -> str:
     """The command of one node, in shell syntax. pyxis starts the whole node script in its container."""
     image = spec.slurm.container
-    python, *rest = argv
-    command = Plan((spec.slurm.container_python if image and python == machine.python else python, *rest)).command()
+    python = spec.slurm.container_python if image else machine.python
+    command = Plan(with_python(argv, machine, python)).command()
     if not image.endswith(APPTAINER):
         return command
     binds = "".join(f" --bind {path}" for path in spec.slurm.container_mounts)

@@ -6,11 +6,11 @@ Imports config, machine, resolve, runs.slurm, launch.slurm, launch.answers.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from backend.config import RunSpec
 from backend.launch import slurm
-from backend.launch.answers import gpus, kept
+from backend.launch.answers import as_machine, gpus, kept
 from backend.machine import Machine
 from backend.resolve import ResolvedRun
 from backend.runs.follower import ClusterError
@@ -48,18 +48,8 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
         return here, f"Slurm has no default partition: set slurm.partition to one of {known}."
     largest = max(matching, key=lambda part: (part.gpus, part.cores))
     devices = gpus(largest.gpus, spec.launch.gpu_model or largest.gpu_type)
-    described = replace(
-        here,
-        name=f"Slurm partition {largest.name}",
-        device="cuda" if devices else "cpu",
-        gpus=devices,
-        nodes=sum(part.nodes for part in matching),
-        cores=largest.cores,
-        ram_bytes=largest.ram_bytes or here.ram_bytes,
-        ram_free_bytes=largest.ram_bytes or here.ram_bytes,
-        shm_free_bytes=None,
-        driver_version="",
-    )
+    count = sum(part.nodes for part in matching)
+    described = as_machine(here, f"Slurm partition {largest.name}", devices, count, largest.cores, largest.ram_bytes)
     longest, asked = max(slurm.minutes(part.time_limit) for part in matching), spec.slurm.time_limit
     if asked and slurm.minutes(asked) > longest:
         return described, f"The partition {largest.name} allows {largest.time_limit}, and the job requests {asked}."

@@ -17,15 +17,9 @@ UNKNOWN = {
 }
 
 
-def backend_of(ctx: MemoryContext) -> str:
-    """megatron or ktransformers; '' for everything else."""
-    chosen = ctx.spec.llamafactory.backend
-    return chosen if ctx.spec.launch.trainer == "llamafactory" and chosen in UNKNOWN else ""
-
-
 def backend_rows(ctx: MemoryContext) -> list[Row]:
     """What each device and the RAM of a node hold all the time."""
-    return _megatron(ctx) if backend_of(ctx) == "megatron" else _ktransformers(ctx)
+    return _megatron(ctx) if ctx.spec.other_backend == "megatron" else _ktransformers(ctx)
 
 
 def expert_parameters(ctx: MemoryContext) -> int:

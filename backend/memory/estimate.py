@@ -9,7 +9,7 @@ from backend.inspect.facts import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import quantized
 from backend.memory.activations import layer_activations
-from backend.memory.backends import UNKNOWN, backend_of, backend_rows
+from backend.memory.backends import UNKNOWN, backend_rows
 from backend.memory.context import MemoryContext, Row
 from backend.memory.disk import disk_rows
 from backend.memory.host import LIBRARY_BYTES, host_rows
@@ -79,7 +79,7 @@ def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFact
     if facts.shape is None:
         return Estimate((), capacity, facts.shape_unknown_reason)
     ctx = MemoryContext(spec, run, machine, facts.shape, facts.longest_example)
-    if backend := backend_of(ctx):
+    if backend := spec.other_backend:
         return Estimate((*backend_rows(ctx), *disk_rows(ctx)), capacity, UNKNOWN[backend], lower_bound=True)
     elsewhere = (*host_rows(ctx), *disk_rows(ctx))
     if reason := facts.shape.activations_unknown:

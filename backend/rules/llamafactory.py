@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from backend.launch.llamafactory import Export, export
-from backend.resolve import uses_megatron
 from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.examples import DEMO, TWO_H100
 
@@ -87,7 +86,7 @@ def llamafactory_refuses(case: Case) -> str | None:
 def llamafactory_strategy(case: Case) -> str | None:
     """Without a DeepSpeed configuration, LLaMA-Factory wraps the model in DDP, whatever the launcher has started: each
     device would hold the whole model."""
-    made = _export(case) if case.spec.llamafactory.backend == "transformers" else None
+    made = None if case.spec.other_backend else _export(case)
     found = [line for line in made.missing if line.startswith("parallel.strategy:")] if made else []
     return f"{found[0].partition(': ')[2]}." if found else None
 
@@ -170,7 +169,7 @@ TRANSFORMERS = Fix(
 def megatron_unsupported(case: Case) -> str | None:
     """mcore_adapter has its own models and trainer: it ignores adapters, has no other stages, and replaces DeepSpeed
     and FSDP."""
-    if not uses_megatron(case.spec):
+    if case.spec.other_backend != "megatron":
         return None
     model_type = case.shape.model_type if case.shape else ""
     found = {
@@ -178,7 +177,7 @@ def megatron_unsupported(case: Case) -> str | None:
         f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("pretraining", "sft", "dpo"),
         "It needs NVIDIA GPUs.": case.run.device != "cuda",
         "It replaces the strategy, which must be DDP.": case.run.strategy not in ("ddp", "single"),
-        "It does not quantize the model.": bool(case.spec.method.quantization != "none"),
+        "It does not quantize the model.": case.spec.method.quantization != "none",
         f"It has no model of the type {model_type}.": bool(model_type) and model_type not in MEGATRON_MODELS,
     }
     return " ".join(text for text, holds in found.items() if holds) or None
@@ -201,7 +200,7 @@ def megatron_unsupported(case: Case) -> str | None:
 )  # fmt: skip
 def megatron_sizes(case: Case) -> str | None:
     """Each GPU has the same share of the weights, of the layers and of the tokens."""
-    if not uses_megatron(case.spec):
+    if case.spec.other_backend != "megatron":
         return None
     chosen, world, degrees = case.spec.llamafactory, case.run.world_size, _degrees(case)
     product, (tensor, stages, _) = math.prod(degrees.values()), degrees.values()
@@ -215,7 +214,9 @@ def megatron_sizes(case: Case) -> str | None:
     needed = experts > 1 and tensor > 1 and not chosen.sequence_parallel
     found["With experts and tensor parallelism, sequence parallelism must be on."] = needed
     parts = stages * chosen.virtual_pipeline_size
-    found["A virtual pipeline needs a pipeline parallel size above 1."] = chosen.virtual_pipeline_size > 1 == stages
+    found["A virtual pipeline needs a pipeline parallel size above 1."] = (
+        stages == 1 and chosen.virtual_pipeline_size > 1
+    )
     if shape := case.shape:
         found[f"{parts} pipeline parts do not divide {shape.layers} layers."] = shape.layers % parts != 0
         found[f"{tensor} tensor parallel GPUs do not divide {shape.heads} attention heads."] = shape.heads % tensor != 0
@@ -246,7 +247,7 @@ KT_SPEC = {
 def ktransformers_unsupported(case: Case) -> Violation | None:
     """KTransformers trains adapters of mixture-of-experts models: GPUs compute attention, the CPU computes the experts.
     Its settings reach the trainer through accelerate's configuration."""
-    if case.spec.launch.trainer != "llamafactory" or case.spec.llamafactory.backend != "ktransformers":
+    if case.spec.other_backend != "ktransformers":
         return None
     is_launched = case.run.strategy == "fsdp2" and case.spec.launch.launcher == "accelerate"
     found = {
@@ -254,7 +255,7 @@ def ktransformers_unsupported(case: Case) -> Violation | None:
         f"It has no stage {case.spec.train.stage}.": case.spec.train.stage not in ("sft", "dpo"),
         "It needs NVIDIA GPUs.": case.run.device != "cuda",
         "It needs the strategy FSDP2 and the launcher accelerate.": not is_launched,
-        "It does not quantize the model.": bool(case.spec.method.quantization != "none"),
+        "It does not quantize the model.": case.spec.method.quantization != "none",
         "The model has no experts.": case.shape is not None and not case.shape.experts,
     }
     texts = [text for text, holds in found.items() if holds]

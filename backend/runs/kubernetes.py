@@ -242,7 +242,7 @@ class Kubernetes(Cluster):
         """A job, and what its pods wait for."""
         cluster = api()
         if (about := cluster.get(job)) is None:
-            known = job in self.deleted or self._was_interrupted()
+            known = job in self.deleted or is_interrupted(self.folder)
             return Job(job, "Deleted", end=STOPPED, cause="The Kubernetes job was deleted.") if known else None
         status = about.get("status", {})
         true = {each["type"]: each for each in status.get("conditions", ()) if each.get("status") == "True"}
@@ -250,7 +250,7 @@ class Kubernetes(Cluster):
             return Job(job, "Complete", end=DONE)
         pods = cluster.pods(job)
         if "Failed" in true:
-            if self._was_interrupted():  # a TrainJob, whose runtime has replaced no pod
+            if is_interrupted(self.folder):  # a TrainJob, whose runtime has replaced no pod
                 return Job(job, "Failed", end=STOPPED, cause=INTERRUPTED)
             return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, pods, true["Failed"]))
         if about["metadata"].get("deletionTimestamp"):
@@ -273,12 +273,6 @@ class Kubernetes(Cluster):
         self.deleted.add(job)
         api().delete_pods(job, CANCEL_GRACE_SECONDS)
 
-    def _was_interrupted(self) -> bool:
-        try:
-            return INTERRUPTED in (self.folder / STOP).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return False
-
     def _cause(self, cluster: Api, pods: Sequence[Tree], condition: Tree) -> str:
         """Why a job failed, unless its own log says so."""
         for pod in pods:
@@ -295,6 +289,14 @@ class Kubernetes(Cluster):
         if not started and (said := next(filter(None, map(cluster.last_line, pods)), "")):
             return said if said.endswith(".") else f"The pod could not start the run: {said}."
         return "" if started else f"Kubernetes says: {condition.get('message') or condition.get('reason')}."
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether a pod, and not a user, has requested that the run in `folder` stops."""
+    try:
+        return INTERRUPTED in (folder / STOP).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _parts(job: str) -> tuple[str, str, str]:

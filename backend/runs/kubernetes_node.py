@@ -26,7 +26,7 @@ from types import FrameType
 from typing import IO
 
 from backend.runs import ERROR, ERROR_FILE, KUBERNETES_NODES, LOG, RUN_MARKER, SPEC, STOP, processes
-from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB
+from backend.runs.kubernetes import ATTEMPTS, INTERRUPTED, JOB, is_interrupted
 
 POLL_SECONDS = 0.5
 NAME_SECONDS = 600  # until the host name of the first node is known, after its image was pulled
@@ -60,7 +60,7 @@ class Node:
         attempt = max([-1, *ended]) + 1
         if self.marker.exists():  # this node's earlier pod
             before = int(self.marker.read_text(encoding="utf-8"))
-            if before >= attempt:  # which ended without a word
+            if before >= attempt:  # which was killed before it recorded the end
                 self.end_attempt(before, BROKEN)
             attempt = max(attempt, before + 1)
         self.marker.write_text(str(attempt), encoding="utf-8")
@@ -92,7 +92,7 @@ class Node:
     def run(self, command: Sequence[str], arguments: Sequence[str]) -> int:
         """Run the launcher once; the exit status of the pod."""
         attempt = self.next_attempt()
-        if self.rank == 0 and _is_interruption():
+        if self.rank == 0 and is_interrupted(Path()):
             Path(STOP).unlink(missing_ok=True)
         env = {**os.environ, ERROR_FILE: str(Path(ERROR).resolve()), RUN_MARKER: str(self.marker)}
         env["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # not SIGTERM, after which the ranks could not save
@@ -118,13 +118,13 @@ class Node:
     def _wait(self, launcher: subprocess.Popen[bytes], attempt: int) -> str:
         """Wait for the launcher, or end it if another pod has failed."""
         while (status := launcher.poll()) is None:
-            self.evicted = self.evicted or _is_interruption()
+            self.evicted = self.evicted or is_interrupted(Path())
             if self.has_ended(attempt) == BROKEN or (Path(STOP).exists() and self._has_no_ranks(launcher.pid)):
                 launcher.kill()
             if self.rank == 0:
                 self._copy_output(attempt)
             time.sleep(POLL_SECONDS)
-        self.evicted = self.evicted or _is_interruption()
+        self.evicted = self.evicted or is_interrupted(Path())
         processes.terminate(self.marker, sigterm_seconds=0)
         if status == -signal.SIGKILL and Path(STOP).exists() and not self.has_ended(attempt):
             status = 0  # nothing to save
@@ -186,14 +186,6 @@ def _say(text: str) -> None:
     """To kubectl logs; the log of the run is about the training."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def _is_interruption() -> bool:
-    """Whether a pod, and not a user, has requested the stop."""
-    try:
-        return INTERRUPTED in Path(STOP).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
 
 
 def _wait_for_name(host: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def find(run: Run) -> TrainedModel | None:
     steps = [] if run.result().get("model") else run.checkpoints()[-1:]
     folder = run.path / CHECKPOINTS / f"checkpoint-{steps[0]}" if steps else run.path / MODEL
     try:
+        changed = folder.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _described(folder, steps[0] if steps else None, changed)
+
+
+@lru_cache(maxsize=64)  # the page asks each second, and these files are written once
+def _described(folder: Path, step: int | None, changed: int) -> TrainedModel | None:
+    """The model in a folder that was `changed` at this time."""
+    try:
         names = {path.name for path in folder.iterdir()}
         if not names.intersection(WEIGHTS) or TOKENIZER not in names:
             return None
@@ -60,7 +71,7 @@ def find(run: Run) -> TrainedModel | None:
         code = _code(folder, config, ADAPTER in names)
     except (OSError, ValueError, AttributeError):
         return None
-    return TrainedModel(folder, steps[0] if steps else None, base, size, code)
+    return TrainedModel(folder, step, base, size, code)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -71,10 +82,8 @@ def _code(folder: Path, config: dict[str, Any], is_adapter: bool) -> str:
     architectures = config.get("architectures") or [""]
     scores = config.get("task_type") == "SEQ_CLS" or str(architectures[0]).endswith("ForSequenceClassification")
     kind = f"Auto{'Peft' if is_adapter else ''}ModelFor{'SequenceClassification' if scores else 'CausalLM'}"
-    library = "peft" if is_adapter else "transformers"
-    imports = f"from {library} import {kind}\nfrom transformers import AutoTokenizer\n"
-    if not is_adapter:
-        imports = f"from transformers import {kind}, AutoTokenizer\n"
+    others = f"from peft import {kind}\nfrom transformers import AutoTokenizer\n"
+    imports = others if is_adapter else f"from transformers import {kind}, AutoTokenizer\n"
     labels = ", num_labels=1" if scores else ""
     return CODE.format(
         imports=imports, folder=json.dumps(str(folder)), kind=kind, labels=labels,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from backend.config.options import SpecError, effective
 from backend.config.presets import read
 from backend.inspect import inspect_inputs
 from backend.inspect.worker import SETTING as WORKER_SETTING
+from backend.inspect.worker import installed_versions
 from backend.machine import probe
 from backend.resolve import ResolvedRun
 from backend.rules import Case, examine
@@ -112,13 +112,8 @@ def check_versions(group: device.ProcessGroup) -> None:
 
 def versions() -> dict[str, str]:
     """Name -> version of Python and of the libraries that train; '' for one that is not installed."""
-    found = {"Python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+    libraries = zip(LIBRARIES, installed_versions(*LIBRARIES), strict=True)
+    return {"Python": platform.python_version(), **dict(libraries)}
 
 
 def check_backend(run: ResolvedRun) -> None:

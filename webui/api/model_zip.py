@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from backend.runs import trained
 from webui.api.requests import ApiError
-from webui.api.runs import PathRun
+from webui.api.runs import PathRun, disposition
 
 BLOCK = 2**20
 
@@ -40,8 +40,8 @@ def model_zip(run: PathRun) -> Response:
     if not model:
         raise ApiError(404, "This run has no model that can be downloaded yet.")
     name = f"{run.id}-model" if model.step is None else f"{run.id}-checkpoint-{model.step}"
-    headers = {"content-disposition": f'attachment; filename="{name}.zip"', "cache-control": "no-store"}
-    return StreamingResponse(zipped(model.folder, model.files(), name), media_type="application/zip", headers=headers)
+    blocks, headers = zipped(model.folder, model.files(), name), disposition(f"{name}.zip", "attachment")
+    return StreamingResponse(blocks, media_type="application/zip", headers=headers)
 
 
 def zipped(folder: Path, files: list[Path], name: str) -> Iterator[bytes]:

@@ -261,7 +261,7 @@ def log_file(run: PathRun, rank: int = -1) -> Response:
     if rank < 0:
         return FileResponse(run.path / LOG, media_type="text/plain; charset=utf-8", filename=f"{run.id}.log.txt")
     texts = (chunk.text for chunk in chunks(run.path / LOG, rank))
-    headers = _disposition(f"{run.id}.rank{rank}.log.txt", "attachment")
+    headers = disposition(f"{run.id}.rank{rank}.log.txt", "attachment")
     return StreamingResponse(texts, media_type="text/plain; charset=utf-8", headers=headers)
 
 
@@ -279,21 +279,22 @@ def spec_yaml(run: PathRun) -> Response:
 def bundle_zip(state: State, run: PathRun) -> Response:
     """The debug bundle for a bug report."""
     packed = bundle.build(run, state.machine.get(), datetime.now())
-    return Response(packed, media_type="application/zip", headers=_disposition(f"{run.id}-bundle.zip", "attachment"))
+    return Response(packed, media_type="application/zip", headers=disposition(f"{run.id}-bundle.zip", "attachment"))
 
 
 def report_png(state: State, run: PathRun) -> Response:
     """An image of the run's curves and results."""
     run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
     image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result())
-    return Response(image, media_type="image/png", headers=_disposition(f"{run.id}.png", "inline"))
+    return Response(image, media_type="image/png", headers=disposition(f"{run.id}.png", "inline"))
 
 
 def _download(text: str, name: str, kind: str) -> Response:
-    return Response(text, media_type=kind, headers=_disposition(name, "attachment"))
+    return Response(text, media_type=kind, headers=disposition(name, "attachment"))
 
 
-def _disposition(name: str, how: str) -> dict[str, str]:
+def disposition(name: str, how: str) -> dict[str, str]:
+    """The headers of a file that is downloaded (`how`: attachment) or shown (inline)."""
     return {"content-disposition": f'{how}; filename="{name}"', "cache-control": "no-store"}
 
 

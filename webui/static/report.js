@@ -165,7 +165,6 @@ function drawPreview(preview) {
   const select = (name) => {
     previewTab = name;
     drawPreview(preview);
-    $("#fp-preview-tabs [aria-selected=true]").focus();
   };
   const tab = (name) => {
     const selected = name === previewTab;
