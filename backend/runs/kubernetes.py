@@ -255,7 +255,10 @@ class Kubernetes(Cluster):
             return Job(job, "Failed", end=FAILED, cause=self._cause(cluster, pods, true["Failed"]))
         if about["metadata"].get("deletionTimestamp"):
             return Job(job, "Deleting")
+        is_running = any(pod.get("status", {}).get("phase") == "Running" for pod in pods)
         if "Suspended" in true or about["spec"].get("suspend"):
+            if is_running:  # its pods still save; a job that waits would lose their stop request
+                return Job(job, "Suspending")
             return Job(job, "Suspended", waits=True, text=_suspension(about, cluster.events(job)))
         live = [pod for pod in pods if pod.get("status", {}).get("phase") in ("Pending", "Running", "Succeeded")]
         waiting = [pod for pod in live if pod["status"]["phase"] == "Pending"]

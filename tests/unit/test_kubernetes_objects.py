@@ -216,6 +216,12 @@ def test_why_a_job_waits(monkeypatch, tmp_path, answers, text):
     assert text in waiting.text
 
 
+def test_a_suspended_job_does_not_wait_before_its_pods_have_ended(monkeypatch, tmp_path):
+    """The follower removes the stop request of a job that waits."""
+    assert not found(monkeypatch, tmp_path, Answers(job("Suspended"), [pod("Running"), pod("Failed")])).waits
+    assert found(monkeypatch, tmp_path, Answers(job("Suspended"), [pod("Failed"), pod("Failed")])).waits
+
+
 @pytest.mark.parametrize(
     ("answers", "cause"),
     [
