@@ -96,7 +96,7 @@ def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
     estimate, shape = other.estimate, case.facts.shape
     assert shape is not None
     context = MemoryContext(spec, other.run, case.machine, shape, case.facts.longest_example)
-    errors = [finding.title for finding in other_errors(other)]
+    errors = [rule.title for rule in other_errors(other)]
     return Variant(
         name,
         patch,

@@ -7,7 +7,7 @@ option, the column of a table and, with a dash, the element ID on the page.
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -207,11 +207,11 @@ def _unknown(name: str) -> Problem:
 def edit(spec: RunSpec, patch: Mapping[str, Any]) -> RunSpec:
     """`spec` with the options of `patch` (dotted keys) replaced. Raises SpecError."""
     _known(patch)
-    sections = {section: {**vars(getattr(spec, section))} for section in RunSpec.model_fields}
+    changed: dict[str, dict[str, Any]] = {}  # only these sections are validated again
     for name, value in patch.items():
         section, _, key = name.partition(".")
-        sections[section][key] = value
-    return build(sections)
+        changed.setdefault(section, {**vars(getattr(spec, section))})[key] = value
+    return build({**vars(spec), **changed})
 
 
 MESSAGES = {  # pydantic error type -> message
@@ -266,7 +266,21 @@ def _shown_value(value: Any) -> str:
 
 def shown(spec: RunSpec, option: Option) -> bool:
     """Whether `option` is visible and has an effect in `spec`: one of the conditions in `when` holds."""
-    return any(all(word(get(spec, name)) in allowed for name, allowed in c.items()) for c in option.when)
+    return _holds(option.when, lambda name: word(get(spec, name)))
+
+
+def _holds(when: Sequence[Condition], value_of: Callable[[str], str]) -> bool:
+    return any(all(value_of(name) in allowed for name, allowed in condition.items()) for condition in when)
+
+
+@cache
+def _by_visibility() -> Sequence[tuple[Sequence[Condition], Sequence[Option]]]:
+    """Options that are shown under the same conditions; without those that are always shown."""
+    groups: dict[str, list[Option]] = {}
+    for option in options():
+        if {} not in option.when:
+            groups.setdefault(repr(option.when), []).append(option)
+    return [(group[0].when, group) for group in groups.values()]
 
 
 def word(value: Any) -> str:
@@ -276,8 +290,10 @@ def word(value: Any) -> str:
 
 def effective(spec: RunSpec) -> RunSpec:
     """`spec` with every hidden option at its default, so that specs with the same effect are equal."""
-    hidden = {o.name: o.default for o in options() if not shown(spec, o)}
-    return edit(spec, hidden) if hidden else spec
+    value_of = cache(lambda name: word(get(spec, name)))
+    hidden = [option for when, group in _by_visibility() if not _holds(when, value_of) for option in group]
+    patch = {option.name: option.default for option in hidden if get(spec, option.name) != option.default}
+    return edit(spec, patch) if patch else spec
 
 
 def changes(spec: RunSpec) -> Values:

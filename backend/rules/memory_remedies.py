@@ -20,7 +20,7 @@ from backend.machine import Gpu
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.rules.base import RULES, Case, Finding, Fix, amount, counted
+from backend.rules.base import RULES, Case, Fix, Rule, amount, counted
 from backend.rules.common_fixes import ATTENTION_ONLY
 
 MAX_REMEDIES = 6
@@ -78,10 +78,10 @@ def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
     return Case(spec, case.machine, facts)
 
 
-def other_errors(case: Case) -> list[Finding]:
-    """The errors that are not about memory, sorted by code."""
+def other_errors(case: Case) -> Iterator[Rule]:
+    """The rules, sorted by code, that report an error which is not about memory."""
     rules = (rule for rule in sorted(RULES, key=lambda rule: rule.code) if not rule.code.startswith("MEM"))
-    return [finding for rule in rules if rule.level == "error" and (finding := rule.finding(case))]
+    return (rule for rule in rules if rule.level == "error" and rule.check(case) is not None)
 
 
 class _Applied:
@@ -93,7 +93,7 @@ class _Applied:
     @cached_property
     def errors(self) -> set[str]:
         """The codes of all errors but those about memory."""
-        return {finding.code for finding in other_errors(self.case)}
+        return {rule.code for rule in other_errors(self.case)}
 
     def as_fix(self) -> Fix:
         """All changes as one fix."""
