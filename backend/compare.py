@@ -6,78 +6,147 @@ Imports config, memory and rules. Nothing is launched: every strategy is checked
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from backend import registry
-from backend.config import RunSpec
 from backend.config.options import effective
+from backend.engines import engine_of
 from backend.memory import MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
 from backend.rules import Case
 from backend.rules.base import amount
-from backend.rules.memory_remedies import available_gpus, other_errors, smaller_batches, strategy_patches
+from backend.rules.memory_remedies import available_gpus, offloads, smaller_batches, strategy_patch, strategy_patches
 
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A spec with a strategy: the patch that selects it, the peak on each device and in host RAM, and the bytes that
-    each device sends per optimizer step, to other devices and to the host."""
+    """A spec with a strategy: its name, the patch that selects it, and the case of the changed spec. `unrelated` are
+    the codes of errors that every strategy has, so that they say nothing about this one."""
 
     name: str
     patch: Mapping[str, Any]
-    device_bytes: int
-    capacity_bytes: int
-    host_bytes: int
-    ram_bytes: int
-    sent_bytes: int
-    host_traffic_bytes: int
-    error: str  # title of the first error that is not about memory; '' without one
-    is_current: bool  # the strategy of the spec
+    case: Case
+    is_current: bool = False  # the strategy of the spec
+    unrelated: frozenset[str] = frozenset()
+
+    @cached_property
+    def device_bytes(self) -> int | None:
+        """The estimated peak on each device; None if it is not known."""
+        estimate = self.case.estimate
+        return None if estimate.unknown and not estimate.lower_bound else estimate.device_bytes
 
     @property
-    def fits(self) -> bool:
-        """Whether device memory and host RAM suffice."""
-        return self.device_bytes <= self.capacity_bytes and self.host_bytes <= self.ram_bytes
+    def capacity_bytes(self) -> int:
+        """The free memory of each device."""
+        return self.case.estimate.capacity_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The estimated peak in the host RAM of a node."""
+        return self.case.estimate.host_bytes
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends to other devices in an optimizer step."""
+        return sum(network_bytes(self._context).values()) if self._context else 0
+
+    @cached_property
+    def host_traffic_bytes(self) -> int:
+        """Bytes between each device and host RAM in an optimizer step."""
+        return host_bytes(self._context) if self._context else 0
+
+    @property
+    def error(self) -> str:
+        """The title of the first error that is neither about memory nor unrelated; '' without one."""
+        return next((rule.title for rule in self.case.other_errors if rule.code not in self.unrelated), "")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether device memory and host RAM suffice; None if that is not known."""
+        if self.host_bytes > self.case.machine.ram_free_bytes:
+            return False
+        return self.case.estimate.fits
 
     @property
     def runs(self) -> bool:
-        """Whether it fits and no rule reports an error."""
-        return self.fits and not self.error
+        """Whether it fits and has no error."""
+        return bool(self.fits) and not self.error
 
     @property
     def cost(self) -> int:
         """The weighted communication of an optimizer step."""
         return self.sent_bytes + HOST_TRAFFIC_WEIGHT * self.host_traffic_bytes
 
+    @cached_property
+    def _context(self) -> MemoryContext | None:
+        case = self.case
+        if case.shape is None:
+            return None
+        return MemoryContext(case.spec, case.run, case.machine, case.shape, case.facts.longest_example)
 
-def variants(case: Case, extra_patch: Mapping[str, Any] = {}) -> list[Variant]:
-    """Every recommended strategy, each with `extra_patch` applied too; [] if the model's shape is not known."""
-    if case.shape is None or case.shape.activations_unknown:
-        return []
-    patched = Case(case.with_patch(extra_patch), case.machine, case.facts)
-    return [_variant(case, label, {**extra_patch, **patch}) for _, label, patch in strategy_patches(patched)]
+
+def variants(case: Case) -> list[Variant]:
+    """Every strategy that is recommended, and the strategy of the spec."""
+    found: list[Variant] = []
+    for name, patch in _lines(case):
+        spec = effective(case.with_patch(patch))
+        if all(spec != other.case.spec for other in found):
+            found.append(Variant(name, patch, Case(spec, case.machine, case.facts), spec == case.spec))
+    if not any(variant.is_current for variant in found):
+        found.append(Variant(f"{case.strategy.label}, as set", {}, case, True))
+    codes = [frozenset(rule.code for rule in variant.case.other_errors) for variant in found]
+    return [replace(variant, unrelated=frozenset.intersection(*codes)) for variant in found]
+
+
+def other_strategies(case: Case) -> list[Variant]:
+    """The strategies that `variants` leaves out, because another one does the same, and better."""
+    rest = [strategy for strategy in registry.STRATEGIES if not engine_of(strategy).is_recommended]
+    patches = [(registry.STRATEGIES[name].label, strategy_patch(case, name)) for name in rest]
+    found = [(name, patch, effective(case.with_patch(patch))) for name, patch in patches]
+    return [Variant(name, patch, Case(s, case.machine, case.facts)) for name, patch, s in found if s != case.spec]
+
+
+def _lines(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, patch) of each strategy, and of the other ways to divide its devices. The patches keep the global batch
+    size where it is divisible."""
+    for strategy, label, patch in strategy_patches(case):
+        per_node = patch.get("launch.nproc_per_node", 1)
+        divisions = engine_of(strategy).divisions(case.spec, per_node, case.run.nnodes)
+        settings = {name: value for name, value in patch.items() if name != "train.gradient_accumulation_steps"}
+        for suffix, sizes in divisions[:1] if offloads(patch) else divisions:
+            yield f"{label}{suffix}", strategy_patch(case, strategy, {**settings, **sizes})
 
 
 def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, str] | None:
-    """The variant that runs, uses every device and communicates least, with the reason; None if none runs. `known` are
-    the variants of the case, if they are computed already."""
+    """The variant that runs, uses every device and communicates least, with the reason; None if none runs, or memory is
+    not known. `known` are the variants of the case, if they are computed already."""
+    if case.shape is None or case.shape.activations_unknown or case.spec.other_backend:
+        return None
     several = len(available_gpus(case)) > 1 and case.run.device == case.machine.device
     for extra_patch, description in _smaller_settings(case):
-        found = variants(case, extra_patch) if extra_patch or known is None else known
-        found = [v for v in found if not several or v.patch["parallel.strategy"] in registry.MULTI_PROCESS]
-        running = sorted((v for v in found if v.runs), key=lambda v: v.cost)
-        if running:
-            best = running[0]
-            too_large = [v.name for v in found if not v.error and not v.fits and v.cost <= best.cost]
-            reason = (
-                f"It needs {amount(best.device_bytes)} of {amount(best.capacity_bytes)} per device{description} and "
-                "has the least communication of the strategies that fit"
-            )
-            return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
+        found = _changed(case, extra_patch) if extra_patch or known is None else known
+        found = [v for v in found if not several or v.case.run.world_size > 1]
+        found.sort(key=lambda v: v.cost)
+        best = next((v for v in found if v.runs), None)
+        if best is None:
+            continue
+        too_large = [v.name for v in found if v.cost <= best.cost and not v.fits and not v.error]
+        reason = (
+            f"It needs {amount(best.device_bytes or 0)} of {amount(best.capacity_bytes)} per device{description} and "
+            "has the least communication of the strategies that fit"
+        )
+        return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
     return None
+
+
+def _changed(case: Case, extra_patch: Mapping[str, Any]) -> list[Variant]:
+    """The variants of the case with `extra_patch`, as changes of the case itself."""
+    changed = Case(effective(case.with_patch(extra_patch)), case.machine, case.facts)
+    return [Variant(v.name, {**extra_patch, **v.patch}, v.case) for v in variants(changed)]
 
 
 def _smaller_settings(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -88,28 +157,3 @@ def _smaller_settings(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:
     for patch in smaller_batches(case):
         size = patch["train.per_device_train_batch_size"]
         yield {**checkpointing, **patch}, f" with activation checkpointing and a per-device batch size of {size}"
-
-
-def _variant(case: Case, name: str, patch: Mapping[str, Any]) -> Variant:
-    spec = effective(case.with_patch(patch))
-    other = Case(spec, case.machine, case.facts)
-    estimate, shape = other.estimate, case.facts.shape
-    assert shape is not None
-    context = MemoryContext(spec, other.run, case.machine, shape, case.facts.longest_example)
-    errors = [rule.title for rule in other_errors(other)]
-    return Variant(
-        name,
-        patch,
-        estimate.device_bytes,
-        estimate.capacity_bytes,
-        estimate.host_bytes,
-        case.machine.ram_free_bytes,
-        network_bytes(context, spec.train.per_device_train_batch_size * _sequence_length(spec, case)),
-        host_bytes(context),
-        errors[0] if errors else "",
-        spec == case.spec,
-    )
-
-
-def _sequence_length(spec: RunSpec, case: Case) -> int:
-    return min(spec.data.max_length, case.facts.longest_example or spec.data.max_length)

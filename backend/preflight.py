@@ -17,7 +17,8 @@ from backend.inspect import InputFacts, Show, inspect_inputs, no_show, resolve_p
 from backend.launch import clusters
 from backend.launch.plan import plan
 from backend.machine import Machine
-from backend.memory import OVERHEAD, Estimate
+from backend.memory import OVERHEAD, Estimate, MemoryContext
+from backend.memory.placement import placement
 from backend.modelspec import flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
@@ -93,7 +94,15 @@ class Report:
         on_cpu = self.run.device == "cpu"  # a CPU run measures its resident memory, others torch's allocator
         measured = peak if on_cpu else peak - overhead
         compared = {"measured_bytes": measured, "compared": list(self.compared), **self._flops}
+        compared["placement"] = self.placement
         return {**estimate_json(self.estimate), **compared}
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """What each device holds and shares."""
+        shape, longest = self.facts.shape, self.facts.longest_example
+        ctx = MemoryContext(self.spec, self.run, self.machine, shape, longest) if shape else None
+        return placement(ctx, self.run, self.estimate)
 
     @property
     def _flops(self) -> dict[str, int]:

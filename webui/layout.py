@@ -40,17 +40,22 @@ def fields(more: bool = False) -> Iterator[None]:
         yield
 
 
+def _static(html: str) -> None:
+    gr.HTML(html, apply_default_css=False, padding=False)
+
+
 def place_options(form: Form) -> None:
     """Place every option."""
     form.place("logging.run_name")
-    _model_and_data(form)
+    _model(form)
+    _devices(form)
+    _data(form)
     _method(form)
     _train(form)
-    _launch(form)
     _outputs(form)
 
 
-def _model_and_data(form: Form) -> None:
+def _model(form: Form) -> None:
     with section("model", "Model"):
         with fields():
             form.place("model.source", "model.builtin", "model.path", "model.hub_id", "model.revision")
@@ -58,6 +63,9 @@ def _model_and_data(form: Form) -> None:
             form.place(
                 "precision.compute", "precision.fp8_backend", "model.attn_implementation", "model.trust_remote_code"
             )
+
+
+def _data(form: Form) -> None:
     with section("data", "Data"):
         with fields():
             form.place("data.source", "data.builtin", "data.files", "data.hub_id", "data.hub_config")
@@ -116,10 +124,14 @@ def _train(form: Form) -> None:
             form.place("train.use_liger_kernel", "train.use_unsloth", "train.torch_compile")
 
 
-def _launch(form: Form) -> None:
-    with section("launch", "Devices"):
+def _devices(form: Form) -> None:
+    with section("launch", "Devices and strategy"):
         with fields():
-            form.place("launch.place", "parallel.strategy", "launch.nproc_per_node", "launch.device", "launch.devices")
+            form.place("launch.place", "launch.device")
+        _static('<div id="fp-devices" aria-labelledby="fp-devices-title" role="group" hidden></div>')
+        _static('<div id="fp-strategies" role="radiogroup" aria-label="Distributed strategy" hidden></div>')
+        with fields():
+            form.place("launch.devices", "parallel.strategy", "launch.nproc_per_node")
             form.place("parallel.offload_optimizer", "parallel.offload_param", "parallel.nvme_path")
             form.place(
                 "parallel.sharding_strategy",

@@ -23,6 +23,7 @@ STYLES = (
     "gradio.css",
     "form.css",
     "report.css",
+    "strategies.css",
     "vendor/uPlot.min.css",
     "run.css",
     "charts.css",

@@ -123,6 +123,11 @@ class Engine:
         """Whether C++ kernels are compiled on first use."""
         return False
 
+    def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
+        """The ways to divide the processes of these nodes, the plain one first: what to add to the strategy's label,
+        and the sizes that select it. Sizes that `spec` sets are kept."""
+        return [("", {})]
+
     def mesh_divisor(self, spec: RunSpec) -> int:
         """The world size must be a multiple of this: the product of all mesh dimensions but the sharding."""
         return 1
@@ -211,6 +216,14 @@ class TensorParallel(Engine):
     def step_slowdown(self) -> int:
         """Two all-reduces per layer in each direction."""
         return 40
+
+    def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
+        """One group of all processes of a node, and smaller groups that FSDP2 shards over."""
+        world, size = per_node * nodes, spec.parallel.tensor_parallel_size
+        inner = size if size < world else per_node if nodes > 1 else 2
+        sizes = [("", world)] if nodes == 1 and world > 1 else []
+        sizes += [(" with FSDP2", inner)] if 1 < inner < world else []
+        return [(suffix, {"parallel.tensor_parallel_size": count}) for suffix, count in sizes]
 
     def mesh_divisor(self, spec: RunSpec) -> int:
         """Groups of tensor_parallel_size."""

@@ -101,6 +101,13 @@ class DeepSpeed(Engine):
         comm/torch.py, build_shm_op, and ops/op_builder/cpu/cpu_adam.py."""
         return device == "cpu" or self.optimizer_offload(spec) != NONE
 
+    def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
+        """Data parallel only; at stage 3, where long sequences are trained, sequence parallel groups too."""
+        option = "parallel.sequence_parallel_size"
+        several = {option: max(2, spec.parallel.sequence_parallel_size)}
+        groups = [(" with sequence parallelism", several)] if self.zero_stage == 3 and per_node * nodes > 1 else []
+        return [("", {option: 1}), *groups]
+
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
         """The world size at stage 3."""
         return max(1, world_size) if self.zero_stage == 3 else 1

@@ -115,6 +115,20 @@ class FSDP(Engine):
         values = {"version": self.fsdp_version, "cpu_offload": spec.parallel.cpu_offload}
         return {**values, **{f"fsdp_{key}": value for key, value in values.items()}}
 
+    def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:
+        """With FSDP2: one group of shards, a replica per node (HSDP), or context parallel groups."""
+        if self.fsdp_version == 1:
+            return [("", {})]
+        replicas = spec.parallel.replicate_size if spec.parallel.replicate_size > 1 else nodes
+        plain = {"parallel.replicate_size": 1, "parallel.context_parallel_size": 1}
+        found = [("", plain)]
+        if replicas > 1:
+            found.append((", replicated (HSDP)", {**plain, "parallel.replicate_size": replicas}))
+        if per_node * nodes > 1:
+            size = max(2, spec.parallel.context_parallel_size)
+            found.append((" with context parallelism", {**plain, "parallel.context_parallel_size": size}))
+        return found
+
     def mesh_divisor(self, spec: RunSpec) -> int:
         """With FSDP2, replicas and context parallel groups."""
         return spec.parallel.replicate_size * self.context_parallel_size(spec) if self.fsdp_version == 2 else 1

@@ -7,7 +7,8 @@ Imports registry, config, machine, modelspec, inspect, engines, resolve. Closed 
 - sharding, gradients, activations, loss: the tensors on a device
 - backends: what LLaMA-Factory keeps with Megatron-Core or KTransformers
 - peaks: the moments at which device memory may peak; host, disk: the other places
-- estimate: the largest peak, and totals; uncertainty: the estimated range; communication: bytes that are sent
+- estimate: the largest peak, and totals; uncertainty: the estimated range; kinds: rows by kind
+- groups: which ranks share what; communication: bytes that are sent; placement: all of this for a picture
 """
 
 from __future__ import annotations

@@ -10,22 +10,47 @@ from __future__ import annotations
 from backend.memory.context import MemoryContext
 
 
-def network_bytes(ctx: MemoryContext, tokens: int) -> int:
-    """Bytes that a device sends to other devices. `tokens`: of one per-device batch."""
+def network_bytes(ctx: MemoryContext) -> dict[str, int]:
+    """Bytes that a device sends to the other devices of each process group (a name of `groups`)."""
     run, batches = ctx.run, ctx.spec.train.gradient_accumulation_steps
     gradients = ctx.trainable_count * _reduced_gradient_bytes(ctx)
     if run.world_size == 1:
-        return 0
-    if run.tensor_parallel_size > 1:
-        size = run.tensor_parallel_size
-        activations = 4 * ctx.shape.layers * tokens * ctx.shape.hidden * ctx.compute_bytes  # all-reduces: 2 + 2 a layer
-        data_parallel = _sharded_bytes(ctx, run.world_size // size, gradients, batches) // size
-        return batches * 2 * _ring(activations, size) + data_parallel
+        return {}
+    if (size := run.tensor_parallel_size) > 1:
+        activations = (
+            4 * ctx.shape.layers * ctx.tokens * ctx.shape.hidden * ctx.compute_bytes
+        )  # all-reduces: 2 + 2 a layer
+        sharded = _sharded_bytes(ctx, run.world_size // size, gradients, batches) // size
+        return {"tensor": batches * 2 * _ring(activations, size), "shard": sharded}
+    found = {"context": batches * _context_bytes(ctx), "sequence": batches * _sequence_bytes(ctx)}
     if run.parameter_shards == 1:
-        return 2 * _ring(gradients, run.world_size)
+        averaged = 2 * _ring(gradients, run.world_size)
+        return {**found, "shard" if run.optimizer_shards > 1 else "replicate": averaged}
     replicas = run.world_size // run.parameter_shards
-    sharded = _sharded_bytes(ctx, run.parameter_shards, gradients, batches)
-    return sharded + 2 * _ring(gradients // run.parameter_shards, replicas)
+    found["shard"] = _sharded_bytes(ctx, run.parameter_shards, gradients, batches)
+    found["replicate"] = 2 * _ring(gradients // run.parameter_shards, replicas)
+    return found
+
+
+def _context_bytes(ctx: MemoryContext) -> int:
+    """Keys and values, which every device sends to all others for attention; again for its backward pass and with
+    activation checkpointing, and their gradients (torch 2.13 distributed/tensor/experimental/_context_parallel)."""
+    size = ctx.run.context_parallel_size
+    each = ctx.shape.layers * ctx.tokens * _key_value_elements(ctx) * ctx.compute_bytes
+    return (3 + ctx.spec.train.activation_checkpointing) * each * (size - 1)
+
+
+def _sequence_bytes(ctx: MemoryContext) -> int:
+    """All-to-alls of queries, keys, values and the output of attention, in the forward pass, its recomputation and the
+    backward pass (arXiv 2309.14509, section 3.2)."""
+    size = ctx.run.sequence_parallel_size
+    elements = 2 * ctx.shape.hidden + _key_value_elements(ctx)
+    each = ctx.shape.layers * ctx.tokens * elements * ctx.compute_bytes
+    return (2 + ctx.spec.train.activation_checkpointing) * _ring(each, size)
+
+
+def _key_value_elements(ctx: MemoryContext) -> int:
+    return 2 * ctx.shape.kv_heads * ctx.shape.head_dim
 
 
 def _sharded_bytes(ctx: MemoryContext, shards: int, gradients: int, batches: int) -> int:

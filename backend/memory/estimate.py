@@ -13,7 +13,7 @@ from backend.memory.backends import UNKNOWN, backend_rows
 from backend.memory.context import MemoryContext, Row
 from backend.memory.disk import disk_rows
 from backend.memory.host import LIBRARY_BYTES, host_rows
-from backend.memory.peaks import evaluation, generation, optimizer_step, step_moments
+from backend.memory.peaks import Peak, evaluation, generation, optimizer_step, step_moments
 from backend.memory.sharding import bucket_rows, parameter_rows, persistent_gathered_rows, reference_rows
 from backend.memory.uncertainty import peak_ratios
 from backend.resolve import ResolvedRun, selected_gpus
@@ -24,15 +24,25 @@ OVERHEAD = "Device context and libraries"  # the row that torch's allocator does
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A phase of a run, and the most that a device holds in it. `at` says when in the phase that is."""
+
+    phase: str
+    at: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Estimate:
     """Bytes on each device, in host RAM and on disk. `unknown` is why memory is not known, completely or in part; with
-    `lower_bound`, the rows are what is known of it."""
+    `lower_bound`, the rows are what is known of it. `moments` are the phases in order; one of them is the peak."""
 
     rows: tuple[Row, ...] = ()
     capacity_bytes: int = 0
     unknown: str = ""
     lower_bound: bool = False
     ratios: tuple[float, float] = (1.0, 1.0)  # lowest and highest ratio of the real peak on a device to the estimate
+    moments: tuple[Moment, ...] = ()
 
     def total(self, where: str) -> int:
         """Bytes of all rows of device, host or disk."""
@@ -84,7 +94,8 @@ def estimate(spec: RunSpec, run: ResolvedRun, machine: Machine, facts: InputFact
     elsewhere = (*host_rows(ctx), *disk_rows(ctx))
     if reason := facts.shape.activations_unknown:
         return Estimate((*known_device_rows(ctx), *elsewhere), capacity, reason, lower_bound=True)
-    return Estimate((*device_rows(ctx), *elsewhere), capacity, ratios=peak_ratios(ctx))
+    rows, moments = device_peak(ctx)
+    return Estimate((*rows, *elsewhere), capacity, ratios=peak_ratios(ctx), moments=moments)
 
 
 def free_bytes(run: ResolvedRun, machine: Machine) -> int:
@@ -97,28 +108,45 @@ def free_bytes(run: ResolvedRun, machine: Machine) -> int:
     return min((gpu.usable_bytes for gpu in gpus), default=0)
 
 
-def device_rows(ctx: MemoryContext) -> list[Row]:
-    """What a device holds all the time, and the rows of the largest peak."""
+def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
+    """(what a device holds all the time and the rows of the largest peak, the peak of each phase)."""
     layer, persistent = layer_activations(ctx), persistent_rows(ctx)
     moments = [
-        quantized_loading(ctx, persistent),
+        Peak("Loading", "while the base model is loaded", quantized_loading(ctx, persistent)),
         *step_moments(ctx, layer),
-        optimizer_step(ctx),
-        evaluation(ctx, layer),
-        generation(ctx),
+        Peak("Optimizer step", "in the optimizer step", optimizer_step(ctx)),
+        Peak("Evaluation", "in an evaluation batch", evaluation(ctx, layer)),
+        Peak("Generation", "while text is generated for the evaluation", generation(ctx)),
     ]
-    return _with_largest(persistent, moments)
+    return _with_largest(persistent, moments), _phases(persistent, moments)
+
+
+def device_rows(ctx: MemoryContext) -> list[Row]:
+    """What a device holds all the time, and the rows of the largest peak."""
+    return device_peak(ctx)[0]
 
 
 def known_device_rows(ctx: MemoryContext) -> list[Row]:
     """As `device_rows`, without the moments that need a model of the activations: a lower bound."""
     persistent = persistent_rows(ctx)
-    return _with_largest(persistent, [quantized_loading(ctx, persistent), optimizer_step(ctx)])
+    loading = Peak("Loading", "", quantized_loading(ctx, persistent))
+    return _with_largest(persistent, [loading, Peak("Optimizer step", "", optimizer_step(ctx))])
 
 
-def _with_largest(persistent: list[Row], moments: list[list[Row]]) -> list[Row]:
-    peak = max(moments, key=lambda rows: sum(row.bytes for row in rows))
-    return [row for row in (*persistent, *peak) if row.bytes]
+def _with_largest(persistent: list[Row], moments: list[Peak]) -> list[Row]:
+    peak = max(moments, key=lambda moment: moment.bytes)
+    return [row for row in (*persistent, *peak.rows) if row.bytes]
+
+
+def _phases(persistent: list[Row], moments: list[Peak]) -> tuple[Moment, ...]:
+    """The largest moment of each phase, in order, with what is there all the time. Phases without rows do not
+    happen."""
+    always = sum(row.bytes for row in persistent)
+    largest: dict[str, Peak] = {}
+    for moment in moments:
+        if moment.rows and (moment.phase not in largest or moment.bytes > largest[moment.phase].bytes):
+            largest[moment.phase] = moment
+    return tuple(Moment(peak.phase, peak.at, always + peak.bytes) for peak in largest.values())
 
 
 def persistent_rows(ctx: MemoryContext) -> list[Row]:

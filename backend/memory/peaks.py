@@ -8,6 +8,7 @@ process was measured instead, which includes what the allocator keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from backend.memory.activations import (
     LayerActivations,
@@ -34,18 +35,35 @@ from backend.memory.sharding import PREFETCHED_LAYERS, end_counts, gathered_rows
 FRAGMENTATION: Mapping[str, float] = {"lora": 0.55, "full": 0.2, "freeze": 0.2}
 
 
-def step_moments(ctx: MemoryContext, layer: LayerActivations) -> list[list[Row]]:
-    """The rows of each moment of forward and backward pass."""
+@dataclass(frozen=True)
+class Peak:
+    """A moment of a run: its phase, when in the phase it is, and what a device holds only then."""
+
+    phase: str
+    at: str
+    rows: list[Row]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+
+def step_moments(ctx: MemoryContext, layer: LayerActivations) -> list[Peak]:
+    """The moments of forward and backward pass."""
     if ctx.on_cpu:
-        return [end_of_forward_on_cpu(ctx, layer)]
+        return [Peak("Forward and backward", "at the end of the forward pass", end_of_forward_on_cpu(ctx, layer))]
     return [
-        *all_gathers(ctx, layer),
-        loss_forward(ctx, layer),
-        loss_backward(ctx, layer),
-        upper_layer_backward(ctx, layer, 0),
-        upper_layer_backward(ctx, layer, 1),
-        first_layer_backward(ctx, layer),
-        embeddings_backward(ctx),
+        *(
+            Peak("Forward", "while parameters are gathered in the forward pass", rows)
+            for rows in all_gathers(ctx, layer)
+        ),
+        Peak("Forward", "in the loss at the end of the forward pass", loss_forward(ctx, layer)),
+        Peak("Backward", "in the backward pass of the loss", loss_backward(ctx, layer)),
+        Peak("Backward", "in the backward pass of the last layer", upper_layer_backward(ctx, layer, 0)),
+        Peak("Backward", "in the backward pass of the last layers", upper_layer_backward(ctx, layer, 1)),
+        Peak("Backward", "in the backward pass of the first layer", first_layer_backward(ctx, layer)),
+        Peak("Backward", "in the backward pass of the embeddings", embeddings_backward(ctx)),
     ]
 
 

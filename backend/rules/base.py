@@ -7,7 +7,7 @@ with the values of this case) or a Violation, which also has fixes computed for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -97,6 +97,12 @@ class Case:
     def resolved(self, spec: RunSpec) -> ResolvedRun:
         """The run that a changed spec resolves to."""
         return resolve(spec, self.machine, self.facts)
+
+    @cached_property
+    def other_errors(self) -> Sequence[Rule]:
+        """The rules, sorted by code, that report an error which is not about memory."""
+        rules = [rule for rule in RULES if rule.level == "error" and not rule.code.startswith("MEM")]
+        return sorted((rule for rule in rules if rule.check(self) is not None), key=lambda rule: rule.code)
 
     def takes(self, patch: Patch) -> bool:
         """Whether a patch changes the spec and is valid."""

@@ -26,7 +26,7 @@ IN_POD = {**ON_KUBERNETES, "kubernetes.image": "registry/footplate:1", "kubernet
     source="Slurm: sinfo and sbatch --test-only on this machine; Ray: GET /api/v0/nodes of its dashboard; "
     "Kubernetes: GET /api/v1/nodes, and POST of the job with dryRun=All",
     fixes=(HERE,),
-    manual_fix="If the job requests what the cluster does not have, change it in the section Devices.",
+    manual_fix="If the job requests what the cluster does not have, change it in the section Devices and strategy.",
     fails_on=Example(SLURM_SPEC, facts=replace(DEMO, place_problem="Slurm has no partition gpu. It has main.")),
     passes_on=Example(SLURM_SPEC),
     at_start=True,

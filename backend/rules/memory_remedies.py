@@ -20,7 +20,7 @@ from backend.machine import Gpu
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.rules.base import RULES, Case, Fix, Rule, amount, counted
+from backend.rules.base import Case, Fix, amount, counted
 from backend.rules.common_fixes import ATTENTION_ONLY
 
 MAX_REMEDIES = 6
@@ -78,12 +78,6 @@ def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
     return Case(spec, case.machine, facts)
 
 
-def other_errors(case: Case) -> Iterator[Rule]:
-    """The rules, sorted by code, that report an error which is not about memory."""
-    rules = (rule for rule in sorted(RULES, key=lambda rule: rule.code) if not rule.code.startswith("MEM"))
-    return (rule for rule in rules if rule.level == "error" and rule.check(case) is not None)
-
-
 class _Applied:
     """A case after changes, with what a fix of them says."""
 
@@ -93,7 +87,7 @@ class _Applied:
     @cached_property
     def errors(self) -> set[str]:
         """The codes of all errors but those about memory."""
-        return {rule.code for rule in other_errors(self.case)}
+        return {rule.code for rule in self.case.other_errors}
 
     def as_fix(self) -> Fix:
         """All changes as one fix."""
@@ -407,16 +401,17 @@ def strategy_patches(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
         engine = engine_of(strategy)
         if not engine.is_recommended:
             continue
-        yield strategy, row.label, _strategy_patch(case, strategy, NO_OFFLOAD)
+        yield strategy, row.label, strategy_patch(case, strategy)
         if engine.offload_patch and case.run.device != "cpu":
-            patch = _strategy_patch(case, strategy, {**NO_OFFLOAD, **engine.offload_patch})
+            patch = strategy_patch(case, strategy, {**NO_OFFLOAD, **engine.offload_patch})
             yield strategy, f"{row.label} with CPU offload", patch
 
 
-def _strategy_patch(case: Case, strategy: str, offload: Mapping[str, Any]) -> dict[str, Any]:
-    """The patch that selects a strategy on all devices, with the same global batch size where that is divisible."""
+def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_OFFLOAD) -> dict[str, Any]:
+    """The patch that selects a strategy with these settings on all devices, with the same global batch size where that
+    is divisible."""
     spec = case.spec
-    patch = {"parallel.strategy": strategy, **offload}
+    patch = {**settings, "parallel.strategy": strategy}
     if strategy in registry.MULTI_PROCESS:
         devices = len(available_gpus(case)) if case.run.on_gpu else 0
         is_distributed = spec.parallel.strategy in registry.MULTI_PROCESS

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from backend.compare import Variant, recommend, variants
+from backend.compare import Variant, other_strategies, recommend, variants
 from backend.config import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
@@ -78,5 +79,43 @@ def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
     assert recommend(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
-def test_unknown_model_has_no_variants() -> None:
-    assert variants(case("lora-80gb", "1x80gb", model__hub_id="own/thing")) == []
+def test_unknown_model_has_lines_without_figures() -> None:
+    found = case("lora-80gb", "1x80gb", model__hub_id="own/thing")
+    lines = variants(found)
+    assert SINGLE in [line.name for line in lines]
+    assert {line.device_bytes for line in lines} == {None}
+    assert {line.fits for line in lines if not line.error} == {None}
+    assert recommend(found) is None
+
+
+def test_lines_divide_the_devices_in_every_way() -> None:
+    found = by_name(case("two-nodes", "2x8x80gb"))
+    assert list(found) == [
+        SINGLE, "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-2 with CPU offload", "ZeRO-3", "ZeRO-3 with sequence parallelism",
+        "ZeRO-3 with CPU offload", "FSDP2", "FSDP2, replicated (HSDP)", "FSDP2 with context parallelism",
+        "FSDP2 with CPU offload", "Tensor parallelism with FSDP2",
+    ]  # fmt: skip
+    assert [name for name, variant in found.items() if variant.is_current] == ["FSDP2, replicated (HSDP)"]
+    weights = 2 * EIGHT_B  # in bf16; FSDP2 gathers them twice for each batch, and reduces gradients in fp32
+    assert found["FSDP2"].sent_bytes == pytest.approx(2 * (2 * weights + 4 * EIGHT_B) * 15 / 16, rel=0.01)
+    within_a_node = 2 * (2 * weights + 4 * EIGHT_B) * 7 / 8
+    across_nodes = 4 * EIGHT_B / 8  # an all-reduce over two nodes sends twice one half
+    assert found["FSDP2, replicated (HSDP)"].sent_bytes == pytest.approx(within_a_node + across_nodes, rel=0.01)
+    assert found["FSDP2 with context parallelism"].sent_bytes > found["FSDP2"].sent_bytes
+
+
+def test_strategy_that_no_line_has_is_a_line_of_its_own() -> None:
+    found = case("full-8b-zero3", "8x80gb", parallel__offload_optimizer="nvme", parallel__nvme_path="/tmp")
+    assert [line.name for line in variants(found) if line.is_current] == ["ZeRO-3, as set"]
+    names = [line.name for line in other_strategies(found)]
+    assert names == [STRATEGIES[key].label for key in ("zero0", "fsdp1")]
+
+
+def test_error_of_every_strategy_says_nothing_about_one() -> None:
+    found = case("full-8b-fsdp2", "8x80gb")
+    full = Case(found.spec, replace(found.machine, disk_free_bytes=0), found.facts)
+    assert full.other_errors
+    assert [line.error for line in variants(full)] == [line.error for line in variants(found)]
+    best, _ = recommend(full, variants(full)) or (None, "")
+    assert best is not None
+    assert best.name == "ZeRO-1"

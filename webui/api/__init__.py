@@ -45,7 +45,6 @@ POST: Mapping[str, Endpoint] = {
     "/api/import": checking.import_yaml,
     "/api/export": checking.export_yaml,
     "/api/config": checking.download_model_config,
-    "/api/compare": checking.compare_strategies,
     "/api/fix": checking.apply_safe_fixes,
     "/api/runs": runs.start,
     "/api/runs/annotations": runs_list.annotate,

@@ -1,17 +1,15 @@
-"""Endpoints of the Build view: check, fix, compare strategies, drafts, presets, import, export, machines.
+"""Endpoints of the Build view: check, fix, drafts, presets, import, export, machines.
 
-Imports: preflight, compare, config, inspect, machine, rules. The form's values go through the same preflight check that
+Imports: preflight, config, inspect, machine, rules. The form's values go through the same preflight check that
 starts a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend.compare import Variant, recommend, variants
 from backend.config import RunSpec, importers, presets, variables
 from backend.config.kubernetes import Kubernetes
 from backend.config.options import Problem, SpecError, by_name, edit, get, options, parse, shown, text
@@ -21,12 +19,12 @@ from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
 from backend.preflight import Report, build_case, estimate_json, preflight
 from backend.registry import DEVICES
-from backend.rules import Case, Finding, Fix
+from backend.rules import Finding, Fix
 from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
+from webui.api.fixes import ENV, fix_json
 from webui.api.requests import ApiError, FormRequest, RequestBody, State
-
-ENV = "launch.env"
+from webui.api.strategies import devices_json, strategies_json
 
 
 class CheckRequest(FormRequest):
@@ -74,7 +72,10 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "device_label": _device_label(report),
             "download": _downloadable_config(report),
             "measured": measured.as_json(report) if measured else None,
+            "placement": report.placement,
         },
+        "devices": devices_json(report),
+        "strategies": strategies_json(report),
         "examples": {
             "checked": report.facts.num_checked,
             "total": report.facts.num_in_files,
@@ -87,19 +88,6 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         "title": report.title,
         "summary": report.summary,
         "modules": _module_names(report),
-    }
-
-
-def compare_strategies(state: State, body: FormRequest) -> dict[str, Any]:
-    """Every parallel strategy for these values, with the patch that selects it, and the recommended one."""
-    spec, _ = parse_form(body.values)
-    report = run_preflight(state, spec, body.machine)
-    case = Case(report.spec, report.machine, report.facts)
-    strategies = variants(case)
-    best = recommend(case, strategies)
-    return {
-        "strategies": [_strategy(s, report.spec) for s in strategies],
-        "best": {**_strategy(best[0], report.spec), "reason": best[1]} if best else None,
     }
 
 
@@ -276,36 +264,6 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "source": finding.source,
         "fixes": [fix_json(fix, spec) for fix in finding.fixes],
     }
-
-
-def fix_json(fix: Fix, spec: RunSpec) -> dict[str, Any]:
-    """A fix with its patch in form values, limited to what it changes in `spec`."""
-    known = by_name()
-    changed = {name: value for name, value in fix.patch.items() if get(spec, name) != value}
-    diff = [
-        {
-            "name": name,
-            "label": known[name].label,
-            "from": _display(name, get(spec, name)),
-            "to": _display(name, value),
-        }
-        for name, value in changed.items()
-    ]
-    patch = {name: text(known[name], value) for name, value in changed.items()}
-    return {"label": fix.label, "safe": fix.safe, "cost": fix.cost, "peak": fix.peak, "patch": patch, "diff": diff}
-
-
-def _display(name: str, value: Any) -> Any:
-    """A value as the page shows it: a choice by its label, a list as text."""
-    option = by_name()[name]
-    if name == ENV:
-        value = variables.masked(value)
-    return dict(option.choices).get(value, value) if option.choices else text(option, value)
-
-
-def _strategy(variant: Variant, spec: RunSpec) -> dict[str, Any]:
-    facts = {"fits": variant.fits, "runs": variant.runs}
-    return {**asdict(variant), **facts, **fix_json(Fix(variant.name, variant.patch), spec)}
 
 
 def _preview(report: Report, runs: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import { $, el, emit, notify } from "./dom.js";
 import { editedTextField, focusField, writeFormValues } from "./gradio.js";
 
-const OPEN_AT_FIRST = ["model", "data", "method", "train"];
+const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
 const MAX_VALUES_IN_TEXT = 4; // of a condition
 
@@ -13,8 +13,11 @@ let values = {};
 let toWrite = null; // values on their way into the components
 const history = []; // snapshots for undo
 
+// What shows and changes an option in place of its own field, which form.css hides.
+const REPLACED = { "launch.devices": "fp-devices", "parallel.strategy": "fp-strategies" };
+
 const elementId = (name) => name.replace(".", "-");
-const fieldOf = (name) => document.getElementById(elementId(name));
+const fieldOf = (name) => document.getElementById(REPLACED[name] || elementId(name));
 const bodyAttribute = (name) => `data-${name.replace(/[._]/g, "-")}`;
 const equal = (a, b) => String(a ?? "") === String(b ?? "");
 

@@ -1,12 +1,11 @@
 // @ts-check
-// The memory card: the estimate as a bar, its range, its parts, and the changes that reduce it.
+// The memory card: the estimate as a picture, its range, its phases and parts, and the changes that reduce it.
 import { post } from "./api.js";
-import { comparison } from "./compare.js";
 import { $, el, emit, notifyError } from "./dom.js";
 import { applyFix, fixNote } from "./fixes.js";
 import { bytes } from "./format.js";
+import { phases, placementPicture } from "./placement.js";
 
-const COLORS = 6;
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
 /** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one */
@@ -16,7 +15,7 @@ export function drawMemory(memory, finding) {
   if (!memory) return;
   const lowerBound = memory.lower_bound;
   const unknown = lowerBound ? "" : memory.unknown;
-  const detailsOpen = $("details:not(.fp-compare)", box)?.open;
+  const detailsOpen = $("details", box)?.open;
   const level = levelOf(memory);
   const atLeast = lowerBound ? "At least " : "";
   const text = unknown ? "Unknown" : `${atLeast}${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
@@ -34,12 +33,12 @@ export function drawMemory(memory, finding) {
   ];
   if (!unknown) {
     children.push(
-      bar(memory, text, level),
+      placementPicture(memory),
       lowerBound ? null : range(memory),
+      phases(memory),
       memory.measured ? earlierRun(memory.measured) : null,
       finding && finding.fixes.length ? reductions(finding) : null,
       el("details", { open: detailsOpen }, el("summary", {}, "Breakdown"), breakdown(memory.rows)),
-      comparison(),
     );
   }
   box.replaceChildren(...children.filter(Boolean));
@@ -50,29 +49,8 @@ function levelOf({ fits, capacity_bytes: capacity, high_bytes: high }) {
   return capacity && high > capacity ? "warning" : "ok";
 }
 
-const scaleOf = ({ capacity_bytes: capacity, high_bytes: high }) => Math.max(capacity || 0, high) || 1;
-
-function bar(memory, text, level) {
-  const rows = memory.rows.filter((r) => r.where === "device" && r.bytes > 0).sort((a, b) => b.bytes - a.bytes);
-  const part = (row, i) => {
-    const node = el("span", { title: `${row.name}: ${bytes(row.bytes)}`, "data-part": i % COLORS });
-    node.style.width = `${(100 * row.bytes) / scaleOf(memory)}%`;
-    return node;
-  };
-  return el("div.fp-bar", { role: "img", "aria-label": text, "data-level": level }, ...rows.map(part));
-}
-
-/** The uncertainty of the estimate below the bar, and a mark where the device's memory ends. */
-function range(memory) {
-  const { low_bytes: low, high_bytes: high, capacity_bytes: capacity } = memory;
-  const scale = scaleOf(memory);
-  const text = `Estimated range: ${bytes(low)} to ${bytes(high)}`;
-  const line = el("span", { title: text });
-  line.style.left = `${(100 * low) / scale}%`;
-  line.style.width = `${(100 * (high - low)) / scale}%`;
-  const end = el("i", { title: `${bytes(capacity)} available` });
-  end.style.left = `${(100 * capacity) / scale}%`;
-  return el("div.fp-range", { role: "img", "aria-label": text }, line, capacity && scale > capacity ? end : null);
+function range({ low_bytes: low, high_bytes: high }) {
+  return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}`);
 }
 
 /** What the newest comparable run measured, and the peak if this estimate is off by the same factor. */

@@ -1,11 +1,13 @@
 // @ts-check
 // Draws the response of a check: status, Start, findings with fixes, launch preview.
 import { url } from "./api.js";
+import { drawDevices } from "./devices.js";
 import { $, copy, el } from "./dom.js";
 import * as form from "./form.js";
 import { drawMemory } from "./memory.js";
 import { isRehearsing } from "./rehearsal.js";
 import { diffList, fixNote, applyFix } from "./fixes.js";
+import { drawStrategies } from "./strategies.js";
 
 const MAX_FIXES = 3; // on a card; the memory card lists all fixes of the memory rules
 const MEMORY_RULES = ["MEM001", "MEM002"];
@@ -56,6 +58,8 @@ function drawContent(report) {
     report.memory,
     findings.find((f) => MEMORY_RULES.includes(f.code)),
   );
+  drawDevices(report.devices, String(form.currentValues()["parallel.strategy"]));
+  drawStrategies(report.strategies, report.memory.placement.device === "cpu" ? "process" : "GPU");
   drawPreview(report.preview);
 }
 

@@ -2,7 +2,7 @@
 // The sweep of a run: its runs as a table, best first, and as lines over parallel axes.
 import { get } from "./api.js";
 import { compareLink } from "./compare_runs.js";
-import { el, setText } from "./dom.js";
+import { el, setText, svg } from "./dom.js";
 import { num } from "./format.js";
 import { createPoller } from "./poll.js";
 import { drawBadge, hasEnded } from "./run_state.js";
@@ -12,7 +12,6 @@ import { drawBadge, hasEnded } from "./run_state.js";
  *   sentence: string, varied: Record<string, any> }} Member
  */
 
-const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT, TOP, BOTTOM, SIDE] = [900, 220, 26, 22, 70];
 const LOSS = "Best validation loss";
 const LOG_FROM = 20; // an axis is logarithmic if the largest value is this many times the smallest
@@ -20,13 +19,6 @@ const LOG_FROM = 20; // an axis is logarithmic if the largest value is this many
 const text = (value) =>
   Array.isArray(value) ? value.join(", ") : typeof value === "number" ? num(value) : String(value);
 const link = (id) => `?tab=run&run=${encodeURIComponent(id)}`;
-
-function svg(tag, attributes, ...children) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
-  node.append(...children);
-  return node;
-}
 
 /** Position (0 to 1, from the bottom) and labels of an axis. @param {any[]} values */
 function axis(values) {

@@ -1,0 +1,198 @@
+"""Devices and strategy: chips, the picker and the placement picture on a machine with two nodes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from backend.compare import variants
+from backend.config.presets import presets
+from backend.inspect import inspect_inputs
+from backend.machine import machines
+from backend.paths import HOME
+from backend.rules import Case
+from tests.browser.served import CHROMIUM, FLAGS, serving
+
+TIMEOUT = 20_000
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("strategy") / "runs"
+    folder.mkdir()
+    with serving(folder) as server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield server, browser
+        browser.close()
+
+
+@pytest.fixture
+def page(served):
+    """The preset of an 8B model on two nodes, with its machine."""
+    server, browser = served
+    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    page = context.new_page()
+    page.set_default_timeout(TIMEOUT)
+    page.goto(f"{server.url}/?machine=2x8x80gb")
+    page.wait_for_selector("body[data-ready]")
+    page.locator("#fp-presets").select_option("two-nodes")
+    settled(page)
+    expect(current(page)).to_have_text("FSDP2, replicated (HSDP)")
+    yield page
+    context.close()
+
+
+def settled(page):
+    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
+
+
+def line(page, name):
+    return page.locator(".fp-strategy").filter(has=page.get_by_text(name, exact=True))
+
+
+def current(page):
+    return page.locator(".fp-strategy:has(input:checked) .fp-strategy-name")
+
+
+def value(page, name):
+    return page.evaluate("name => footplate.values()[name]", name)
+
+
+def test_lines_have_the_figures_of_the_comparison(page):
+    spec = next(preset.spec for preset in presets() if preset.name == "two-nodes")
+    case = Case(spec, machines()["2x8x80gb"], inspect_inputs(spec, HOME))
+    expected = variants(case)
+    expect(page.locator(".fp-strategy-name")).to_have_text([variant.name for variant in expected])
+    for variant in expected:
+        texts = line(page, variant.name).locator(".fp-n").all_inner_texts()
+        if variant.error:
+            expect(line(page, variant.name)).to_contain_text("Cannot run:")
+            assert texts == ["", "", ""]
+        else:
+            assert abs(float(texts[0].split()[0]) - variant.device_bytes / 2**30) <= 0.51, (variant.name, texts)
+            expect(line(page, variant.name)).to_contain_text("OK" if variant.fits else "Does not fit")
+    best = line(page, "ZeRO-1")
+    expect(best.locator(".fp-strategy-badge")).to_be_visible()
+    expect(page.locator(".fp-strategy-best")).to_contain_text("Recommended: ZeRO-1. It needs")
+
+
+def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
+    command = page.locator("#fp-preview-text")
+    expect(page.locator(".fp-column")).to_have_count(16)
+    expect(page.locator(".fp-placement-caption")).to_contain_text("In groups of 8, each GPU shards weights, gradients")
+    line(page, "ZeRO-1").click()
+    settled(page)
+    expect(current(page)).to_have_text("ZeRO-1")
+    assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("zero1", 2)
+    expect(page.locator(".fp-placement-caption")).to_contain_text(
+        "In groups of 16, each GPU shards optimizer state; sends"
+    )
+    page.get_by_role("tab", name="deepspeed.json").click()
+    expect(command).to_contain_text('"stage": 1')
+    line(page, "Single process").click()
+    settled(page)
+    expect(page.locator(".fp-status-text")).to_contain_text("Cannot run")
+    expect(line(page, "Single process")).to_contain_text("Does not fit")
+    expect(page.locator(".fp-column")).to_have_count(1)
+    expect(page.locator(".fp-column-limit")).to_have_count(1)
+
+
+def test_choosing_keeps_the_global_batch_size_and_can_be_undone(page):
+    summary = page.locator(".fp-status-more")
+    expect(summary).to_contain_text("64 examples per step")
+    line(page, "FSDP2 with context parallelism").click()
+    settled(page)
+    expect(summary).to_contain_text("64 examples per step")
+    assert (value(page, "parallel.context_parallel_size"), value(page, "parallel.replicate_size")) == (2, 1)
+    expect(page.locator(".fp-toast")).to_contain_text("Gradient accumulation steps: 2 \u2192 4")
+    page.locator(".fp-toast").get_by_role("button", name="Undo").click()
+    settled(page)
+    expect(current(page)).to_have_text("FSDP2, replicated (HSDP)")
+    assert value(page, "train.gradient_accumulation_steps") == 2
+
+
+def test_pointing_at_a_device_shows_its_groups(page):
+    columns, caption = page.locator(".fp-column"), page.locator(".fp-placement-caption")
+    height = caption.bounding_box()["height"]
+    columns.nth(11).hover()
+    expect(caption).to_contain_text("GPU 3 of node 1 is rank 11.")
+    expect(caption).to_contain_text("With ranks 8 to 15 it shards weights, gradients and optimizer state; sends")
+    expect(caption).to_contain_text("With ranks 3 and 11 it averages gradients; sends")
+    assert caption.bounding_box()["height"] == height  # nothing below moves
+    groups = columns.evaluate_all("nodes => nodes.map((node) => node.dataset.group)")
+    assert groups == ["none"] * 3 + ["replicate"] + ["none"] * 4 + ["shard"] * 3 + ["self"] + ["shard"] * 4
+    page.locator("h3", has_text="Memory").hover()
+    assert set(columns.evaluate_all("nodes => nodes.map((node) => node.dataset.group)")) == {""}
+    columns.first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(caption).to_contain_text("GPU 1 of node 0 is rank 1.")
+
+
+def test_arrow_keys_choose_a_strategy(page):
+    page.locator(".fp-strategy input:checked").focus()
+    page.keyboard.press("ArrowUp")
+    settled(page)
+    expect(current(page)).to_have_text("FSDP2")
+    for _ in range(2):  # faster than the check responds
+        page.keyboard.press("ArrowUp")
+    settled(page)
+    expect(current(page)).to_have_text("ZeRO-3 with sequence parallelism")
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')").startswith("ZeRO-3 with sequence")
+    assert value(page, "parallel.sequence_parallel_size") == 2
+    assert value(page, "parallel.offload_param") == "none"
+
+
+def test_chips_select_nodes_and_devices(page):
+    chips = page.locator(".fp-gpu[aria-pressed=true]:not(.fp-node)")
+    expect(chips).to_have_count(16)
+    page.get_by_role("button", name="Node 1", exact=True).click()
+    settled(page)
+    expect(chips).to_have_count(8)
+    assert (value(page, "launch.nnodes"), value(page, "launch.rendezvous")) == (1, "standalone")
+    page.get_by_role("button", name=re.compile("^GPU 0 of node 0")).click()
+    settled(page)
+    assert value(page, "launch.devices") == "1, 2, 3, 4, 5, 6, 7"
+    assert value(page, "launch.nproc_per_node") == 7
+    expect(page.locator(".fp-column")).to_have_count(7)
+    page.get_by_role("button", name=re.compile("^GPU 0 of node 0")).click()
+    page.get_by_role("button", name=re.compile("^GPU 5 of node 1")).click()
+    settled(page)
+    assert (value(page, "launch.devices"), value(page, "launch.nnodes")) == ("", 2)
+    expect(chips).to_have_count(16)
+    assert page.locator("#launch-devices").is_hidden()  # ids are never typed
+
+
+def test_one_device_needs_no_strategy_and_several_do(page):
+    page.locator("#fp-machine").select_option("4x80gb")
+    page.locator("#fp-presets").select_option("lora-80gb")
+    settled(page)
+    expect(current(page)).to_have_text("Single process")
+    for gpu in (1, 2):
+        page.get_by_role("button", name=re.compile(f"^GPU {gpu}:")).click()
+        settled(page)
+    expect(current(page)).to_have_text("DDP")
+    assert (value(page, "launch.nproc_per_node"), value(page, "launch.devices")) == (3, "")
+    for gpu in (0, 2):
+        page.get_by_role("button", name=re.compile(f"^GPU {gpu}:")).click()
+        settled(page)
+    expect(current(page)).to_have_text("Single process")
+    assert value(page, "launch.devices") == "1"
+
+
+def test_a_model_of_unknown_size_still_has_strategies(page):
+    page.evaluate("() => footplate.values()")
+    field = page.locator("#model-hub_id").get_by_role("textbox")
+    field.fill("somebody/unknown-model")
+    settled(page)
+    expect(line(page, "ZeRO-3")).to_contain_text("Memory unknown")
+    line(page, "ZeRO-3").click()
+    settled(page)
+    assert value(page, "parallel.strategy") == "zero3"
+
+
+def test_link_of_a_finding_leads_to_the_picker(page):
+    page.locator("#fp-search").fill("parallel.strategy")
+    page.keyboard.press("Enter")
+    expect(page.locator(".fp-strategy input:checked")).to_be_focused()

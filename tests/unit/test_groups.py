@@ -1,0 +1,97 @@
+"""Process groups: the ranks that share something are those of the libraries' device meshes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.inspect.facts import InputFacts
+from backend.machine import machines
+from backend.memory.groups import groups, shared_state
+from backend.resolve import ResolvedRun, resolve
+
+WORLD = 16
+
+
+def resolved(**changes: object) -> ResolvedRun:
+    values = {"launch.rendezvous": "static", "launch.nproc_per_node": 8, "launch.master_addr": "node-0"}
+    patch = {**values, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return resolve(effective(edit(RunSpec(), patch)), machines()["2x8x80gb"], InputFacts())
+
+
+def of_rank(run: ResolvedRun, rank: int) -> dict[str, list[int]]:
+    return {group.name: group.of(rank) for group in groups(run)}
+
+
+@pytest.fixture
+def mesh_of_rank(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Builds a device mesh as the rank would, without other processes."""
+
+    def build(rank: int, make) -> DeviceMesh:  # type: ignore[no-untyped-def]
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+        try:
+            return make()
+        finally:
+            dist.destroy_process_group()
+
+    return build
+
+
+@pytest.mark.parametrize("rank", [0, 5, 8, 15])
+@pytest.mark.parametrize(("replicas", "context"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 4)])
+def test_fsdp2_groups_are_those_of_accelerate(mesh_of_rank, rank: int, replicas: int, context: int) -> None:  # type: ignore[no-untyped-def]
+    run = resolved(
+        parallel__strategy="fsdp2", parallel__replicate_size=replicas, parallel__context_parallel_size=context
+    )
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=WORLD // replicas // context, cp_size=context)
+    found = of_rank(run, rank)
+
+    def ranks() -> dict[str, list[int]]:
+        mesh = config.build_device_mesh("cpu")
+        names = {"replicate": ["dp_replicate"], "shard": config.dp_shard_cp_dim_names, "context": ["cp"]}
+        return {name: mesh[tuple(dims)].mesh.flatten().tolist() for name, dims in names.items() if name in found}
+
+    assert mesh_of_rank(rank, ranks) == found
+    assert set(found) == {"shard"} | ({"replicate"} if replicas > 1 else set()) | (
+        {"context"} if context > 1 else set()
+    )
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("rank", [0, 3, 12])
+def test_tensor_parallel_groups_are_innermost(mesh_of_rank, rank: int, size: int) -> None:  # type: ignore[no-untyped-def]
+    run = resolved(parallel__strategy="tensor", parallel__tensor_parallel_size=size)
+
+    def ranks() -> dict[str, list[int]]:
+        # As in transformers 5.23 distributed/utils.py: FSDP outside, tensor parallelism inside.
+        mesh = init_device_mesh("cpu", (WORLD // size, size), mesh_dim_names=("fsdp", "tp"))
+        return {"tensor": mesh["tp"].mesh.tolist(), "shard": mesh["fsdp"].mesh.tolist()}
+
+    assert mesh_of_rank(rank, ranks) == of_rank(run, rank)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state"),
+    [
+        ("ddp", []),
+        ("zero1", ["optimizer state"]),
+        ("zero2", ["gradients", "optimizer state"]),
+        ("zero3", ["weights", "gradients", "optimizer state"]),
+        ("fsdp2", ["weights", "gradients", "optimizer state"]),
+    ],
+)
+def test_all_ranks_share_what_the_strategy_shards(strategy: str, state: list[str]) -> None:
+    run = resolved(parallel__strategy=strategy)
+    assert of_rank(run, 3) == {"shard" if state else "replicate": list(range(WORLD))}
+    assert shared_state(run) == state
+
+
+def test_single_process_has_no_groups() -> None:
+    assert groups(resolve(RunSpec(), machines()["1x80gb"], InputFacts())) == []

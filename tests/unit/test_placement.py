@@ -1,0 +1,56 @@
+"""The data of the placement picture: every byte of a device has a kind, and the phases contain the peak."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from backend.config.options import edit, effective
+from backend.config.presets import presets
+from backend.machine import machines
+from backend.memory.kinds import KIND_OF, KINDS
+from backend.preflight import preflight
+from backend.registry import STRATEGIES
+
+SPECS = {preset.name: preset.spec for preset in presets()}
+
+
+@pytest.mark.parametrize("machine", ["1x24gb", "2x8x80gb"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("preset", SPECS)
+def test_kinds_and_phases_add_up(preset: str, strategy: str, machine: str) -> None:
+    spec = effective(edit(SPECS[preset], {"parallel.strategy": strategy}))
+    report = preflight(spec, machines()[machine], Path("/nowhere"))
+    kinds = {part["kind"]: part["bytes"] for part in report.placement["kinds"]}
+    assert sum(kinds.values()) == report.estimate.device_bytes
+    assert list(kinds) == [kind for kind in KINDS if kind in kinds]
+    assert max(moment.bytes for moment in report.estimate.moments) == report.estimate.device_bytes
+    assert [moment.phase for moment in report.estimate.moments] == sorted(
+        {moment.phase for moment in report.estimate.moments}, key=list(PHASES).index
+    )
+
+
+PHASES = ("Loading", "Forward", "Backward", "Optimizer step", "Evaluation", "Generation")
+
+
+def test_70b_qlora_peaks_while_loading_with_zero3_only() -> None:
+    """ZeRO-3 reads the whole quantized model on every device; FSDP2 sends each its shard."""
+    machine = machines()["8x80gb"]
+    for strategy, phase in (("zero3", "Loading"), ("fsdp2", "Forward")):
+        patch = {"parallel.strategy": strategy, "train.per_device_train_batch_size": 1, "data.max_length": 512}
+        found = preflight(effective(edit(SPECS["qlora-70b-fsdp2"], patch)), machine, Path("/nowhere")).estimate
+        peak = max(found.moments, key=lambda moment: moment.bytes)
+        assert peak.phase == phase, strategy
+
+
+def test_all_rows_of_the_estimate_have_a_kind() -> None:
+    """Row names in the code, so that a new row needs a kind even if no preset has it."""
+    folder = Path(__file__).parents[2] / "backend" / "memory"
+    text = "\n".join(
+        path.read_text() for path in folder.glob("*.py") if path.name not in ("host.py", "disk.py", "kinds.py")
+    )
+    names = set(re.findall(r'Row\(\s*"([^"]+)"', text))
+    assert len(names) > 20
+    assert names - set(KIND_OF) == {"Experts"}  # in host memory

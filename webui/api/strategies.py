@@ -1,0 +1,81 @@
+"""The data of the section "Devices and strategy": devices to choose from, and a line for each strategy.
+
+Imports compare, checking's fixes. Both are parts of the check report.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backend.compare import Variant, other_strategies, recommend, variants
+from backend.config import RunSpec
+from backend.config.options import by_name, get, shown, text
+from backend.machine import Machine
+from backend.preflight import Report
+from backend.rules import Case, Fix
+from webui.api.fixes import fix_json
+
+ACCUMULATION = "train.gradient_accumulation_steps"
+
+
+def strategies_json(report: Report) -> dict[str, Any] | None:
+    """Every parallel strategy for the options of `report`, with the patch that selects it, and the recommended one;
+    None if the strategy has no effect. `others` are those that another strategy replaces."""
+    if not shown(report.spec, by_name()["parallel.strategy"]):
+        return None
+    case = Case(report.spec, report.machine, report.facts)
+    found = variants(case)
+    best, reason = recommend(case, found) or (None, "")
+    return {
+        "lines": [_line(variant, report.spec, best) for variant in found],
+        "others": [_line(variant, report.spec, best) for variant in other_strategies(case)],
+        "best": {**_line(best, report.spec, best), "reason": reason} if best else None,
+    }
+
+
+def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, Any]:
+    # The whole patch, not only what it changes in `spec`: another line may have been chosen meanwhile.
+    kept = {ACCUMULATION: get(spec, ACCUMULATION)}
+    patch = {name: text(by_name()[name], value) for name, value in {**kept, **variant.patch}.items()}
+    diff = fix_json(Fix(variant.name, variant.patch), spec)["diff"]
+    return {
+        "name": variant.name,
+        "patch": patch,
+        "diff": [change for change in diff if not change["name"].startswith("parallel.")],
+        "is_current": variant.is_current,
+        "is_best": best is not None and variant.case.spec == best.case.spec,
+        "error": variant.error,
+        "fits": variant.fits,
+        "device_bytes": variant.device_bytes,
+        "capacity_bytes": variant.capacity_bytes,
+        "host_bytes": variant.host_bytes,
+        "host_fits": variant.host_bytes <= variant.case.machine.ram_free_bytes,
+        "sent_bytes": variant.sent_bytes,
+        "host_traffic_bytes": variant.host_traffic_bytes,
+    }
+
+
+def devices_json(report: Report) -> dict[str, Any]:
+    """The devices of each node, and how NVLink connects them: the ids of its peers for each device, None if that is not
+    known. All nodes of a machine are alike."""
+    machine, run = report.machine, report.run
+    on_gpus = bool(machine.gpus) and run.device == machine.device
+    return {
+        "nodes": machine.nodes if on_gpus else 1,
+        "gpus": [_gpu(machine, i) for i in range(len(machine.gpus))] if on_gpus else [],
+        "selected": list(run.device_ids),
+        "selected_nodes": run.nnodes,
+        "place": report.spec.launch.place,
+    }
+
+
+def _gpu(machine: Machine, i: int) -> dict[str, Any]:
+    gpu = machine.gpus[i]
+    return {
+        "id": gpu.id,
+        "name": gpu.name,
+        "total_bytes": gpu.total_bytes,
+        "free_bytes": gpu.free_bytes,
+        "processes": list(gpu.processes),
+        "nvlink_peers": None if gpu.nvlink_peers is None else list(gpu.nvlink_peers),
+    }
