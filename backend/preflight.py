@@ -165,7 +165,9 @@ class Report:
     @property
     def _first_examples(self) -> str:
         count, total = self.facts.num_checked, self.facts.num_in_files
-        return f"first {count:,} of {total:,} examples" if total > count else f"first {counted(count, 'example')}"
+        if total > count:
+            return f"first {count:,} of {total:,} examples"
+        return "first example" if count == 1 else f"first {count:,} examples"
 
 
 def preflight(spec: RunSpec, machine: Machine, base: Path, wait_seconds: float = 0, show: Show = no_show) -> Report:

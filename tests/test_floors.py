@@ -49,6 +49,7 @@ LAYERS = {
     "backend.engines": 2,
     "backend.sweep": 2,
     "backend.config.presets": 2,
+    "backend.recommended": 2,
     "backend.data": 1.2,
     "backend.machine": 1.2,
     "backend.modelspec": 1.2,

@@ -65,6 +65,7 @@ PRESETS_AND_SEARCH = """
   <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
 </div>
+<div id="fp-preset-offer" role="status" hidden></div>
 <div class="fp-search" role="search">
   <input type="search" id="fp-search" placeholder="Search options, for example lora_alpha or ZeRO" autocomplete="off"
     spellcheck="false" role="combobox" aria-label="Search options" aria-expanded="false"

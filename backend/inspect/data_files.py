@@ -93,11 +93,9 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "data_issues": (*train[1], *validation[1]),
         "format": format,
         "columns": first.columns if first else (),
-        "num_examples": per_example * sum(facts.num_examples for facts in train[0]) if train[0] else None,
+        "num_examples": _count(train[0], per_example),
         "completions_per_example": per_example,
-        "num_validation_examples": (
-            per_example * sum(facts.num_examples for facts in validation[0]) if validation[0] else None
-        ),
+        "num_validation_examples": _count(validation[0], per_example),
         "counts_are_exact": all(facts.count_is_exact for facts in (*train[0], *validation[0])),
         "num_checked": per_example * sum(facts.num_read for facts in (*train[0], *validation[0])),
         "all_checked": all(facts.all_read for facts in (*train[0], *validation[0])),
@@ -105,6 +103,14 @@ def inspect_data_files(spec: RunSpec, base: Path) -> dict[str, Any]:
         "min_prompt_tokens": min((facts.min_prompt_tokens for facts in train[0]), default=0),
         "label_counts": labels,
     }
+
+
+def _count(files: list[_FileFacts], per_example: int) -> int | None:
+    """The examples in all files; None without files, or if one could not be read to its end because of an error: what
+    came before it says nothing about epochs or a validation set."""
+    if not files or any(facts.issues and facts.count_is_exact and not facts.all_read for facts in files):
+        return None
+    return per_example * sum(facts.num_examples for facts in files)
 
 
 def _files(

@@ -143,7 +143,7 @@ def _facts(found: Result, spec: RunSpec) -> dict[str, Any]:
         "num_identical_pairs": found["counts"].get("identical", 0),
         "num_unmarked": found["counts"].get("unmarked", 0),
     }
-    if found["complete"]:
+    if found["complete"] and all(issue.is_example for issue in facts["data_issues"]):
         facts |= {"num_examples": found["num_train"], "counts_are_exact": True}
         if file_patterns(spec.data)[1]:
             facts["num_validation_examples"] = found["num_validation"]

@@ -12,6 +12,7 @@ from backend.registry.architectures import NO_LAYER_LIST, NO_ZERO3, NOT_CALLED, 
 from backend.registry.attention import ATTENTIONS, FLASH_ATTENTIONS, SEQUENCE_PARALLEL_ATTENTIONS
 from backend.registry.builtin_models import BUILTIN_MODELS
 from backend.registry.hub_models import HUB_CONFIGS, has_chat_template
+from backend.registry.learning_rates import LOW_RATE_STAGES, PREFERENCE_RATES, SFT_RATES, usual_learning_rate
 from backend.registry.optimizers import OPTIMIZERS
 from backend.registry.packing import PACKING_ISOLATED, PACKING_NEEDS_CONV1D
 from backend.registry.peak_flops import peak_flops
@@ -55,6 +56,7 @@ __all__ = [
     "KTO_LOSSES",
     "LORA_INITS",
     "LORA_TARGETS",
+    "LOW_RATE_STAGES",
     "MULTI_PROCESS",
     "NEXT_TOKEN_FORMATS",
     "NEXT_TOKEN_STAGES",
@@ -65,11 +67,13 @@ __all__ = [
     "OPTIMIZERS",
     "PACKING_ISOLATED",
     "PACKING_NEEDS_CONV1D",
+    "PREFERENCE_RATES",
     "PREFERENCE_STAGES",
     "PREQUANTIZED",
     "QUANTIZATIONS",
     "READS_WEIGHTS",
     "SEQUENCE_PARALLEL_ATTENTIONS",
+    "SFT_RATES",
     "SHARDINGS",
     "STACKED_EXPERTS",
     "STAGES",
@@ -90,6 +94,7 @@ __all__ = [
     "Strategy",
     "has_chat_template",
     "peak_flops",
+    "usual_learning_rate",
 ]  # fmt: skip
 
 METHODS: Mapping[str, Choice] = {

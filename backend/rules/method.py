@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from backend import registry
 from backend.modelspec import ModelShape, lora_modules, matches, trainable_parameters
 from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
 from backend.rules.common_fixes import ZERO3
@@ -327,7 +328,6 @@ def lora_rank_exceeds_layer(case: Case) -> str | None:
     return f"lora.r is {rank}, and the smallest adapted layer has {smallest} input or output features."
 
 
-RATES = {"lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)}  # low, high, usual
 METHOD_NAMES = {"lora": "LoRA", "freeze": "training some of the layers", "full": "full fine-tuning"}
 
 
@@ -344,7 +344,7 @@ def unusual_learning_rate(case: Case) -> Violation | None:
     """A learning rate that is too high makes the loss diverge or become NaN; one that is too low leaves the model
     almost unchanged. Full fine-tuning usually needs about a tenth of LoRA's learning rate."""
     rate, kind = case.spec.train.learning_rate, case.spec.method.kind
-    low, high, usual = RATES[kind]
+    low, high, usual = registry.SFT_RATES[kind]
     if case.spec.train.optim == "sgd" or case.spec.train.stage not in ("sft", "reward") or low <= rate <= high:
         return None
     comparison = "high" if rate > high else "low"

@@ -272,7 +272,6 @@ def unbalanced_kto_labels(case: Case) -> Violation | None:
 
 
 SMALL_MODEL = 500_000_000  # parameters; smaller models need higher rates than the range below
-RATES = {"lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)}  # low, high, usual
 
 
 @rule(
@@ -289,9 +288,9 @@ def unusual_preference_learning_rate(case: Case) -> Violation | None:
     fine-tuning, the probabilities of the chosen and the rejected completion both collapse, and the model
     degenerates."""
     train, shape = case.spec.train, case.shape
-    low, high, usual = RATES[case.spec.method.kind]
+    low, high, usual = registry.PREFERENCE_RATES[case.spec.method.kind]
     small = shape is not None and shape.parameters < SMALL_MODEL
-    if train.stage not in ("dpo", "kto", "orpo") or small or low <= train.learning_rate <= high:
+    if train.stage not in registry.LOW_RATE_STAGES or small or low <= train.learning_rate <= high:
         return None
     comparison = "high" if train.learning_rate > high else "low"
     message = (

@@ -374,12 +374,13 @@ def test_switching_strategies_keeps_all_values(server, page):
     choose(page, "parallel.strategy", "fsdp2")
     assert visible(*names_) == ["parallel.replicate_size"]
     type_value(page, "parallel.replicate_size", 2)
-    choose(page, "parallel.strategy", "zero3")
-    assert visible(*names_) == ["parallel.offload_optimizer", "parallel.nvme_path"]
+    choose(page, "parallel.strategy", "zero3")  # the line without offloading
+    assert visible(*names_) == ["parallel.offload_optimizer"]
+    choose(page, "parallel.offload_optimizer", "nvme")
     assert (
         page.locator('[id="parallel-nvme_path"] input, [id="parallel-nvme_path"] textarea').input_value() == "/nowhere"
     )
-    choose(page, "parallel.strategy", "fsdp2")
+    choose(page, "parallel.strategy", "ddp")
     page.reload()
     page.wait_for_selector("body[data-ready]", timeout=30_000)
     assert value(page, "parallel.replicate_size") == 2

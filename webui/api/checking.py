@@ -18,6 +18,7 @@ from backend.inspect import download_config
 from backend.launch.plan import ABOUT
 from backend.machine import Machine, describe
 from backend.preflight import Report, build_case, estimate_json, preflight
+from backend.recommended import recommended_values
 from backend.registry import DEVICES
 from backend.rules import Finding, Fix
 from backend.rules.autofix import autofix
@@ -28,9 +29,11 @@ from webui.api.strategies import devices_json, strategies_json
 
 
 class CheckRequest(FormRequest):
-    """`draft` is the id that the values are saved under, `seq` a number that the response repeats."""
+    """`draft` is the id that the values are saved under, `seq` a number that the response repeats, `preset` the name of
+    the preset that the form was filled from."""
 
     draft: str = ""
+    preset: str = ""
     seq: int | None = None
 
 
@@ -85,6 +88,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         },
         "pending": report.facts.architecture_pending or report.facts.examples_pending,
         "preview": _preview(report, state.runs),
+        "recommended": _recommended(spec, body.preset),
         "title": report.title,
         "summary": report.summary,
         "modules": _module_names(report),
@@ -121,10 +125,10 @@ def list_presets(state: State) -> list[dict[str, str]]:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """A preset's values, for the form."""
+    """A preset's values, for the form. The run's name stays empty, so that it follows the model."""
     for preset in presets.presets():
         if preset.name == name:
-            return {"values": form_values(preset.spec)}
+            return {"values": {**form_values(preset.spec), "logging.run_name": ""}}
     raise ApiError(404, f"There is no preset {name!r}.")
 
 
@@ -264,6 +268,13 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
         "source": finding.source,
         "fixes": [fix_json(fix, spec) for fix in finding.fixes],
     }
+
+
+def _recommended(spec: RunSpec, name: str) -> dict[str, Any] | None:
+    """The usual values for what the form still has from a demo preset, as a fix."""
+    preset = next((preset for preset in presets.presets() if preset.name == name), None)
+    patch = recommended_values(spec, preset.spec) if preset else {}
+    return fix_json(Fix(preset.title, patch, False), spec) if preset and patch else None
 
 
 def _preview(report: Report, runs: Path) -> dict[str, Any]:

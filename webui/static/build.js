@@ -12,6 +12,8 @@ import { checkSweep, prepareSweep } from "./sweep_form.js";
 const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
 const RETRY = 2000; // ms, also while examples are being checked
 const START_RETRY = 400; // ms, while Start waits for the examples
+const LOCK_TRIES = 3;
+const LOCK_PAUSE = 100; // ms
 const DEFAULTS = " "; // the value of the menu's entry for the defaults; no preset has this name
 
 let seq = 0; // of the newest check
@@ -45,12 +47,14 @@ export function checkSoon() {
 async function check() {
   const mine = ++seq;
   clearTimeout(timer);
-  if (!draft) useDraft(randomId());
+  if (!draft) await useDraft(randomId());
   try {
-    const report = await post("api/check", { values: form.currentValues(), draft, machine: machine(), seq: mine });
+    const body = { values: form.currentValues(), draft, machine: machine(), preset: preset(), seq: mine };
+    const report = await post("api/check", body);
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
+    drawOffer(report.recommended);
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
     setFresh(mine === seq);
     setPlaceholder("logging-run_name", report.title || "Run name");
@@ -67,10 +71,30 @@ async function check() {
 
 // -- drafts -----------------------------------------------------------------------------------------------------------
 
-function useDraft(id) {
-  draft = id;
-  localStorage.setItem("fp-draft", id);
-  address.set({ draft: id }, { replace: true });
+/** Edit the draft with this id, or a copy of it if another tab edits it already. */
+async function useDraft(id) {
+  draft = (await isFree(id)) ? id : randomId();
+  if (draft !== id) await isFree(draft);
+  localStorage.setItem("fp-draft", draft);
+  address.set({ draft }, { replace: true });
+}
+
+/** Whether no other tab edits this draft; if so, this tab does until it is closed. Without locks, which need https or
+ * localhost, nobody knows. */
+async function isFree(id) {
+  if (!navigator.locks) return true;
+  for (let tries = 0; tries < LOCK_TRIES; tries++) {
+    if (tries) await new Promise((done) => setTimeout(done, LOCK_PAUSE)); // the tab's own lock, before a reload
+    const mine = await new Promise((resolve) => {
+      const hold = (lock) => {
+        resolve(Boolean(lock));
+        return lock && new Promise(() => {});
+      };
+      navigator.locks.request(`fp-draft-${id}`, { ifAvailable: true }, hold).catch(() => resolve(true));
+    });
+    if (mine) return true;
+  }
+  return false;
 }
 
 /** Fill the form: from the draft in the address or the last one of this browser, else from the first preset. */
@@ -82,7 +106,9 @@ async function loadDraftOrPreset() {
   const id = address.get("draft") || localStorage.getItem("fp-draft");
   const saved = id ? await get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
   if (saved) {
-    useDraft(id);
+    // A new tab continues with the last values, in a draft of its own.
+    await useDraft(address.get("draft") || randomId());
+    selectPreset(preset());
     form.setValues(saved.values);
   } else if (presets.length) {
     await loadPreset(presets[0].name);
@@ -116,6 +142,9 @@ function selectMachine(name) {
   if (draft) checkSoon();
 }
 
+/** The preset that the form was filled from. */
+const preset = () => address.get("preset") || "";
+
 // -- presets ----------------------------------------------------------------------------------------------------------
 
 async function loadPresets() {
@@ -129,12 +158,34 @@ async function loadPresets() {
   menu.addEventListener("change", () => loadPreset(menu.value, true).catch(notifyError));
 }
 
+/** Remember which preset the form was filled from; '' if none. @param {string} name */
+function selectPreset(name) {
+  $("#fp-presets").value = name;
+  address.set({ preset: presets.some((p) => p.name === name) ? name : null }, { replace: true });
+  describePreset();
+}
+
+/** Offer the usual values for what the form still has from a demo preset. @param {any} offer a fix, or null */
+function drawOffer(offer) {
+  const box = $("#fp-preset-offer");
+  box.hidden = !offer;
+  if (!offer || box.dataset.patch === JSON.stringify(offer.patch)) return;
+  box.dataset.patch = JSON.stringify(offer.patch);
+  const use = () => form.setValues(offer.patch, { undo: "Recommended values are set." });
+  const count = offer.diff.length;
+  const text = `${count === 1 ? "One value is" : `${count} values are`} still those of the preset ${offer.label}, chosen for its own model and data.`;
+  box.replaceChildren(
+    el("p", {}, text),
+    diffList(offer.diff),
+    el("button.fp-button", { type: "button", onclick: use }, "Use recommended values"),
+  );
+}
+
 async function loadPreset(name, withUndo = false) {
   if (!name) return;
   const found = presets.find((p) => p.name === name);
   const values = found ? (await get(`api/presets/${encodeURIComponent(name)}`)).values : form.defaults();
-  $("#fp-presets").value = name;
-  describePreset();
+  selectPreset(name);
   form.setValues(values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
 }
 
@@ -224,8 +275,7 @@ async function fixAll() {
 export async function cloneRun({ id, fix = null, field = "" }, showView) {
   const [{ values }] = await Promise.all([get(`${runPath(id)}/values`), loaded]);
   showView("build");
-  $("#fp-presets").value = "";
-  describePreset();
+  selectPreset("");
   const copied = "The run's options were copied into the form";
   const shown = fix ? { undo: `${copied}, with one change: ${fix.label}.`, details: diffList(fix.diff) } : {};
   form.setValues({ ...values, ...(fix ? fix.patch : {}) }, { undo: `${copied}.`, ...shown });
@@ -242,8 +292,7 @@ async function importFile(event) {
       yaml: await file.text(),
       values: form.currentValues(),
     });
-    $("#fp-presets").value = "";
-    describePreset();
+    selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
     const code = runs_code.length ? ` Decides which code runs: ${runs_code.join(", ")}.` : "";
     const details = [...listed("Different here", different), ...listed("Not taken over", missing)];

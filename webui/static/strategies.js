@@ -60,7 +60,7 @@ function firstDraw(box) {
     ),
     list,
     el("p.fp-strategy-best"),
-    el("button.fp-more.fp-strategy-others", { type: "button", onclick: toggle }),
+    el("button.fp-strategy-others", { type: "button", onclick: toggle }),
   );
   return list;
 }

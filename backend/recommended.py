@@ -1,0 +1,32 @@
+"""Values that a demo preset chose for its own model and data, and the usual ones for another model or other data.
+
+Imports registry, config. A demo preset trains on built-in data: a small model for a few steps, with a high learning
+rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backend.config import RunSpec
+from backend.config.options import by_name, get, shown
+from backend.registry import usual_learning_rate
+
+DEMO_VALUES = (
+    "train.learning_rate",
+    "train.duration",
+    "data.max_length",
+    "eval.steps",
+    "save.steps",
+)
+
+
+def recommended_values(spec: RunSpec, preset: RunSpec) -> dict[str, Any]:
+    """The usual values for what `spec` still has from `preset`, by option; {} unless it is a demo preset whose model or
+    data was replaced."""
+    if preset.data.source != "builtin" or (spec.model, spec.data.name) == (preset.model, preset.data.name):
+        return {}
+    usual = {name: by_name()[name].default for name in DEMO_VALUES}
+    usual["train.learning_rate"] = usual_learning_rate(spec.train.stage, spec.method.kind)
+    kept = {name: get(preset, name) for name in DEMO_VALUES if shown(spec, by_name()[name])}
+    return {name: usual[name] for name, value in kept.items() if get(spec, name) == value != usual[name]}

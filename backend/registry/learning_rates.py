@@ -1,0 +1,20 @@
+"""Usual learning rates by stage and method; sources: peft's, trl's and LLaMA-Factory's examples, and the papers that
+the rules MTH010 and STG008 cite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Method -> (low, high, usual).
+SFT_RATES: Mapping[str, tuple[float, float, float]] = {
+    "lora": (1e-6, 5e-3, 2e-4), "freeze": (1e-7, 1e-3, 5e-5), "full": (1e-7, 5e-4, 2e-5)
+}  # fmt: skip
+PREFERENCE_RATES: Mapping[str, tuple[float, float, float]] = {
+    "lora": (1e-7, 1e-4, 5e-6), "freeze": (1e-8, 2e-5, 1e-6), "full": (1e-9, 1e-5, 5e-7)
+}  # fmt: skip
+LOW_RATE_STAGES = ("dpo", "kto", "orpo")
+
+
+def usual_learning_rate(stage: str, method: str) -> float:
+    """The learning rate to start with."""
+    return (PREFERENCE_RATES if stage in LOW_RATE_STAGES else SFT_RATES)[method][2]

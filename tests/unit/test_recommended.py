@@ -1,0 +1,64 @@
+"""Values of a demo preset that should not stay when model or data are replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.config import RunSpec
+from backend.config.options import edit, effective
+from backend.config.presets import presets
+from backend.inspect import inspect_inputs, wait_for_worker
+from backend.machine import machines
+from backend.preflight import preflight
+from backend.recommended import recommended_values
+
+PRESETS = {preset.name: preset.spec for preset in presets()}
+DEMO = PRESETS["first-run"]
+
+
+def changed(**changes: object) -> RunSpec:
+    return effective(edit(DEMO, {key.replace("__", "."): value for key, value in changes.items()}))
+
+
+def test_the_demo_itself_keeps_its_values() -> None:
+    assert recommended_values(effective(DEMO), DEMO) == {}
+
+
+def test_own_data_get_usual_values() -> None:
+    found = recommended_values(changed(data__source="files", data__files=("mine.jsonl",)), DEMO)
+    assert found["train.learning_rate"] == 2e-4
+    assert found["train.duration"] == "epochs"
+    assert found["data.max_length"] == RunSpec().data.max_length
+    assert set(found) >= {"eval.steps", "save.steps"}
+
+
+def test_learning_rate_follows_method_and_stage() -> None:
+    full = changed(model__builtin="tiny-llama", method__kind="full")
+    assert recommended_values(full, DEMO)["train.learning_rate"] == 2e-5
+    dpo = changed(model__builtin="tiny-llama", train__stage="dpo")
+    assert recommended_values(dpo, DEMO)["train.learning_rate"] == 5e-6
+
+
+def test_values_that_were_changed_stay() -> None:
+    found = recommended_values(changed(model__builtin="tiny-llama", train__learning_rate=1e-4), DEMO)
+    assert "train.learning_rate" not in found
+    assert found
+
+
+def test_presets_for_real_data_are_no_demos() -> None:
+    for name, spec in PRESETS.items():
+        other = effective(edit(spec, {"model.source": "hub", "model.hub_id": "somebody/else"}))
+        assert bool(recommended_values(other, spec)) == (spec.data.source == "builtin"), name
+
+
+def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
+    """How many examples there are is not known, so nothing may follow from it; and no safe fix can help."""
+    file = tmp_path / "wrong.jsonl"
+    file.write_text("".join(f'{{"kunde": "Frage {i}", "meldung": "Antwort {i}"}}\n' for i in range(100)))
+    for name, machine in (("first-run", "laptop"), ("lora-80gb", "1x80gb"), ("dpo", "1x80gb")):
+        spec = edit(PRESETS[name], {"data.source": "files", "data.files": (str(file),)})
+        wait_for_worker(effective(spec), tmp_path, 30)
+        assert inspect_inputs(effective(spec), tmp_path).num_examples is None
+        report = preflight(spec, machines()[machine], tmp_path)
+        assert [finding.code for finding in report.findings] == ["DAT002"], name
+        assert not any(fix.safe for fix in report.findings[0].fixes)
