@@ -48,6 +48,7 @@ def create_component(option: Option) -> Any:
         "elem_id": option.element_id,
         "elem_classes": ["fp-field", f"fp-{field_kind(option)}", *(["fp-wide"] if is_wide(option) else [])],
         "min_width": 0,
+        "interactive": True,  # Gradio would disable what is an output of an event, and no input of one
     }
     match field_kind(option):
         case "segments":
@@ -92,11 +93,6 @@ def step_size(option: Option) -> float:
     if option.kind == "int" or option.default >= 1:
         return 1
     return 10.0 ** math.floor(math.log10(option.default)) if option.default else 0.01
-
-
-def controlling_options() -> list[str]:
-    """Options whose value decides whether others are visible."""
-    return sorted({name for option in options() for condition in option.when for name in condition})
 
 
 def visibility_css(of: Iterable[Option] = ()) -> str:

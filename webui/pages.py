@@ -12,8 +12,8 @@ from typing import Any
 
 import gradio as gr
 
-from backend.config.options import by_name, text
-from webui.form import Form, controlling_options, field_kind, visibility_css
+from backend.config.options import by_name, controlling_options, text
+from webui.form import Form, field_kind, visibility_css
 from webui.layout import place_options
 from webui.search_index import search_index
 
@@ -38,8 +38,10 @@ START = """async () => {
 }"""
 
 TOP = """
+<a class="fp-skip" id="fp-skip" href="#fp-build">Skip to content</a>
 <header class="fp-top">
   <a class="fp-brand" href="?tab=build" data-tab="build">Footplate</a>
+  <h1 class="fp-sr" id="fp-title">Build a run</h1>
   <nav aria-label="Views">
     <a href="?tab=build" data-tab="build">Build</a>
     <a href="?tab=run" data-tab="run" hidden>Run</a>
@@ -77,6 +79,7 @@ PRESETS_AND_SEARCH = """
 
 REPORT = """
 <aside class="fp-side" aria-label="Check report">
+  <h2 class="fp-sr">Check report</h2>
   <section class="fp-status" id="fp-status" data-level="checking" role="status" aria-live="polite">
     <p class="fp-status-text">Checking</p>
     <p class="fp-status-more"></p>
@@ -148,18 +151,15 @@ def _static(html: str) -> gr.HTML:
 
 
 def _add_events(page: gr.Blocks, form: Form) -> None:
-    """One JavaScript handler for every edit; a hidden button through which JavaScript writes values into the form."""
+    """A JavaScript handler for each menu; static/gradio.js reads the edits of other fields from their own events, which
+    is much faster. And a hidden button through which JavaScript writes values into the form."""
     components = list(form.components.values())
     write = gr.Button("write", elem_id="fp-write", elem_classes=["fp-hidden"])
     options: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-    gr.on(
-        [c.input for c in components],
-        None,
-        inputs=components,
-        js="(...values) => { window.footplate.edited(values); }",
-        trigger_mode="multiple",
-        **options,
-    )
+    for name, component in form.components.items():
+        if field_kind(by_name()[name]) == "menu":
+            js = f"(value) => {{ window.footplate.edited({json.dumps(name)}, value); }}"
+            component.input(None, inputs=component, js=js, trigger_mode="multiple", **options)
     write.click(None, inputs=None, outputs=components, js="() => window.footplate.valuesToWrite()", **options)
     page.load(None, inputs=None, js=START % json.dumps(_form_description(form)), **options)
 

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from pydantic import ValidationError
@@ -150,8 +151,10 @@ def by_name() -> Mapping[str, Option]:
 
 def get(spec: RunSpec, name: str) -> Any:
     """The value of `section.field`."""
-    section, _, key = name.partition(".")
-    return getattr(getattr(spec, section), key)
+    return _getter(name)(spec)
+
+
+_getter = cache(attrgetter)
 
 
 def flat(spec: RunSpec) -> Values:
@@ -274,6 +277,12 @@ def _holds(when: Sequence[Condition], value_of: Callable[[str], str]) -> bool:
 
 
 @cache
+def controlling_options() -> list[str]:
+    """Options whose value decides whether others are visible."""
+    return sorted({name for option in options() for condition in option.when for name in condition})
+
+
+@cache
 def _by_visibility() -> Sequence[tuple[Sequence[Condition], Sequence[Option]]]:
     """Options that are shown under the same conditions; without those that are always shown."""
     groups: dict[str, list[Option]] = {}
@@ -290,8 +299,8 @@ def word(value: Any) -> str:
 
 def effective(spec: RunSpec) -> RunSpec:
     """`spec` with every hidden option at its default, so that specs with the same effect are equal."""
-    value_of = cache(lambda name: word(get(spec, name)))
-    hidden = [option for when, group in _by_visibility() if not _holds(when, value_of) for option in group]
+    words = {name: word(get(spec, name)) for name in controlling_options()}
+    hidden = [option for when, group in _by_visibility() if not _holds(when, words.__getitem__) for option in group]
     patch = {option.name: option.default for option in hidden if get(spec, option.name) != option.default}
     return edit(spec, patch) if patch else spec
 

@@ -14,8 +14,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+from backend.config.presets import presets
 from backend.machine import Machine, machines, probe
 from backend.measured import MeasuredPeaks
 from backend.runs import replace_text
@@ -108,6 +110,7 @@ class AppState:
         self.peaks = MeasuredPeaks(root)
         self.machine = CachedMachine(lambda: detect_machine(root))
         self.machines = machines()
+        self.presets = cache(presets)
         self._readers: OrderedDict[Path, Curves] = OrderedDict()
         self._lock = threading.Lock()
 

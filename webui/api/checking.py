@@ -88,7 +88,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         },
         "pending": report.facts.architecture_pending or report.facts.examples_pending,
         "preview": _preview(report, state.runs),
-        "recommended": _recommended(spec, body.preset),
+        "recommended": _recommended(state, spec, body.preset),
         "title": report.title,
         "summary": report.summary,
         "modules": _module_names(report),
@@ -119,14 +119,14 @@ def load_draft(state: State, id: str) -> dict[str, Any]:
 def list_presets(state: State) -> list[dict[str, str]]:
     """The presets, without their values; `machine` is the one that a preset needs if this one is too small."""
     here = state.machine.get()
-    found = presets.presets()
+    found = state.presets()
     needed = {p.name: "" if _is_sufficient(here, p.machine) else p.machine_name for p in found}
     return [{"name": p.name, "title": p.title, "about": p.about, "machine": needed[p.name]} for p in found]
 
 
-def load_preset(name: str) -> dict[str, Any]:
+def load_preset(state: State, name: str) -> dict[str, Any]:
     """A preset's values, for the form. The run's name stays empty, so that it follows the model."""
-    for preset in presets.presets():
+    for preset in state.presets():
         if preset.name == name:
             return {"values": {**form_values(preset.spec), "logging.run_name": ""}}
     raise ApiError(404, f"There is no preset {name!r}.")
@@ -270,9 +270,9 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _recommended(spec: RunSpec, name: str) -> dict[str, Any] | None:
+def _recommended(state: AppState, spec: RunSpec, name: str) -> dict[str, Any] | None:
     """The usual values for what the form still has from a demo preset, as a fix."""
-    preset = next((preset for preset in presets.presets() if preset.name == name), None)
+    preset = next((preset for preset in state.presets() if preset.name == name), None)
     patch = recommended_values(spec, preset.spec) if preset else {}
     return fix_json(Fix(preset.title, patch, False), spec) if preset and patch else None
 

@@ -109,7 +109,7 @@ PAGE = """<!doctype html>
 </head><body class="fp-rules">
 <script src="footplate/rules_theme.js"></script>
 <main>
-<header><a href="./">Footplate</a><h1>Rules</h1>
+<header><a href="./">Back to Footplate</a><h1>Rules</h1>
 <p>What Footplate checks before a run starts. An error prevents the start; a warning means that the run works
 differently from what its options say; advice suggests a better choice. A safe fix does not change the training result.
 See also <a href="#outdated">outdated advice</a>: combinations that used to fail and work now.</p></header>

@@ -9,7 +9,7 @@ import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 
-const DEBOUNCE = 40; // ms after the last key: fast, and one check per word
+const DEBOUNCE = 10; // ms: one check for what changes at the same time
 const RETRY = 2000; // ms, also while examples are being checked
 const START_RETRY = 400; // ms, while Start waits for the examples
 const LOCK_TRIES = 3;

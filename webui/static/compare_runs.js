@@ -243,7 +243,7 @@ function summaryParts(runs) {
     ]);
   };
   const head = ["Run", "State", "Step", "Final loss", "Best validation loss", "Training time", "Tokens/s"];
-  head.push("Peak memory", "Estimated peak", "");
+  head.push("Peak memory", "Estimated peak", el("span.fp-sr", {}, "Actions"));
   return [panelHead("Results"), table(head, runs.map(line))];
 }
 

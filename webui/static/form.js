@@ -1,7 +1,7 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
 import { $, el, emit, notify } from "./dom.js";
-import { editedTextField, focusField, writeFormValues } from "./gradio.js";
+import { describeField, editedField, focusField, writeFormValues } from "./gradio.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
@@ -28,7 +28,8 @@ export function startForm(described) {
   document.querySelectorAll(".fp-more").forEach((button) => {
     button.addEventListener("click", () => showAdvanced(button));
   });
-  document.addEventListener("input", textFieldEdited, true);
+  document.addEventListener("input", fieldEdited, true);
+  document.querySelectorAll(".fp-field").forEach(describeField);
 }
 
 export const currentValues = () => ({ ...values });
@@ -86,18 +87,17 @@ function summaryPart(option, value) {
 
 // -- edits ------------------------------------------------------------------------------------------------------------
 
-/** Gradio's handler for every edit. @param {any[]} list the values of all components */
-export function edited(list) {
-  description.names.forEach((name, i) => (values[name] = list[i]));
+/** @param {string} name @param {any} value */
+export function edited(name, value) {
+  if (values[name] === value) return;
+  values[name] = value;
   changed();
 }
 
-function textFieldEdited(event) {
-  const edit = editedTextField(event);
+function fieldEdited(event) {
+  const edit = editedField(event);
   const name = edit && description.names.find((n) => elementId(n) === edit.id);
-  if (!name || values[name] === edit.value) return;
-  values[name] = edit.value;
-  changed();
+  if (name) edited(name, edit.value);
 }
 
 function changed() {

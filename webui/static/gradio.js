@@ -15,15 +15,41 @@ export function writeFormValues() {
 }
 
 /**
- * The field and text of an input event in a text field, or null. Gradio's .input event reports key strokes only, not
- * what is pasted, dropped, undone or completed by the browser.
+ * The field and value of an input event, or null if it is in a menu, which Gradio's own event reports (pages.py).
+ * Gradio's events of other fields come later, and not for what is pasted, dropped, undone or completed by the browser.
  * @param {Event} event
  */
-export function editedTextField(event) {
+export function editedField(event) {
   const input = /** @type {HTMLInputElement} */ (event.target);
-  if (input.dataset?.testid !== "textbox") return null;
-  const field = input.closest(".fp-field");
-  return field && { id: field.id, value: input.value };
+  const field = input.closest?.(".fp-field");
+  if (!field || field.classList.contains("fp-menu")) return null;
+  if (input.type === "checkbox") return { id: field.id, value: input.checked };
+  if (input.type === "number") return { id: field.id, value: input.value === "" ? null : Number(input.value) };
+  return { id: field.id, value: input.value };
+}
+
+/** Make a field's help its description, and a field with several radio buttons one group, in which arrow keys select.
+ * @param {Element} field */
+export function describeField(field) {
+  const help = field.querySelector(".info-text");
+  const inputs = field.querySelectorAll("input, textarea");
+  if (help) help.id = `${field.id}-help`;
+  for (const input of inputs) if (help) input.setAttribute("aria-describedby", help.id);
+  const label = field.matches("fieldset") && field.querySelector("[data-testid='block-info']");
+  if (!label) return;
+  groupRadios(field);
+  label.id = `${field.id}-label`;
+  field.setAttribute("aria-labelledby", label.id);
+  if (help) field.setAttribute("aria-describedby", help.id);
+}
+
+/** Gradio gives each radio button a name of its own, and another one after each change. @param {Element} field */
+function groupRadios(field) {
+  const group = () => {
+    for (const input of field.querySelectorAll("input")) if (input.name !== field.id) input.name = field.id;
+  };
+  new MutationObserver(group).observe(field, { subtree: true, childList: true, attributeFilter: ["name"] });
+  group();
 }
 
 /** @param {string} fieldId @param {string} text */

@@ -3,7 +3,7 @@
 import { get, url } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { mountCompareRuns } from "./compare_runs.js";
-import { $, address, copy, emit, notify, notifyError, on } from "./dom.js";
+import { $, address, copy, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark } from "./gradio.js";
 import { drawCheckFailed, script } from "./report.js";
@@ -11,7 +11,7 @@ import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
 import { startSearch } from "./search.js";
 
-const VIEWS = ["build", "run", "runs", "compare"];
+const VIEWS = { build: "Build a run", run: "Run", runs: "Runs", compare: "Compare runs" };
 
 /**
  * Show a view, and put it into the address. `compared` are the parameters of the Compare view.
@@ -27,7 +27,10 @@ function showView(tab, run, compared = {}) {
 function drawView() {
   const run = address.get("run");
   const tab = address.get("tab") || (run ? "run" : "build");
-  document.body.dataset.tab = VIEWS.includes(tab) ? tab : "build";
+  const view = tab in VIEWS ? tab : "build";
+  document.body.dataset.tab = view;
+  setText($("#fp-title"), VIEWS[view]);
+  $("#fp-skip").setAttribute("href", `#fp-${view}`);
   for (const link of document.querySelectorAll(".fp-top nav a[data-tab]")) {
     const name = link.getAttribute("data-tab");
     link.toggleAttribute("aria-current", name === (tab === "compare" ? "runs" : tab));
@@ -38,6 +41,14 @@ function drawView() {
   }
   emit("view", tab);
   if (tab === "run" && run) emit("run", run);
+}
+
+/** Move the focus behind the header. @param {Event} event */
+function skipToContent(event) {
+  event.preventDefault();
+  const view = $($("#fp-skip").getAttribute("href"));
+  view.tabIndex = -1;
+  view.focus();
 }
 
 /** Follow the page's own links without loading the page again. */
@@ -79,6 +90,7 @@ async function start(description) {
     showView("build");
   });
   addBuildEvents(showView);
+  $("#fp-skip").addEventListener("click", skipToContent);
   $("#fp-copy-script").addEventListener("click", () => copy(script(), "Script"));
   document.addEventListener("click", linkClicked);
   window.addEventListener("popstate", drawView);

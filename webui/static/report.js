@@ -44,6 +44,7 @@ export function drawStart(report, starting) {
 
 function drawContent(report) {
   const { status, findings, invalid } = report;
+  const focused = document.activeElement;
   const box = $("#fp-status");
   box.dataset.level = status.level;
   $(".fp-status-text", box).textContent = status.text;
@@ -61,6 +62,14 @@ function drawContent(report) {
   drawDevices(report.devices, String(form.currentValues()["parallel.strategy"]));
   drawStrategies(report.strategies, report.memory.placement.device === "cpu" ? "process" : "GPU");
   drawPreview(report.preview);
+  keepFocus(focused);
+}
+
+/** After a fix, its button is gone: the focus moves to the next fix, else to Start or Export. */
+function keepFocus(focused) {
+  if (!focused || focused === document.body || focused.isConnected) return;
+  const next = $(".fp-finding[data-level=error] .fp-fix button") || $(".fp-start:not([hidden]):not(:disabled)");
+  if (next) next.focus({ preventScroll: true });
 }
 
 /** The check failed: no response, or an error. @param {string} title @param {string} text */

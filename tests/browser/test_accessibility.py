@@ -1,0 +1,135 @@
+"""The page for keyboards, touch and screen readers: axe-core finds nothing in any view and theme; help, segments, focus
+and the way to the content work without a mouse."""
+
+from __future__ import annotations
+
+import sys
+
+from axe_playwright_python.base import AXE_SCRIPT
+from playwright.sync_api import expect
+from test_trained_model_page import plant
+
+from backend.config.presets import presets
+from backend.paths import HOME
+
+sys.path.append(str(HOME / "tests" / "unit"))
+from failed_runs import failed_run, out_of_memory
+
+TIMEOUT = 30_000
+UNFOLD = """() => document.querySelectorAll('.fp-head[aria-expanded=false], .fp-more[aria-expanded=false]')
+  .forEach((button) => button.click())"""
+
+
+def violations(page):
+    """What axe-core reports in both themes: rule, theme, and the first elements."""
+    found = []
+    page.evaluate(AXE_SCRIPT)
+    for theme in ("light", "dark"):
+        page.evaluate("dark => document.body.classList.toggle('dark', dark)", theme == "dark")
+        page.wait_for_timeout(300)  # colors change gradually
+        result = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+        for violation in result["violations"]:
+            nodes = [(node["html"][:150], node.get("failureSummary", "")) for node in violation["nodes"][:3]]
+            found.append((violation["id"], theme, nodes))
+    return found
+
+
+def opened(page, server, query=""):
+    page.goto(f"{server.url}/{query}")
+    page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+    settled(page)
+
+
+def settled(page):
+    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
+
+
+def test_build_view(page, server):
+    opened(page, server)
+    assert violations(page) == []
+    opened(page, server, "?machine=2x8x80gb")
+    page.locator("#fp-presets").select_option("two-nodes")
+    page.evaluate(UNFOLD)
+    settled(page)
+    assert violations(page) == []
+    page.locator("#fp-machine").select_option("1x24gb")
+    page.wait_for_selector(".fp-finding[data-level=error]")
+    assert violations(page) == []
+
+
+def test_other_views(page, server):
+    """A finished run, a failed one, the list, a comparison, and the rules."""
+    done = plant(server, "done")
+    preset = next(preset for preset in presets() if preset.name == "lora-80gb")
+    failed = failed_run(server.runs, preset.spec, preset.machine, out_of_memory(), "out of memory")
+    for query, ready in (
+        (f"?tab=run&run={done.id}", ".fp-model:visible"),
+        (f"?tab=run&run={failed.id}", ".fp-failure:visible"),
+        ("?tab=runs", ".fp-runs-link"),
+        (f"?tab=compare&runs={done.id},{failed.id}", "#fp-compare-page table"),
+        ("rules", "article"),
+    ):
+        page.goto(f"{server.url}/{query}")
+        page.locator(ready).first.wait_for(timeout=TIMEOUT)
+        assert violations(page) == [], query
+
+
+def test_help_is_the_description_of_each_field(page, server):
+    """Screen readers read it; the focus shows it, on touch screens too."""
+    opened(page, server)
+    without = page.evaluate(
+        """() => [...document.querySelectorAll('.fp-field')].filter((field) => {
+          const help = field.querySelector('.info-text');
+          const described = field.matches('fieldset') ? field : field.querySelector('input, textarea');
+          return !help || described.getAttribute('aria-describedby') !== help.id || !help.textContent;
+        }).map((field) => field.id)"""
+    )
+    assert without == []
+    for field in ("train-learning_rate", "train-lr_scheduler_type"):  # a number and a menu
+        help = page.locator(f"#{field} .info-text")
+        expect(help).to_be_hidden()
+        page.locator(f"#{field} input").focus()
+        expect(help).to_be_visible()
+        box, top = help.bounding_box(), page.locator(f"#{field}").bounding_box()["y"]
+        assert box["height"] > 10
+        assert box["y"] + box["height"] <= top or field == "train-learning_rate"  # not over the menu's list
+
+
+def test_arrow_keys_select_a_segment(page, server):
+    opened(page, server)
+    page.locator("#model-source input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("() => footplate.values()['model.source']") == "path"
+    expect(page.locator("#model-path")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("() => footplate.values()['model.source']") == "builtin"
+    page.keyboard.press("Tab")  # one tab stop for the group
+    assert page.evaluate("() => document.activeElement.closest('.fp-field').id") == "model-builtin"
+
+
+def test_skip_link_and_headings(page, server):
+    opened(page, server)
+    page.keyboard.press("Tab")
+    expect(page.locator("#fp-skip")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#fp-build")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.locator("#fp-presets")).to_be_focused()
+    expect(page.locator("h1")).to_have_text("Build a run")
+    page.get_by_role("link", name="Runs", exact=True).click()
+    expect(page.locator("h1")).to_have_text("Runs")
+
+
+def test_focus_moves_on_after_a_fix(page, server):
+    opened(page, server, "?machine=1x24gb")
+    page.locator("#fp-presets").select_option("full-8b-zero3")
+    page.wait_for_selector(".fp-finding[data-level=error]")
+    for _ in range(6):
+        fix = page.locator(".fp-finding[data-level=error] .fp-fix button").first
+        if not fix.count():
+            break
+        fix.focus()
+        page.keyboard.press("Enter")
+        settled(page)
+        assert page.evaluate("() => document.activeElement !== document.body")
+    expect(page.locator("#fp-export-plan")).to_be_focused()
