@@ -11,8 +11,8 @@ const KEYS = { saved: "Checkpoint", evaluation: "Evaluation", resumed: "Resumed 
 /** @typedef {import("./live.js").RunEvent} RunEvent */
 
 /**
- * What the charts mark, by step: the events, the checkpoints and resumes that have none (LLaMA-Factory writes no events),
- * and the evaluations.
+ * What the charts mark, by step: the events, the checkpoints and resumes that have none (LLaMA-Factory writes no
+ * events), and the evaluations.
  * @param {{ events: RunEvent[], checkpoints: number[] }} happened @param {any} response the series
  * @returns {RunEvent[]}
  */

@@ -352,15 +352,16 @@ function createLinks(chart, state) {
 }
 
 /**
- * From the first to the last step of all series, so that the charts are in line; with what was saved after that.
+ * From the first to the last step of all series, so that the charts are in line; with a restart before that, and with a
+ * checkpoint after that.
  * @returns {[number, number] | null}
  */
 function wholeRange(series, marks) {
   const all = Object.values(series).filter(({ x }) => x.length);
   if (!all.length) return null;
-  const saved = marks.filter((mark) => mark.kind === "saved").map((mark) => mark.step);
-  const first = Math.min(...all.map(({ x }) => x[0]));
-  const last = Math.max(...all.map(({ x }) => x[x.length - 1]), ...saved);
+  const stepsOf = (kind) => marks.filter((mark) => mark.kind === kind).map((mark) => mark.step);
+  const first = Math.min(...all.map(({ x }) => x[0]), ...stepsOf("resumed"));
+  const last = Math.max(...all.map(({ x }) => x[x.length - 1]), ...stepsOf("saved"));
   return [first, last];
 }
 
