@@ -247,11 +247,19 @@ def test_before_the_first_values_the_log_comes_first(server, page):
 @pytest.mark.parametrize("width", [390, 1440])
 def test_nothing_is_wider_than_the_page(server, page, width):
     page.set_viewport_size({"width": width, "height": 900})
-    loss = open_run(server, page, plant(server))
+    run = plant(server)
+    first = 12_300  # and values with four digits
+    points = [{"step": first + step, "loss": 1.2345 + step / 1000} for step in range(1, STEPS + 1)]
+    (run.path / EVENTS).unlink()
+    (run.path / METRICS).write_text(lines(*points, *({"step": first + s, "eval_loss": 1 / s} for s in (40, 90))))
+    loss = open_run(server, page, run)
     point_at(page, loss, 40)
-    expect(loss.locator(".fp-tooltip")).to_be_visible()
+    expect(loss.locator(".fp-tooltip")).to_contain_text("Step 12,340")
+    expect(loss.locator(".fp-legend-step")).to_have_text("step 12,340")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     box = loss.locator(".fp-tooltip").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= width
-    legend = loss.locator(".fp-legend")
+    legend, step = loss.locator(".fp-legend"), loss.locator(".fp-legend-step").bounding_box()
     assert legend.evaluate("node => node.scrollWidth <= node.clientWidth"), "no value is cut off"
+    figure = loss.bounding_box()
+    assert figure["x"] <= step["x"] and step["x"] + step["width"] <= figure["x"] + figure["width"]
