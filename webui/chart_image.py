@@ -132,15 +132,22 @@ def _first_curve(axes: Axes, chart: Chart, line: Mapping[str, Sequence[float]], 
 
 
 def _marks(axes: Axes, events: Sequence[Mapping[str, Any]]) -> None:
-    """Checkpoints and evaluations at the x axis, resumes and alerts as lines."""
+    """Checkpoints and evaluations in two rows at the x axis, as both often have the same step; lines for the others."""
 
     def steps(kind: str) -> list[float]:
         return [event["step"] for event in events if event["kind"] == kind]
 
-    for kind, marker, color, name in ((SAVED, "^", DIM, "checkpoint"), ("evaluation", "o", EVAL, "evaluation")):
+    rows = ((SAVED, "^", DIM, "checkpoint", 0.03), ("evaluation", "o", EVAL, "evaluation", 0.0))
+    for kind, marker, color, name, height in rows:
         if at := steps(kind):
-            style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 4, "clip_on": False}
-            axes.plot(at, [0] * len(at), color=color, transform=axes.get_xaxis_transform(), label=name, **style)
+            style: dict[str, Any] = {
+                "linestyle": "none",
+                "marker": marker,
+                "markersize": 4,
+                "clip_on": False,
+                "zorder": 3,
+            }
+            axes.plot(at, [height] * len(at), color=color, transform=axes.get_xaxis_transform(), label=name, **style)
     alerts = [event["step"] for event in events if event["kind"] not in (SAVED, RESUMED, "evaluation")]
     for at, color, line, name in ((steps(RESUMED), DIM, "--", "resumed"), (alerts, ALERT, "-", "alert")):
         for number, step in enumerate(at):
