@@ -49,10 +49,11 @@ class Column:
         self.steps.frombytes(steps.tobytes())
         self.values.frombytes(values.tobytes())
 
-    def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest value."""
+    def extremes(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(step, value) of the smallest and of the largest value; of equal values, the first."""
         values = np.frombuffer(self.values)
-        return float(values.min()), float(values.max())
+        low, high = int(values.argmin()), int(values.argmax())
+        return (_whole(self.steps[low]), self.values[low]), (_whole(self.steps[high]), self.values[high])
 
     def buckets(self, count: int, low: float, high: float) -> tuple[list[float], list[float]]:
         """About `count` points from `low` to `high`: the minimum and maximum of each bucket of 2^k steps.
@@ -68,7 +69,7 @@ class Column:
         chosen += range(i, j) if j - i <= count else self._extremes(i, j, width)
         chosen += [j] if j < len(self.steps) else []
         steps = [self.steps[k] for k in chosen]
-        return [int(s) if s.is_integer() else s for s in steps], [self.values[k] for k in chosen]
+        return [_whole(step) for step in steps], [self.values[k] for k in chosen]
 
     def _extremes(self, i: int, j: int, width: int) -> list[int]:
         edges = np.arange(self.steps[i] // width + 1, self.steps[j - 1] // width + 1) * width
@@ -146,6 +147,7 @@ class Curves:
         self.columns: dict[str, Column] = {}
         self.axes = Axes()
         self.last: Point = {}
+        self.resumed: list[float] = []  # the steps after which the run has continued
         self.offset = self.size = 0  # in bytes: what was read, and the complete lines of the file
         self.start = 0  # how often the file was replaced
         self._end = b""  # the last bytes that were read
@@ -170,8 +172,8 @@ class Curves:
         self, count: int = 1000, low: float | None = None, high: float | None = None, axis: str = "step"
     ) -> dict[str, Any]:
         """series: {key: {x: positions on the axis, y: values}}, {} if the run has not logged this axis; last: the
-        newest value of each key; min and max of each key; read: how much of the file was read, from 0 to 1. `low` and
-        `high` are positions on the axis."""
+        newest value of each key; min and max of each key, and their steps; resumed: the steps after which the run has
+        continued; read: how much of the file was read, from 0 to 1. `low` and `high` are positions on the axis."""
         with self._lock:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             if axis != "step":
@@ -186,8 +188,11 @@ class Curves:
                 "etag": self.etag,
                 "series": {key: {"x": x, "y": y} for key, (x, y) in drawn.items()},
                 "last": dict(self.last),
-                "min": {key: low for key, (low, _) in extremes.items()},
-                "max": {key: high for key, (_, high) in extremes.items()},
+                "min": {key: value for key, ((_, value), _) in extremes.items()},
+                "max": {key: value for key, (_, (_, value)) in extremes.items()},
+                "min_step": {key: step for key, ((step, _), _) in extremes.items()},
+                "max_step": {key: step for key, (_, (step, _)) in extremes.items()},
+                "resumed": list(dict.fromkeys(self.resumed)),
                 "read": min(1.0, self.offset / self.size) if self.size else 1.0,
             }
 
@@ -199,6 +204,7 @@ class Curves:
                 file.seek(self.offset - len(self._end))
                 if file.read(len(self._end)) != self._end:
                     self.columns, self.axes, self.last, self._end = {}, Axes(), {}, b""
+                    self.resumed = []
                     self.offset, self.start = file.seek(0), self.start + 1
                 data = file.read(BLOCK)
                 if len(data) == BLOCK:
@@ -225,6 +231,7 @@ class Curves:
                 steps, together = [], []
             if point.get("event") == "resumed":
                 self.axes.resume(step, point.get("time"))
+                self.resumed.append(step)
                 for column in self.columns.values():
                     column.cut(step)
             if "event" not in point:
@@ -241,6 +248,11 @@ class Curves:
                 at, values = numbers(key, steps, points)
                 if len(at):
                     self.columns.setdefault(key, Column()).add(at, values)
+
+
+def _whole(step: float) -> float:
+    """An int if the step is one, for shorter JSON."""
+    return int(step) if step.is_integer() else step
 
 
 def _points(lines: Sequence[bytes]) -> Sequence[Point]:

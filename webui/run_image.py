@@ -1,4 +1,4 @@
-"""An image of a run: loss, learning rate, preference metrics and results.
+"""An image of a run: loss, learning rate, preference metrics and results, as PNG or SVG.
 
 Imports matplotlib, so it is imported with the first request. No pyplot, which would keep figures open.
 """
@@ -11,8 +11,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is smaller and can be edited
 
 INCHES, DPI = (9.0, 5.6), 150
 INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
@@ -24,8 +27,10 @@ MAX_LINE_LENGTH = 130
 MIN_POINTS_TO_SMOOTH = 20
 
 
-def draw(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> bytes:
-    """The PNG of a run from its summary, its metrics, and its result ({} before the end)."""
+def draw(
+    summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any], kind: str = "png"
+) -> bytes:
+    """The image of a run from its summary, its metrics, and its result ({} before the end). `kind`: png or svg."""
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
     extra = [(key, name) for key, name in PREFERENCE if column(points, key)[0]]
     loss, *others = figure.subplots(2 + len(extra), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(extra))))
@@ -44,8 +49,13 @@ def draw(summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result
         axes.set_ylabel(name, color=DIM)
     for axes in (loss, *others):
         style_axes(axes)
+    return encode(figure, kind)
+
+
+def encode(figure: Figure, kind: str) -> bytes:
+    """The figure as png or svg."""
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()
 
 
@@ -98,6 +108,8 @@ def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
         _line(axes, steps, smoothed(values), color=TRAIN, width=1.8, label="train, smoothed")
     steps, values = column(points, "eval_loss")
     _line(axes, steps, values, color=EVAL, width=1.6, label="validation", marker="o")
+    if steps:
+        mark_best(axes, *min(zip(steps, values, strict=True), key=lambda point: point[1]))
     if axes.has_data():
         axes.legend(frameon=False, labelcolor=INK)
     else:
@@ -107,6 +119,18 @@ def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
 def _line(axes: Axes, steps: Sequence[float], values: Sequence[float], width: float, **style: Any) -> None:
     if steps:
         axes.plot(steps, values, linewidth=width, markersize=3, **style)
+
+
+def mark_best(axes: Axes, step: float, value: float) -> None:
+    """A ring around the best evaluation."""
+    ring: dict[str, Any] = {
+        "linestyle": "none",
+        "marker": "o",
+        "markersize": 9,
+        "markerfacecolor": "none",
+        "markeredgewidth": 1.6,
+    }
+    axes.plot([step], [value], color=EVAL, label=f"best validation, {value:.4g} at step {step:g}", **ring)
 
 
 def style_axes(axes: Axes) -> None:

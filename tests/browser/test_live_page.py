@@ -58,13 +58,14 @@ def test_alerts_marks_and_ranks(server, page):
         [f"Rank {n}: cuda:{n} on node-a", "64 GiB", f"{90 + n}%", "600 W", "25%"] for n in range(2)
     ]
     chart = page.locator(".fp-chart", has_text="Loss").first
-    plot, step = chart.locator(".u-over"), chart.locator(".fp-legend-step")
+    plot, tooltip = chart.locator(".u-over"), chart.locator(".fp-tooltip")
     box = plot.bounding_box()
-    for at, text in ((40, "checkpoint saved"), (60, "loss spike"), (80, "resumed")):
+    for at, text in ((40, "Checkpoint saved"), (60, f"Loss spike: {ALERT}"), (80, "Resumed")):
         plot.hover(position={"x": box["width"] * (at - 1) / 99, "y": 20})
-        expect(step).to_have_text(f"step {at}: {text}")
+        expect(tooltip.locator("> *")).to_have_text([f"Step {at}", text])
     plot.hover(position={"x": box["width"] * 19 / 99, "y": 20})
-    expect(step).to_have_text("step 20")
+    expect(chart.locator(".fp-legend-step")).to_have_text("step 20")
+    expect(tooltip).to_be_hidden()
 
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"

@@ -193,3 +193,18 @@ def test_columns_that_are_no_numbers_stop_nothing(tmp_path: Path) -> None:
     curves.read()
     assert curves.series()["series"] == {"loss": {"x": [1, 2], "y": [1, 2]}}
     assert curves.series(axis="tokens")["series"] == {}
+
+
+def test_where_the_extremes_are_and_where_the_run_resumed(tmp_path):
+    curves = Curves(tmp_path / "m")
+    points(curves.path, *({"step": s, "eval_loss": v} for s, v in ((10, 3.0), (20, 1.0), (30, 1.0), (40, 0.5))))
+    points(curves.path, {"event": "resumed", "step": 30}, {"step": 40, "eval_loss": 2.0})
+    curves.read()
+    drawn = curves.series(1000, 35, 50)  # a zoom does not change them
+    assert (drawn["min_step"], drawn["min"]) == ({"eval_loss": 20}, {"eval_loss": 1.0}), "the first of equal values"
+    assert (drawn["max_step"], drawn["max"]) == ({"eval_loss": 10}, {"eval_loss": 3.0})
+    assert drawn["resumed"] == [30]
+    curves.path.write_text("")
+    points(curves.path, {"step": 1, "eval_loss": 1.0})
+    curves.read()
+    assert curves.series()["resumed"] == []

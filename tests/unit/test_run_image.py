@@ -29,3 +29,9 @@ def test_smoothed_keeps_a_straight_line():
 def test_draw(count):
     points = [{"step": i, "loss": 1 / (i + 1), "learning_rate": 1e-3, "eval_loss": 0.5} for i in range(count)]
     assert run_image.draw(SUMMARY, points, {}).startswith(b"\x89PNG")
+
+
+def test_an_svg_has_text_and_the_best_evaluation():
+    points = [{"step": i, "loss": 1 / i, "eval_loss": abs(i - 3) + 0.25} for i in range(1, 6)]
+    svg = run_image.draw(SUMMARY, points, {}, "svg").decode()
+    assert "<svg" in svg and ">best validation, 0.25 at step 3<" in svg and ">a $name$ with_underscores<" in svg

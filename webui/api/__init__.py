@@ -37,7 +37,8 @@ GET: Mapping[str, Endpoint] = {
     "/api/runs/{id}/metrics": runs.points,
     "/api/runs/{id}/series": runs.series,
     "/api/runs/{id}/metrics.csv": runs.metrics_csv,
-    "/api/runs/{id}/report.png": runs.report_png,
+    "/api/runs/{id}/report.{kind}": runs.report_image,
+    "/api/runs/{id}/charts/{chart}.{kind}": runs.chart_image,
     "/api/runs/{id}/spec.yaml": runs.spec_yaml,
 }
 POST: Mapping[str, Endpoint] = {

@@ -42,6 +42,8 @@ from webui.curves import AXES
 
 MAX_ID_LENGTH = 200
 MIN_POINTS, MAX_POINTS = 10, 5000
+MAX_SMOOTHING = 0.99
+IMAGES = {"png": "image/png", "svg": "image/svg+xml"}
 FIRST_SECONDS, MORE_SECONDS = 0.05, 0.5  # for reading metrics: the first curves appear at once, the others soon
 FLOOD_BYTES = 16 * 1024  # of a log that grows faster than it can be read, in each response
 MAX_EVENTS = 200  # of a run, on its page
@@ -283,11 +285,41 @@ def bundle_zip(state: State, run: PathRun) -> Response:
     return Response(packed, media_type="application/zip", headers=disposition(f"{run.id}-bundle.zip", "attachment"))
 
 
-def report_png(state: State, run: PathRun) -> Response:
+def report_image(run: PathRun, kind: str) -> Response:
     """An image of the run's curves and results."""
+    kind = _image_kind(kind)
     run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
-    image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result())
-    return Response(image, media_type="image/png", headers=disposition(f"{run.id}.png", "inline"))
+    image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result(), kind)
+    return _image(image, run.id, kind)
+
+
+def chart_image(
+    state: State, run: PathRun, chart: str, kind: str, smoothing: float = 0.0, log: bool = False,
+    x0: float | None = None, x1: float | None = None,
+) -> Response:  # fmt: skip
+    """An image of one chart from step `x0` to step `x1`, with the smoothing and the scale of the page."""
+    kind = _image_kind(kind)
+    charts = importlib.import_module("webui.chart_image")
+    if chart not in charts.CHARTS:
+        raise ApiError(404, f"There is no chart {chart[:100]}; the charts are {', '.join(charts.CHARTS)}.")
+    low, high = (x0, x1) if x0 is not None and x1 is not None and x0 < x1 else (None, None)
+    look = charts.Look(min(MAX_SMOOTHING, max(0.0, smoothing)), log, low, high)
+    found = state.curves(run.path / METRICS).series(MAX_POINTS, low, high)
+    marks = charts.all_events(events.read(run.path), run.checkpoints(), found)
+    return _image(charts.draw(run.name, chart, found, marks, look, kind), f"{run.id}-{chart}", kind)
+
+
+def _image_kind(kind: str) -> str:
+    """Raises ApiError."""
+    if kind not in IMAGES:
+        raise ApiError(404, f"Images are {' and '.join(IMAGES)}, not {kind[:100]}.")
+    return kind
+
+
+def _image(data: bytes, name: str, kind: str) -> Response:
+    """An SVG is downloaded and never shown as a page, where it could run scripts."""
+    how = "attachment" if kind == "svg" else "inline"
+    return Response(data, media_type=IMAGES[kind], headers=disposition(f"{name}.{kind}", how))
 
 
 def _download(text: str, name: str, kind: str) -> Response:

@@ -1,26 +1,27 @@
 // @ts-check
 // The charts of a run: uPlot on series that the server has downsampled; a zoom requests its range in full detail.
 import { get, url } from "./api.js";
+import { bestOf, createBestMark, createTooltip, drawMarks, markKey, marksAt, marksOf, textsOf } from "./chart_marks.js";
 import { el } from "./dom.js";
 import { integer, num } from "./format.js";
-import { isAlert, markText } from "./live.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
 
 export const HEIGHT = 196;
 const POINTS = 1000;
 const ZOOM_HINT = "Drag across a chart to zoom";
-const MARK = 8; // px: the height of a checkpoint's mark, and the width in which the pointer finds one
+const MARKS_HEIGHT = 14; // px: of the marks between a chart and the numbers of its x axis
 /**
- * A chart: the series `key`, and a second one over it. `optional`: shown only if the run logs the series.
+ * A chart: the series `key`, and a second one over it, of which the best point is marked if `marksBest`. The titles and
+ * names are also those of the images: chart_image.py.
  * @typedef {{ key: string, title: string, name: string, second?: string, secondName?: string, smooth?: boolean,
- *   log?: boolean, best: "lowest" | "highest", optional?: boolean }} Chart
+ *   log?: boolean, best: "lowest" | "highest", marksBest?: boolean }} Chart
  */
 /** @type {Chart[]} */
 export const CHARTS = [
-  { ...trainAndEval("loss", "Loss"), log: true, best: "lowest" },
-  { ...trainAndEval("reward_margin", "Reward margin"), optional: true },
-  { ...trainAndEval("reward_accuracy", "Reward accuracy"), optional: true },
+  { ...trainAndEval("loss", "Loss"), log: true, best: "lowest", marksBest: true },
+  trainAndEval("reward_margin", "Reward margin"),
+  { ...trainAndEval("reward_accuracy", "Reward accuracy"), marksBest: true },
   {
     key: "reward_chosen",
     title: "Rewards",
@@ -28,13 +29,12 @@ export const CHARTS = [
     second: "reward_rejected",
     secondName: "rejected",
     best: "highest",
-    optional: true,
   },
-  { ...trainAndEval("kl", "KL divergence from the reference"), optional: true },
-  { ...trainAndEval("reward_mean", "Mean reward"), optional: true },
+  trainAndEval("kl", "KL divergence from the reference"),
+  trainAndEval("reward_mean", "Mean reward"),
   { key: "learning_rate", title: "Learning rate", name: "learning rate", log: true, best: "highest" },
   { key: "grad_norm", title: "Gradient norm", name: "norm", smooth: true, log: true, best: "highest" },
-  { key: "gpu_utilization", title: "GPU utilization (%)", name: "utilization", best: "highest", optional: true },
+  { key: "gpu_utilization", title: "GPU utilization (%)", name: "utilization", best: "highest" },
   { key: "tokens_per_second", title: "Tokens per second", name: "tokens/s", smooth: true, best: "highest" },
 ];
 
@@ -83,32 +83,38 @@ export function nearest(values, index) {
   return null;
 }
 
-/** "Latest 0.31 at step 120, lowest 0.29; validation 0.33 at step 100." */
+/** "Latest 0.31 at step 120, lowest 0.29; validation 0.33 at step 100, best 0.32 at step 80." */
 function describe(chart, response, newest) {
   const last = newest[chart.key];
   if (!last) return "";
-  const best = chart.best === "lowest" ? response.min[chart.key] : response.max[chart.key];
-  const parts = [`Latest ${num(last.value)} at step ${integer(last.step)}, ${chart.best} ${num(best)}`];
+  const extreme = chart.best === "lowest" ? response.min[chart.key] : response.max[chart.key];
+  const parts = [`Latest ${num(last.value)} at step ${integer(last.step)}, ${chart.best} ${num(extreme)}`];
   const second = chart.second && newest[chart.second];
-  if (second) parts.push(`${chart.secondName} ${num(second.value)} at step ${integer(second.step)}`);
+  if (second) {
+    const point = bestOf(chart, response);
+    const when = second.step === last.step ? "" : ` at step ${integer(second.step)}`;
+    const best = point ? `, best ${num(point.value)} at step ${integer(point.step)}` : "";
+    parts.push(`${chart.secondName} ${num(second.value)}${when}${best}`);
+  }
   return `${parts.join("; ")}.`;
 }
 
 /**
- * All charts of the open run. `base()` is the run's API path, `hasEnded()` whether the run had ended, `marks()` its
- * events, `onDraw` gets the newest value of each series.
+ * All charts of the open run. `base()` is the run's API path, `hasEnded()` whether the run had ended,
+ * `happened()` its events and checkpoints, `onDraw` gets the newest value of each series.
  */
-export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDraw = (_) => {} }) {
+export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, onDraw = (_) => {} }) {
   const state = {
     base,
-    hasEnded,
-    marks,
+    marks: /** @type {import("./live.js").RunEvent[]} */ ([]),
+    range: /** @type {[number, number] | null} */ (null), // of steps, for all charts
     response: null,
     newest: {}, // key -> { step, value }
     zoom: null, // { x0, x1 } in steps, for all charts
     weight: Number(stored("fp-smooth", "0.6")),
     logScale: stored("fp-log", "no") === "yes",
     setZoom,
+    pointAt: (step, source) => cards.forEach((card) => card.pointAt(step, card === source)),
   };
   let tag = "";
   let view = 0; // a late response for another zoom is discarded
@@ -130,10 +136,11 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
   );
   const hint = el("span.fp-dim.fp-hint", {}, ZOOM_HINT);
   const reset = el("button.fp-chip", { type: "button", disabled: true, onclick: () => setZoom(null) }, "Reset zoom");
+  const key = el("div.fp-marks");
   const cards = CHARTS.map((chart) => createCard(chart, state));
   const node = el(
     "section.fp-charts",
-    { "aria-label": "Charts" },
+    { hidden: true, "aria-label": "Charts" },
     el(
       "div.fp-charts-bar",
       {},
@@ -144,6 +151,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
       log,
       reset,
     ),
+    key,
     el(
       "div.fp-charts-grid",
       {},
@@ -181,8 +189,12 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
   }
 
   function draw() {
-    // A run that ended before its first step has no charts: its log tells why.
-    node.hidden = hasEnded() && Boolean(state.response) && !Object.keys(state.response.series).length;
+    // Before its first values, a run has a log and no charts.
+    const { series = {} } = state.response || {};
+    node.hidden = !CHARTS.some((chart) => series[chart.key] || (chart.second && series[chart.second]));
+    state.marks = marksOf(happened(), state.response);
+    state.range = wholeRange(series, state.marks);
+    key.replaceChildren(...markKey(state.marks));
     for (const card of cards) card.draw();
   }
 
@@ -214,45 +226,45 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, marks, onDr
     tag = "";
     reset.disabled = true;
     view += 1;
-    cards.forEach((card) => {
-      card.clear();
-      card.draw();
-    });
+    cards.forEach((card) => card.clear());
+    draw();
     poller.start();
   }
 
   return { node, open, close: poller.stop, resume: poller.start, redraw: draw };
 }
 
-/** One chart with its legend, sentence and CSV link. @param {Chart} chart @param {any} state of createCharts */
+/** One chart with its legend, sentence and links. @param {Chart} chart @param {any} state of createCharts */
 function createCard(chart, state) {
   let plot = null;
   let curves = []; // what is drawn
 
   const legend = el("div.fp-legend", { "aria-hidden": "true" });
-  const place = el("div.fp-plot", { role: "img", "aria-label": chart.title }, el("p.fp-plot-empty", {}, ""));
+  const place = el("div.fp-plot", { role: "img", "aria-label": chart.title });
+  const tooltip = createTooltip();
+  const best = createBestMark();
   const sentence = el("p.fp-chart-text");
-  const csv = el("a.fp-quiet-link", { download: "", "aria-label": `${chart.title} as CSV` }, "CSV");
+  const links = createLinks(chart, state);
   const node = el(
     "figure.fp-chart",
-    {},
+    { hidden: true },
     el("div.fp-chart-head", {}, el("h4", {}, chart.title), el("span.fp-gap"), legend),
     place,
-    el("figcaption", {}, sentence, csv),
+    el("figcaption", {}, sentence, links.node),
   );
-  node.hidden = Boolean(chart.optional);
   new ResizeObserver(() => {
-    if (plot) plot.setSize({ width: place.clientWidth, height: HEIGHT });
+    if (plot) plot.setSize({ width: place.clientWidth, height: place.clientHeight });
     else if (state.response) draw();
   }).observe(place);
+  place.addEventListener("mouseleave", () => state.pointAt(null, null));
 
   const usesLog = () => state.logScale && chart.log;
   const positive = (y) => (usesLog() ? y.map((v) => (v > 0 ? v : null)) : y);
 
   function draw() {
-    csv.href = url(`${state.base()}/metrics.csv`);
+    links.update();
     const next = curvesOf(chart, state);
-    if (chart.optional) node.hidden = !next.length;
+    node.hidden = !next.length;
     const text = describe(chart, state.response, state.newest);
     sentence.textContent = text;
     place.setAttribute("aria-label", `${chart.title}. ${text}`);
@@ -271,29 +283,41 @@ function createCard(chart, state) {
 
   function build(data) {
     if (plot) plot.destroy();
-    place.replaceChildren();
     drawLegend(legend, curves);
-    plot = new window.uPlot(plotOptions(place.clientWidth, usesLog(), curves, state, pointed), data, place);
+    const onDraw = (u) => best.place(u, bestOf(chart, state.response));
+    const options = plotOptions(place, usesLog(), curves, state, { pointed, onDraw });
+    place.replaceChildren();
+    plot = new window.uPlot(options, data, place);
+    plot.over.append(best.node);
+    place.append(tooltip.node);
   }
 
+  /** The pointer has moved over this chart, or over another one, which says so itself. */
   function pointed(u) {
-    const i = u.cursor.idx;
-    const outside = i === null || i === undefined || u.cursor.left < 0;
-    const mark = outside ? null : markAt(u, state.marks());
-    const step = outside ? "" : `step ${integer(u.data[0][i])}`;
-    legend.firstChild.textContent = mark ? `step ${integer(mark.step)}: ${markText(mark)}` : step;
+    if (u.cursor.left >= 0 && u.cursor.idx !== null && place.matches(":hover")) {
+      state.pointAt(u.data[0][u.cursor.idx], card);
+    }
+  }
+
+  /** Show the values at a step, which is the same one in all charts; `own`: the pointer is in this one. */
+  function pointAt(step, own) {
+    if (!plot) return;
+    const outside = step === null;
+    const i = outside ? 0 : plot.valToIdx(step);
+    legend.firstChild.textContent = outside ? "" : `step ${integer(step)}`;
     curves.forEach((_, n) => {
-      legend.children[n + 1].lastChild.textContent = outside ? "" : num(nearest(u.data[n + 1], i));
+      legend.children[n + 1].lastChild.textContent = outside ? "" : num(nearest(plot.data[n + 1], i));
     });
+    tooltip.show(plot, own && !outside ? textsOf(marksAt(plot, state.marks), chart, state.response) : []);
   }
 
   function clear() {
     if (plot) plot.destroy();
     plot = null;
     curves = [];
+    node.hidden = true;
     legend.replaceChildren();
-    const text = state.hasEnded() ? "This run logged no values." : "Values appear after the first logging step.";
-    place.replaceChildren(el("p.fp-plot-empty", {}, text));
+    place.replaceChildren();
   }
 
   function rebuild() {
@@ -307,7 +331,38 @@ function createCard(chart, state) {
     if (plot && state.zoom) plot.setScale("x", { min: state.zoom.x0, max: state.zoom.x1 });
   }
 
-  return { node, draw, clear, rebuild, applyZoom };
+  const card = { node, draw, clear, rebuild, applyZoom, pointAt };
+  return card;
+}
+
+/** Links to the values of a run, and to images of a chart as it is shown. */
+function createLinks(chart, state) {
+  const link = (kind) => el("a.fp-quiet-link", { download: "", "aria-label": `${chart.title} as ${kind}` }, kind);
+  const [csv, png, svg] = ["CSV", "PNG", "SVG"].map(link);
+  function update() {
+    const shown = new URLSearchParams();
+    if (chart.smooth && state.weight > 0) shown.set("smoothing", String(state.weight));
+    if (chart.log && state.logScale) shown.set("log", "true");
+    if (state.zoom) for (const [name, step] of Object.entries(state.zoom)) shown.set(name, String(step));
+    csv.href = url(`${state.base()}/metrics.csv`);
+    png.href = url(`${state.base()}/charts/${chart.key}.png?${shown}`);
+    svg.href = url(`${state.base()}/charts/${chart.key}.svg?${shown}`);
+  }
+  return { node: el("span.fp-chart-links", {}, csv, png, svg), update };
+}
+
+/**
+ * From the first to the last step of all series, so that the charts are in line; with a restart before that, and with a
+ * checkpoint after that.
+ * @returns {[number, number] | null}
+ */
+function wholeRange(series, marks) {
+  const all = Object.values(series).filter(({ x }) => x.length);
+  if (!all.length) return null;
+  const stepsOf = (kind) => marks.filter((mark) => mark.kind === kind).map((mark) => mark.step);
+  const first = Math.min(...all.map(({ x }) => x[0]), ...stepsOf("resumed"));
+  const last = Math.max(...all.map(({ x }) => x[x.length - 1]), ...stepsOf("saved"));
+  return [first, last];
 }
 
 /** The curves of a chart in drawing order: [{ name, stroke, x, y, width, points }]. */
@@ -336,10 +391,11 @@ function drawLegend(legend, curves) {
     key.style.background = curve.stroke;
     return el("span", {}, curves.length > 1 ? key : null, curves.length > 1 ? curve.name : null, el("b"));
   };
+  legend.classList.toggle("fp-single", curves.length === 1);
   legend.replaceChildren(el("span.fp-legend-step"), ...curves.map(entry));
 }
 
-function plotOptions(width, logScale, curves, state, pointed) {
+function plotOptions(place, logScale, curves, state, { pointed, onDraw }) {
   const grid = { stroke: color("--fp-grid"), width: 1 };
   const font = "11px system-ui, sans-serif";
   const axis = { stroke: color("--fp-dim"), font, grid, ticks: { show: false }, gap: 6 };
@@ -350,16 +406,23 @@ function plotOptions(width, logScale, curves, state, pointed) {
     return { stroke: c.stroke, width: c.width, spanGaps: false, points };
   };
   return {
-    width,
-    height: HEIGHT,
+    width: place.clientWidth,
+    height: place.clientHeight,
     padding: [10, 26, 0, 0],
     legend: { show: false },
     scales: {
-      x: { time: false, range: (u, from, to) => stepRange(state.zoom, from, to) },
+      x: { time: false, range: (u, from, to) => stepRange(state, from, to) },
       y: { distr: logScale ? 3 : 1 },
     },
     axes: [
-      { ...axis, size: 26, space: 70, incrs: steps, values: (u, all) => all.map(integer) },
+      {
+        ...axis,
+        size: 26 + MARKS_HEIGHT,
+        gap: 6 + MARKS_HEIGHT,
+        space: 70,
+        incrs: steps,
+        values: (u, all) => all.map(integer),
+      },
       { ...axis, size: 54, space: 34, values: (u, all) => all.map((v) => (v === null ? "" : tickText(v))) },
     ],
     series: [{}, ...curves.map(series)],
@@ -373,41 +436,17 @@ function plotOptions(width, logScale, curves, state, pointed) {
     hooks: {
       setSelect: [(u) => selected(u, state)],
       setCursor: [pointed],
-      drawClear: [(u) => drawMarks(u, state.marks())],
+      drawClear: [(u) => drawMarks(u, state.marks, color)],
+      draw: [onDraw],
     },
   };
 }
 
-/** Alerts and resumes are lines over the chart's height, checkpoints short ones at its bottom. */
-function drawMarks(u, marks) {
-  const { ctx, bbox } = u;
-  const ratio = window.devicePixelRatio;
-  ctx.save();
-  ctx.lineWidth = ratio;
-  for (const mark of marks) {
-    const x = Math.round(u.valToPos(mark.step, "x", true));
-    if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    const bottom = bbox.top + bbox.height;
-    ctx.strokeStyle = color(isAlert(mark) ? "--fp-warn" : "--fp-dim");
-    ctx.setLineDash(mark.kind === "resumed" ? [4 * ratio, 4 * ratio] : []);
-    ctx.beginPath();
-    ctx.moveTo(x, mark.kind === "saved" ? bottom - MARK * ratio : bbox.top);
-    ctx.lineTo(x, bottom);
-    ctx.stroke();
-  }
-  ctx.restore();
-}
-
-/** The mark under the pointer; alerts before the others. */
-function markAt(u, marks) {
-  const near = marks.filter((mark) => Math.abs(u.valToPos(mark.step, "x") - u.cursor.left) <= MARK / 2);
-  return near.find(isAlert) || near.at(-1);
-}
-
-function stepRange(zoom, from, to) {
+function stepRange({ zoom, range }, from, to) {
   if (zoom) return [zoom.x0, zoom.x1];
-  if (from === null) return [0, 1];
-  return from === to ? [Math.max(0, from - 1), to + 1] : [from, to];
+  const [first, last] = range || [from, to];
+  if (first === null) return [0, 1];
+  return first === last ? [Math.max(0, first - 1), last + 1] : [first, last];
 }
 
 function selected(u, state) {

@@ -4,13 +4,14 @@ import { el } from "./dom.js";
 import { bytes, integer, num, percent } from "./format.js";
 
 const SHOWN_ALERTS = 4;
-const MARKS = { saved: "checkpoint saved", resumed: "resumed" };
+const MARKS = { saved: "checkpoint saved", resumed: "resumed", evaluation: "evaluation" };
 
 /** @typedef {{ kind: string, step: number, text: string }} RunEvent */
 
 export const isAlert = (/** @type {RunEvent} */ { kind }) => !(kind in MARKS);
 /** What a mark on a chart says. @param {RunEvent} event */
-export const markText = (event) => MARKS[event.kind] || event.kind;
+export const markText = ({ kind, step }) =>
+  kind === "resumed" && step <= 0 ? "restarted at step 0" : MARKS[kind] || kind;
 
 /** @param {RunEvent[]} events @returns {Node[]} the newest alerts first */
 export function alertParts(events) {

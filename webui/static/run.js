@@ -59,7 +59,7 @@ function buildPage(place) {
     hasEnded: ended,
     isVisible,
     onTrouble: troubleOf("charts"),
-    marks: () => (run && run.events) || [],
+    happened: () => ({ events: run?.events || [], checkpoints: run?.checkpoints || [] }),
     onDraw: (newest) => {
       page.latest = newest;
       drawCards();
@@ -256,6 +256,7 @@ function draw() {
   drawIfChanged("annotations", run.annotations, drawNotes);
   drawIfChanged("failure", run.failure, drawFailure);
   drawIfChanged("events", run.events, drawEvents);
+  drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged("model", run.model, drawModel);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);

@@ -9,6 +9,7 @@ import { hasEnded } from "./run_state.js";
 const SHOWN_SAMPLES = 3;
 const FILES = [
   ["Report", "report.png"],
+  ["Report as SVG", "report.svg"],
   ["Metrics", "metrics.csv"],
   ["Log", "log.txt"],
   ["Configuration", "spec.yaml"],

@@ -1,0 +1,265 @@
+"""The charts of a run's page: loss with its best evaluation, marks, one cursor in all charts, and downloads."""
+
+import json
+import re
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.machine import probe
+from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, LOG, METRICS, SPEC, Plan
+from backend.runs.folder import Run
+
+sys.path.append(str(Path(__file__).parent.parent / "unit"))
+from failed_runs import ended, planted_run
+
+SPEC_OPTIONS = {"method.kind": "full", "model.builtin": "tiny-llama"}
+WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
+STEPS = 100
+EVALUATIONS = {20: 3.0, 40: 2.0, 60: 1.5, 80: 2.5, 100: 2.75}  # the best one is at step 60
+HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), ("resumed", 70, "")]
+SLOW = 60_000
+
+
+def lines(*values):
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def plant(server, name="curves", steps=STEPS):
+    """A finished run whose values are simple functions of the step. The learning rate is logged every 10 steps."""
+    run = planted_run(server.runs, edit(RunSpec(), SPEC_OPTIONS), probe(Path.cwd()), name)
+    points = []
+    for step in range(1, steps + 1):
+        points.append({"step": step, "loss": 5 - step / 25, "grad_norm": step / 4})
+        if step % 10 == 0:
+            points[-1]["learning_rate"] = step / 1000
+        if step in EVALUATIONS:
+            points.append({"step": step, "eval_loss": EVALUATIONS[step]})
+    (run.path / METRICS).write_text(lines(*points))
+    happened = [{"kind": kind, "step": step, "time": 1, "text": text} for kind, step, text in HAPPENED]
+    (run.path / EVENTS).write_text(lines(*happened))
+    return ended(run, end="done", exit_code=0)
+
+
+def chart(page, title):
+    return page.locator("#fp-run-page .fp-chart").filter(has=page.get_by_role("heading", name=title, exact=True))
+
+
+def open_run(server, page, run, theme="light"):
+    page.goto(f"{server.url}/?tab=run&run={run.id}&__theme={theme}")
+    expect(chart(page, "Loss").locator(".u-over")).to_be_visible(timeout=SLOW)
+    return chart(page, "Loss")
+
+
+def point_at(page, found, step):
+    """Move the pointer to a step of a chart that shows steps 1 to STEPS."""
+    over = found.locator(".u-over")
+    over.hover(position={"x": over.bounding_box()["width"] * (step - 1) / (STEPS - 1), "y": 20})
+
+
+def pixel(found, step, below):
+    """The color of the chart's canvas at a step, `below` pixels under the plot."""
+    return found.locator("canvas").evaluate(
+        """(canvas, [part, below]) => {
+            const over = canvas.parentElement.querySelector(".u-over");
+            const ratio = devicePixelRatio;
+            const x = Math.round((over.offsetLeft + part * over.clientWidth) * ratio);
+            const y = Math.round((over.offsetTop + over.clientHeight + below) * ratio);
+            const found = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
+            return found[3] < 100 ? null : [...found].slice(0, 3);
+        }""",
+        [(step - 1) / (STEPS - 1), below],
+    )
+
+
+def css_color(page, name):
+    return page.evaluate(
+        """(name) => {
+            const node = document.createElement("i");
+            node.style.color = `var(${name})`;
+            document.body.append(node);
+            const found = getComputedStyle(node).color.match(/\\d+/g).map(Number);
+            node.remove();
+            return found;
+        }""",
+        name,
+    )
+
+
+def luminance(color):
+    parts = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_training_and_validation_loss_with_the_best_point(server, page, theme):
+    loss = open_run(server, page, plant(server), theme)
+    assert page.evaluate("document.body.classList.contains('dark')") == (theme == "dark")
+    expect(loss.locator(".fp-legend")).to_have_text("trainsmoothedvalidation")
+    keys = loss.locator(".fp-legend i")
+    shown = [keys.nth(n).evaluate("node => getComputedStyle(node).backgroundColor") for n in range(3)]
+    assert len(set(shown)) == 3
+    panel, train, validation = (css_color(page, name) for name in ("--fp-panel", "--fp-accent", "--fp-second"))
+    assert min(contrast(panel, train), contrast(panel, validation)) > 3, "WCAG 1.4.11"
+    expect(loss.locator(".fp-chart-text")).to_have_text(
+        "Latest 1 at step 100, lowest 1; validation 2.75, best 1.5 at step 60."
+    )
+    best, over = loss.locator(".fp-best-point"), loss.locator(".u-over").bounding_box()
+    expect(best).to_have_text("best")
+    assert best.evaluate("node => node.offsetLeft") == pytest.approx(over["width"] * 59 / 99, abs=1.5)
+    # The ring is where the curve is: the canvas has the color of the validation curve in its center.
+    below = best.evaluate("node => node.offsetTop - node.parentElement.clientHeight")
+    assert pixel(loss, 60, below) == pytest.approx(validation, abs=8)
+    expect(chart(page, "Gradient norm").locator(".fp-best-point")).to_be_hidden()
+
+
+def test_events_are_marks_with_a_tooltip(server, page):
+    loss = open_run(server, page, plant(server))
+    expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restartedAlert")
+    dim, second, warn = (css_color(page, name) for name in ("--fp-dim", "--fp-second", "--fp-warn"))
+    assert pixel(loss, 40, 7) == pytest.approx(dim, abs=8), "the triangle of a checkpoint"
+    assert pixel(loss, 20, 12) == pytest.approx(second, abs=8), "the dot of an evaluation"
+    assert pixel(loss, 50, -1) == pytest.approx(warn, abs=60), "the line of an alert"
+    assert pixel(loss, 30, 7) is None and pixel(loss, 30, 12) is None
+    tooltip = loss.locator(".fp-tooltip")
+    for step, texts in (
+        (20, ["Step 20", "Evaluation: validation 3"]),
+        (40, ["Step 40", "Checkpoint saved", "Evaluation: validation 2"]),
+        (50, ["Step 50", "Loss spike: The loss rose to 9."]),
+        (70, ["Step 70", "Resumed"]),
+    ):
+        point_at(page, loss, step)
+        expect(tooltip.locator("> *")).to_have_text(texts)
+        expect(chart(page, "Gradient norm").locator(".fp-tooltip")).to_be_hidden()
+    point_at(page, loss, 30)
+    expect(tooltip).to_be_hidden()
+
+
+def test_checkpoints_and_restarts_without_events(server, page):
+    """LLaMA-Factory writes no events; the run's folder and its metrics say the same."""
+    run = plant(server)
+    (run.path / EVENTS).unlink()
+    metrics = (run.path / METRICS).read_text()
+    (run.path / METRICS).write_text(lines({"event": "resumed", "step": 0, "time": 1}) + metrics)
+    saved = run.path / CHECKPOINTS / f"checkpoint-{STEPS + 10}"
+    saved.mkdir(parents=True)
+    (saved / COMPLETE).write_text("{}")
+    loss = open_run(server, page, run)
+    expect(page.locator(".fp-marks")).to_have_text("CheckpointEvaluationResumed or restarted")
+    over, tooltip = loss.locator(".u-over"), loss.locator(".fp-tooltip > *")
+    over.hover(position={"x": 1, "y": 20})
+    expect(tooltip).to_have_text(["Step 0", "Restarted at step 0"])
+    over.hover(position={"x": over.bounding_box()["width"] - 1, "y": 20})
+    expect(tooltip).to_have_text([f"Step {STEPS + 10}", "Checkpoint saved"])
+
+
+def test_text_of_events_never_becomes_html(server, page):
+    run = plant(server)
+    event = {"kind": "<b>spike</b>", "step": 50, "time": 1, "text": "<img src=x onerror=alert(1)>"}
+    (run.path / EVENTS).write_text(lines(event))
+    loss = open_run(server, page, run)
+    point_at(page, loss, 50)
+    expect(loss.locator(".fp-tooltip")).to_contain_text("<img src=x onerror=alert(1)>")
+    expect(loss.locator(".fp-tooltip img")).to_have_count(0)
+
+
+def test_one_cursor_in_all_charts(server, page):
+    loss = open_run(server, page, plant(server))
+    norm, rate = chart(page, "Gradient norm"), chart(page, "Learning rate")
+    for source, step in ((loss, 48), (norm, 76), (rate, 30)):
+        point_at(page, source, step)
+        for found in (loss, norm, rate):
+            expect(found.locator(".fp-legend-step")).to_have_text(f"step {step}")
+            over = found.locator(".u-over").bounding_box()
+            line = found.locator(".u-cursor-x").bounding_box()
+            at = (line["x"] + line["width"] - over["x"]) / over["width"]
+            assert at == pytest.approx((step - 1) / (STEPS - 1), abs=0.006)
+        # The values of all charts are those of the step, or of the nearest one with a value.
+        expect(loss.locator(".fp-legend b").first).to_have_text(f"{5 - step / 25:g}")
+        expect(norm.locator(".fp-legend b").first).to_have_text(f"{step / 4:g}")
+        expect(rate.locator(".fp-legend b").first).to_have_text(f"{round(step, -1) / 1000:g}")
+    page.mouse.move(5, 5)
+    for found in (loss, norm, rate):
+        expect(found.locator(".fp-legend-step")).to_have_text("")
+
+
+def test_a_chart_is_downloaded_as_it_is_shown(server, page):
+    run = plant(server)
+    loss = open_run(server, page, run)
+
+    def svg():
+        response = page.request.get(loss.get_by_role("link", name="Loss as SVG").get_attribute("href"))
+        assert response.ok and response.headers["content-type"].startswith("image/svg+xml")
+        return response.text()
+
+    with page.expect_download() as download:
+        loss.get_by_role("link", name="Loss as PNG").click()
+    assert download.value.suggested_filename == f"{run.id}-loss.png"
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+    first = svg()
+    assert ">train, smoothed<" in first and ">best validation, 1.5 at step 60<" in first
+    assert all(f">{name}<" in first for name in ("checkpoint", "evaluation", "resumed", "alert"))
+    page.locator("#fp-run-page").get_by_label("Smoothing").fill("0")
+    assert ">train, smoothed<" not in svg()
+    linear = svg()
+    page.locator("#fp-run-page").get_by_role("button", name="Log scale").click()
+    assert svg() != linear
+    over = loss.locator(".u-over").bounding_box()
+    page.mouse.move(over["x"] + over["width"] * 9 / 99, over["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(over["x"] + over["width"] * 28 / 99, over["y"] + 30, steps=4)
+    page.mouse.up()
+    expect(loss.get_by_role("link", name="Loss as SVG")).to_have_attribute("href", re.compile("x0="))
+    assert ">checkpoint<" not in svg()
+
+
+def test_before_the_first_values_the_log_comes_first(server, page):
+    run = Run.create(server.runs, "early", Plan(("python3", "-c", WAITS), files={SPEC: ""}), datetime.now())
+    run.start()
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    with (run.path / LOG).open("a") as file:
+        file.write("loading the model\n")
+    expect(page.locator(".fp-log")).to_contain_text("loading the model", timeout=SLOW)
+    charts, shown = page.locator("#fp-run-page .fp-charts"), page.locator("#fp-run-page .fp-chart:visible h4")
+    expect(charts).to_be_hidden()
+    with (run.path / METRICS).open("a") as file:
+        file.write(lines({"step": 1, "loss": 2.0}))
+    expect(shown).to_have_text(["Loss"])
+    with (run.path / METRICS).open("a") as file:
+        file.write(lines({"step": 2, "loss": 2.0, "grad_norm": 1.0}))
+    expect(shown).to_have_text(["Loss", "Gradient norm"])
+    run.stop(save=False)
+    while run.state == "stopping":
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_nothing_is_wider_than_the_page(server, page, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    run = plant(server)
+    first = 12_300  # and values with four digits
+    points = [{"step": first + step, "loss": 1.2345 + step / 1000} for step in range(1, STEPS + 1)]
+    (run.path / EVENTS).unlink()
+    (run.path / METRICS).write_text(lines(*points, *({"step": first + s, "eval_loss": 1 / s} for s in (40, 90))))
+    loss = open_run(server, page, run)
+    point_at(page, loss, 40)
+    expect(loss.locator(".fp-tooltip")).to_contain_text("Step 12,340")
+    expect(loss.locator(".fp-legend-step")).to_have_text("step 12,340")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    box = loss.locator(".fp-tooltip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    legend, step = loss.locator(".fp-legend"), loss.locator(".fp-legend-step").bounding_box()
+    assert legend.evaluate("node => node.scrollWidth <= node.clientWidth"), "no value is cut off"
+    figure = loss.bounding_box()
+    assert figure["x"] <= step["x"] and step["x"] + step["width"] <= figure["x"] + figure["width"]

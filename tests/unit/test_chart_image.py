@@ -1,0 +1,153 @@
+"""The image of one chart of a run: what it shows, and that it agrees with the page's charts."""
+
+import json
+import re
+from datetime import datetime
+from xml.etree import ElementTree
+
+import pytest
+from small import client
+
+from backend.paths import HOME
+from backend.runs import EVENTS, METRICS, SPEC, Plan
+from backend.runs.folder import Run
+from webui import chart_image
+from webui.curves import Curves
+
+NAME = "<script>alert(1)</script> $x$"
+DEFAULT = chart_image.Look()
+EVENTS_OF_RUN = [("saved", 20), ("loss spike", 30), ("resumed", 20)]
+
+
+def texts(svg):
+    return [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def write(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+def series(tmp_path, *points):
+    write(tmp_path / "m", *points)
+    curves = Curves(tmp_path / "m")
+    curves.read()
+    return curves.series()
+
+
+def loss(tmp_path):
+    points = [{"step": step, "loss": 2 + step % 3} for step in range(1, 41)]
+    return series(tmp_path, *points, *({"step": s, "eval_loss": 1 + abs(s - 20) / 100} for s in (10, 20, 30, 40)))
+
+
+def draw(found, key="loss", events=(), look=DEFAULT, kind="svg"):
+    return chart_image.draw(NAME, key, found, events, look, kind)
+
+
+def test_the_loss_has_both_curves_the_best_evaluation_and_events(tmp_path):
+    found = loss(tmp_path)
+    events = [{"kind": kind, "step": step} for kind, step in EVENTS_OF_RUN]
+    shown = texts(draw(found, events=chart_image.all_events(events, [], found)))
+    names = ["train", "validation", "best validation, 1 at step 20", "checkpoint", "evaluation", "resumed", "alert"]
+    assert [text for text in shown if text in names] == names
+    assert f"Loss: {NAME}" in shown
+    assert b"<script" not in draw(found)
+    assert draw(found, kind="png").startswith(b"\x89PNG")
+
+
+def test_smoothing_zoom_and_log_scale_are_those_of_the_page(tmp_path):
+    found = loss(tmp_path)
+    assert "train, smoothed" in texts(draw(found, look=chart_image.Look(weight=0.5)))
+    assert "train, smoothed" not in texts(draw(found))
+    events = [{"kind": "saved", "step": 5}]
+    assert "checkpoint" in texts(draw(found, events=events))
+    zoomed = texts(draw(found, events=events, look=chart_image.Look(low=10, high=20)))
+    assert "checkpoint" not in zoomed and "20" in zoomed and "40" not in zoomed
+    assert draw(found, look=chart_image.Look(log=True)) != draw(found)
+    speed = series(tmp_path, {"step": 1, "tokens_per_second": 5}, {"step": 2, "tokens_per_second": 50})
+    linear = [draw(speed, "tokens_per_second", look=chart_image.Look(log=log)) for log in (False, True)]
+    assert texts(linear[0]) == texts(linear[1]), "the page draws the throughput on a linear scale"
+
+
+def test_an_image_without_values(tmp_path):
+    assert "No values were logged" in texts(draw(series(tmp_path), "kl"))
+
+
+def test_one_evaluation_is_not_the_best(tmp_path):
+    shown = texts(draw(series(tmp_path, {"step": 1, "loss": 2}, {"step": 1, "eval_loss": 2})))
+    assert "validation" in shown and not any("best" in text for text in shown)
+
+
+def test_events_are_listed_once(tmp_path):
+    found = series(tmp_path, {"step": 1, "eval_loss": 2, "eval_kl": 1}, {"event": "resumed", "step": 1})
+    events = [{"kind": "saved", "step": 1, "text": "Saved."}, {"kind": "resumed", "step": 1, "text": ""}]
+    marks = chart_image.all_events(events, [1, 9], found)
+    assert [(mark["kind"], mark["step"]) for mark in marks] == [
+        ("saved", 1), ("resumed", 1), ("saved", 9), ("evaluation", 1),
+    ]  # fmt: skip
+
+
+def test_smoothed_has_no_bias_at_the_start():
+    assert chart_image.smoothed([1, 2, 3], [4.0, 4.0, 4.0], 0.9)[1] == pytest.approx([4, 4, 4])
+    assert chart_image.smoothed([1, 2], [0.0, 3.0], 0.5)[1] == pytest.approx([0, 2])
+    steps, values = chart_image.smoothed(range(800), [1.0, 3.0] * 400, 0.5)
+    assert (len(steps), steps[0], steps[-1]) == (400, 1, 799) and values == pytest.approx([2] * 400)
+
+
+def test_the_charts_are_those_of_the_page():
+    script = (HOME / "webui/static/charts.js").read_text()
+    table = script[script.index("export const CHARTS") : script.index("@returns {Chart}")]
+    rows = re.split(r'(?=trainAndEval\("|key: ")', table)[1:]
+    assert len(rows) == len(chart_image.CHARTS)
+    for row, (key, chart) in zip(rows, chart_image.CHARTS.items(), strict=True):
+        both = row.startswith("trainAndEval")
+        assert f'"{key}", "{chart.title}"' in row if both else f'key: "{key}"' in row and f'"{chart.title}"' in row
+        flags = [both or "smooth: true" in row, "log: true" in row, "marksBest: true" in row]
+        assert flags == [chart.smooth, chart.log, bool(chart.best)], key
+        assert chart.second == f"eval_{key}" if both else f'second: "{chart.second}"' in row or not chart.second
+
+
+# -- the route ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def api(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with client(tmp_path / "runs") as opened:
+        yield opened
+
+
+@pytest.fixture
+def base(tmp_path, api):
+    run = Run.create(tmp_path / "runs", "try", Plan(("true",), files={SPEC: ""}), datetime(2026, 11, 24))
+    write(run.path / METRICS, *({"step": step, "loss": 2 + step % 3} for step in range(1, 41)))
+    write(run.path / EVENTS, {"kind": "saved", "step": 7, "text": "Saved.", "time": 1})
+    return f"/api/runs/{run.id}"
+
+
+def test_both_kinds_are_downloaded(api, base):
+    svg = api.get(f"{base}/charts/loss.svg")
+    assert svg.headers["content-type"].startswith("image/svg+xml") and "checkpoint" in texts(svg.content)
+    assert svg.headers["content-disposition"] == f'attachment; filename="{base.rpartition("/")[2]}-loss.svg"'
+    png = api.get(f"{base}/charts/loss.png")
+    assert png.headers["content-type"] == "image/png" and png.content.startswith(b"\x89PNG")
+    report = api.get(f"{base}/report.svg")
+    assert report.headers["content-disposition"].startswith("attachment;") and "train, smoothed" in texts(
+        report.content
+    )
+
+
+def test_parameters_of_the_page(api, base):
+    assert "train, smoothed" in texts(api.get(f"{base}/charts/loss.svg?smoothing=0.6").content)
+    assert "train, smoothed" in texts(api.get(f"{base}/charts/loss.svg?smoothing=1e9").content)
+    plain = texts(api.get(f"{base}/charts/loss.svg").content)
+    assert "train, smoothed" not in plain and "40" in plain
+    zoomed = texts(api.get(f"{base}/charts/loss.svg?x0=10&x1=20").content)
+    assert "checkpoint" not in zoomed and "40" not in zoomed
+    assert texts(api.get(f"{base}/charts/loss.svg?x0=20&x1=10").content) == plain, "no range"
+    assert api.get(f"{base}/charts/loss.svg?log=true").content != api.get(f"{base}/charts/loss.svg").content
+
+
+@pytest.mark.parametrize("part", ["charts/nothing.png", "charts/loss.pdf", "charts/loss", "report.pdf", "report.json"])
+def test_unknown_images_are_404(api, base, part):
+    response = api.get(f"{base}/{part}")
+    assert response.status_code == 404 and response.json()["error"]

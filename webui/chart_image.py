@@ -1,0 +1,154 @@
+"""An image of one chart of a run as the page shows it: with its zoom, smoothing and log scale, as PNG or SVG.
+
+Imports matplotlib, so it is imported with the first request, as `run_image`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from backend.runs.events import RESUMED, SAVED
+from webui.run_image import DIM, EVAL, INK, TRAIN, encode, mark_best, style_axes
+
+INCHES, DPI = (8.0, 4.0), 150
+PALE = "#abc1f2"
+ALERT = "#92500a"
+MAX_SMOOTHED = 400  # points of a smoothed curve; a longer one is averaged first
+EVALUATION_PREFIX = "eval_"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of CHARTS in static/charts.js: its title, the names of its two series, and the key of the second."""
+
+    title: str
+    name: str
+    second: str = ""
+    second_name: str = ""
+    smooth: bool = False
+    log: bool = False
+    best: str = ""  # min or max: which evaluation is marked
+
+
+def _train_and_eval(key: str, title: str, log: bool = False, best: str = "") -> Chart:
+    return Chart(title, "train", EVALUATION_PREFIX + key, "validation", smooth=True, log=log, best=best)
+
+
+CHARTS: Mapping[str, Chart] = {
+    "loss": _train_and_eval("loss", "Loss", log=True, best="min"),
+    "reward_margin": _train_and_eval("reward_margin", "Reward margin"),
+    "reward_accuracy": _train_and_eval("reward_accuracy", "Reward accuracy", best="max"),
+    "reward_chosen": Chart("Rewards", "chosen", "reward_rejected", "rejected"),
+    "kl": _train_and_eval("kl", "KL divergence from the reference"),
+    "reward_mean": _train_and_eval("reward_mean", "Mean reward"),
+    "learning_rate": Chart("Learning rate", "learning rate", log=True),
+    "grad_norm": Chart("Gradient norm", "norm", smooth=True, log=True),
+    "gpu_utilization": Chart("GPU utilization (%)", "utilization"),
+    "tokens_per_second": Chart("Tokens per second", "tokens/s", smooth=True),
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the page shows its charts."""
+
+    weight: float = 0.0  # of the smoothing, 0 to 0.99
+    log: bool = False
+    low: float | None = None  # the first and the last step of a zoom
+    high: float | None = None
+
+
+def draw(
+    name: str, key: str, found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], look: Look, kind: str
+) -> bytes:
+    """The chart `key` of the run `name`. `found`: what Curves.series returns for the range; `kind`: png or svg."""
+    chart, series = CHARTS[key], found["series"]
+    figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    # parse_math off: dollar signs in a name are not TeX.
+    figure.suptitle(f"{chart.title}: {name}", color=INK, weight="bold", fontsize=11, parse_math=False)
+    if key in series:
+        _first_curve(axes, chart, series[key], look.weight)
+    if chart.second in series:
+        second = series[chart.second]
+        axes.plot(
+            second["x"], second["y"], color=EVAL, linewidth=1.6, marker="o", markersize=3, label=chart.second_name
+        )
+        if chart.best and len(second["x"]) > 1:
+            mark_best(axes, found[f"{chart.best}_step"][chart.second], found[chart.best][chart.second])
+    if chart.log and look.log:
+        axes.set_yscale("log")
+    if not axes.has_data():
+        axes.text(0.5, 0.5, "No values were logged", transform=axes.transAxes, ha="center", color=DIM)
+    else:
+        first, last = axes.get_xlim() if look.low is None or look.high is None else (look.low, look.high)
+        axes.set_xlim(first, last)
+        _marks(axes, [event for event in events if first <= event["step"] <= last])
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+    axes.set_xlabel("step", color=DIM)
+    style_axes(axes)
+    return encode(figure, kind)
+
+
+def all_events(
+    events: Sequence[Mapping[str, Any]], checkpoints: Sequence[int], found: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Kind and step of what the page marks: the events, the checkpoints and resumes that have none, and evaluations."""
+    marks = [(event["kind"], event["step"]) for event in events]
+    marks += [(SAVED, step) for step in checkpoints]
+    marks += [(RESUMED, step) for step in found["resumed"]]
+    for key, line in found["series"].items():
+        marks += [("evaluation", step) for step in line["x"] if key.startswith(EVALUATION_PREFIX)]
+    return [{"kind": kind, "step": step} for kind, step in dict.fromkeys(marks)]
+
+
+def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[list[float], list[float]]:
+    """As `smoothed` in charts.js: a bias-corrected exponential moving average over means of 2^k points."""
+    window = 2 ** max(0, math.ceil(math.log2(len(x) / MAX_SMOOTHED)))
+    steps, values = [], []
+    mean = total = 0.0
+    for i in range(0, len(x), window):
+        part = y[i : i + window]
+        mean = mean * weight + sum(part) / len(part) * (1 - weight)
+        total = total * weight + (1 - weight)
+        steps.append(x[min(len(x), i + window) - 1])
+        values.append(mean / total)
+    return steps, values
+
+
+def _first_curve(axes: Axes, chart: Chart, line: Mapping[str, Sequence[float]], weight: float) -> None:
+    x, y = line["x"], line["y"]
+    if chart.smooth and weight > 0 and len(x) > 2:
+        axes.plot(x, y, color=PALE, linewidth=0.8, label=chart.name)
+        axes.plot(*smoothed(x, y, weight), color=TRAIN, linewidth=1.8, label=f"{chart.name}, smoothed")
+    else:
+        axes.plot(x, y, color=TRAIN, linewidth=1.6, marker="o" if len(x) == 1 else None, label=chart.name)
+
+
+def _marks(axes: Axes, events: Sequence[Mapping[str, Any]]) -> None:
+    """Checkpoints and evaluations in two rows at the x axis, as both often have the same step; lines for the others."""
+
+    def steps(kind: str) -> list[float]:
+        return [event["step"] for event in events if event["kind"] == kind]
+
+    rows = ((SAVED, "^", DIM, "checkpoint", 0.03), ("evaluation", "o", EVAL, "evaluation", 0.0))
+    for kind, marker, color, name, height in rows:
+        if at := steps(kind):
+            style: dict[str, Any] = {
+                "linestyle": "none",
+                "marker": marker,
+                "markersize": 4,
+                "clip_on": False,
+                "zorder": 3,
+            }
+            axes.plot(at, [height] * len(at), color=color, transform=axes.get_xaxis_transform(), label=name, **style)
+    alerts = [event["step"] for event in events if event["kind"] not in (SAVED, RESUMED, "evaluation")]
+    for at, color, line, name in ((steps(RESUMED), DIM, "--", "resumed"), (alerts, ALERT, "-", "alert")):
+        for number, step in enumerate(at):
+            axes.axvline(step, color=color, linewidth=0.8, linestyle=line, label=None if number else name)
