@@ -10,7 +10,16 @@ import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
 import { modelParts } from "./run_model.js";
-import { cardNode, detailParts, downloadLinks, fold, resultCards, sampleParts } from "./run_results.js";
+import {
+  cardNode,
+  detailParts,
+  downloadLinks,
+  fold,
+  placementOf,
+  placementParts,
+  resultCards,
+  sampleParts,
+} from "./run_results.js";
 import { editNotes, tagList } from "./runs_actions.js";
 import { createStacks } from "./stacks.js";
 import { createSweep } from "./sweep.js";
@@ -72,6 +81,7 @@ function buildPage(place) {
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
   page.model = el("section.fp-panel.fp-model", { hidden: true, "aria-label": "Your model" });
+  page.placement = el("section.fp-panel.fp-run-placement", { hidden: true, "aria-label": "Memory of each device" });
   page.alerts = el("section.fp-panel.fp-alerts", { hidden: true, "aria-label": "Alerts" });
   page.ranks = el("div.fp-ranks");
   page.ranksFold = fold("Ranks", page.ranks);
@@ -90,6 +100,7 @@ function buildPage(place) {
     page.sweep.node,
     page.charts.node,
     page.log.node,
+    page.placement,
     page.details,
   );
   page.empty = el(
@@ -259,6 +270,7 @@ function draw() {
   drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged("model", run.model, drawModel);
+  drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
   const details = { spec, command, joining, yaml, script, checkpoints, result, estimate };
@@ -348,6 +360,11 @@ function drawEvents(events) {
 function drawRanks(monitor) {
   page.ranksFold.hidden = !monitor.ranks;
   if (monitor.ranks) page.ranks.replaceChildren(rankTable(monitor));
+}
+
+function drawPlacement(placement) {
+  page.placement.hidden = !placement;
+  page.placement.replaceChildren(...(placement ? placementParts(placement) : []));
 }
 
 function drawModel(model) {

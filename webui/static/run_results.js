@@ -3,6 +3,7 @@
 import { url } from "./api.js";
 import { copy, el } from "./dom.js";
 import { bytes, count, duration, integer, num, percent, toSeconds } from "./format.js";
+import { placementPicture } from "./placement.js";
 import { liveCards } from "./live.js";
 import { hasEnded } from "./run_state.js";
 
@@ -223,6 +224,25 @@ function showAllButton(rows) {
     rows.forEach((row, n) => (row.hidden = !expand && n >= SHOWN_SAMPLES));
   }
   return button;
+}
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+const ROUND = 2 ** 24; // bytes: smaller changes do not draw the picture again
+
+/** What the placement picture shows: the estimate, and the measured bytes of each rank; null without an estimate. */
+export function placementOf({ estimate, result, monitor }) {
+  if (!estimate || !estimate.placement) return null;
+  const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.memory);
+  const unseen = estimate.device_bytes - estimate.measured_bytes; // what torch's allocator does not see
+  const measured = peaks.map((peak) => (Number.isFinite(peak) ? ROUND * Math.round((peak + unseen) / ROUND) : null));
+  return { estimate, measured };
+}
+
+/** The estimate of each device as a picture, with its measured peak. @returns {Node[]} */
+export function placementParts({ estimate, measured }) {
+  const title = measured.some(Boolean) ? "Memory: estimated and measured" : "Estimated memory";
+  return [el("h3", {}, title), placementPicture(estimate, { measured })];
 }
 
 // -- details ----------------------------------------------------------------------------------------------------------
