@@ -21,8 +21,9 @@ from backend.memory import OVERHEAD, Estimate
 from backend.modelspec import flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
-from backend.rules.base import amount, counted
+from backend.rules.base import amount
 from backend.runs import Plan
+from backend.wording import counted, plural
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Report:
         """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 134 M
         parameters trainable"."""
         train, shape = self.spec.train, self.facts.shape
-        epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
+        epochs = f"{train.num_train_epochs:g} {'epoch' if train.num_train_epochs == 1 else plural('epoch')}"
         duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
         parts = [f"{duration}, {counted(self.run.global_batch_size, 'example')} per step"]
         if shape:

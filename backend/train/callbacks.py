@@ -19,6 +19,7 @@ from backend.train import checkpoints, disk_space
 from backend.train.device import ProcessGroup
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
+from backend.wording import counted
 
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # Metrics of preference trainers under one name each: TRL's reward trainer uses different names.
@@ -81,9 +82,10 @@ class EarlyStopping(EarlyStoppingCallback):
         super().on_evaluate(args, state, control, metrics, **more)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             limit = state.best_metric - self.early_stopping_threshold
+            evaluations = counted(self.early_stopping_patience_counter, "evaluation")
             self.run_log.info(
-                f"Stopping early after step {state.global_step}: {self.early_stopping_patience_counter} evaluations in "
-                f"a row without an eval loss below {limit:.6g}."
+                f"Stopping early after step {state.global_step}: {evaluations} in a row "
+                f"without an eval loss below {limit:.6g}."
             )
 
 
@@ -101,7 +103,7 @@ class ProgressCallback(TrainerCallback):
         self._start_step, self.began = state.global_step, time.time()
         self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
-        self.run_log.start_phase("training", f"Training for {state.max_steps} steps{more}.", **_steps(state))
+        self.run_log.start_phase("training", f"Training for {counted(state.max_steps, 'step')}{more}.", **_steps(state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the timer of a step."""
