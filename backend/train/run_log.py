@@ -37,14 +37,19 @@ class RunLog:
         self.folder, self.rank = folder, rank
         self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
-        self._written = 0.0
+        self._written, self._day = 0.0, ""
         self._unwritten: list[Mapping[str, Any]] = []  # metrics for which the disk had no room
 
     def info(self, line: str) -> None:
-        """Print a line of the log."""
-        if self.rank == 0:
-            with contextlib.suppress(OSError):  # a full disk
-                print(line, flush=True)
+        """Print a line of the log with the local time, and the date where it changes: the supervisor writes that of the
+        start."""
+        if self.rank:
+            return
+        now = time.localtime()
+        before, self._day = self._day, time.strftime("%F", now)
+        new_day = f"---- {self._day} ----\n" if before not in ("", self._day) else ""
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"{new_day}{time.strftime('%T', now)} {line}", flush=True)
 
     def start_phase(self, phase: str, text: str, **more: Any) -> None:
         """Start a phase, with a line in the log."""
