@@ -19,11 +19,12 @@ from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.memory import OVERHEAD, Estimate, MemoryContext
 from backend.memory.placement import placement
-from backend.modelspec import flops_per_token, trainable_parameters
+from backend.modelspec import all_parameters, flops_per_token, trainable_parameters
 from backend.resolve import ResolvedRun, selected_gpus
 from backend.rules import Case, Finding, examine
-from backend.rules.base import amount, counted
+from backend.rules.base import amount
 from backend.runs import Plan
+from backend.wording import counted, plural
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,17 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 134 M
-        parameters trainable"."""
+        """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 136 M
+        parameters with adapters are trainable"."""
         train, shape = self.spec.train, self.facts.shape
-        epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
+        epochs = f"{train.num_train_epochs:g} {'epoch' if train.num_train_epochs == 1 else plural('epoch')}"
         duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
         parts = [f"{duration}, {counted(self.run.global_batch_size, 'example')} per step"]
         if shape:
             count = trainable_parameters(self.spec, shape)
-            parts.append(f"{_short(count)} of {_short(shape.parameters)} parameters trainable")
+            total, adapters = all_parameters(self.spec, shape), self.spec.method.kind == "lora"
+            what = "parameters with adapters are trainable" if adapters else "parameters are trainable"
+            parts.append(f"{_short(count)} of {_short(total)} {what}")
         return "; ".join(parts)
 
     @property

@@ -23,12 +23,13 @@ from backend.measured import least_needed
 from backend.memory import OVERHEAD, Estimate
 from backend.preflight import build_case
 from backend.rules import Case, Finding, Fix, examine
-from backend.rules.base import amount, counted
+from backend.rules.base import amount
 from backend.rules.common_fixes import BF16
 from backend.rules.memory import HOST_FIXES
 from backend.rules.memory_remedies import POSSIBLE_EXCESS, find_remedies, single_changes
 from backend.runs import SPEC, failure
 from backend.runs.folder import Run, RunError
+from backend.wording import counted
 
 MAX_REMEDIES = 5
 

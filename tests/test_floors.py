@@ -59,6 +59,7 @@ LAYERS = {
     "backend.config": 1,
     "backend.registry": 0,
     "backend.paths": 0,
+    "backend.wording": 0,
     "backend.runs": 0.1,
 }
 # backend.train is imported by no other package. It may import the spec, the data, and the rules that it runs.
@@ -67,6 +68,7 @@ TRAIN_MAY_IMPORT = {
     "backend.config",
     "backend.registry",
     "backend.paths",
+    "backend.wording",
     "backend.data",
     "backend.runs",
 }

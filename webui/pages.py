@@ -27,6 +27,7 @@ STYLES = (
     "vendor/uPlot.min.css",
     "run.css",
     "charts.css",
+    "log.css",
     "runs.css",
     "compare_runs.css",
     "responsive.css",

@@ -22,6 +22,7 @@ from backend.config.yaml_text import load_yaml
 from backend.runs import METRICS, SPEC
 from backend.runs.folder import UNREADABLE, Run, RunError
 from backend.runs.metrics import Point, read_points
+from backend.wording import counted
 
 SUFFIX = ".footplate"  # of the event files, so that a new export replaces only its own
 FOLDERS = {"tensorboard": "tensorboard-logs", "trackio": "trackio-logs"}
@@ -39,7 +40,7 @@ def start(arguments: argparse.Namespace) -> int:
         print_json({"to": arguments.to, "folder": str(folder), "points": counts})
         return 0
     for name, count in counts.items():
-        print(f"{name}: {count:,} points")
+        print(f"{name}: {counted(count, 'point')}")
     print(f"Written to {folder}. Show with: {show_command(arguments.to, folder)}")
     return 0
 

@@ -30,7 +30,8 @@ def start(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"sweep": identity, "runs": [run.id for run in started]})
     else:
-        print(f"{len(started)} runs were queued. Compare them: footplate list --sweep {identity}")
+        queued = "1 run was queued" if len(started) == 1 else f"{len(started)} runs were queued"
+        print(f"{queued}. Compare them: footplate list --sweep {identity}")
     return 0
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from backend.config import RunSpec
+from backend.wording import counted
 
 Slots = Mapping[str, tuple[int, ...]]
 
@@ -52,9 +53,8 @@ def included_slots(lines: Sequence[str], include: str) -> Slots:
         if name not in available:
             raise HostfileError(f"{name} is not in the hostfile, which lists {', '.join(available)}.")
         if missing := [slot for slot in slots if slot not in available[name]]:
-            raise HostfileError(
-                f"{name} has {len(available[name])} slots, numbered from 0; slot {missing[0]} does not exist."
-            )
+            size = counted(len(available[name]), "slot")
+            raise HostfileError(f"{name} has {size}, numbered from 0; slot {missing[0]} does not exist.")
         selected[name] = tuple(sorted({*selected.get(name, ()), *(slots or available[name])}))
     return {name: selected[name] for name in available if name in selected}
 

@@ -26,6 +26,7 @@ from backend.launch import accelerate_config
 from backend.paths import model_folder
 from backend.resolve import ResolvedRun
 from backend.runs import ACCELERATE, CHECKPOINTS, DATASET_INFO, DEEPSPEED, FSDP, LLAMAFACTORY, LLAMAFACTORY_RUN
+from backend.wording import counted
 
 OUTPUT = "output"
 MODULE = "llamafactory.launcher"  # what llamafactory-cli starts in each process
@@ -343,7 +344,7 @@ def _convert(made: Export, name: str, path: Path, format: str) -> str:
     except DataFileError as error:
         raise SpecError([Problem("data.files", str(error))]) from error
     if left_out:
-        made.lacks("data.files", f"{left_out} examples of {path} are invalid, or have completions of several turns")
+        made.lacks("data.files", f"{counted(left_out, 'example')} of {path}: invalid, or a completion of several turns")
     made.converted[f"{name}.jsonl"] = "\n".join(lines) + "\n"
     return f"{name}.jsonl"
 

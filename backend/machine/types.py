@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from backend.wording import counted
+
 GIB = 1024**3
 
 
@@ -64,7 +66,7 @@ def describe(machine: Machine) -> str:
         size = f"{round(first.total_bytes / GIB)}GB"
         label = count + (first.name if re.search(r"\d\s?G(i)?B", first.name) else f"{first.name} {size}")
     else:
-        cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+        cores = counted(machine.cores, "core")
         label = f"{cores}, {round(machine.ram_bytes / GIB)} GiB, no GPU"
     label = f"{machine.nodes} nodes of {label}" if machine.nodes > 1 else label
     return f"{machine.name}: {label}" if machine.name else label

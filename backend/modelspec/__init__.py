@@ -17,6 +17,7 @@ from backend.modelspec.architectures import (
 from backend.modelspec.flops import flops_per_token
 from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
 from backend.modelspec.trainable import (
+    all_parameters,
     count_equal_tensors,
     lora_modules,
     trainable_parameters,
@@ -33,6 +34,7 @@ __all__ = [
     "ModuleSpec",
     "NotCausalLM",
     "UnknownArchitecture",
+    "all_parameters",
     "count_equal_tensors",
     "flops_per_token",
     "from_config",

@@ -39,6 +39,12 @@ def trainable_parameters(spec: RunSpec, shape: ModelShape) -> int:
     return _trainable(spec.method, spec.lora, shape)
 
 
+def all_parameters(spec: RunSpec, shape: ModelShape) -> int:
+    """All parameters of the trained model, adapters included, as peft's `get_nb_trainable_parameters` counts."""
+    added = trainable_parameters(spec, shape) if spec.method.kind == "lora" else 0
+    return shape.parameters + added
+
+
 @lru_cache(maxsize=64)
 def _trainable(method: Method, lora: Lora, shape: ModelShape) -> int:
     if method.kind == "full":

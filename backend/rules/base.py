@@ -220,11 +220,6 @@ def reasons(found: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"{name}: {why}" for name, why in found) + "."
 
 
-def counted(number: int, thing: str) -> str:
-    """A number with a noun in the singular or plural: '1 step', '60,000 steps', '2 processes'."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}{'es' if thing.endswith('s') else 's'}"
-
-
 def amount(count: float) -> str:
     """Bytes in binary units: '3.2 GiB'."""
     for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from backend.launch.answers import UNKNOWN_GPU
 from backend.machine import GIB, Gpu
-from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.examples import DEMO, TWO_H100
+from backend.wording import counted
 
 SLURM_SPEC = {"launch.place": "slurm"}
 RAY_SPEC = {"launch.place": "ray", "parallel.strategy": "ddp", "launch.nnodes": 2}

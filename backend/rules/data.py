@@ -10,9 +10,10 @@ from dataclasses import replace
 from backend import registry
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
-from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.common_fixes import NO_PACKING
 from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USER_DATA_FACTS, with_data_issue
+from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
 NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
@@ -68,7 +69,7 @@ def _issues(case: Case, option: str) -> list[DataIssue]:
 
 def _summary(issues: list[DataIssue]) -> str:
     """The first three issues, and how many more there are."""
-    more = f" {len(issues) - 3} more examples or files have errors." if len(issues) > 3 else ""
+    more = f" And {counted(len(issues) - 3, 'more error')} in other examples or files." if len(issues) > 3 else ""
     return " ".join(f"{issue}." for issue in issues[:3]) + more
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from backend import registry
 from backend.config import variables
-from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import SINGLE_PROCESS
 from backend.rules.examples import H100, LAPTOP, TWO_H100
+from backend.wording import counted
 
 LARGE_LAPTOP = replace(LAPTOP, ram_free_bytes=LAPTOP.ram_free_bytes * 16)
 DDP_SPEC = {"parallel.strategy": "ddp"}

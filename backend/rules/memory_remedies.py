@@ -20,8 +20,9 @@ from backend.machine import Gpu
 from backend.memory import Estimate
 from backend.modelspec import from_config
 from backend.registry.hub_models import siblings
-from backend.rules.base import Case, Fix, amount, counted
+from backend.rules.base import Case, Fix, amount
 from backend.rules.common_fixes import ATTENTION_ONLY
+from backend.wording import counted
 
 MAX_REMEDIES = 6
 ENOUGH = 3  # remedies; below it, those with a larger effect on training, such as a smaller max_length, are tried too

@@ -11,9 +11,10 @@ from typing import Any
 
 from backend import registry
 from backend.modelspec import ModelShape, lora_modules, matches, trainable_parameters
-from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import ZERO3
 from backend.rules.examples import DEMO, H100, LLAMA_8B
+from backend.wording import counted
 
 ALL_LINEAR = Fix(
     "Adapt all linear layers", {"lora.targets": "all-linear"}, safe=False, cost="more trainable parameters"

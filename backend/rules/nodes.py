@@ -7,10 +7,11 @@ import re
 from dataclasses import replace
 
 from backend.launch.hostfile import HostfileError, Slots, include_argument, included_slots, parse_hostfile
-from backend.rules.base import Case, Example, Fix, Violation, counted, names, rule
+from backend.rules.base import Case, Example, Fix, Violation, names, rule
 from backend.rules.common_fixes import DDP
 from backend.rules.examples import DEMO, LAPTOP, TWO_H100
 from backend.rules.launch import VISIBLE_DEVICES_VARIABLES, without_variables
+from backend.wording import counted
 
 STATIC_SPEC = {"parallel.strategy": "ddp", "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1"}
 ELASTIC_SPEC = {**STATIC_SPEC, "launch.rendezvous": "elastic", "save.strategy": "steps"}
@@ -333,7 +334,8 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
     slots = [len(ids) for ids in found.values()]
     if len(slots) == case.run.nnodes and set(slots) == {case.run.nproc_per_node}:
         return None
-    selected = f"The hostfile selects {counted(len(slots), 'host')} with {names(slots)} slots"
+    each = "1 slot" if set(slots) == {1} else f"{names(slots)} slots"
+    selected = f"The hostfile selects {counted(len(slots), 'host')} with {each}"
     message = f"{selected}; nnodes is {case.run.nnodes} and nproc_per_node is {case.run.nproc_per_node}."
     if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
         return Violation(message)

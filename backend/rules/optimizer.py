@@ -12,9 +12,10 @@ from dataclasses import replace
 from backend import registry
 from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import lora_modules
-from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.common_fixes import ADAMW, BF16, DDP, SINGLE_PROCESS
 from backend.rules.examples import EQUIPPED, EQUIPPED_H100, EQUIPPED_TWO
+from backend.wording import counted
 
 FULL_SPEC = {"method.kind": "full", "train.learning_rate": 2e-5}
 FSDP2_OVER_4 = {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 4}

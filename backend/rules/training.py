@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backend.rules.base import Case, Example, Fix, Violation, amount, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.examples import DEMO, FULL_DISK
+from backend.wording import counted
 
 STEPS = {"train.duration": "steps"}
 BEST_BY_STEPS = {"eval.strategy": "steps", "save.strategy": "steps", "save.load_best_model_at_end": True}

@@ -53,6 +53,7 @@ from backend.runs import (  # fmt: skip
 from backend.runs.failure import Failure, diagnose
 from backend.runs.follower import ClusterError
 from backend.runs.metrics import last_points
+from backend.wording import counted
 
 PACKAGES = Path(__file__).resolve().parent.parent.parent  # the supervisor is imported from here
 KILLED = "the run's supervisor process was killed, or the machine shut down."
@@ -421,7 +422,7 @@ class Run:
             return self._sentence_of_stop()
         if state == "done":
             taken = throughput.duration(max(0.0, summary["ended"] - (summary["started"] or summary["ended"])))
-            return f"Done: {step} steps in {taken}." if step else f"Done in {taken}."
+            return f"Done: {counted(step, 'step')} in {taken}." if step else f"Done in {taken}."
         return self._sentence_of_end(state, step)
 
     def _sentence_of_wait(self, state: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 STALL_SECONDS = 60.0  # without a step, after which the status mentions it, if steps are usually faster
+# Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
+TIMED_PHASES = ("generating before", "evaluating", "checkpoint", "saving", "generating after")
 
 
 def duration(seconds: float) -> str:
@@ -22,18 +24,31 @@ def duration(seconds: float) -> str:
 
 def running_sentence(summary: dict[str, Any], progress: dict[str, Any], step_seconds: float | None, now: float) -> str:
     """The status of a running run; `step_seconds` is the usual time of a step."""
-    step, most, left = summary["step"], summary["max_steps"], summary["eta_seconds"]
-    if progress.get("phase", "training") != "training" or step is None:
-        text = str(progress.get("text") or progress.get("phase") or "the first step").rstrip(".")
-        return f"Running: {text[:1].lower()}{text[1:]}."
+    step, most, left, phase = summary["step"], summary["max_steps"], summary["eta_seconds"], progress.get("phase")
+    if phase == "done":
+        return "Running: training is complete, and its processes are ending."
+    if phase not in (None, "training") or step is None:
+        text = str(progress.get("text") or phase or "the first step").rstrip(".")
+        return f"Running: {text[:1].lower()}{text[1:]}{_phase_progress(progress, now)}."
     where = f"step {step} of {most}" if most else f"step {step}"
     if is_stalled(progress, step_seconds, now):
         idle = duration(now - progress["time"])
-        return f"Running: {where}, but no step for {idle}. See the end of the log for the cause."
-    if left is None:
+        none = f"no step for {idle}" if step != most else f"nothing was reported for {idle}"
+        return f"Running: {where}, but {none}. See the end of the log for the cause."
+    if left is None or round(left) < 1:
         return f"Running: {where}."
-    about = f"{max(1, round(left))} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
-    return f"Running: {where}, about {about} left."
+    about = f"{round(left)} s" if left < 60 else f"{round(left / 60)} min" if left < 7200 else duration(left)
+    return f"Running: {where}. Training: about {about} left."
+
+
+def _phase_progress(progress: dict[str, Any], now: float) -> str:
+    """How much of a phase is done, and its elapsed time: ' (3 of 16 examples, 42 s so far)'."""
+    parts = []
+    if progress.get("total"):
+        parts.append(f"{progress.get('done', 0):,} of {progress['total']:,} {progress.get('unit', '')}".rstrip())
+    if progress.get("phase") in TIMED_PHASES and now - progress.get("since", now) >= 1:
+        parts.append(f"{duration(now - progress['since'])} so far")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def is_stalled(progress: dict[str, Any], step_seconds: float | None, now: float) -> bool:
@@ -42,7 +57,10 @@ def is_stalled(progress: dict[str, Any], step_seconds: float | None, now: float)
 
 
 def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> float | None:
-    """Seconds per step from the latest points; without two points, from all steps since the start."""
+    """Seconds per step as the trainer measured them, without evaluations and checkpoints. Otherwise from the latest
+    points; without two points, from all steps since the start."""
+    if progress.get("step_seconds"):
+        return float(progress["step_seconds"])
     timed = [(p["step"], p["time"]) for p in points if "loss" in p and "time" in p]
     if len(timed) > 1 and timed[-1][0] > timed[0][0]:
         return float((timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]))
@@ -53,8 +71,10 @@ def seconds_per_step(progress: dict[str, Any], points: list[dict[str, Any]]) -> 
 
 
 def eta(progress: dict[str, Any], step_seconds: float | None, now: float) -> float | None:
-    """Estimated seconds until the last step."""
+    """Estimated seconds of the remaining training steps, without evaluations, checkpoints and generations; None in
+    other phases than training."""
     step, most = progress.get("step"), progress.get("max_steps")
-    if step_seconds is None or step is None or not most:
+    if step_seconds is None or step is None or not most or progress.get("phase", "training") != "training":
         return None
-    return max(0.0, float((most - step) * step_seconds - max(0.0, now - progress.get("time", now))))
+    in_step = min(max(0.0, now - progress.get("time", now)), step_seconds)  # of the step that runs now
+    return max(0.0, float((most - step) * step_seconds - in_step))

@@ -19,6 +19,7 @@ from backend.train import checkpoints, disk_space
 from backend.train.device import ProcessGroup
 from backend.train.monitor import Monitor
 from backend.train.run_log import RunLog
+from backend.wording import counted
 
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # Metrics of preference trainers under one name each: TRL's reward trainer uses different names.
@@ -81,9 +82,10 @@ class EarlyStopping(EarlyStoppingCallback):
         super().on_evaluate(args, state, control, metrics, **more)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             limit = state.best_metric - self.early_stopping_threshold
+            evaluations = counted(self.early_stopping_patience_counter, "evaluation")
             self.run_log.info(
-                f"Stopping early after step {state.global_step}: {self.early_stopping_patience_counter} evaluations in "
-                f"a row without an eval loss below {limit:.6g}."
+                f"Stopping early after step {state.global_step}: {evaluations} in a row "
+                f"without an eval loss below {limit:.6g}."
             )
 
 
@@ -101,7 +103,7 @@ class ProgressCallback(TrainerCallback):
         self._start_step, self.began = state.global_step, time.time()
         self.monitor.begin(args.device)
         more = f", resuming after step {state.global_step}" if state.global_step else ""
-        self.run_log.start_phase("training", f"Training for {state.max_steps} steps{more}.", **_steps(state))
+        self.run_log.start_phase("training", f"Training for {counted(state.max_steps, 'step')}{more}.", **_steps(state))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the timer of a step."""
@@ -110,12 +112,13 @@ class ProgressCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write progress after each optimizer step."""
         self.monitor.end_step(self.clock.end_step())
-        more = _steps(state)
+        more: dict[str, Any] = {}
         if state.global_step == self._start_step + 1:  # the slowest: kernels are selected, memory is allocated
             self._first_seconds = self.clock.busy
             more |= {"first_step": state.global_step, "first_step_time": time.time()}
-        text, fraction = f"Step {state.global_step} of {state.max_steps}", state.global_step / state.max_steps
-        self.run_log.progress("training", text, fraction, **more)
+        else:
+            more |= {"step_seconds": round(self._step_seconds(state), 4)}
+        show_step(self.run_log, state, **more)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Write metrics and a log line."""
@@ -141,13 +144,14 @@ class ProgressCallback(TrainerCallback):
         self.clock.pause()
         self._eval_batches += 1
         total = len(eval_dataloader) if eval_dataloader is not None else 0
-        fraction = min(1.0, self._eval_batches / total) if total else None
-        self.run_log.progress("evaluating", "Evaluating.", fraction, **_steps(state))
+        fraction = min(1.0, self._eval_batches / total) if total else 0.0
+        show_evaluation(self.run_log, state, fraction, done=self._eval_batches, total=total, unit="batches")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Pause the timer: the evaluation is complete."""
         self._eval_batches = 0
         self.clock.pause()
+        show_step(self.run_log, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Pause the timer: a checkpoint was written."""
@@ -166,13 +170,18 @@ class ProgressCallback(TrainerCallback):
         words += _preference_words(point)
         if point.get("tokens_per_second"):
             words.append(f"{point['tokens_per_second']:,.0f} tokens/s")
-        return "  ".join([*words, f"{duration(self._left(state))} left"])
+        if state.global_step < state.max_steps:
+            words.append(f"{duration(self._left(state))} of training left")
+        return "  ".join(words)
 
     def _left(self, state: Any) -> float:
         """Estimated seconds of the remaining steps, from the steps after the first."""
+        return self._step_seconds(state) * int(state.max_steps - state.global_step)
+
+    def _step_seconds(self, state: Any) -> float:
+        """Mean seconds of the steps after the first."""
         done = state.global_step - self._start_step
-        per_step = (self.clock.busy - self._first_seconds) / (done - 1) if done > 1 else self.clock.busy
-        return float(per_step * (state.max_steps - state.global_step))
+        return float((self.clock.busy - self._first_seconds) / (done - 1) if done > 1 else self.clock.busy)
 
 
 class CheckpointCallback(TrainerCallback):
@@ -223,6 +232,7 @@ class CheckpointCallback(TrainerCallback):
                 checkpoints.rotate(self.run, self.keep, state.best_model_checkpoint, self.keep_best, state.log_history)
             self.run_log.info(f"Saved {saved.name}.")
             self.monitor.saved(saved, state.global_step)
+        show_step(self.run_log, state)
 
 
 def preference_metrics(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +248,22 @@ def _preference_words(point: Mapping[str, Any], side: str = "") -> list[str]:
     share, margin = point.get(f"{side}reward_accuracy"), point.get(f"{side}reward_margin")
     words = [] if share is None else [f"reward accuracy {share:.0%}"]
     return words if margin is None else [*words, f"reward margin {_number(margin)}"]
+
+
+def show_step(run_log: RunLog, state: Any, **more: Any) -> None:
+    """Write the last training step to progress.json."""
+    text, fraction = f"Step {state.global_step} of {state.max_steps}", state.global_step / max(1, state.max_steps)
+    run_log.progress("training", text, fraction, **_steps(state), **more)
+
+
+def show_evaluation(run_log: RunLog, state: Any, fraction: float = 0.0, **more: Any) -> None:
+    """Write to progress.json that the model is evaluated."""
+    run_log.progress("evaluating", f"Evaluating after step {state.global_step}", fraction, **_steps(state), **more)
+
+
+def show_checkpoint(run_log: RunLog, state: Any) -> None:
+    """Write to progress.json that a checkpoint is saved."""
+    run_log.progress("checkpoint", f"Saving checkpoint-{state.global_step}", **_steps(state))
 
 
 def _steps(state: Any) -> dict[str, Any]:

@@ -61,11 +61,13 @@ class TrainContext:
 
         return tell
 
-    def tick(self, phase: str, text: str) -> Any:
-        """A function of (done, total) that shows progress and returns False once a stop is requested."""
+    def tick(self, phase: str, text: str, unit: str = "") -> Any:
+        """A function of (done, total) that shows progress and returns False once a stop is requested. With `unit`, the
+        name of what is counted, the numbers are shown too."""
 
         def tick(done: int, total: int) -> bool:
-            self.run_log.progress(phase, text, done / total if total else None)
+            numbers = {"done": done, "total": total, "unit": unit} if unit else {}
+            self.run_log.progress(phase, text, done / total if total else None, **numbers)
             return not self.run_log.stop_requested()
 
         return tick

@@ -37,6 +37,7 @@ from backend.data import (
 from backend.train.preference_data import Columns, PreferenceTokenizer, add_kl_completions, as_conversation
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
+from backend.wording import counted
 
 BATCH_SIZE = 200  # examples between two checks for a stop request
 Tick = Callable[[int, int], bool]  # (examples done, examples in total) -> continue?
@@ -248,7 +249,7 @@ def prepare(
     workers = spec.data.dataset_num_proc
     part, which = (partial(tokenize_longest, count=longest[0]), "The longest of ") if longest else (tokenize, "")
     dataset, counts = part(train, to_columns, workers, tick)
-    info(f"{which}{len(train):,} training examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+    info(which + _summary("training example", len(train), counts, spec))
     if not tick(len(train), len(train)):
         return PreparedData(dataset, None)  # a stop was requested
     if not len(dataset):
@@ -257,7 +258,7 @@ def prepare(
     if validation and spec.eval.strategy != "no":
         part = partial(tokenize_longest, count=longest[1]) if longest else tokenize
         eval_dataset, counts = part(validation, to_columns, workers, tick)
-        info(f"{which}{len(validation):,} validation examples, {counts['tokens']:,} tokens{_notes(counts, spec)}.")
+        info(which + _summary("validation example", len(validation), counts, spec))
         eval_dataset = eval_dataset if len(eval_dataset) else None
     dataset = add_kl_completions(dataset, spec)
     if eval_dataset is not None:
@@ -275,6 +276,10 @@ def _conversations(examples: Sequence[ConvertedExample]) -> list[ConvertedExampl
         for location, value in with_turns
         if any(turn["role"] == "assistant" for turn in value["messages"][1:])
     ]
+
+
+def _summary(example: str, number: int, counts: Counter[str], spec: RunSpec) -> str:
+    return f"{counted(number, example)}, {counted(counts['tokens'], 'token')}{_notes(counts, spec)}."
 
 
 def _no_example_left(number: int, counts: Counter[str], spec: RunSpec) -> str:

@@ -23,6 +23,7 @@ from backend.train.device import ProcessGroup
 from backend.train.run_log import TrainError, write_json
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
 from backend.train.unsharded import unsharded_model
+from backend.wording import counted
 
 BEFORE = "before.json"  # in the run's folder: the outputs before training
 
@@ -80,6 +81,7 @@ class Generator:
         training = model.training
         outputs: dict[int, str] = {}
         model.eval()
+        tick(0, len(mine))
         for start in range(0, most, self.batch_size):
             if numbers := mine[start : start + self.batch_size]:
                 outputs.update(zip(numbers, self._batch(model, [prompts[n].text for n in numbers]), strict=True))
@@ -155,8 +157,7 @@ class GenerationEvalCallback(TrainerCallback):
         context = self.context
         before: list[str] | None = context.group.share(load_before(context.folder, self.prompts))
         if before is None:
-            text = f"Generating outputs for {len(self.prompts)} eval examples before training."
-            before = self._generate("generating before", text)
+            before = self._generate("before")
             if context.group.rank == 0:
                 save_before(context.folder, self.prompts, before)
         self.before = before
@@ -165,8 +166,7 @@ class GenerationEvalCallback(TrainerCallback):
         """Generate again. Returns the outputs side by side, and each score before and after."""
         if not self.prompts:
             return {"exact_match_before": None, "exact_match_after": None, "samples": []}
-        text = f"Generating outputs for {len(self.prompts)} eval examples after training."
-        outputs = self._generate("generating after", text)
+        outputs = self._generate("after")
         references = [prompt.reference for prompt in self.prompts]
         samples = [
             {"prompt": p.prompt, "reference": p.reference, "before": before, "after": after}
@@ -179,12 +179,20 @@ class GenerationEvalCallback(TrainerCallback):
         scores = {f"{name}_{side}": value for side, found in sides.items() for name, value in found.items()}
         return {**scores, "samples": samples}
 
-    def _generate(self, phase: str, text: str) -> list[str]:
-        context = self.context
-        context.run_log.start_phase(phase, text)
+    def _generate(self, when: str) -> list[str]:
+        """`when`: before or after training."""
+        context, phase, examples = self.context, f"generating {when}", counted(len(self.prompts), "eval example")
+        context.run_log.info(f"Generating outputs for {examples} {when} training.")
+        tick = context.tick(phase, f"Generating outputs {when} training", _unit(context.group.world))
+        tick(0, len(self.prompts) if context.group.world == 1 else 0)
         with unsharded_model(context.spec, self.trainer) as model:
-            outputs = self.generator.generate(model, self.prompts, context.tick(phase, text))
+            outputs = self.generator.generate(model, self.prompts, tick)
         context.check_stop()
         share = text_metrics.exact_match([prompt.reference for prompt in self.prompts], outputs)
-        context.run_log.info(f"Exact match: {share:.0%} of {len(self.prompts)} eval examples.")
+        context.run_log.info(f"Exact match: {share:.0%} of {examples}.")
         return outputs
+
+
+def _unit(world: int) -> str:
+    """What progress counts: the prompts of rank 0, which are all of them only if it is the only rank."""
+    return "examples" if world == 1 else "examples of rank 0"

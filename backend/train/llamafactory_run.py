@@ -44,6 +44,7 @@ class Report(TrainerCallback):
         self.began = time.time()
         self.first: dict[str, Any] = {}
         self.start_step, self.request, self.written = 0, 0, 0.0
+        self.phase, self.since, self.evaluated = "", 0.0, 0
         self.result: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -63,6 +64,16 @@ class Report(TrainerCallback):
             raise Stopped
         if self.request == SAVE:
             control.should_save = control.should_training_stop = True
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
+        """Write the progress of an evaluation."""
+        self.evaluated += 1
+        self.progress(state, "evaluating", f"Evaluating after step {state.global_step}", len(eval_dataloader or ()))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The evaluation is complete."""
+        self.evaluated = 0
+        self.progress(state, "training", f"Step {state.global_step} of {state.max_steps}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Append a point to the metrics."""
@@ -94,15 +105,19 @@ class Report(TrainerCallback):
         self.result |= {"seconds": round(time.time() - self.began, 2)}
         self.progress(state, "saving", "Saving the model.")
 
-    def progress(self, state: Any, phase: str, text: str) -> None:
-        """Replace progress.json, at most four times a second within a phase."""
+    def progress(self, state: Any, phase: str, text: str, batches: int = 0) -> None:
+        """Replace progress.json, at most four times a second within a phase; `batches` of an evaluation."""
         steps, now = {"step": state.global_step, "max_steps": state.max_steps}, time.time()
-        is_last = state.global_step >= state.max_steps
-        if RANK or (phase == "training" and not is_last and now - self.written < PROGRESS_SECONDS):
+        if new := phase != self.phase:
+            self.phase, self.since = phase, now
+        is_last = state.global_step >= state.max_steps and phase == "training"
+        if RANK or (not new and not is_last and now - self.written < PROGRESS_SECONDS):
             return
-        fraction = state.global_step / max(1, state.max_steps)
+        parts = {"done": self.evaluated, "total": batches, "unit": "batches"} if batches else {}
+        fraction = self.evaluated / batches if batches else state.global_step / max(1, state.max_steps)
         self.written = now
-        replace(PROGRESS, {**steps, **self.first, "phase": phase, "text": text, "fraction": fraction, "time": now})
+        found = {**steps, **self.first, **parts, "phase": phase, "text": text, "fraction": fraction}
+        replace(PROGRESS, {**found, "since": self.since, "time": now})
 
 
 def stop_request() -> int:

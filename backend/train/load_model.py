@@ -20,6 +20,7 @@ from backend.runs import LOCK, MODEL, RESULT
 from backend.train import device, exit, model, quantized, verify
 from backend.train.run_log import RunLog, TrainError, write_json
 from backend.train.templates import ChatTokenizer, UnsupportedConversation
+from backend.wording import counted
 
 NEW_TOKENS = 8
 PROMPT = "Hello"
@@ -81,7 +82,7 @@ def _use(spec: RunSpec, loaded: Any, tokenizer: Any) -> str:
             pad_token_id=tokenizer.pad_token_id,
         )
     new = output[0, batch["input_ids"].shape[1] :]
-    return f"Generated {len(new)} tokens: {tokenizer.decode(new)!r}"
+    return f"Generated {counted(len(new), 'token')}: {tokenizer.decode(new)!r}"
 
 
 if __name__ == "__main__":

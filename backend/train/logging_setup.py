@@ -20,7 +20,7 @@ LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERR
 def configure_logging(level: str, rank: int, deepspeed: bool) -> None:
     """Libraries log from `level` on, on rank 0 only; other ranks log errors."""
     number = LEVELS[level] if rank == 0 else logging.ERROR
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%T", stream=sys.stdout)
     transformers_logging.set_verbosity(number)
     transformers_logging.disable_progress_bar()
     datasets.logging.set_verbosity(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from backend.train.patches import (
 )
 from backend.train.run_log import TrainError
 
+REFERENCE = re.compile(r"\.(lora_\w+|modules_to_save)\.ref(\.|$)")
 Build = Callable[[Any, str, torch.dtype, Mapping[str, Any]], Any]  # class, name, dtype, further arguments
 
 
@@ -154,9 +156,16 @@ def saved_dtype(spec: RunSpec, source: ModelSource) -> torch.dtype:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(trainable parameters, all parameters) of the whole model, also where a rank has a shard of it."""
-    sizes = [(int(getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in model.parameters()]
+    """(trainable parameters, all parameters) of the whole model, adapters included, also where a rank has a shard of
+    it. TRL's copy of the initial adapter ("ref") is part of the reference model."""
+    sizes = [(_size(p), p.requires_grad) for name, p in model.named_parameters() if not REFERENCE.search(name)]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
+
+
+def _size(parameter: nn.Parameter) -> int:
+    size = int(getattr(parameter, "ds_numel", parameter.numel()))
+    # bitsandbytes 0.50 stores two 4-bit weights in a byte.
+    return 2 * size * parameter.element_size() if type(parameter).__name__ == "Params4bit" else size
 
 
 def save(

@@ -23,7 +23,7 @@ from backend.train.context import TrainContext
 
 STEPS = 2
 SEQUENCES_PER_PACK = 4  # examples to read for each packed sequence: the longest ones leave little room for others
-RECORDED_BY_CALLBACK = ("training", "evaluating")  # phases of the run log that are more than one phase here
+RECORDED_BY_CALLBACK = ("training", "evaluating", "checkpoint")  # phases of the run log that are recorded below
 
 
 def is_rehearsal() -> bool:

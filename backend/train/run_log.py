@@ -18,7 +18,7 @@ from backend.runs import EVENTS, METRICS, PROGRESS, STOP, sweeps
 from backend.runs.events import RESUMED
 
 PROGRESS_INTERVAL_SECONDS = 0.25  # between two writes of progress.json within a phase
-KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time")
+KEPT_BETWEEN_PHASES = ("step", "max_steps", "first_step", "first_step_time", "step_seconds")
 
 
 class TrainError(Exception):
@@ -37,14 +37,19 @@ class RunLog:
         self.folder, self.rank = folder, rank
         self.end_phase: Callable[[str], None] | None = None  # called with the phase that has ended
         self._progress: dict[str, Any] = {}
-        self._written = 0.0
+        self._written, self._day = 0.0, ""
         self._unwritten: list[Mapping[str, Any]] = []  # metrics for which the disk had no room
 
     def info(self, line: str) -> None:
-        """Print a line of the log."""
-        if self.rank == 0:
-            with contextlib.suppress(OSError):  # a full disk
-                print(line, flush=True)
+        """Print a line of the log with the local time, and the date where it changes: the supervisor writes that of the
+        start."""
+        if self.rank:
+            return
+        now = time.localtime()
+        before, self._day = self._day, time.strftime("%F", now)
+        new_day = f"---- {self._day} ----\n" if before not in ("", self._day) else ""
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"{new_day}{time.strftime('%T', now)} {line}", flush=True)
 
     def start_phase(self, phase: str, text: str, **more: Any) -> None:
         """Start a phase, with a line in the log."""
@@ -52,7 +57,8 @@ class RunLog:
         self.progress(phase, text, **more)
 
     def progress(self, phase: str, text: str = "", fraction: float | None = None, **more: Any) -> None:
-        """Write what the run is doing now to progress.json; `fraction` is the completed part of the phase."""
+        """Write what the run is doing now to progress.json; `fraction` is the completed part of the phase. `more` may
+        have the number of parts that are done (`done`, `total`, `unit`); `since` is when the phase began."""
         if self.rank:
             return
         before, now = self._progress.get("phase", ""), time.time()
@@ -60,7 +66,16 @@ class RunLog:
         if new and before and self.end_phase:
             self.end_phase(before)
         kept = {key: self._progress[key] for key in KEPT_BETWEEN_PHASES if key in self._progress}
-        self._progress = {**kept, "phase": phase, "text": text, "fraction": fraction, **more, "time": now}
+        since = now if new else self._progress["since"]
+        self._progress = {
+            **kept,
+            "phase": phase,
+            "text": text,
+            "fraction": fraction,
+            **more,
+            "since": since,
+            "time": now,
+        }
         if new or fraction == 1 or now - self._written >= PROGRESS_INTERVAL_SECONDS:
             with contextlib.suppress(OSError):  # a full disk: the next one replaces it
                 write_json(self.folder / PROGRESS, self._progress)

@@ -1,6 +1,6 @@
 """TRL's trainer and config class for each stage, and what all trainers have in common.
 
-Imports registry, config, context, device, disk_space, divergence, lora, monitor, optimizers, patches,
+Imports registry, config, callbacks, context, device, disk_space, divergence, lora, monitor, optimizers, patches,
 universal_checkpoint. Every trainer gets tokenized examples (data, preference_data), so its own preparation is skipped.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from backend import registry
 from backend.config import RunSpec
-from backend.train import device, disk_space, lora, optimizers, universal_checkpoint
+from backend.train import callbacks, device, disk_space, lora, optimizers, universal_checkpoint
 from backend.train.context import TrainContext
 from backend.train.divergence import DivergenceCallback
 from backend.train.monitor import Monitor
@@ -79,8 +79,14 @@ class TrainerMixin(optimizers.OptimizerMixin):
             super()._run_epoch(**more)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, *args: Any) -> None:
+        callbacks.show_checkpoint(self.context.run_log, self.state)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         disk_space.save_checkpoint(self.context, folder, partial(super()._save_checkpoint, *args))
+
+    def evaluate(self: Any, *args: Any, **more: Any) -> Any:
+        """Show the evaluation from its start: ProgressCallback is called after its first batch."""
+        callbacks.show_evaluation(self.context.run_log, self.state)
+        return super().evaluate(*args, **more)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         with universal_checkpoint.best_model(self.context, self):

@@ -26,6 +26,7 @@ from backend.train.checkpoints import UNIVERSAL
 from backend.train.context import TrainContext
 from backend.train.patches import deepspeed_universal_paths, deepspeed_zero3_universal
 from backend.train.run_log import TrainError
+from backend.wording import counted
 
 STATE, MODEL = "global_step*/*zero_pp_rank_*_optim_states.pt", "global_step*/*mp_rank_*_model_states.pt"
 MOMENTS = {"exp_avg", "exp_avg_sq"}  # what DeepSpeed 0.19 converts; other parts of an optimizer state are dropped
@@ -109,28 +110,28 @@ def _converted(context: TrainContext, checkpoint: Path) -> Path | None:
 
 def _check(context: TrainContext, checkpoint: Path, files: list[Path]) -> None:
     """Raise TrainError for a checkpoint that cannot be converted."""
-    count = len(files)
-    written = f"launch.nproc_per_node: {checkpoint} was written by {count} processes"
+    count, world = counted(len(files), "process"), counted(context.group.world, "process")
+    written = f"launch.nproc_per_node: {checkpoint} was written by {count}"
     if "nvme" in _offloaded(context.spec) or any(checkpoint.glob("global_step*/offloaded_tensors")):
-        raise TrainError(f"{written}. With state offloaded to NVMe, it can be resumed with {count} processes only.")
+        raise TrainError(f"{written}. With state offloaded to NVMe, it can be resumed with {count} only.")
     if context.run.token_shards > 1:
-        raise TrainError(f"{written}. With sequence parallelism, it can be resumed with {count} processes only.")
+        raise TrainError(f"{written}. With sequence parallelism, it can be resumed with {count} only.")
     saved = _read(files[0])["optimizer_state_dict"]
     states = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))["state"].values()
     kinds = {key for state in states for key in state}
     if not MOMENTS <= kinds <= MOMENTS | {"step"}:
-        raise TrainError(f"{written}. DeepSpeed converts the state of AdamW only; use {count} processes.")
+        raise TrainError(f"{written}. DeepSpeed converts the state of AdamW only; use {count}.")
     # Fragments of all states, then the merged states; frozen weights are written in fp32.
     need = 2 * sum(_sizes(files)) + 3 * sum(_sizes(checkpoint.glob(MODEL)))
     free = shutil.disk_usage(context.folder).free
     if need > free:
         raise TrainError(
-            f"{written}. Converting it for {context.group.world} processes needs {need / 2**30:,.2f} GiB of disk "
-            f"space, but {context.folder} has {free / 2**30:,.2f} GiB free. Free some, or use {count} processes."
+            f"{written}. Converting it for {world} needs {need / 2**30:,.2f} GiB of disk "
+            f"space, but {context.folder} has {free / 2**30:,.2f} GiB free. Free some, or use {count}."
         )
     context.run_log.start_phase(
         PHASE,
-        f"Converting {checkpoint.name} from {count} to {context.group.world} processes. This temporarily needs up to "
+        f"Converting {checkpoint.name} from {len(files)} to {world}. This temporarily needs up to "
         f"{need / 2**30:,.2f} GiB of disk space.",
     )
 

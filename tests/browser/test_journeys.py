@@ -195,6 +195,8 @@ def test_run_survives_a_server_crash_and_page_shows_all_points_and_lines(server,
     series = page.evaluate("id => footplate.get(`api/runs/${id}/series?n=1000`)", run.id)["series"]["loss"]["x"]
     assert series == list(range(1, 41))
     page.wait_for_timeout(1500)
+    if (library := page.get_by_role("button", name="Library messages")).is_visible():
+        library.click()
     shown = page.locator(".fp-log").inner_text().replace("\u200b", "")
     lines = [line.removeprefix("[default0]:") for line in (run.path / "log.txt").read_text().splitlines()]
     assert [x.rstrip() for x in shown.splitlines() if x.strip()] == [x.rstrip() for x in lines if x.strip()]

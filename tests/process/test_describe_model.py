@@ -25,10 +25,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect.architecture import ModuleTables
-from backend.modelspec import NotCausalLM, UnknownArchitecture, trainable_parameters
+from backend.modelspec import NotCausalLM, UnknownArchitecture, all_parameters, trainable_parameters
 from backend.modelspec.from_table import shape_from_table
 from backend.paths import HOME
 from backend.train import adapters
+from backend.train import model as trained_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA_405B = {
@@ -157,7 +158,24 @@ def assert_lora_counts(shape: Any, model: Any, kind: str, refused: list[str]) ->
         config.target_modules = targets
         changes |= {"lora.targets": "custom", "lora.target_modules": tuple(targets)}
     made = get_peft_model(model, config, low_cpu_mem_usage=True)
-    assert trainable_parameters(edit(RunSpec(), changes), shape) == count_parameters(made, trained=True)
+    spec = edit(RunSpec(), changes)
+    counts = trainable_parameters(spec, shape), all_parameters(spec, shape)
+    assert counts == trained_model.count_parameters(made) == made.get_nb_trainable_parameters()
+
+
+def test_the_reference_adapter_is_not_counted() -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, modules_to_save=["lm_head"])
+    made = get_peft_model(build_model(small_config("llama")), config, low_cpu_mem_usage=True)
+    before = trained_model.count_parameters(made)
+    made.add_adapter("ref", config)  # as TRL does for DPO
+    assert trained_model.count_parameters(made) == before < made.get_nb_trainable_parameters()
+
+
+def test_quantized_weights_count_as_elements() -> None:
+    four_bit = type("Params4bit", (torch.nn.Parameter,), {})(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+    layer = torch.nn.Module()
+    layer.register_parameter("weight", four_bit)
+    assert trained_model.count_parameters(layer) == (0, 64)
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ def test_changed_global_batch_size_is_reported_and_best_checkpoint_loads(trained
     folder, code = resume_in_new_run(trained, source, {**changes, "train.max_steps": 4}, 1)
     assert code == 0, log_text(folder)
     assert "The global batch size is 2 instead of 4." in log_text(folder)
-    assert log_text(folder).count("Converting checkpoint-2 from 2 to 1 processes") == 2, (
+    assert log_text(folder).count("Converting checkpoint-2 from 2 to 1 process.") == 2, (
         "when resuming, and when the best model is loaded"
     )
     assert torch.allclose(logits(folder / "model"), logits(source / "model"), atol=1e-4)

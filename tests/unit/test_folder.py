@@ -211,7 +211,7 @@ def test_a_running_run_shows_step_and_remaining_time(alive: Run) -> None:
     put(alive, PROGRESS, progress)
     summary = alive.summary(now=1012.0)
     assert summary["eta_seconds"] == pytest.approx(28.0) and summary["fraction"] == pytest.approx(0.3)
-    assert summary["sentence"] == "Running: step 12 of 40, about 28 s left."
+    assert summary["sentence"] == "Running: step 12 of 40. Training: about 28 s left."
     points = [{"step": s, "loss": 1.0 / s, "time": 1000 + 5.0 * s} for s in (11, 12)]
     put(alive, METRICS, "".join(json.dumps(point) + "\n" for point in points))
     summary = alive.summary(now=1014.0)

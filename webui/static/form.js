@@ -77,11 +77,18 @@ function summarize(section) {
   $(".fp-head-summary", section).textContent = parts.join(" \u00b7 ");
 }
 
+/** 1 token, 1 batch; symbols such as s and GiB stay. */
+export const singular = (unit) =>
+  unit
+    .replace(/^(\w+)ies$/, "$1y")
+    .replace(/(s|x|z|ch|sh)es$/, "$1")
+    .replace(/^(\w{2,}[^s])s$/, "$1");
+
 function summaryPart(option, value) {
   if (option.kind === "bool") return value ? option.label : "";
   if (value === "" || value === null || / n /.test(option.choices[value])) return ""; // "Every n steps": n follows
   if (option.choices[value]) return option.choices[value];
-  const unit = option.unit && Number(value) === 1 ? option.unit.replace(/s$/, "") : option.unit;
+  const unit = Number(value) === 1 ? singular(option.unit || "") : option.unit;
   return `${option.label} ${String(value).split("\n")[0].slice(0, 40)}${unit ? ` ${unit}` : ""}`;
 }
 

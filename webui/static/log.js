@@ -1,8 +1,9 @@
 // @ts-check
 // The log: requested by byte offset, shown as text nodes in chunks, so that selection and scroll position are kept.
 import { get, url } from "./api.js";
-import { el, notifyError } from "./dom.js";
+import { el, notifyError, setText } from "./dom.js";
 import { num } from "./format.js";
+import { createLibraryFilter } from "./log_library.js";
 import { createPoller } from "./poll.js";
 
 const MAX_LINES_FOLLOWING = 5000;
@@ -21,17 +22,20 @@ const levelOf = (line) => (ERROR.test(line) ? "error" : WARNING.test(line) ? "wa
 const setPressed = (button, pressed) => button.setAttribute("aria-pressed", String(pressed));
 const isPressed = (button) => button.getAttribute("aria-pressed") === "true";
 
-function linesOf(text) {
+function linesOf(text, libraryPart) {
   const lines = text.replace(ANSI_CODES, "").split("\n");
   if (lines[lines.length - 1] === "") lines.pop();
-  return lines.map(createLine);
+  return lines.map((line) => createLine(line, libraryPart));
 }
 
 /** torchrun's rank prefix becomes an attribute, which is shown only if there are several ranks. */
-function createLine(raw) {
+function createLine(raw, libraryPart) {
   const rank = RANK_PREFIX.exec(raw);
   const text = (rank ? raw.slice(rank[0].length) : raw).replace(LEFTOVER_PREFIXES, "");
-  return el("div.fp-log-line", { "data-level": levelOf(text) || null, "data-rank": rank && rank[1] }, text);
+  const level = levelOf(text);
+  const library = libraryPart(text, rank ? rank[1] : "", level);
+  const data = { "data-level": level || null, "data-rank": rank && rank[1], "data-folded": library || null };
+  return el("div.fp-log-line", data, text);
 }
 
 /**
@@ -42,13 +46,16 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
   let rank = "";
   let offset = -1; // where the next request starts; -1: the last part
   let top = 0; // the byte at which the first loaded line starts
-  let chunks = []; // { node, start: byte, count: lines }
+  let chunks = []; // { node, start: byte, count: lines, messages: of libraries }
+  let libraryPart = createLibraryFilter();
   let isLineOpen = false; // the last line has no line break yet
   let following = true;
 
   const box = el("div.fp-log", { role: "log", "aria-label": "Run log", "aria-live": "off", tabindex: 0 });
   const empty = el("p.fp-log-empty", {}, "The first line appears when the run starts.");
-  const frame = el("div.fp-log-frame", { "data-level": "" }, empty, box);
+  const library = el("button.fp-log-library", { type: "button", hidden: true, "aria-expanded": "false" });
+  library.addEventListener("click", toggleLibrary);
+  const frame = el("div.fp-log-frame", { "data-level": "" }, library, empty, box);
   const view = { box, frame, settle, setFollowing, lineNodes: () => chunks.map((chunk) => chunk.node.children) };
   const search = createSearch(view);
   const controls = createControls({ follow: () => scrollToEnd(true), wrap, selectRank, selectLevel, loadEarlier });
@@ -124,13 +131,16 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     top = start;
     chunks = [];
     isLineOpen = false;
+    libraryPart = createLibraryFilter();
     box.replaceChildren();
+    drawLibrary();
   }
 
-  const createChunk = (start) => ({ node: el("div.fp-log-chunk"), start, count: 0 });
+  const createChunk = (start) => ({ node: el("div.fp-log-chunk"), start, count: 0, messages: 0 });
   function addLines(chunk, lines) {
     chunk.node.append(...lines);
     chunk.count += lines.length;
+    chunk.messages += lines.filter((line) => line.dataset.folded === "message").length;
     chunk.node.style.containIntrinsicHeight = `auto ${chunk.count * LINE_HEIGHT}px`;
   }
 
@@ -143,7 +153,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
       chunks.push(chunk);
       box.append(chunk.node);
     }
-    const lines = linesOf(text);
+    const lines = linesOf(text, libraryPart);
     if (isLineOpen && chunk.node.lastChild) chunk.node.lastChild.append(lines.shift().textContent);
     addLines(chunk, lines);
     isLineOpen = !text.endsWith("\n");
@@ -158,9 +168,10 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     empty.hidden = true;
     const chunk = createChunk(top);
     const below = box.scrollHeight - box.scrollTop;
-    addLines(chunk, linesOf(text));
+    addLines(chunk, linesOf(text, createLibraryFilter()));
     chunks.unshift(chunk);
     box.prepend(chunk.node);
+    drawLibrary();
     box.scrollTop = box.scrollHeight - below; // the lines in view stay where they are
     search.start();
   }
@@ -174,6 +185,19 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
       top = chunks[0].start;
     }
     search.dropRemoved();
+    drawLibrary();
+  }
+
+  /** Messages of libraries are hidden until they are requested, or found by the search. */
+  function drawLibrary() {
+    const count = chunks.reduce((sum, chunk) => sum + chunk.messages, 0);
+    library.hidden = !count;
+    setText(library, `Library messages (${num(count)})`);
+  }
+  function toggleLibrary() {
+    const shown = frame.classList.toggle("fp-library-shown");
+    library.setAttribute("aria-expanded", String(shown));
+    settle();
   }
 
   // -- scrolling --------------------------------------------------------------------------------------------------

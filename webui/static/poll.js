@@ -2,8 +2,11 @@
 // Repeats a request while its view is visible, less often while the server is away, until there is nothing left to do.
 import { on } from "./dom.js";
 
+const REST = 3000; // ms
+
 /**
- * `work(isCurrent)` does one round. It returns "more" (call it again at once), "end" (stop polling) or nothing. After
+ * `work(isCurrent)` does one round. It returns "more" (call it again at once), "rest" (call it again after a longer
+ * pause, since little is expected to change), "end" (stop polling) or nothing. After
  * every await it must discard its response unless isCurrent(). `onTrouble(count, error)` gets the number of failures in
  * a row; 0 after a recovery.
  */
@@ -30,7 +33,7 @@ export function createPoller(work, { isVisible, interval = 700, hiddenInterval =
       if (!isCurrent()) return;
       if (failures) onTrouble((failures = 0));
       if (next === "end") active = false;
-      wait = next === "more" ? 0 : document.hidden ? hiddenInterval : interval;
+      wait = next === "more" ? 0 : document.hidden ? hiddenInterval : next === "rest" ? REST : interval;
     } catch (error) {
       if (!isCurrent()) return;
       onTrouble(++failures, error);

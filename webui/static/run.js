@@ -230,20 +230,22 @@ function open(selected) {
   page.poller.start();
 }
 
-/** Polling ends with the run. It may have been resumed from a shell meanwhile: coming back checks once more. */
 function restartPolling() {
   if (id && !page.poller.isActive()) page.poller.start();
 }
 
 async function pull(isCurrent) {
-  const before = ended();
+  const before = run && run.summary;
   const found = await get(base());
   if (!isCurrent()) return undefined;
   run = found;
   draw();
-  if (before && !ended()) resumePanels();
-  return ended() ? "end" : undefined;
+  if (before && hasEnded(before.state) && isRestarted(before, run.summary)) resumePanels();
+  return ended() ? "rest" : undefined; // another window or a shell may restart it
 }
+
+/** It may have ended again since the last request. */
+const isRestarted = (before, now) => !hasEnded(now.state) || now.started !== before.started;
 
 function resumePanels() {
   page.charts.resume();
@@ -437,6 +439,7 @@ const cleanUp = () =>
 async function remove() {
   const deleted = id;
   if (!(await confirmDelete(page.name.textContent))) return;
+  page.poller.stop(); // it would find no run; act() starts it again after a failure
   await act(async () => {
     await deleteRun(deleted);
     id = "";

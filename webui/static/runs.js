@@ -209,7 +209,10 @@ function drawEmpty() {
     ? ["No runs yet", "A run appears here as soon as it starts."]
     : page.search.value || group
       ? ["No run matches", "Change the search, or show all states."]
-      : ["All runs are archived", `The search archived:yes shows ${num(hidden)} archived runs.`];
+      : [
+          "All runs are archived",
+          `The search archived:yes shows ${num(hidden)} archived ${hidden === 1 ? "run" : "runs"}.`,
+        ];
   setText($("h2", page.empty), title);
   setText($("p", page.empty), text);
   page.empty.lastChild.hidden = Boolean(runs?.length);

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
-from backend.rules.base import Case, Example, Fix, Violation, counted, rule
+from backend.rules.base import Case, Example, Fix, Violation, rule
 from backend.rules.common_fixes import DDP, SINGLE_PROCESS, ZERO2
 from backend.rules.distributed.examples import FOUR_PROCESSES, FULL, WITHOUT_DEEPSPEED, ZERO2_STRATEGY, with_cores
 from backend.rules.examples import LAPTOP, TWO_H100
+from backend.wording import counted
 
 APPLE = replace(LAPTOP, device="mps", name="Apple")
 

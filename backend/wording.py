@@ -1,0 +1,20 @@
+"""Numbers with nouns, as every message of Footplate writes them.
+
+Imports nothing from Footplate.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def counted(number: int, thing: str) -> str:
+    """A number with a noun in the singular or plural: '1 step', '60,000 steps', '2 processes'."""
+    return f"{number:,} {thing if number == 1 else plural(thing)}"
+
+
+def plural(noun: str) -> str:
+    """The regular plural of a noun: steps, batches, processes, entries."""
+    if re.search(r"(s|x|z|sh|(?<!epo)ch)$", noun):
+        return f"{noun}es"
+    return f"{noun[:-1]}ies" if re.search(r"[^aeiou]y$", noun) else f"{noun}s"

@@ -1,0 +1,55 @@
+"""The log view folds known messages of libraries; the search and the download still have them."""
+
+import json
+import time
+from datetime import datetime
+
+from playwright.sync_api import expect
+
+from backend.runs import LOCK, LOG, SPEC, STATE, Plan
+from backend.runs.folder import Run
+
+LINES = """\
+---- started 2026-11-24 16:00:00 ----
+[default0]:Failed to load /x/site-packages/torchao/_C_mxfp8.so: Could not load this library: /x/torchao/_C_mxfp8.so
+[default1]:W1124 16:00:01.000 7 torch/utils/_pytree.py:630] <enum 'KernelPreference'> is an Enum subclass
+[default0]:/x/site-packages/peft/config.py:7: FutureWarning: old is deprecated
+[default0]:  warnings.warn(
+[default0]:16:00:02 Preparing data.
+[default0]:  an indented line of the run
+[default0]:/x/site-packages/torch/optim/lr_scheduler.py:9: UserWarning: lr_scheduler.step() before optimizer.step()
+[default0]:/x/site-packages/torchao/a.py:9: FutureWarning: ImportError: an error stays in view
+"""
+FOLDED = ("torchao/_C_mxfp8.so", "KernelPreference", "old is deprecated", "warnings.warn(")
+SHOWN = ("Preparing data.", "an indented line of the run", "lr_scheduler.step()", "an error stays in view")
+
+
+def make(server):
+    run = Run.create(server.runs, "library messages", Plan(("true",), files={SPEC: ""}), datetime.now())
+    (run.path / LOCK).write_text("supervisor")
+    ended = {"started": time.time() - 99, "ended": time.time(), "end": "stopped", "exit_code": 0, "files_before": {}}
+    (run.path / STATE).write_text(json.dumps(ended))
+    (run.path / LOG).write_text(LINES)
+    return run
+
+
+def test_library_messages_are_folded(server, page):
+    run = make(server)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    log, group = page.locator(".fp-log"), page.get_by_role("button", name="Library messages")
+    expect(group).to_have_text("Library messages (3)", timeout=60_000)
+    expect(group).to_have_attribute("aria-expanded", "false")
+    for text in FOLDED:
+        expect(log.get_by_text(text)).to_be_hidden()
+    for text in SHOWN:
+        expect(log.get_by_text(text)).to_be_visible()
+    group.click()
+    expect(group).to_have_attribute("aria-expanded", "true")
+    for text in (*FOLDED, *SHOWN):
+        expect(log.get_by_text(text)).to_be_visible()
+    group.click()
+    expect(log.get_by_text("old is deprecated")).to_be_hidden()
+    page.get_by_role("searchbox", name="Search the log").fill("old is")
+    expect(log.get_by_text("old is deprecated")).to_be_visible()
+    downloaded = page.request.get(f"{server.url}/api/runs/{run.id}/log.txt").text()
+    assert downloaded == LINES

@@ -1,0 +1,83 @@
+"""The progress text of a run agrees with its state and phase, also in a second window and after a restart elsewhere."""
+
+import json
+import sys
+import time
+from datetime import datetime
+
+from playwright.sync_api import expect
+
+from backend.runs import LOG, PROGRESS, SPEC, Plan
+from backend.runs.folder import ALIVE, Run
+
+FOLLOW_TIMEOUT = 15_000  # ms; a window asks every 3 seconds, and other tests use the same cores
+WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
+# Fails at its first start, and waits at its second one.
+FAILS_ONCE = f"""
+import pathlib
+if not pathlib.Path('tried').exists():
+    pathlib.Path('tried').touch()
+    raise SystemExit('first start')
+print('second start', flush=True)
+{WAITS}
+"""
+
+
+def start(server, name, code):
+    run = Run.create(server.runs, name, Plan((sys.executable, "-c", code), files={SPEC: ""}), datetime.now())
+    run.start()
+    return run
+
+
+def end(run):
+    if run.state in ALIVE:
+        run.stop(save=False)
+    deadline = time.monotonic() + 30
+    while run.state in ALIVE and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def report(run, **progress):
+    """What the trainer would write."""
+    now = time.time()
+    found = {"step": 20, "max_steps": 40, "step_seconds": 1.0, "since": now - 89, "time": now, **progress}
+    (run.path / PROGRESS).write_text(json.dumps(found))
+
+
+def test_the_text_follows_the_phase(server, page):
+    run = start(server, "phases", WAITS)
+    text, badge = page.locator(".fp-run-sentence"), page.locator(".fp-run-title .fp-badge")
+    try:
+        report(run, phase="training")
+        page.goto(f"{server.url}/?tab=run&run={run.id}")
+        expect(text).to_contain_text("Step 20 of 40. Training: about ", timeout=60_000)
+        generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "examples"}
+        report(run, phase="generating after", **generating)
+        expect(text).to_contain_text("Generating outputs after training (3 of 16 examples, 1 min 3")
+        report(run, phase="checkpoint", text="Saving checkpoint-20")
+        expect(text).to_contain_text("Saving checkpoint-20 (1 min 3")
+        report(run, phase="done", text="Done.", step=40)
+        expect(text).to_have_text("Training is complete, and its processes are ending.")
+        expect(badge).to_have_text("Running")
+    finally:
+        end(run)
+
+
+def test_another_window_follows_a_restart(server, page):
+    run = start(server, "restarted", FAILS_ONCE)
+    badge, log = page.locator(".fp-run-title .fp-badge"), page.locator(".fp-log")
+    try:
+        end_of_first = time.monotonic() + 30
+        while run.state in ALIVE and time.monotonic() < end_of_first:
+            time.sleep(0.05)
+        page.goto(f"{server.url}/?tab=run&run={run.id}")
+        expect(badge).to_have_text("Failed", timeout=60_000)
+        expect(log).to_contain_text("first start")
+        page.wait_for_timeout(1500)  # the log and the charts have stopped asking
+        run.resume()
+        expect(badge).to_have_text("Starting", timeout=FOLLOW_TIMEOUT)
+        expect(log).to_contain_text("second start")
+    finally:
+        end(run)
+    expect(badge).to_have_text("Stopped", timeout=FOLLOW_TIMEOUT)
+    assert "second start" in (run.path / LOG).read_text()

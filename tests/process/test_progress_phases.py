@@ -1,0 +1,73 @@
+"""progress.json while a run generates, evaluates and saves: the phase, what is done of it, and since when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.runs import PROGRESS
+from backend.train import generation_eval
+from backend.train.callbacks import ProgressCallback, show_checkpoint
+from backend.train.context import TrainContext
+from backend.train.generation_eval import EvalPrompt, GenerationEvalCallback, Generator
+from backend.train.run_log import RunLog
+from backend.train.trl_trainers import TrainerMixin
+
+STATE = SimpleNamespace(global_step=20, max_steps=40)
+
+
+class Recorder(RunLog):
+    """Remembers what progress.json would have."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.seen: list[dict[str, Any]] = []
+
+    def progress(self, phase: str, text: str = "", fraction: float | None = None, **more: Any) -> None:
+        super().progress(phase, text, fraction, **more)
+        self.seen.append(dict(self._progress))
+
+
+def test_generation_counts_its_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_log, group = (
+        Recorder(tmp_path),
+        SimpleNamespace(rank=0, world=1, gather=lambda value: [value], agree=lambda *_: 0),
+    )
+    context = TrainContext(None, tmp_path, False, group, run_log, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(generation_eval, "unsharded_model", lambda _, trainer: contextlib.nullcontext(trainer))
+    monkeypatch.setattr(Generator, "_batch", lambda _, model, texts: ["out"] * len(texts))
+    generator = Generator(None, group, 2, 8, None)  # type: ignore[arg-type]
+    callback = GenerationEvalCallback(context, generator, [EvalPrompt("a", "a", "out")] * 5)
+    callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
+    assert callback._generate("before") == ["out"] * 5
+    assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
+        (done, 5, "examples") for done in (0, 2, 4, 5)
+    ]
+    assert {p["phase"] for p in run_log.seen} == {"generating before"} and len({p["since"] for p in run_log.seen}) == 1
+
+
+def test_evaluations_and_checkpoints_are_phases(tmp_path: Path) -> None:
+    run_log, at = Recorder(tmp_path), {"args": None, "state": STATE, "control": None}
+    callback = ProgressCallback(run_log, None)  # type: ignore[arg-type]
+
+    class Evaluates:
+        def evaluate(self) -> None:
+            for _ in range(2):
+                callback.on_prediction_step(**at, eval_dataloader=[1, 2])
+            callback.on_evaluate(**at)
+
+    class Trainer(TrainerMixin, Evaluates):
+        context, state = SimpleNamespace(run_log=run_log), STATE  # type: ignore[assignment]
+
+    Trainer().evaluate()
+    show_checkpoint(run_log, STATE)
+    texts = [(p["phase"], p["text"], p.get("done")) for p in run_log.seen]
+    evaluating = "Evaluating after step 20"
+    assert texts[:3] == [("evaluating", evaluating, done) for done in (None, 1, 2)]
+    assert texts[3:] == [("training", "Step 20 of 40", None), ("checkpoint", "Saving checkpoint-20", None)]
+    assert json.loads((tmp_path / PROGRESS).read_text())["phase"] == "checkpoint"

@@ -1,0 +1,23 @@
+"""Numbers with nouns in messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.wording import counted, plural
+
+
+@pytest.mark.parametrize(
+    ("noun", "expected"),
+    [
+        ("step", "steps"), ("batch", "batches"), ("process", "processes"), ("index", "indexes"),
+        ("entry", "entries"), ("key", "keys"), ("epoch", "epochs"), ("eval example", "eval examples"),
+    ],
+)  # fmt: skip
+def test_plural(noun: str, expected: str) -> None:
+    assert plural(noun) == expected
+
+
+def test_counted() -> None:
+    assert counted(1, "batch") == "1 batch" and counted(8, "batch") == "8 batches"
+    assert counted(0, "step") == "0 steps" and counted(60_000, "step") == "60,000 steps"
