@@ -1,4 +1,4 @@
-# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs. Each sets up what it needs.
+# Targets: run, test, check, soak, soak-cpu, gpu, bench, docs, pictures. Each sets up what it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ ARGS ?=
 export FOOTPLATE_TEST_CPU := $(CPU)
 export FOOTPLATE_TEST_THREADS := $(or $(THREADS),1)
 
-.PHONY: setup run test check soak soak-cpu gpu bench docs tools
+.PHONY: setup run test check soak soak-cpu gpu bench docs pictures tools
 
 setup: $(VENV)/ready  ## a virtual environment with the versions of constraints.txt
 
@@ -73,6 +73,9 @@ bench: setup tools  ## timings, printed as tables
 
 docs: setup  ## writes docs/options.md and docs/rules.md
 	$(BIN)/python -m backend docs
+
+pictures: setup tools  ## the screenshots of README and guide; trains the preset First run
+	$(BIN)/python tests/browser/pictures.py $(ARGS)
 
 # What the tests need from the system: a browser; a compiler, Python's headers and libaio, because DeepSpeed builds operators
 # on first use; and Slurm. A fresh Debian has no package lists until it is updated.

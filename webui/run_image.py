@@ -15,9 +15,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from webui.placement_image import draw_placement
+
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is smaller and can be edited
 
 INCHES, DPI = (9.0, 5.6), 150
+MEMORY_INCHES = 2.0  # the height of the placement picture
 INK, DIM, GRID = "#0f172a", "#526075", "#dde3ea"
 TRAIN, EVAL, RATE = "#1d4ed8", "#c2410c", "#15703a"
 # Metrics of preference training.
@@ -28,12 +31,24 @@ MIN_POINTS_TO_SMOOTH = 20
 
 
 def draw(
-    summary: Mapping[str, Any], points: Sequence[Mapping[str, Any]], result: Mapping[str, Any], kind: str = "png"
+    summary: Mapping[str, Any],
+    points: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any],
+    kind: str = "png",
+    estimate: Mapping[str, Any] = {},
 ) -> bytes:
-    """The image of a run from its summary, its metrics, and its result ({} before the end). `kind`: png or svg."""
+    """The image of a run from its summary, its metrics, its result ({} before the end) and its memory estimate ({}
+    without one). `kind`: png or svg."""
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    charts: Any = figure
+    if "placement" in estimate:
+        figure.set_size_inches(INCHES[0], INCHES[1] + MEMORY_INCHES)
+        halves: Any = figure.subfigures(2, 1, height_ratios=(INCHES[1], MEMORY_INCHES))
+        charts, memory = halves[0], halves[1].subplots()
+        draw_placement(memory, estimate, result, INK, DIM)
+        style_axes(memory)
     extra = [(key, name) for key, name in PREFERENCE if column(points, key)[0]]
-    loss, *others = figure.subplots(2 + len(extra), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(extra))))
+    loss, *others = charts.subplots(2 + len(extra), 1, sharex=True, height_ratios=(3, *[1] * (1 + len(extra))))
     rate = others[-1]
     # parse_math off: dollar signs in a name are not TeX.
     figure.suptitle(str(summary.get("name") or summary.get("id")), color=INK, weight="bold", parse_math=False)

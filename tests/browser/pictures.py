@@ -1,6 +1,7 @@
-"""Takes the screenshots of the README: `python tests/browser/pictures.py [RUNS]`, on an idle machine.
+"""Takes the screenshots of the README and the guide: `make pictures`, on an idle machine.
 
-RUNS is a folder whose newest run is shown; without it the preset First run is trained first, which takes some minutes.
+With a folder of runs as argument, its newest run is shown; without it the preset First run is trained first, which
+takes some minutes.
 """
 
 import sys
@@ -23,6 +24,22 @@ def build(page: Page) -> None:
     page.screenshot(path=HOME / "assets" / "build.png")
 
 
+def strategies(page: Page) -> None:
+    """Devices, strategies and placement of an 8B model on two nodes with eight GPUs each."""
+    page.locator("#fp-machine").select_option("2x8x80gb")
+    page.locator("#fp-presets").select_option("two-nodes")
+    page.wait_for_selector(".fp-column >> nth=15", timeout=READY_TIMEOUT)
+    page.locator(".fp-toast button[aria-label=Dismiss]").click()
+    page.locator("#fp-section-model .fp-head").click()
+    page.locator(".fp-column").nth(3).hover()
+    page.wait_for_timeout(1000)
+    page.screenshot(path=HOME / "assets" / "strategies.png")
+    page.locator("#fp-section-model .fp-head").click()
+    page.locator("#fp-machine").select_option("")
+    page.locator("#fp-presets").select_option("first-run")
+    page.wait_for_selector(NO_ERRORS, timeout=READY_TIMEOUT)
+
+
 def run(page: Page) -> None:
     """The Run view of a finished run: results, generations and curves."""
     page.wait_for_selector('.fp-run[data-state="done"]', timeout=TRAINING_TIMEOUT)
@@ -40,6 +57,7 @@ def main(runs: Path) -> None:
         page.goto(server.url)
         page.wait_for_selector("body[data-ready]", timeout=READY_TIMEOUT)
         build(page)
+        strategies(page)
         if newest:
             page.evaluate("id => footplate.showView('run', id)", newest)
         else:

@@ -22,3 +22,24 @@ def test_a_gain_and_none(server, page, before, after, text, gain):
     card = page.locator(".fp-results .fp-large")
     expect(card).to_contain_text(text, timeout=30_000)
     expect(card.locator("strong")).to_have_count(int(gain))  # green
+
+
+def test_generations_are_filtered_by_what_training_changed(server, page):
+    run = plant(server, "generations")
+    pairs = [("no", "4")] * 5 + [("4", "no")] * 2 + [("4", "4"), ("no", "no")]
+    samples = [
+        {"prompt": f"2 + 2? {i}", "reference": "4", "before": before, "after": after}
+        for i, (before, after) in enumerate(pairs)
+    ]
+    Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    rows = page.locator(".fp-samples tbody tr:visible")
+    expect(rows).to_have_count(3, timeout=30_000)
+    expect(page.locator(".fp-sample-filters button")).to_have_text(["All 9", "Better 5", "Worse 2", "Same 2"])
+    page.get_by_role("button", name="Worse 2").click()
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("2 + 2? 5")
+    page.get_by_role("button", name="Better 5").click()
+    expect(rows).to_have_count(3)
+    page.get_by_role("button", name="Show all 5").click()
+    expect(rows).to_have_count(5)

@@ -1,7 +1,11 @@
 """The image of a run."""
 
+from pathlib import Path
+
 import pytest
 
+from backend.config.presets import presets
+from backend.preflight import preflight
 from webui import run_image
 
 SUMMARY = {"name": "a $name$ with_underscores", "method": "LoRA", "model": "tiny", "sentence": "Done: 3 steps in 2 s."}
@@ -35,3 +39,17 @@ def test_an_svg_has_text_and_the_best_evaluation():
     points = [{"step": i, "loss": 1 / i, "eval_loss": abs(i - 3) + 0.25} for i in range(1, 6)]
     svg = run_image.draw(SUMMARY, points, {}, "svg").decode()
     assert "<svg" in svg and ">best validation, 0.25 at step 3<" in svg and ">a $name$ with_underscores<" in svg
+
+
+def test_memory_of_each_device_is_a_part_of_the_image() -> None:
+    """Measured peaks are marks in the columns of their ranks; without an estimate the image is as before."""
+    preset = next(preset for preset in presets() if preset.name == "two-nodes")
+    estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
+    assert len(estimate["placement"]["kinds"]) > 3
+    result = {"peak_bytes": [estimate["measured_bytes"]] * 16}
+    plain = run_image.draw(SUMMARY, [], {}, "svg").decode()
+    estimated = run_image.draw(SUMMARY, [], {}, "svg", estimate).decode()
+    measured = run_image.draw(SUMMARY, [], result, "svg", estimate).decode()
+    assert "Optimizer state" in estimated and "Optimizer state" not in plain
+    assert "measured peak" in measured and "measured peak" not in estimated
+    assert "15" in measured  # the last rank

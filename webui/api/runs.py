@@ -289,7 +289,7 @@ def report_image(run: PathRun, kind: str) -> Response:
     """An image of the run's curves and results."""
     kind = _image_kind(kind)
     run_image = importlib.import_module("webui.run_image")  # matplotlib: half a second and 50 MB that most never need
-    image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result(), kind)
+    image = run_image.draw(run.summary(), read_points(run.path / METRICS), run.result(), kind, run.estimate())
     return _image(image, run.id, kind)
 
 

@@ -163,10 +163,10 @@ function sortKeys(value) {
 
 /** Prompts with their reference and the generations before and after training. @returns {Node[]} */
 export function sampleParts(samples) {
-  const rows = samples.map((sample, n) =>
+  const rows = samples.map((sample) =>
     el(
       "tr",
-      { hidden: n >= SHOWN_SAMPLES },
+      { "data-change": changeOf(sample) },
       el("td", { "data-name": "Prompt" }, el("div.fp-prompt", {}, sample.prompt)),
       el("td", { "data-name": "Reference" }, el("pre", {}, sample.reference)),
       generationCell(sample, "before"),
@@ -188,7 +188,7 @@ export function sampleParts(samples) {
       el("h3", {}, "Generations on validation examples"),
       el("span.fp-dim.fp-figures", {}, text),
       el("span.fp-gap"),
-      showAllButton(rows),
+      ...filterButtons(rows),
     ),
     el("table", {}, el("thead", {}, heading), el("tbody", {}, rows)),
   ];
@@ -208,22 +208,44 @@ function generationCell(sample, side) {
   return el("td", { "data-name": title }, el("div.fp-generation", { "data-correct": String(correct) }, mark, body));
 }
 
-function showAllButton(rows) {
-  const all = `Show all ${rows.length}`;
-  const attributes = {
-    type: "button",
-    hidden: rows.length <= SHOWN_SAMPLES,
-    "aria-expanded": "false",
-    onclick: toggle,
+/** Whether a generation is better after training, worse, or neither; '' without one from before. */
+function changeOf({ before, after, reference }) {
+  if (before === null || before === undefined || after === null || after === undefined) return "";
+  const [was, is] = [isSame(before, reference), isSame(after, reference)];
+  return was === is ? "same" : is ? "better" : "worse";
+}
+
+const CHANGES = { "": "All", better: "Better", worse: "Worse", same: "Same" };
+
+/** Buttons that select which generations the table shows, and how many. @param {any[]} rows @returns {Node[]} */
+function filterButtons(rows) {
+  let [change, expanded] = ["", false];
+  const of = (wanted) => rows.filter((row) => !wanted || row.dataset.change === wanted);
+  const choose = (wanted) => {
+    change = wanted;
+    draw();
   };
-  const button = el("button.fp-chip", attributes, all);
-  function toggle() {
-    const expand = button.getAttribute("aria-expanded") !== "true";
-    button.setAttribute("aria-expanded", String(expand));
-    button.textContent = expand ? "Show fewer" : all;
-    rows.forEach((row, n) => (row.hidden = !expand && n >= SHOWN_SAMPLES));
+  const toggle = () => {
+    expanded = !expanded;
+    draw();
+  };
+  const names = Object.keys(CHANGES).filter((wanted) => of(wanted).length);
+  const filters = names.map((wanted) => {
+    const text = `${CHANGES[wanted]} ${of(wanted).length}`;
+    return el("button.fp-chip", { type: "button", "data-change": wanted, onclick: () => choose(wanted) }, text);
+  });
+  const more = el("button.fp-chip", { type: "button", onclick: toggle });
+  function draw() {
+    for (const button of filters) button.setAttribute("aria-pressed", String(button.dataset.change === change));
+    const shown = of(change);
+    rows.forEach((row) => (row.hidden = !shown.slice(0, expanded ? undefined : SHOWN_SAMPLES).includes(row)));
+    more.hidden = shown.length <= SHOWN_SAMPLES;
+    more.setAttribute("aria-expanded", String(expanded));
+    more.textContent = expanded ? "Show fewer" : `Show all ${shown.length}`;
   }
-  return button;
+  draw();
+  const group = el("div.fp-sample-filters", { role: "group", "aria-label": "Generations to show" }, filters);
+  return names.length > 2 || (names.length === 2 && of(names[1]).length < rows.length) ? [group, more] : [more];
 }
 
 // -- memory ----------------------------------------------------------------------------------------------------------
