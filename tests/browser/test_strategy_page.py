@@ -87,7 +87,7 @@ def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
     expect(current(page)).to_have_text("ZeRO-1")
     assert (value(page, "parallel.strategy"), value(page, "launch.nnodes")) == ("zero1", 2)
     expect(page.locator(".fp-placement-caption")).to_contain_text(
-        "In groups of 16, each GPU shards optimizer state; sends"
+        "In groups of 16, each GPU shards optimizer state, and sends"
     )
     page.get_by_role("tab", name="deepspeed.json").click()
     expect(command).to_contain_text('"stage": 1')
@@ -118,8 +118,8 @@ def test_pointing_at_a_device_shows_its_groups(page):
     height = caption.bounding_box()["height"]
     columns.nth(11).hover()
     expect(caption).to_contain_text("GPU 3 of node 1 is rank 11.")
-    expect(caption).to_contain_text("With ranks 8 to 15 it shards weights, gradients and optimizer state; sends")
-    expect(caption).to_contain_text("With ranks 3 and 11 it averages gradients; sends")
+    expect(caption).to_contain_text("With ranks 8 to 15 it shards weights, gradients and optimizer state, and sends")
+    expect(caption).to_contain_text("With ranks 3 and 11 it averages gradients, and sends")
     assert caption.bounding_box()["height"] == height  # nothing below moves
     groups = columns.evaluate_all("nodes => nodes.map((node) => node.dataset.group)")
     assert groups == ["none"] * 3 + ["replicate"] + ["none"] * 4 + ["shard"] * 3 + ["self"] + ["shard"] * 4

@@ -12,6 +12,7 @@ from backend.config import RunSpec
 from backend.config.options import by_name, get, shown, text
 from backend.machine import Machine
 from backend.preflight import Report
+from backend.registry import DEVICES
 from backend.rules import Case, Fix
 from webui.api.fixes import fix_json
 
@@ -59,7 +60,7 @@ def devices_json(report: Report) -> dict[str, Any]:
     """The devices of each node, and how NVLink connects them: the ids of its peers for each device, None if that is not
     known. All nodes of a machine are alike."""
     machine, run = report.machine, report.run
-    on_gpus = bool(machine.gpus) and run.device == machine.device
+    on_gpus = run.device == machine.device and bool(DEVICES[run.device].visible_devices_env)
     return {
         "nodes": machine.nodes if on_gpus else 1,
         "gpus": [_gpu(machine, i) for i in range(len(machine.gpus))] if on_gpus else [],

@@ -143,7 +143,7 @@ function deviceName(placement, rank) {
 }
 
 const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
-const sentText = (amount) => (amount === null ? "" : `; sends ${bytes(amount)} per step`);
+const sentText = (amount) => (amount === null ? "" : `, and sends ${bytes(amount)} per step`);
 
 /** 0 to 7, or 3 and 11. */
 function rankList(ranks) {
