@@ -19,6 +19,7 @@ import time
 NAME, STAND_IN = "warm", "python"  # the server's socket, and this program as an executable file
 SOCKET = "FOOTPLATE_WARM"  # environment variable: the server's socket, relative to the working directory
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+KILLED = "The process that has imported the libraries was killed."
 CONNECT_SECONDS = 5.0  # the server binds its socket before it imports the libraries
 NUMBER_BYTES = 4  # of a number from the server: first a pid, then the status of waitpid
 
@@ -30,17 +31,18 @@ def main() -> int:
     server = _connect(os.environ.get(SOCKET, "")) if module else None
     if server is None:
         os.execv(sys.executable, [sys.executable, *arguments])
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to forward them to
     request = {"module": module, "arguments": rest, "cwd": os.getcwd(), "env": dict(os.environ)}
     text = json.dumps(request).encode() + b"\n"
     socket.send_fds(server, [text[:1]], [0, 1, 2])
     server.sendall(text[1:])
     if (pid := _number(server)) is None:
-        sys.exit("The process that has imported the libraries ended before it started this one.")
+        sys.exit(KILLED)
     for number in FORWARDED:
         signal.signal(number, lambda received, _: _forward(pid, received))
-    status = _number(server)
-    if status is None:
-        sys.exit("The process that has imported the libraries was killed.")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    if (status := _number(server)) is None:
+        sys.exit(KILLED)
     return _end(os.waitstatus_to_exitcode(status))
 
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
-
-from tests.browser.served import CHROMIUM, FLAGS, serving
+from playwright.sync_api import expect
+from served import serving
 
 TIMEOUT = 20_000
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafts") / "runs"
-    folder.mkdir()
-    with serving(folder) as server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield server, browser
-        browser.close()
+def shared(tmp_path_factory):
+    """One server for all tests of this file, which start no run."""
+    with serving(tmp_path_factory.mktemp("drafts") / "runs") as server:
+        yield server
 
 
 @pytest.fixture
-def context(served):
-    _, browser = served
-    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+def context(chromium):
+    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
     context.set_default_timeout(TIMEOUT)
     yield context
     context.close()
@@ -52,13 +47,12 @@ def value(page, name):
     return page.evaluate("name => footplate.values()[name]", name)
 
 
-def test_two_tabs_have_two_drafts(context, served):
+def test_two_tabs_have_two_drafts(context, shared):
     """The second tab continues with the values of the first, and then neither changes the other's."""
-    server, _ = served
-    first = opened(context, server.url)
+    first = opened(context, shared.url)
     fill(first, "train.max_steps", 7)
     same_address = first.url
-    second = opened(context, server.url)
+    second = opened(context, shared.url)
     assert value(second, "train.max_steps") in (7, "7")
     third = opened(context, same_address)  # a duplicated tab
     fill(second, "train.max_steps", 8)
@@ -74,9 +68,8 @@ def test_two_tabs_have_two_drafts(context, served):
         assert int(value(page, "train.max_steps")) == steps
 
 
-def test_the_name_follows_the_model_until_it_is_typed(context, served):
-    server, _ = served
-    page = opened(context, server.url)
+def test_the_name_follows_the_model_until_it_is_typed(context, shared):
+    page = opened(context, shared.url)
     name = page.locator("#logging-run_name :is(input, textarea)")
     expect(name).to_have_value("")
     expect(name).to_have_attribute("placeholder", "smollm2-135m-instruct LoRA")
@@ -91,12 +84,11 @@ def test_the_name_follows_the_model_until_it_is_typed(context, served):
     expect(name).to_have_value("mine")
 
 
-def test_values_of_a_demo_preset_are_offered_to_be_replaced(context, served, tmp_path):
-    server, _ = served
+def test_values_of_a_demo_preset_are_offered_to_be_replaced(context, shared, tmp_path):
     data = tmp_path / "mine.jsonl"
     example = {"prompt": "Which train?", "completion": "The 7:32 to Basel."}
     data.write_text("".join(json.dumps(example) + "\n" for _ in range(300)))
-    page = opened(context, server.url)
+    page = opened(context, shared.url)
     offer = page.locator("#fp-preset-offer")
     expect(offer).to_be_hidden()
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
@@ -117,12 +109,11 @@ def test_values_of_a_demo_preset_are_offered_to_be_replaced(context, served, tmp
     assert float(value(page, "train.learning_rate")) == 0.003
 
 
-def test_wrong_columns_are_one_finding(context, served, tmp_path):
+def test_wrong_columns_are_one_finding(context, shared, tmp_path):
     """And no safe fix turns off the validation for it."""
-    server, _ = served
     data = tmp_path / "wrong.jsonl"
     data.write_text("".join(json.dumps({"kunde": f"Frage {i}", "meldung": f"Antwort {i}"}) + "\n" for i in range(200)))
-    page = opened(context, server.url)
+    page = opened(context, shared.url)
     page.locator("#data-source").get_by_text("Local files", exact=True).click()
     fill(page, "data.files", data)
     page.wait_for_timeout(3000)  # until the worker process has read the examples

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
+from served import serving
 
 from backend.compare import variants
 from backend.config.presets import presets
@@ -13,29 +14,24 @@ from backend.inspect import inspect_inputs
 from backend.machine import machines
 from backend.paths import HOME
 from backend.rules import Case
-from tests.browser.served import CHROMIUM, FLAGS, serving
 
 TIMEOUT = 20_000
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("strategy") / "runs"
-    folder.mkdir()
-    with serving(folder) as server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield server, browser
-        browser.close()
+def shared(tmp_path_factory):
+    """One server for all tests of this file, which start no run."""
+    with serving(tmp_path_factory.mktemp("strategy") / "runs") as server:
+        yield server
 
 
 @pytest.fixture
-def page(served):
+def page(shared, chromium):
     """The preset of an 8B model on two nodes, with its machine."""
-    server, browser = served
-    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(TIMEOUT)
-    page.goto(f"{server.url}/?machine=2x8x80gb")
+    page.goto(f"{shared.url}/?machine=2x8x80gb")
     page.wait_for_selector("body[data-ready]")
     page.locator("#fp-presets").select_option("two-nodes")
     settled(page)
