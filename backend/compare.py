@@ -91,6 +91,13 @@ class Variant:
 
 def variants(case: Case) -> list[Variant]:
     """Every strategy that is recommended, and the strategy of the spec."""
+    found = _distinct(case)
+    codes = [frozenset(rule.code for rule in variant.case.other_errors) for variant in found]
+    return [replace(variant, unrelated=frozenset.intersection(*codes)) for variant in found]
+
+
+def _distinct(case: Case) -> list[Variant]:
+    """As `variants`, before any rule is checked."""
     found: list[Variant] = []
     for name, patch in _lines(case):
         spec = effective(case.with_patch(patch))
@@ -98,8 +105,7 @@ def variants(case: Case) -> list[Variant]:
             found.append(Variant(name, patch, Case(spec, case.machine, case.facts), spec == case.spec))
     if not any(variant.is_current for variant in found):
         found.append(Variant(f"{case.strategy.label}, as set", {}, case, True))
-    codes = [frozenset(rule.code for rule in variant.case.other_errors) for variant in found]
-    return [replace(variant, unrelated=frozenset.intersection(*codes)) for variant in found]
+    return found
 
 
 def other_strategies(case: Case) -> list[Variant]:
@@ -127,8 +133,9 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
     if case.shape is None or case.shape.activations_unknown or case.spec.other_backend:
         return None
     several = len(available_gpus(case)) > 1 and case.run.device == case.machine.device
+    known = known or variants(case)
     for extra_patch, description in _smaller_settings(case):
-        found = _changed(case, extra_patch) if extra_patch or known is None else known
+        found = _changed(case, extra_patch, known[0].unrelated) if extra_patch else known
         found = [v for v in found if not several or v.case.run.world_size > 1]
         found.sort(key=lambda v: v.cost)
         best = next((v for v in found if v.runs), None)
@@ -143,10 +150,12 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
     return None
 
 
-def _changed(case: Case, extra_patch: Mapping[str, Any]) -> list[Variant]:
-    """The variants of the case with `extra_patch`, as changes of the case itself."""
+def _changed(case: Case, extra_patch: Mapping[str, Any], unrelated: frozenset[str]) -> list[Variant]:
+    """The variants of the case with `extra_patch`, as changes of the case itself. Their rules are checked only if one
+    fits."""
     changed = Case(effective(case.with_patch(extra_patch)), case.machine, case.facts)
-    return [Variant(v.name, {**extra_patch, **v.patch}, v.case) for v in variants(changed)]
+    found = _distinct(changed)
+    return [Variant(v.name, {**extra_patch, **v.patch}, v.case, unrelated=unrelated) for v in found]
 
 
 def _smaller_settings(case: Case) -> Iterator[tuple[Mapping[str, Any], str]]:

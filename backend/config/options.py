@@ -9,7 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -282,14 +282,11 @@ def controlling_options() -> list[str]:
     return sorted({name for option in options() for condition in option.when for name in condition})
 
 
-@cache
-def _by_visibility() -> Sequence[tuple[Sequence[Condition], Sequence[Option]]]:
-    """Options that are shown under the same conditions; without those that are always shown."""
-    groups: dict[str, list[Option]] = {}
-    for option in options():
-        if {} not in option.when:
-            groups.setdefault(repr(option.when), []).append(option)
-    return [(group[0].when, group) for group in groups.values()]
+@lru_cache(maxsize=1024)
+def _hidden_options(values: tuple[Any, ...]) -> Sequence[Option]:
+    """The options without effect, for these values of the controlling options."""
+    words = dict(zip(controlling_options(), map(word, values), strict=True))
+    return [option for option in options() if not _holds(option.when, words.__getitem__)]
 
 
 def word(value: Any) -> str:
@@ -299,8 +296,7 @@ def word(value: Any) -> str:
 
 def effective(spec: RunSpec) -> RunSpec:
     """`spec` with every hidden option at its default, so that specs with the same effect are equal."""
-    words = {name: word(get(spec, name)) for name in controlling_options()}
-    hidden = [option for when, group in _by_visibility() if not _holds(when, words.__getitem__) for option in group]
+    hidden = _hidden_options(tuple(get(spec, name) for name in controlling_options()))
     patch = {option.name: option.default for option in hidden if get(spec, option.name) != option.default}
     return edit(spec, patch) if patch else spec
 

@@ -84,6 +84,13 @@ class _Applied:
 
     def __init__(self, case: Case, fixes: Sequence[Fix] = ()) -> None:
         self.case, self.fixes = case, tuple(fixes)
+        self._changes: dict[str, list[Change]] = {}
+
+    def changes(self, kind: str) -> list[Change]:
+        """All single changes of a kind that this case takes, computed once."""
+        if kind not in self._changes:
+            self._changes[kind] = _changes(self.case, kind)
+        return self._changes[kind]
 
     @cached_property
     def errors(self) -> set[str]:
@@ -135,7 +142,7 @@ class _Search:
         applied."""
         if _load(self._smallest().estimate) > POSSIBLE_EXCESS:
             return []
-        changes = _changes(self.case)
+        changes = [change for kind in KINDS for change in self.start.changes(kind)]
         first = [self._saved([], change) for change in changes]
         largest = changes[first.index(max(first))] if changes else None
         then = [self._saved([largest], change) if largest else 0 for change in changes]
@@ -152,7 +159,7 @@ class _Search:
         taken: list[Change] = []
         smallest = self.start
         for kind in KINDS:
-            changes = _changes(smallest.case, kind)
+            changes = smallest.changes(kind)
             strongest = changes if kind == "strategy" else changes[-2:]
             others = [(change, applied) for change in strongest if (applied := self._after([*taken, change]))]
             best = min(others, key=lambda other: _load(other[1].case.estimate), default=None)
@@ -162,7 +169,7 @@ class _Search:
 
 
 def _apply(before: _Applied, change: Change) -> _Applied | None:
-    found = [change] if change.kind not in KINDS else _changes(before.case, change.kind)
+    found = [change] if change.kind not in KINDS else before.changes(change.kind)
     fix = next((c.fix for c in found if c.fix.label == change.fix.label), None)
     return _Applied(patched_case(before.case, fix.patch), (*before.fixes, fix)) if fix else None
 
@@ -175,7 +182,7 @@ def _with_likely(search: _Search, found: list[Fix]) -> list[Fix]:
     safe = [fix for fix in found if fix.safe]
     if not all(offloads(fix.patch) for fix in safe):
         return found
-    strategies = (change for change in _changes(search.case, "strategy") if change.fix.safe)
+    strategies = (change for change in search.start.changes("strategy") if change.fix.safe)
     better = sorted((change for change in strategies if not safe or not offloads(change.fix.patch)), key=_slowdown)
     likely = (search.as_fix([change], POSSIBLE_EXCESS) for change in better)
     return [*safe, *islice(filter(None, likely), 1), *(fix for fix in found if not fix.safe)]

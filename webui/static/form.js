@@ -9,6 +9,8 @@ const MAX_VALUES_IN_TEXT = 4; // of a condition
 
 /** @type {{ names: string[], controlling: string[], options: Record<string, any> }} */
 let description = { names: [], controlling: [], options: {} };
+/** @type {Map<string, string>} option name by element id */
+let namesById = new Map();
 let values = {};
 let toWrite = null; // values on their way into the components
 const history = []; // snapshots for undo
@@ -23,6 +25,7 @@ const equal = (a, b) => String(a ?? "") === String(b ?? "");
 
 export function startForm(described) {
   description = described;
+  namesById = new Map(described.names.map((name) => [elementId(name), name]));
   values = defaults();
   document.querySelectorAll(".fp-section").forEach(prepareSection);
   document.querySelectorAll(".fp-more").forEach((button) => {
@@ -67,7 +70,7 @@ export const sectionTitle = (name) => {
 function summarize(section) {
   const parts = [];
   for (const field of section.querySelectorAll(".fp-field")) {
-    const name = description.names.find((n) => elementId(n) === field.id);
+    const name = namesById.get(field.id);
     if (!name || !isVisible(name) || parts.length >= MAX_SUMMARY_PARTS) continue;
     const value = values[name];
     if (parts.length && equal(value, option(name).default)) continue;
@@ -103,7 +106,7 @@ export function edited(name, value) {
 
 function fieldEdited(event) {
   const edit = editedField(event);
-  const name = edit && description.names.find((n) => elementId(n) === edit.id);
+  const name = edit && namesById.get(edit.id);
   if (name) edited(name, edit.value);
 }
 
