@@ -44,7 +44,12 @@ function nodeRow(devices, node, strategy) {
       el("b", {}, label),
       el("span", {}, isUsed ? "in use" : "not used"),
     );
-  return el("div.fp-node-row", { role: "group", "aria-label": nodes > 1 ? label : "GPUs" }, button, chips);
+  return el(
+    "div.fp-node-row",
+    { role: "group", "aria-label": nodes > 1 ? label : "GPUs" },
+    button,
+    el("div.fp-gpus", {}, chips),
+  );
 }
 
 const chipState = (pressed, label, onclick) => ({
