@@ -108,12 +108,18 @@ def _distinct(case: Case) -> list[Variant]:
     return found
 
 
-def other_strategies(case: Case) -> list[Variant]:
-    """The strategies that `variants` leaves out, because another one does the same, and better."""
+def other_strategies(case: Case, known: list[Variant]) -> list[Variant]:
+    """The strategies that `variants` leaves out, because another one does the same, and better. `known` are the
+    variants of the case."""
     rest = [strategy for strategy in registry.STRATEGIES if not engine_of(strategy).is_recommended]
     patches = [(registry.STRATEGIES[name].label, strategy_patch(case, name)) for name in rest]
     found = [(name, patch, effective(case.with_patch(patch))) for name, patch in patches]
-    return [Variant(name, patch, Case(s, case.machine, case.facts)) for name, patch, s in found if s != case.spec]
+    unrelated = known[0].unrelated
+    return [
+        Variant(name, patch, Case(spec, case.machine, case.facts), unrelated=unrelated)
+        for name, patch, spec in found
+        if spec != case.spec
+    ]
 
 
 def _lines(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -144,7 +150,7 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
         too_large = [v.name for v in found if v.cost <= best.cost and not v.fits and not v.error]
         reason = (
             f"It needs {amount(best.device_bytes or 0)} of {amount(best.capacity_bytes)} per device{description} and "
-            "has the least communication of the strategies that fit"
+            f"has the least communication of the strategies that fit{' and use every GPU' if several else ''}"
         )
         return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
     return None

@@ -177,8 +177,52 @@ def test_one_device_needs_no_strategy_and_several_do(page):
     assert value(page, "launch.devices") == "1"
 
 
+def test_clicks_before_the_next_report_all_count(page):
+    page.locator("#fp-machine").select_option("4x80gb")
+    page.locator("#fp-presets").select_option("lora-80gb")
+    settled(page)
+    chips = "document.querySelectorAll('.fp-gpu:not(.fp-node)')"
+    page.evaluate(f"() => [1, 2].forEach((gpu) => {chips}[gpu].click())")
+    settled(page)
+    assert (value(page, "launch.nproc_per_node"), value(page, "parallel.strategy")) == (3, "ddp")
+    expect(page.locator(".fp-gpu[aria-pressed=true]")).to_have_count(3)
+
+
+def test_second_node_needs_a_strategy(page):
+    page.locator("#fp-presets").select_option("lora-80gb")
+    settled(page)
+    expect(current(page)).to_have_text("Single process")
+    page.get_by_role("button", name="Node 1", exact=True).click()
+    settled(page)
+    expect(current(page)).to_have_text("DDP")
+    expect(page.locator(".fp-column")).to_have_count(2)
+    assert (value(page, "launch.nnodes"), value(page, "launch.rendezvous")) == (2, "static")
+
+
+def test_elastic_run_stays_elastic(page):
+    page.evaluate("() => footplate.edited('launch.rendezvous', 'elastic')")
+    settled(page)
+    page.get_by_role("button", name=re.compile("^GPU 0 of node 0")).click()
+    settled(page)
+    node = page.get_by_role("button", name="Node 1", exact=True)
+    node.click()
+    settled(page)
+    assert value(page, "launch.rendezvous") == "standalone"
+    page.evaluate("() => footplate.edited('launch.rendezvous', 'elastic')")
+    node.click()
+    settled(page)
+    assert (value(page, "launch.nnodes"), value(page, "launch.rendezvous")) == (2, "elastic")
+
+
+def test_focus_stays_on_a_column_when_the_picture_is_drawn_again(page):
+    page.locator(".fp-column").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.evaluate("() => footplate.edited('train.learning_rate', 0.00002)")
+    settled(page)
+    assert page.evaluate("() => document.activeElement.getAttribute('aria-label')").startswith("GPU 1 of node 0")
+
+
 def test_a_model_of_unknown_size_still_has_strategies(page):
-    page.evaluate("() => footplate.values()")
     field = page.locator("#model-hub_id").get_by_role("textbox")
     field.fill("somebody/unknown-model")
     settled(page)

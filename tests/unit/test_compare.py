@@ -107,7 +107,7 @@ def test_lines_divide_the_devices_in_every_way() -> None:
 def test_strategy_that_no_line_has_is_a_line_of_its_own() -> None:
     found = case("full-8b-zero3", "8x80gb", parallel__offload_optimizer="nvme", parallel__nvme_path="/tmp")
     assert [line.name for line in variants(found) if line.is_current] == ["ZeRO-3, as set"]
-    names = [line.name for line in other_strategies(found)]
+    names = [line.name for line in other_strategies(found, variants(found))]
     assert names == [STRATEGIES[key].label for key in ("zero0", "fsdp1")]
 
 
@@ -119,3 +119,14 @@ def test_error_of_every_strategy_says_nothing_about_one() -> None:
     best, _ = recommend(full, variants(full)) or (None, "")
     assert best is not None
     assert best.name == "ZeRO-1"
+    assert [line.error for line in other_strategies(full, variants(full))] == ["", ""]
+
+
+def test_error_of_every_strategy_does_not_prevent_smaller_activations() -> None:
+    found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
+    full = Case(found.spec, replace(found.machine, disk_free_bytes=0), found.facts)
+    expected, _ = recommend(found) or (None, "")
+    best, _ = recommend(full) or (None, "")
+    assert expected is not None
+    assert best is not None
+    assert best.patch == expected.patch

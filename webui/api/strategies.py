@@ -29,7 +29,7 @@ def strategies_json(report: Report) -> dict[str, Any] | None:
     best, reason = recommend(case, found) or (None, "")
     return {
         "lines": [_line(variant, report.spec, best) for variant in found],
-        "others": [_line(variant, report.spec, best) for variant in other_strategies(case)],
+        "others": [_line(variant, report.spec, best) for variant in other_strategies(case, found)],
         "best": {**_line(best, report.spec, best), "reason": reason} if best else None,
     }
 

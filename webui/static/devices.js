@@ -1,18 +1,19 @@
 // @ts-check
 // The devices of a machine as chips: a row for each node, a click selects a device or a node.
 import { $, el } from "./dom.js";
-import { setValues } from "./form.js";
+import { currentValues, setValues } from "./form.js";
 import { bytes } from "./format.js";
 
 const MAX_NODES = 4; // rows; the field for the number of nodes selects more
 
-/** @param {any} devices of the check report @param {string} strategy */
-export function drawDevices(devices, strategy) {
+/** @param {any} devices of the check report; a click changes its selection at once, since the next click may come before
+ * the next report */
+export function drawDevices(devices) {
   const box = $("#fp-devices");
   const { nodes, gpus } = devices;
   box.hidden = !gpus.length;
   const focused = box.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
-  const rows = Array.from({ length: Math.min(nodes, MAX_NODES) }, (_, node) => nodeRow(devices, node, strategy));
+  const rows = Array.from({ length: Math.min(nodes, MAX_NODES) }, (_, node) => nodeRow(devices, node));
   const more = nodes > MAX_NODES ? `and ${nodes - MAX_NODES} more nodes like these` : "";
   const note = [more, topology(gpus)].filter(Boolean).join("; ");
   box.replaceChildren(
@@ -30,11 +31,11 @@ function title({ gpus }) {
   return names.length === 1 ? `GPUs: ${names[0]}` : "GPUs";
 }
 
-function nodeRow(devices, node, strategy) {
+function nodeRow(devices, node) {
   const { nodes, gpus, selected_nodes: used } = devices;
-  const chips = gpus.map((gpu) => chip(devices, gpu, node, strategy));
+  const chips = gpus.map((gpu) => chip(devices, gpu, node));
   const isUsed = node < used;
-  const choose = () => setValues(nodesPatch(isUsed ? Math.max(1, node) : node + 1, devices.place));
+  const choose = () => setValues(nodesPatch(devices, node < devices.selected_nodes ? Math.max(1, node) : node + 1));
   const label = `Node ${node}`;
   const button =
     nodes > 1 &&
@@ -59,7 +60,7 @@ const chipState = (pressed, label, onclick) => ({
   onclick,
 });
 
-function chip(devices, gpu, node, strategy) {
+function chip(devices, gpu, node) {
   const { selected, selected_nodes: used, nodes, gpus } = devices;
   const isUsed = node < used && selected.includes(gpu.id);
   const busy = gpu.processes.length > 0;
@@ -70,7 +71,7 @@ function chip(devices, gpu, node, strategy) {
   const where = nodes > 1 ? ` of node ${node}` : "";
   const free = `${bytes(gpu.free_bytes)} of ${bytes(gpu.total_bytes)} free`;
   const label = `GPU ${gpu.id}${where}: ${gpu.name}, ${free}${users}`;
-  const toggle = () => setValues(devicesPatch(devices, gpu.id, node, strategy));
+  const toggle = () => setValues(devicesPatch(devices, gpu.id, node));
   return el(
     "button.fp-gpu",
     { ...chipState(isUsed, label, toggle), title: label, "data-busy": busy },
@@ -80,25 +81,35 @@ function chip(devices, gpu, node, strategy) {
 }
 
 /** The options after a click on a device: the first devices have no ids, and several need a strategy. */
-function devicesPatch({ gpus, selected, selected_nodes: used, place }, id, node, strategy) {
-  if (node >= used) return nodesPatch(node + 1, place);
+function devicesPatch(devices, id, node) {
+  const { gpus, selected, selected_nodes: used, place } = devices;
+  if (node >= used) return nodesPatch(devices, node + 1);
   const ids = gpus.map((gpu) => gpu.id);
   const wanted = ids.filter((one) => selected.includes(one) !== (one === id));
   if (!wanted.length) return {};
+  devices.selected = wanted;
   const areFirst = wanted.every((one, i) => one === ids[i]);
-  /** @type {Record<string, any>} */
-  const patch = { "launch.devices": areFirst || place !== "local" ? "" : wanted.join(", ") };
-  patch["launch.nproc_per_node"] = wanted.length;
-  if (wanted.length > 1 && strategy === "single") patch["parallel.strategy"] = "ddp";
-  if (wanted.length === 1 && used === 1) patch["parallel.strategy"] = "single";
-  return patch;
+  return {
+    "launch.devices": areFirst || place !== "local" ? "" : wanted.join(", "),
+    "launch.nproc_per_node": wanted.length,
+    ...strategyFor(wanted.length * used),
+  };
 }
 
-function nodesPatch(count, place) {
-  /** @type {Record<string, any>} */
-  const patch = { "launch.nnodes": count };
-  if (place === "local") patch["launch.rendezvous"] = count > 1 ? "static" : "standalone";
-  return patch;
+function nodesPatch(devices, count) {
+  devices.selected_nodes = count;
+  const each = Math.max(1, devices.selected.length);
+  const patch = { "launch.nnodes": count, "launch.nproc_per_node": each, ...strategyFor(each * count) };
+  if (devices.place !== "local") return patch;
+  const isStandalone = currentValues()["launch.rendezvous"] === "standalone"; // an elastic run stays elastic
+  if (count === 1) return { ...patch, "launch.rendezvous": "standalone" };
+  return isStandalone ? { ...patch, "launch.rendezvous": "static" } : patch;
+}
+
+/** One device needs no strategy; several do. */
+function strategyFor(count) {
+  if (count === 1) return { "parallel.strategy": "single" };
+  return currentValues()["parallel.strategy"] === "single" ? { "parallel.strategy": "ddp" } : {};
 }
 
 /** How NVLink connects the devices of a node; '' if that is not known. */

@@ -29,6 +29,14 @@ export function svg(tag, attributes = {}, ...children) {
 /** @returns {any} */
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
+/** Replace a node's children. The focus stays in place: on what has the same number among the nodes that can have it. */
+export function redraw(node, ...children) {
+  const focusable = () => [...node.querySelectorAll("a, button, summary, [tabindex]")];
+  const at = focusable().indexOf(document.activeElement);
+  node.replaceChildren(...children);
+  if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
+}
+
 /** Set a node's text without touching the DOM if it is unchanged. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

@@ -1,7 +1,7 @@
 // @ts-check
 // The memory card: the estimate as a picture, its range, its phases and parts, and the changes that reduce it.
 import { post } from "./api.js";
-import { $, el, emit, notifyError } from "./dom.js";
+import { $, el, emit, notifyError, redraw } from "./dom.js";
 import { applyFix, fixNote } from "./fixes.js";
 import { bytes } from "./format.js";
 import { phases, placementPicture } from "./placement.js";
@@ -41,7 +41,7 @@ export function drawMemory(memory, finding) {
       el("details", { open: detailsOpen }, el("summary", {}, "Breakdown"), breakdown(memory.rows)),
     );
   }
-  box.replaceChildren(...children.filter(Boolean));
+  redraw(box, ...children.filter(Boolean));
 }
 
 function levelOf({ fits, capacity_bytes: capacity, high_bytes: high }) {

@@ -59,7 +59,7 @@ function drawContent(report) {
     report.memory,
     findings.find((f) => MEMORY_RULES.includes(f.code)),
   );
-  drawDevices(report.devices, String(form.currentValues()["parallel.strategy"]));
+  drawDevices(report.devices);
   drawStrategies(report.strategies, report.memory.placement.device === "cpu" ? "process" : "GPU");
   drawPreview(report.preview);
   keepFocus(focused);
@@ -67,7 +67,7 @@ function drawContent(report) {
 
 /** After a fix, its button is gone: the focus moves to the next fix, else to Start or Export. */
 function keepFocus(focused) {
-  if (!focused || focused === document.body || focused.isConnected) return;
+  if (!focused || focused.isConnected || !focused.closest(".fp-fix")) return;
   const next = $(".fp-finding[data-level=error] .fp-fix button") || $(".fp-start:not([hidden]):not(:disabled)");
   if (next) next.focus({ preventScroll: true });
 }

@@ -2,7 +2,7 @@
 // The Run view: state, actions, error, results, charts, log and details of the run in the address.
 import { get, post, runPath } from "./api.js";
 import { createCharts } from "./charts.js";
-import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, setText } from "./dom.js";
+import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, redraw, setText } from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
 import { alertParts, isAlert, rankTable } from "./live.js";
@@ -220,6 +220,7 @@ function open(selected) {
     "downloads",
     "annotate",
     "notes",
+    "placement",
   ]) {
     page[part].hidden = true;
   }
@@ -366,7 +367,7 @@ function drawRanks(monitor) {
 
 function drawPlacement(placement) {
   page.placement.hidden = !placement;
-  page.placement.replaceChildren(...(placement ? placementParts(placement) : []));
+  redraw(page.placement, ...(placement ? placementParts(placement) : []));
 }
 
 function drawModel(model) {
