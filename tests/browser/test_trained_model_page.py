@@ -61,3 +61,14 @@ def test_a_run_without_a_model_has_no_card(server, page):
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     expect(page.locator(".fp-run h2")).to_have_text("unfinished", timeout=SLOW_TIMEOUT)
     expect(page.locator(".fp-model")).to_be_hidden()
+
+
+def test_nothing_of_the_previous_run_stays_while_another_is_opened(server, page):
+    first, second = plant(server, "first"), plant(server, "second")
+    page.goto(f"{server.url}/?tab=run&run={first.id}")
+    expect(page.locator(".fp-run-placement")).to_be_visible(timeout=SLOW_TIMEOUT)
+    page.route(f"**/api/runs/{second.id}", lambda route: None)  # no response
+    page.evaluate("id => footplate.showView('run', id)", second.id)
+    expect(page.locator(".fp-run-placement")).to_be_hidden()
+    expect(page.locator(".fp-model")).to_be_hidden()
+    page.unroute_all(behavior="ignoreErrors")
