@@ -14,6 +14,7 @@ from itertools import combinations, islice
 from typing import Any
 
 from backend import registry
+from backend.config import RunSpec
 from backend.config.options import effective
 from backend.engines import engine_of
 from backend.machine import Gpu
@@ -391,10 +392,15 @@ def smaller_batches(case: Case) -> Iterator[dict[str, Any]]:
     size, accumulation = case.spec.train.per_device_train_batch_size, case.spec.train.gradient_accumulation_steps
     if registry.OPTIMIZERS[case.spec.train.optim].steps_in_backward:
         return  # these optimizers step in every backward pass, so they cannot accumulate gradients
-    least = 2 if case.spec.train.stage == "kto" and case.spec.preference.kto_loss_type == "kto" else 1
-    while size > least and size % 2 == 0:  # KTO's KL term compares examples of a batch
+    least = least_batch_size(case.spec)
+    while size > least and size % 2 == 0:
         size, accumulation = size // 2, accumulation * 2
         yield {"train.per_device_train_batch_size": size, "train.gradient_accumulation_steps": accumulation}
+
+
+def least_batch_size(spec: RunSpec) -> int:
+    """The smallest per-device batch size: KTO's KL term compares examples of a batch."""
+    return 2 if spec.train.stage == "kto" and spec.preference.kto_loss_type == "kto" else 1
 
 
 def available_gpus(case: Case) -> tuple[Gpu, ...]:
@@ -416,8 +422,8 @@ def strategy_patches(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_OFFLOAD) -> dict[str, Any]:
-    """The patch that selects a strategy with these settings on all devices, with the same global batch size where that
-    is divisible."""
+    """The patch that selects a strategy with these settings on all devices, with the same global batch size: by another
+    number of gradient accumulation steps, else by smaller per-device batches, where that is divisible."""
     spec = case.spec
     patch = {**settings, "parallel.strategy": strategy}
     if strategy in registry.MULTI_PROCESS:
@@ -425,9 +431,15 @@ def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_O
         is_distributed = spec.parallel.strategy in registry.MULTI_PROCESS
         processes = spec.launch.nproc_per_node if is_distributed else devices or 2
         patch["launch.nproc_per_node"] = min(processes, devices or processes)
-    batch_size = case.run.global_batch_size
-    each = spec.train.per_device_train_batch_size * case.resolved(case.with_patch(patch)).data_parallel_size
-    same_batch = {**patch, "train.gradient_accumulation_steps": batch_size // each}
-    if batch_size % each == 0 and case.takes(same_batch):
-        return same_batch
-    return patch
+    batch_size, processes = case.run.global_batch_size, case.resolved(case.with_patch(patch)).data_parallel_size
+    each, rest = divmod(batch_size, processes)
+    size = spec.train.per_device_train_batch_size
+    if rest or each < least_batch_size(spec):
+        return patch
+    if each % size == 0:
+        same_batch = {**patch, "train.gradient_accumulation_steps": each // size}
+    elif each < size:
+        same_batch = {**patch, "train.per_device_train_batch_size": each, "train.gradient_accumulation_steps": 1}
+    else:
+        return patch
+    return same_batch if case.takes(same_batch) else patch
