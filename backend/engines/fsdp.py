@@ -51,6 +51,10 @@ class FSDP(Engine):
             return spec.parallel.sharding_strategy == "shard_grad_op"
         return not spec.parallel.reshard_after_forward
 
+    def reduces_each_batch(self, spec: RunSpec) -> bool:
+        """Always, over shards and replicas: gradient_accumulation_kwargs has sync_each_batch (train/engines/fsdp.py)."""
+        return True
+
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
         """As parallel.reduce_dtype says."""
         return spec.parallel.reduce_dtype == "compute"
