@@ -28,21 +28,26 @@ class Group:
 
 
 def groups(run: ResolvedRun) -> list[Group]:
-    """The process groups of a run, the innermost first; [] with a single process."""
-    tensor = run.tensor_parallel_size
+    """The process groups of a run, the innermost first; [] with a single process, and with sizes that do not divide the
+    world size (rule STR018)."""
+    tensor, sequence = run.tensor_parallel_size, run.sequence_parallel_size
     sharded = max(run.parameter_shards, run.gradient_shards, run.optimizer_shards)
+    if run.world_size % sharded or sharded % (tensor * run.context_parallel_size) or run.world_size % sequence:
+        return []
+    if run.fsdp_version == 2 and sharded == 1:  # more replicas than pairs of ranks
+        return []
     found = [
         Group("tensor", tensor, 1),
         Group("context", run.context_parallel_size, 1),
-        Group("sequence", run.sequence_parallel_size, 1),
+        Group("sequence", sequence, 1),
         Group("shard", sharded // tensor, tensor),
         Group("replicate", run.world_size // sharded, sharded),
     ]
     return [group for group in found if group.size > 1]
 
 
-def shared_state(run: ResolvedRun) -> list[str]:
-    """What the ranks of a shard group divide among themselves."""
+def sharded_state(run: ResolvedRun) -> list[str]:
+    """What is sharded over the ranks of a shard group."""
     shards = {
         "weights": run.parameter_shards, "gradients": run.gradient_shards, "optimizer state": run.optimizer_shards
     }  # fmt: skip

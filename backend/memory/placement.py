@@ -10,7 +10,7 @@ from typing import Any
 from backend.memory.communication import host_bytes, network_bytes
 from backend.memory.context import MemoryContext
 from backend.memory.estimate import Estimate
-from backend.memory.groups import Group, groups, shared_state
+from backend.memory.groups import Group, groups, sharded_state
 from backend.memory.kinds import KINDS, bytes_by_kind
 from backend.resolve import ResolvedRun
 
@@ -40,7 +40,7 @@ def placement(ctx: MemoryContext | None, run: ResolvedRun, estimate: Estimate) -
 
 def _text(group: Group, run: ResolvedRun) -> str:
     """What the devices of a group do together: completes "With ranks 0 to 7 it ..."."""
-    parts = shared_state(run)
+    parts = sharded_state(run)
     state = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]])) if parts else ""
     return {
         "tensor": "shares every weight matrix (tensor parallelism)",

@@ -14,7 +14,7 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect.facts import InputFacts
 from backend.machine import machines
-from backend.memory.groups import groups, shared_state
+from backend.memory.groups import groups, sharded_state
 from backend.resolve import ResolvedRun, resolve
 
 WORLD = 16
@@ -90,7 +90,38 @@ def test_tensor_parallel_groups_are_innermost(mesh_of_rank, rank: int, size: int
 def test_all_ranks_share_what_the_strategy_shards(strategy: str, state: list[str]) -> None:
     run = resolved(parallel__strategy=strategy)
     assert of_rank(run, 3) == {"shard" if state else "replicate": list(range(WORLD))}
-    assert shared_state(run) == state
+    assert sharded_state(run) == state
+
+
+def test_fsdp1_with_hybrid_shard_shards_within_a_node() -> None:
+    run = resolved(parallel__strategy="fsdp1", parallel__sharding_strategy="hybrid_shard")
+    assert of_rank(run, 11) == {"shard": list(range(8, 16)), "replicate": [3, 11]}
+    assert (run.parameter_shards, run.gradient_shards, run.optimizer_shards) == (8, 8, 8)
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_fsdp1_shards_over_all_ranks(sharding: str) -> None:
+    run = resolved(parallel__strategy="fsdp1", parallel__sharding_strategy=sharding)
+    assert of_rank(run, 11) == {"shard": list(range(WORLD))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("fsdp2", {"replicate_size": 3}),
+        ("fsdp2", {"replicate_size": 12}),
+        ("fsdp2", {"replicate_size": 32}),
+        ("fsdp2", {"context_parallel_size": 3}),
+        ("fsdp2", {"replicate_size": 8, "context_parallel_size": 4}),
+        ("zero3", {"sequence_parallel_size": 5}),
+        ("zero0", {"sequence_parallel_size": 32}),
+        ("tensor", {"tensor_parallel_size": 6}),
+        ("tensor", {"tensor_parallel_size": 32}),
+    ],
+)
+def test_sizes_that_do_not_divide_the_world_size_have_no_groups(strategy: str, sizes: dict[str, int]) -> None:
+    options = {f"parallel__{name}": size for name, size in sizes.items()}
+    assert groups(resolved(parallel__strategy=strategy, **options)) == []
 
 
 def test_single_process_has_no_groups() -> None:
