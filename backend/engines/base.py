@@ -217,7 +217,7 @@ class TensorParallel(Engine):
         return True
 
     def reduces_each_batch(self, spec: RunSpec) -> bool:
-        """Always, over the groups that FSDP2 shards over: gradient_accumulation_kwargs has sync_each_batch."""
+        """Always, over the groups that FSDP2 shards over: train/engines/tensor_parallel.py sets sync_each_batch."""
         return True
 
     @property

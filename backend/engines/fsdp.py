@@ -53,7 +53,7 @@ class FSDP(Engine):
         return not spec.parallel.reshard_after_forward
 
     def reduces_each_batch(self, spec: RunSpec) -> bool:
-        """Always, over shards and replicas: gradient_accumulation_kwargs has sync_each_batch (train/engines/fsdp.py)."""
+        """Always, over shards and replicas: train/engines/fsdp.py sets sync_each_batch of accelerate."""
         return True
 
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:

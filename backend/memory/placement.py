@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from backend import registry
+from backend.config import RunSpec
 from backend.memory.communication import host_bytes, network_bytes
 from backend.memory.context import MemoryContext
 from backend.memory.estimate import Estimate
@@ -17,11 +18,11 @@ from backend.resolve import ResolvedRun
 from backend.wording import plural
 
 
-def placement(ctx: MemoryContext | None, run: ResolvedRun, estimate: Estimate) -> dict[str, Any]:
+def placement(spec: RunSpec, run: ResolvedRun, estimate: Estimate, ctx: MemoryContext | None) -> dict[str, Any]:
     """Nodes, device ids and processes of a run; what a device holds at its peak, by kind; its process groups, each with
     the bytes that a device sends to the others of its group per optimizer step, None if that is not known; the bytes
     that it exchanges with host RAM per step. `ctx` is None if the model's shape is not known."""
-    known = ctx is not None and not ctx.spec.other_backend
+    known = ctx is not None and not spec.other_backend
     sent = network_bytes(ctx) if ctx and known else {}
     noun, sizes = registry.DEVICES[run.device].noun, bytes_by_kind(estimate.rows)
     return {
@@ -36,7 +37,7 @@ def placement(ctx: MemoryContext | None, run: ResolvedRun, estimate: Estimate) -
                 "name": group.name, "size": group.size, "stride": group.stride, "text": _text(group, run),
                 "bytes": sent.get(group.name, 0) if known else None,
             }
-            for group in (groups(run) if not ctx or known else [])
+            for group in (groups(spec, run) if not ctx or known else [])
         ],
         "host_bytes": host_bytes(ctx) if ctx and known and not ctx.on_cpu else 0,
     }  # fmt: skip
