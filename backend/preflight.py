@@ -103,7 +103,7 @@ class Report:
         """What each device holds and shares."""
         shape, longest = self.facts.shape, self.facts.longest_example
         ctx = MemoryContext(self.spec, self.run, self.machine, shape, longest) if shape else None
-        return placement(ctx, self.run, self.estimate)
+        return placement(self.spec, self.run, self.estimate, ctx)
 
     @property
     def _flops(self) -> dict[str, int]:

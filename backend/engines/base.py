@@ -68,6 +68,10 @@ class Engine:
         """Whether sharded parameters stay gathered from the forward to the backward pass."""
         return False
 
+    def reduces_each_batch(self, spec: RunSpec) -> bool:
+        """Whether each batch of a gradient accumulation reduces its gradients, instead of the last batch only."""
+        return False
+
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
         """Whether gradients are reduced in the compute dtype instead of the dtype of the parameters."""
         return False
@@ -212,9 +216,13 @@ class TensorParallel(Engine):
         """Along with the parameters."""
         return True
 
+    def reduces_each_batch(self, spec: RunSpec) -> bool:
+        """Always, over the groups that FSDP2 shards over: train/engines/tensor_parallel.py sets sync_each_batch."""
+        return True
+
     @property
     def step_slowdown(self) -> int:
-        """Two all-reduces per layer in each direction."""
+        """All-reduces of activations in both passes of each layer."""
         return 40
 
     def divisions(self, spec: RunSpec, per_node: int, nodes: int) -> list[tuple[str, dict[str, int]]]:

@@ -45,9 +45,13 @@ class DeepSpeed(Engine):
         """From stage 2 on."""
         return self.zero_stage >= 2
 
+    def reduces_each_batch(self, spec: RunSpec) -> bool:
+        """From stage 2 on: deepspeed 0.19 runtime/engine.py, allreduce_gradients."""
+        return self.zero_stage >= 2
+
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
-        """Always."""
-        return True
+        """Unless with sequence parallelism: deepspeed 0.19 seq_parallel_communication_data_type is fp32."""
+        return spec.parallel.sequence_parallel_size == 1
 
     @property
     def is_recommended(self) -> bool:

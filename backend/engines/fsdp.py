@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from backend.config import RunSpec, merge
+from backend.config.processes import nproc_per_node
 from backend.engines.base import Engine
 from backend.runs import FSDP as CONFIG_FILE
 
@@ -50,6 +51,10 @@ class FSDP(Engine):
         if self.fsdp_version == 1:
             return spec.parallel.sharding_strategy == "shard_grad_op"
         return not spec.parallel.reshard_after_forward
+
+    def reduces_each_batch(self, spec: RunSpec) -> bool:
+        """Always, over shards and replicas: train/engines/fsdp.py sets sync_each_batch of accelerate."""
+        return True
 
     def reduces_in_compute_dtype(self, spec: RunSpec) -> bool:
         """As parallel.reduce_dtype says."""
@@ -134,9 +139,11 @@ class FSDP(Engine):
         return spec.parallel.replicate_size * self.context_parallel_size(spec) if self.fsdp_version == 2 else 1
 
     def parameter_shards(self, spec: RunSpec, world_size: int) -> int:
-        """The world size; with HSDP the processes of one replica; 1 with NO_SHARD."""
+        """The world size; with HSDP the processes of one replica, with HYBRID_SHARD those of a node (torch 2.13
+        distributed/fsdp/_init_utils.py); 1 with NO_SHARD."""
         if self.fsdp_version == 1:
-            return 1 if spec.parallel.sharding_strategy == "no_shard" else max(1, world_size)
+            sizes = {"no_shard": 1, "hybrid_shard": min(nproc_per_node(spec), world_size)}
+            return max(1, sizes.get(spec.parallel.sharding_strategy, world_size))
         return max(1, world_size // spec.parallel.replicate_size)
 
     def optimizer_offload(self, spec: RunSpec) -> str:

@@ -14,6 +14,6 @@ Imports registry, config, machine, modelspec, inspect, engines, resolve. Closed 
 from __future__ import annotations
 
 from backend.memory.context import MemoryContext, Row
-from backend.memory.estimate import OVERHEAD, Estimate, device_rows, estimate, free_bytes
+from backend.memory.estimate import OVERHEAD, Estimate, estimate, free_bytes
 
-__all__ = ["OVERHEAD", "Estimate", "MemoryContext", "Row", "device_rows", "estimate", "free_bytes"]
+__all__ = ["OVERHEAD", "Estimate", "MemoryContext", "Row", "estimate", "free_bytes"]

@@ -2,7 +2,9 @@
 
 Imports context. Ring collectives: an all-gather or reduce-scatter of B bytes over n devices sends B (n - 1) / n from
 each device, an all-reduce twice that. DDP therefore sends twice the gradients, and fully sharded training three times
-the parameters in each batch (arXiv 1910.02054, section 7.2).
+the parameters in each batch (arXiv 1910.02054, section 7.2). ZeRO-1 and ZeRO-2 all-reduce the gradients too, and gather
+the updated parameters after the step (deepspeed 0.19 runtime/zero/stage_1_and_2.py: use_multi_rank_bucket_allreduce,
+all_gather_dp_groups).
 """
 
 from __future__ import annotations
@@ -17,19 +19,29 @@ def network_bytes(ctx: MemoryContext) -> dict[str, int]:
     if run.world_size == 1:
         return {}
     if (size := run.tensor_parallel_size) > 1:
-        activations = (
-            4 * ctx.shape.layers * ctx.tokens * ctx.shape.hidden * ctx.compute_bytes
-        )  # all-reduces: 2 + 2 a layer
         sharded = _sharded_bytes(ctx, run.world_size // size, gradients, batches) // size
-        return {"tensor": batches * 2 * _ring(activations, size), "shard": sharded}
+        return {"tensor": batches * _tensor_bytes(ctx), "shard": sharded}
     found = {"context": batches * _context_bytes(ctx), "sequence": batches * _sequence_bytes(ctx)}
+    reductions = batches if ctx.engine.reduces_each_batch(ctx.spec) else 1
     if run.parameter_shards == 1:
-        averaged = 2 * _ring(gradients, run.world_size)
-        return {**found, "shard" if run.optimizer_shards > 1 else "replicate": averaged}
+        averaged = reductions * 2 * _ring(gradients, run.world_size)
+        updated = _ring(ctx.trainable_count * ctx.compute_bytes, run.optimizer_shards)
+        return {**found, "shard" if run.optimizer_shards > 1 else "replicate": averaged + updated}
     replicas = run.world_size // run.parameter_shards
     found["shard"] = _sharded_bytes(ctx, run.parameter_shards, gradients, batches)
-    found["replicate"] = 2 * _ring(gradients // run.parameter_shards, replicas)
+    found["replicate"] = reductions * 2 * _ring(gradients // run.parameter_shards, replicas)
     return found
+
+
+def _tensor_bytes(ctx: MemoryContext) -> int:
+    """All-reduces of hidden states: of the output of each row-wise sharded linear layer in the forward pass, of the
+    gradient of the input of each column-wise sharded one in the backward pass (transformers 5.23
+    distributed/tensor_parallel.py), and of the attention output in a recomputation, which stops before the last linear
+    layer (torch 2.13 utils/checkpoint.py). Embeddings and output layer are not counted."""
+    experts = any(leaf.stacked > 1 for leaf in ctx.shape.layer)
+    count = sum(leaf.is_linear for leaf in ctx.shape.layer) + 2 * experts + ctx.spec.train.activation_checkpointing
+    each = ctx.tokens * ctx.shape.hidden * ctx.compute_bytes
+    return 2 * _ring(ctx.shape.layers * count * each, ctx.run.tensor_parallel_size)
 
 
 def _context_bytes(ctx: MemoryContext) -> int:

@@ -18,10 +18,10 @@ from backend.memory import quantized
 from backend.memory.optimizer_state import OptimizerState
 from backend.modelspec import ModelShape, ModuleSpec, trainable_parameters
 from backend.resolve import ResolvedRun
+from backend.wording import counted
 
 MIB = 2**20
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-DEVICE_NAMES: Mapping[str, str] = {"cpu": "processes", "npu": "NPUs"}  # of device types that are no GPUs
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class MemoryContext:
 
     def divided_by(self, shards: int) -> str:
         """The end of a formula that divides by the number of processes that share a tensor."""
-        return f" / {shards} {DEVICE_NAMES.get(self.run.device, 'GPUs')}" if shards > 1 else ""
+        return f" / {counted(shards, registry.DEVICES[self.run.device].noun)}" if shards > 1 else ""
 
     # Batch.
 

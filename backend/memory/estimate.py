@@ -121,13 +121,8 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
     return _with_largest(persistent, moments), _phases(persistent, moments)
 
 
-def device_rows(ctx: MemoryContext) -> list[Row]:
-    """What a device holds all the time, and the rows of the largest peak."""
-    return device_peak(ctx)[0]
-
-
 def known_device_rows(ctx: MemoryContext) -> list[Row]:
-    """As `device_rows`, without the moments that need a model of the activations: a lower bound."""
+    """As the rows of `device_peak`, without the moments that need a model of the activations: a lower bound."""
     persistent = persistent_rows(ctx)
     loading = Peak("Loading", "", quantized_loading(ctx, persistent))
     return _with_largest(persistent, [loading, Peak("Optimizer step", "", optimizer_step(ctx))])

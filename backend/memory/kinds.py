@@ -41,6 +41,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 KIND_OF: Mapping[str, str] = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
+def kind_label(kind: str, device: str) -> str:
+    """The label of a kind of memory on a device type; a CPU run has no device context."""
+    return "Python and libraries" if (kind, device) == ("overhead", "cpu") else KINDS[kind]
+
+
 def bytes_by_kind(rows: Iterable[Row]) -> dict[str, int]:
     """The bytes of a device by kind, in the order of KINDS, without kinds of which it has nothing."""
     sums = dict.fromkeys(KINDS, 0)

@@ -186,11 +186,15 @@ TEMPLATES: Mapping[str, Choice] = {
 DEVICES: Mapping[str, Device] = {
     "cuda": Device("CUDA (or ROCm) GPU", visible_devices_env="CUDA_VISIBLE_DEVICES", backends=("nccl",)),
     "npu": Device(
-        "Ascend NPU", package="torch_npu", visible_devices_env="ASCEND_RT_VISIBLE_DEVICES", backends=("hccl",)
+        "Ascend NPU",
+        package="torch_npu",
+        visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
+        backends=("hccl",),
+        noun="NPU",
     ),
-    "xpu": Device("Intel XPU", visible_devices_env="ZE_AFFINITY_MASK", backends=("xccl", "ccl")),
+    "xpu": Device("Intel XPU", visible_devices_env="ZE_AFFINITY_MASK", backends=("xccl", "ccl"), noun="XPU"),
     "mps": Device("Apple GPU", bf16=True, fp16=False),
-    "cpu": Device("CPU", fp16=False),
+    "cpu": Device("CPU", noun="process", fp16=False),
 }
 
 REPORTERS: Mapping[str, Choice] = {

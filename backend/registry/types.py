@@ -112,10 +112,12 @@ class Precision(Choice):
 
 @dataclass(frozen=True)
 class Device(Choice):
-    """A device type, the environment variable that selects devices, and its torch.distributed backends, best first."""
+    """A device type, the environment variable that selects devices, and its torch.distributed backends, best first.
+    `noun` names what holds a rank."""
 
     visible_devices_env: str = ""
     backends: tuple[str, ...] = ("gloo",)
+    noun: str = "GPU"
     bf16: bool = True
     fp16: bool = True
 

@@ -139,7 +139,7 @@ def small_shared_memory(case: Case) -> str | None:
     passes_on=Example(TENSOR_SPEC, TWO_H100, TINY_MODEL),
 )
 def tensor_parallel_without_nvlink(case: Case) -> str | None:
-    """With tensor parallelism, every layer waits for four all-reduces per step. Over PCIe these take longer than the
+    """With tensor parallelism, every layer waits for all-reduces in both passes. Over PCIe these take longer than the
     computation; FSDP2 overlaps its communication with computation."""
     if case.run.tensor_parallel_size == 1 or case.run.device != case.machine.device:
         return None

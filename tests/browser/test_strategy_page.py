@@ -126,6 +126,52 @@ def test_pointing_at_a_device_shows_its_groups(page):
     expect(caption).to_contain_text("GPU 1 of node 0 is rank 1.")
 
 
+PICTURE = """async ([placement, capacity]) => {
+  const { placementPicture } = await import("./footplate/placement.js");
+  const memory = { placement, capacity_bytes: capacity, device_bytes: 2 ** 30, high_bytes: 2 ** 30 };
+  const figure = placementPicture(memory);
+  const lines = () => [...figure.querySelectorAll(".fp-placement-caption span")].map((s) => s.textContent);
+  const overview = lines();
+  const column = figure.querySelector(".fp-column");
+  column.dispatchEvent(new Event("pointerenter"));
+  const hidden = [...figure.querySelectorAll("svg > text")].map((node) => node.textContent).pop();
+  const names = [figure.querySelector("svg").getAttribute("aria-label"), column.getAttribute("aria-label")];
+  return { overview, described: lines(), hidden, names };
+}"""
+
+
+def picture(page, nodes, per_node, capacity=2**31, **changes):
+    """The texts of a placement picture."""
+    placement = {"noun": "NPU", "plural": "NPUs", "nodes": nodes, "per_node": per_node, "ids": [], "kinds": []}
+    return page.evaluate(PICTURE, [{**placement, "groups": [], "host_bytes": 0, **changes}, capacity])
+
+
+def test_what_does_not_fit_in_the_picture_is_counted(page):
+    assert picture(page, 5, 2)["hidden"] == "and 1 more node like these"
+    assert picture(page, 6, 2)["hidden"] == "and 2 more nodes like these"
+    assert picture(page, 2, 17)["hidden"] == "and 1 more NPU on each node"
+    assert picture(page, 1, 24)["hidden"] == "and 8 more NPUs"
+    assert picture(page, 6, 20)["hidden"] == "and 4 more NPUs on each node, and 2 more nodes like these"
+
+
+def test_picture_names_the_devices_and_the_known_capacity(page):
+    assert picture(page, 1, 1)["names"] == ["Memory of one NPU: 1.0 GiB of 2.0 GiB", "NPU 0: 1.0 GiB of 2.0 GiB"]
+    assert picture(page, 1, 2)["names"][0] == "Memory of 2 NPUs: 1.0 GiB of 2.0 GiB each"
+    process = {"noun": "process", "plural": "processes"}
+    names = ["Memory of 2 processes: 1.0 GiB each", "Process 0: 1.0 GiB"]
+    assert picture(page, 1, 2, capacity=0, **process)["names"] == names
+
+
+def test_traffic_with_host_ram_has_a_line_while_nothing_and_something_is_pointed_at(page):
+    group = {"name": "shard", "size": 2, "stride": 1, "text": "shards weights", "bytes": 2**20}
+    line = "Each NPU exchanges 1 MiB with host RAM per step."
+    for groups in ([], [group]):
+        found = picture(page, 1, 2, groups=groups, host_bytes=2**20)
+        assert len(found["overview"]) == len(found["described"])
+        assert found["overview"][-1] == found["described"][-1] == line
+        assert line not in picture(page, 1, 2, groups=groups)["overview"]
+
+
 def test_arrow_keys_choose_a_strategy(page):
     page.locator(".fp-strategy input:checked").focus()
     page.keyboard.press("ArrowUp")

@@ -15,7 +15,7 @@ from training_runs import losses, make_spec, result, soak_except
 from transformers import AutoConfig, AutoModelForCausalLM
 from untrained_models import memory_context, untrained_model
 
-from backend.memory import device_rows
+from backend.memory.estimate import device_peak
 from backend.modelspec import from_config
 from backend.train.quantized import is_quantized
 
@@ -65,7 +65,7 @@ def test_quantized_bytes_match_the_estimate(mixtures: Mapping[str, dict[str, str
     changes = {**mixtures["qwen3_moe"], "method.quantization": kind}
     model = untrained_model(changes)
     shape = from_config(model.config.to_dict())
-    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), shape))}
+    rows = {row.name: row.bytes for row in device_peak(memory_context(make_spec(changes), shape))[0]}
     quantized = [module for module in model.modules() if is_quantized(module) and not hasattr(module, "base_layer")]
     assert len(quantized) == 2 * 4, "the attention projections of two layers"
     assert rows["Quantized parameters"] == sum(module.weight.nbytes for module in quantized)

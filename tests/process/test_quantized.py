@@ -18,7 +18,7 @@ from untrained_models import memory_context, untrained_model
 
 from backend import registry
 from backend.machine import Machine
-from backend.memory import device_rows
+from backend.memory.estimate import device_peak
 from backend.modelspec import from_config
 from backend.preflight import preflight
 
@@ -66,7 +66,7 @@ def test_estimate_matches_the_stored_bytes(cache: Path, kind: str, name: str, do
     assert len(bases) == 4 * 7
     assert {type(base).__name__ for base in bases} == {name}
     assert {base.weight.dtype for base in bases} == {torch.uint8 if name == "Linear4bit" else torch.int8}
-    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), TINY))}
+    rows = {row.name: row.bytes for row in device_peak(memory_context(make_spec(changes), TINY))[0]}
     assert rows["Quantized parameters"] == sum(base.weight.nbytes for base in bases)
     assert rows["Quantization scales"] == sum(map(scale_bytes, bases))
     weights = sum(base.in_features * base.out_features for base in bases)
@@ -185,7 +185,7 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
     changes = {**NF4, "precision.compute": "bf16", "lora.targets": "attention"}
     shape = from_config(config.to_dict())
     assert shape is not None
-    rows = {row.name: row.bytes for row in device_rows(memory_context(make_spec(changes), shape))}
+    rows = {row.name: row.bytes for row in device_peak(memory_context(make_spec(changes), shape))[0]}
     assert rows["Quantized parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n in quantized)
     assert rows["Frozen parameters"] == sum(p.nbytes for n, p in model.named_parameters() if n not in quantized)
 

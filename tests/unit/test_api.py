@@ -16,7 +16,7 @@ import pytest
 from small import client
 
 from backend.config.options import by_name, options
-from backend.machine import Machine
+from backend.machine import GIB, Gpu, Machine
 from backend.rules import OUTDATED, RULES, example_findings
 from backend.runs import LOG, METRICS, PLAN, RESULT, SPEC, Plan, processes
 from backend.runs.folder import ALIVE, Run
@@ -88,6 +88,21 @@ def test_check_report_is_complete(api):
     read = report["examples"]
     assert read == {**read, "checked": read["total"], "pending": False, "note": ""} and read["total"] > 100
     assert read["text"] == f"all {read['total']} examples read" and report["pending"] is False
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({"launch.devices": "1"}, "Tesla T4"),
+        ({"parallel.strategy": "ddp", "launch.nproc_per_node": 2}, "H100, Tesla T4"),
+        ({"launch.device": "cpu"}, "CPU"),
+    ],
+)
+def test_memory_names_the_devices_that_the_run_uses(tmp_path, values, label):
+    gpus = tuple(Gpu(i, name, 80 * GIB, 80 * GIB, (9, 0)) for i, name in enumerate(("H100", "Tesla T4")))
+    machine = Machine(device="cuda", gpus=gpus)
+    with client(tmp_path, detect_machine=lambda _: machine) as api:
+        assert check(api, {**VALUES, **values})["memory"]["device_label"] == label
 
 
 def test_check_without_values_uses_the_defaults(api):

@@ -12,6 +12,8 @@ from backend.config import presets
 from backend.config.options import edit, effective
 from backend.inspect import inspect_inputs
 from backend.machine import machines
+from backend.memory import MemoryContext
+from backend.memory.communication import network_bytes
 from backend.registry import STRATEGIES
 from backend.resolve import resolve
 from backend.rules import Case, examine
@@ -35,11 +37,50 @@ def test_communication_follows_from_sharding() -> None:
     ring = 7 / 8
     assert found[SINGLE].sent_bytes == 0
     assert found["DDP"].sent_bytes == int(2 * ring * 4 * EIGHT_B)  # fp32 gradients, added up
-    assert found["ZeRO-2"].sent_bytes == int(2 * ring * 2 * EIGHT_B)  # in bf16
     batches = case("full-8b-fsdp2", "8x80gb").spec.train.gradient_accumulation_steps
+    weights = ring * 2 * EIGHT_B  # an all-gather in bf16, which ZeRO-1 and ZeRO-2 do after the step
+    assert found["ZeRO-1"].sent_bytes == pytest.approx(2 * weights + weights, rel=1e-9)
+    assert found["ZeRO-2"].sent_bytes == pytest.approx(batches * 2 * weights + weights, rel=1e-9)
     assert found["ZeRO-3"].sent_bytes == pytest.approx(batches * 3 * ring * 2 * EIGHT_B, rel=1e-9)  # twice the weights
     assert found["ZeRO-3 with CPU offload"].host_traffic_bytes > found["ZeRO-2 with CPU offload"].host_traffic_bytes > 0
     assert [name for name, variant in found.items() if variant.is_current] == ["FSDP2"]
+
+
+def sent(**changes: object) -> dict[str, int]:
+    found = case("two-nodes", "2x8x80gb", **changes)
+    assert found.shape is not None
+    return network_bytes(MemoryContext(found.spec, found.run, found.machine, found.shape))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "growth"),
+    [
+        ("ddp", {}, 1),
+        ("zero1", {}, 1),
+        ("zero2", {}, 9 / 3),  # the all-gather of the parameters stays one
+        ("fsdp2", {"replicate_size": 2}, 4),
+        ("fsdp1", {"sharding_strategy": "no_shard"}, 4),
+        ("fsdp1", {"sharding_strategy": "hybrid_shard"}, 4),
+    ],
+)
+def test_reductions_in_each_batch_grow_with_accumulation(
+    strategy: str, options: dict[str, object], growth: float
+) -> None:
+    changed = {"parallel__strategy": strategy, **{f"parallel__{name}": value for name, value in options.items()}}
+    once = sent(**changed, train__gradient_accumulation_steps=1)
+    four = sent(**changed, train__gradient_accumulation_steps=4)
+    assert list(once) == list(four)
+    assert {name for name, size in four.items() if size != pytest.approx(growth * once[name])} == set()
+
+
+def test_tensor_parallel_all_reduces_are_those_of_transformers() -> None:
+    """A layer of Llama has 2 + 5 all-reduces of hidden states, and one more with activation checkpointing: counted in
+    transformers 5.23 with two processes."""
+    options = {"parallel__strategy": "tensor", "parallel__tensor_parallel_size": 8, "data__max_length": 1024}
+    options |= {"train__per_device_train_batch_size": 1, "train__gradient_accumulation_steps": 1}
+    for checkpointing, count in ((False, 7), (True, 8)):
+        found = sent(**options, train__activation_checkpointing=checkpointing)["tensor"]
+        assert found == 32 * count * 2 * (1024 * 4096 * 2) * 7 // 8
 
 
 def test_all_variants_have_the_same_global_batch_size() -> None:
@@ -99,7 +140,7 @@ def test_lines_divide_the_devices_in_every_way() -> None:
     weights = 2 * EIGHT_B  # in bf16; FSDP2 gathers them twice for each batch, and reduces gradients in fp32
     assert found["FSDP2"].sent_bytes == pytest.approx(2 * (2 * weights + 4 * EIGHT_B) * 15 / 16, rel=0.01)
     within_a_node = 2 * (2 * weights + 4 * EIGHT_B) * 7 / 8
-    across_nodes = 4 * EIGHT_B / 8  # an all-reduce over two nodes sends twice one half
+    across_nodes = 2 * 4 * EIGHT_B / 8  # in each batch, an all-reduce over two nodes that sends twice one half
     assert found["FSDP2, replicated (HSDP)"].sent_bytes == pytest.approx(within_a_node + across_nodes, rel=0.01)
     assert found["FSDP2 with context parallelism"].sent_bytes > found["FSDP2"].sent_bytes
 

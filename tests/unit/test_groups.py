@@ -14,20 +14,21 @@ from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.inspect.facts import InputFacts
 from backend.machine import machines
-from backend.memory.groups import groups, shared_state
+from backend.memory.groups import groups, sharded_state
 from backend.resolve import ResolvedRun, resolve
 
 WORLD = 16
 
 
-def resolved(**changes: object) -> ResolvedRun:
+def spec_and_run(**changes: object) -> tuple[RunSpec, ResolvedRun]:
     values = {"launch.rendezvous": "static", "launch.nproc_per_node": 8, "launch.master_addr": "node-0"}
     patch = {**values, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return resolve(effective(edit(RunSpec(), patch)), machines()["2x8x80gb"], InputFacts())
+    spec = effective(edit(RunSpec(), patch))
+    return spec, resolve(spec, machines()["2x8x80gb"], InputFacts())
 
 
-def of_rank(run: ResolvedRun, rank: int) -> dict[str, list[int]]:
-    return {group.name: group.of(rank) for group in groups(run)}
+def of_rank(found: tuple[RunSpec, ResolvedRun], rank: int) -> dict[str, list[int]]:
+    return {group.name: group.of(rank) for group in groups(*found)}
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def mesh_of_rank(tmp_path: Path):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("rank", [0, 5, 8, 15])
 @pytest.mark.parametrize(("replicas", "context"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 4)])
 def test_fsdp2_groups_are_those_of_accelerate(mesh_of_rank, rank: int, replicas: int, context: int) -> None:  # type: ignore[no-untyped-def]
-    run = resolved(
+    run = spec_and_run(
         parallel__strategy="fsdp2", parallel__replicate_size=replicas, parallel__context_parallel_size=context
     )
     config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=WORLD // replicas // context, cp_size=context)
@@ -67,14 +68,14 @@ def test_fsdp2_groups_are_those_of_accelerate(mesh_of_rank, rank: int, replicas:
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("rank", [0, 3, 12])
 def test_tensor_parallel_groups_are_innermost(mesh_of_rank, rank: int, size: int) -> None:  # type: ignore[no-untyped-def]
-    run = resolved(parallel__strategy="tensor", parallel__tensor_parallel_size=size)
+    found = spec_and_run(parallel__strategy="tensor", parallel__tensor_parallel_size=size)
 
     def ranks() -> dict[str, list[int]]:
         # As in transformers 5.23 distributed/utils.py: FSDP outside, tensor parallelism inside.
         mesh = init_device_mesh("cpu", (WORLD // size, size), mesh_dim_names=("fsdp", "tp"))
         return {"tensor": mesh["tp"].mesh.tolist(), "shard": mesh["fsdp"].mesh.tolist()}
 
-    assert mesh_of_rank(rank, ranks) == of_rank(run, rank)
+    assert mesh_of_rank(rank, ranks) == of_rank(found, rank)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,43 @@ def test_tensor_parallel_groups_are_innermost(mesh_of_rank, rank: int, size: int
     ],
 )
 def test_all_ranks_share_what_the_strategy_shards(strategy: str, state: list[str]) -> None:
-    run = resolved(parallel__strategy=strategy)
-    assert of_rank(run, 3) == {"shard" if state else "replicate": list(range(WORLD))}
-    assert shared_state(run) == state
+    found = spec_and_run(parallel__strategy=strategy)
+    assert of_rank(found, 3) == {"shard" if state else "replicate": list(range(WORLD))}
+    assert sharded_state(found[1]) == state
+
+
+def test_fsdp1_with_hybrid_shard_shards_within_a_node() -> None:
+    found = spec_and_run(parallel__strategy="fsdp1", parallel__sharding_strategy="hybrid_shard")
+    assert of_rank(found, 11) == {"shard": list(range(8, 16)), "replicate": [3, 11]}
+    run = found[1]
+    assert (run.parameter_shards, run.gradient_shards, run.optimizer_shards) == (8, 8, 8)
+
+
+@pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
+def test_fsdp1_shards_over_all_ranks(sharding: str) -> None:
+    found = spec_and_run(parallel__strategy="fsdp1", parallel__sharding_strategy=sharding)
+    assert of_rank(found, 11) == {"shard": list(range(WORLD))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("fsdp2", {"replicate_size": 3}),
+        ("fsdp2", {"replicate_size": 6}),
+        ("fsdp2", {"replicate_size": 12}),
+        ("fsdp2", {"replicate_size": 32}),
+        ("fsdp2", {"context_parallel_size": 3}),
+        ("fsdp2", {"replicate_size": 8, "context_parallel_size": 4}),
+        ("zero3", {"sequence_parallel_size": 5}),
+        ("zero0", {"sequence_parallel_size": 32}),
+        ("tensor", {"tensor_parallel_size": 6}),
+        ("tensor", {"tensor_parallel_size": 32}),
+    ],
+)
+def test_sizes_that_do_not_divide_the_world_size_have_no_groups(strategy: str, sizes: dict[str, int]) -> None:
+    options = {f"parallel__{name}": size for name, size in sizes.items()}
+    assert groups(*spec_and_run(parallel__strategy=strategy, **options)) == []
 
 
 def test_single_process_has_no_groups() -> None:
-    assert groups(resolve(RunSpec(), machines()["1x80gb"], InputFacts())) == []
+    assert groups(RunSpec(), resolve(RunSpec(), machines()["1x80gb"], InputFacts())) == []

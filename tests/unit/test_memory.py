@@ -19,8 +19,9 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
-from backend.memory import Estimate, device_rows
+from backend.memory import Estimate
 from backend.memory.activations import layer_activations
+from backend.memory.estimate import device_peak
 from backend.memory.peaks import end_of_forward_on_cpu, loss_backward
 from backend.modelspec import ModelShape, from_config
 from backend.rules import Case, check
@@ -193,7 +194,7 @@ def test_eager_attention_scores_are_counted(method: str, bf16: bool) -> None:
 def test_formula_by_hand() -> None:
     """Llama 8B, LoRA of rank 16 on an H100 in bf16."""
     ctx = memory_context(spec(train__per_device_train_batch_size=1), H100, LLAMA_8B)
-    rows = {row.name: row.bytes for row in device_rows(ctx)}
+    rows = {row.name: row.bytes for row in device_peak(ctx)[0]}
     trained = 16 * 32 * (4096 * 2 + (4096 + 1024) * 2 + 4096 * 2 + 3 * (4096 + 14_336))
     assert rows["Frozen parameters"] == 2 * LLAMA_8B.parameters
     assert rows["Trainable parameters"] == 4 * trained == 4 * 41_943_040

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backend.config.options import edit, effective
 from backend.config.presets import presets
-from backend.machine import machines
+from backend.machine import Machine, machines
 from backend.memory.kinds import KIND_OF, KINDS
 from backend.preflight import preflight
 from backend.registry import STRATEGIES
@@ -54,3 +56,46 @@ def test_all_rows_of_the_estimate_have_a_kind() -> None:
     names = set(re.findall(r'Row\(\s*"([^"]+)"', text))
     assert len(names) > 20
     assert names - set(KIND_OF) == {"Experts"}  # in host memory
+
+
+def placement(machine: Machine, preset: str = "two-nodes", **changes: object) -> dict[str, Any]:
+    patch = {name.replace("__", "."): value for name, value in changes.items()}
+    return preflight(effective(edit(SPECS[preset], patch)), machine, Path("/nowhere")).placement
+
+
+def test_texts_say_what_a_device_does_with_its_group() -> None:
+    """They complete "With ranks 0 to 7 it ..." and "In groups of 8, each GPU ..."."""
+    machine = machines()["2x8x80gb"]
+    texts: dict[str, str] = {}
+    for options in (
+        {"parallel__strategy": "tensor", "parallel__tensor_parallel_size": 8},
+        {"parallel__strategy": "fsdp2", "parallel__context_parallel_size": 2},
+        {"parallel__strategy": "zero3", "parallel__sequence_parallel_size": 2},
+    ):
+        texts |= {group["name"]: group["text"] for group in placement(machine, **options)["groups"]}
+    assert texts == {
+        "tensor": "holds a shard of every weight matrix (tensor parallelism)",
+        "context": "splits the tokens of each sequence (context parallelism)",
+        "sequence": "splits the tokens of each sequence (sequence parallelism)",
+        "shard": "shards weights, gradients and optimizer state",
+        "replicate": "averages gradients",
+    }
+
+
+def test_bytes_exchanged_with_host_ram_are_those_of_offload() -> None:
+    machine = machines()["2x8x80gb"]
+    zero2 = {"parallel__strategy": "zero2"}
+    assert placement(machine, **zero2)["host_bytes"] == 0
+    assert placement(machine, **zero2, parallel__offload_optimizer="cpu")["host_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "noun", "plural"),
+    [("cuda", "GPU", "GPUs"), ("npu", "NPU", "NPUs"), ("xpu", "XPU", "XPUs"), ("cpu", "process", "processes")],
+)
+def test_noun_is_that_of_the_device_type(device: str, noun: str, plural: str) -> None:
+    machine = replace(machines()["8x80gb"], device=device)
+    found = placement(machine, "first-run")
+    assert (found["noun"], found["plural"]) == (noun, plural)
+    labels = {part["kind"]: part["label"] for part in found["kinds"]}
+    assert labels["overhead"] == ("Python and libraries" if device == "cpu" else "Device context and libraries")

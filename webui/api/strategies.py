@@ -14,6 +14,7 @@ from backend.machine import Machine
 from backend.preflight import Report
 from backend.registry import DEVICES
 from backend.rules import Case, Fix
+from backend.wording import plural
 from webui.api.fixes import fix_json
 
 ACCUMULATION = "train.gradient_accumulation_steps"
@@ -60,8 +61,11 @@ def devices_json(report: Report) -> dict[str, Any]:
     """The devices of each node, and how NVLink connects them: the ids of its peers for each device, None if that is not
     known. All nodes of a machine are alike."""
     machine, run = report.machine, report.run
-    on_gpus = run.device == machine.device and bool(DEVICES[run.device].visible_devices_env)
+    device = DEVICES[run.device]
+    on_gpus = run.device == machine.device and bool(device.visible_devices_env)
     return {
+        "noun": device.noun,
+        "plural": plural(device.noun),
         "nodes": machine.nodes if on_gpus else 1,
         "gpus": [_gpu(machine, i) for i in range(len(machine.gpus))] if on_gpus else [],
         "selected": list(run.device_ids),

@@ -14,7 +14,8 @@ export function drawDevices(devices) {
   box.hidden = !gpus.length;
   const focused = box.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   const rows = Array.from({ length: Math.min(nodes, MAX_NODES) }, (_, node) => nodeRow(devices, node));
-  const more = nodes > MAX_NODES ? `and ${nodes - MAX_NODES} more nodes like these` : "";
+  const hidden = nodes - MAX_NODES;
+  const more = hidden > 0 ? `and ${hidden} more ${hidden === 1 ? "node" : "nodes"} like these` : "";
   const note = [more, topology(gpus)].filter(Boolean).join("; ");
   box.replaceChildren(
     el("p.fp-devices-title", { id: "fp-devices-title" }, title(devices)),
@@ -26,9 +27,10 @@ export function drawDevices(devices) {
 
 const capitalized = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}.`;
 
-function title({ gpus }) {
+function title({ gpus, noun, plural }) {
   const names = [...new Set(gpus.map((gpu) => gpu.name))];
-  return names.length === 1 ? `GPUs: ${names[0]}` : "GPUs";
+  const nouns = gpus.length === 1 ? noun : plural;
+  return names.length === 1 ? `${nouns}: ${names[0]}` : nouns;
 }
 
 function nodeRow(devices, node) {

@@ -4,7 +4,7 @@ import { post } from "./api.js";
 import { $, el, emit, notifyError, redraw } from "./dom.js";
 import { applyFix, fixNote } from "./fixes.js";
 import { bytes } from "./format.js";
-import { phases, placementPicture } from "./placement.js";
+import { phases, placementPicture, used } from "./placement.js";
 
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
@@ -18,7 +18,7 @@ export function drawMemory(memory, finding) {
   const detailsOpen = $("details", box)?.open;
   const level = levelOf(memory);
   const atLeast = lowerBound ? "At least " : "";
-  const text = unknown ? "Unknown" : `${atLeast}${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
+  const text = unknown ? "Unknown" : `${atLeast}${used(memory)}`;
   const children = [
     el(
       "div.fp-card-head",

@@ -80,10 +80,16 @@ function drawColumns(frame) {
   return picture;
 }
 
-function hiddenText({ nodes: all, per_node: each }, nodes, perNode) {
-  if (all > nodes) return `and ${all - nodes} more ${all - nodes === 1 ? "node" : "nodes"} like these`;
-  return `and ${each - perNode} more devices on each node`;
+/** What does not fit in the picture: nodes, devices of each node, or both. */
+function hiddenText(placement, nodes, perNode) {
+  const { nodes: all, per_node: each } = placement;
+  const moreNodes = all > nodes ? `${counted(all - nodes, "node", "nodes")} like these` : "";
+  const devices = each > perNode ? counted(each - perNode, placement.noun, placement.plural) : "";
+  const moreDevices = devices && (all > 1 ? `${devices} on each node` : devices);
+  return `and ${[moreDevices, moreNodes].filter(Boolean).join(", and ")}`;
 }
+
+const counted = (count, noun, plural) => `${count} more ${count === 1 ? noun : plural}`;
 
 const scaleOf = ({ capacity_bytes: capacity, high_bytes: high, device_bytes: peak }, measured) =>
   Math.max(capacity || 0, capacity ? peak : high, ...measured.map((m) => m || 0)) || 1;
@@ -94,7 +100,7 @@ function drawColumn(frame, rank, id, { x, y, width, height }) {
   const size = (amount) => (height * amount) / scale;
   const isOver = memory.capacity_bytes && memory.device_bytes > memory.capacity_bytes;
   const first = columns.length === 0;
-  const label = `${deviceName(placement, rank)}: ${bytes(memory.device_bytes)} of ${bytes(memory.capacity_bytes)}`;
+  const label = `${deviceName(placement, rank)}: ${used(memory)}`;
   const node = svg("g", { class: "fp-column", tabindex: first ? 0 : -1, role: "img", "aria-label": label });
   node.append(svg("rect", { class: "fp-column-box", x, y, width, height, rx: 3 }));
   let top = y + height;
@@ -134,11 +140,9 @@ function roleOf({ groups }, rank, other) {
   return groups.find((group) => groupOf(group, rank).includes(other))?.name || "none";
 }
 
-const deviceNoun = ({ device }) => (device === "cpu" ? "process" : "GPU");
-
 function deviceName(placement, rank) {
   const i = rank % placement.per_node;
-  const name = `${capitalized(deviceNoun(placement))} ${placement.ids[i] ?? i}`;
+  const name = `${capitalized(placement.noun)} ${placement.ids[i] ?? i}`;
   return placement.nodes > 1 ? `${name} of node ${Math.floor(rank / placement.per_node)}` : name;
 }
 
@@ -159,26 +163,33 @@ function describe({ placement, measured }, rank) {
   const shared = placement.groups.map(
     (group) => `With ranks ${rankList(groupOf(group, rank))} it ${group.text}${sentText(group.bytes)}.`,
   );
-  return [title, ...shared];
+  return [title, ...shared, ...hostLines(placement)];
+}
+
+/** What offload costs: the same line for one device and for all, so nothing moves. */
+function hostLines({ host_bytes: amount, noun }) {
+  return amount ? [`Each ${noun} exchanges ${bytes(amount)} with host RAM per step.`] : [];
 }
 
 /** The groups of all devices: shown while none is pointed at. As many lines as for one device, so nothing moves. */
 function overview({ placement }) {
-  const { groups } = placement;
-  const noun = deviceNoun(placement);
+  const { groups, noun } = placement;
   if (!groups.length) {
     const alone = placement.nodes * placement.per_node === 1;
-    return [alone ? `One ${noun}; nothing is sent to others.` : ""];
+    return [alone ? `One ${noun}; nothing is sent to others.` : "", ...hostLines(placement)];
   }
   const each = (group) => `In groups of ${group.size}, each ${noun} ${group.text}${sentText(group.bytes)}.`;
-  return ["Point at a column to see its groups.", ...groups.map(each)];
+  return ["Point at a column to see its groups.", ...groups.map(each), ...hostLines(placement)];
 }
 
-function summary({ device_bytes: peak, capacity_bytes: capacity }, placement) {
-  const count = placement.nodes * placement.per_node;
-  const noun = deviceNoun(placement);
-  const devices = count === 1 ? `one ${noun}` : `${count} ${noun === "process" ? "processes" : "GPUs"}`;
-  return `Memory of ${devices}: ${bytes(peak)} of ${bytes(capacity)} each`;
+function summary(memory, { nodes, per_node: perNode, noun, plural }) {
+  const count = nodes * perNode;
+  return count === 1 ? `Memory of one ${noun}: ${used(memory)}` : `Memory of ${count} ${plural}: ${used(memory)} each`;
+}
+
+/** The peak, of the capacity if that is known. */
+export function used({ device_bytes: peak, capacity_bytes: capacity }) {
+  return capacity ? `${bytes(peak)} of ${bytes(capacity)}` : bytes(peak);
 }
 
 // -- peak over time ---------------------------------------------------------------------------------------------------
@@ -201,7 +212,7 @@ export function phases({ moments, placement }) {
   };
   const why =
     peak.phase === "Loading"
-      ? ` Every ${deviceNoun(placement)} reads the whole quantized base model before it is sharded or offloaded.`
+      ? ` Every ${placement.noun} reads the whole quantized base model before it is sharded or offloaded.`
       : "";
   const text = el("p.fp-dim");
   setText(text, `Memory is highest ${peak.at}.${why}`);

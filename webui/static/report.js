@@ -60,7 +60,7 @@ function drawContent(report) {
     findings.find((f) => MEMORY_RULES.includes(f.code)),
   );
   drawDevices(report.devices);
-  drawStrategies(report.strategies, report.memory.placement.device === "cpu" ? "process" : "GPU");
+  drawStrategies(report.strategies, report.memory.placement.noun);
   drawPreview(report.preview);
   keepFocus(focused);
 }

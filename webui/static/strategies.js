@@ -13,7 +13,7 @@ let latest = null;
 
 /**
  * @param {any} strategies of the check report; null if the strategy has no effect
- * @param {string} device "GPU" or "process"
+ * @param {string} device what holds a rank: "GPU", "NPU", "XPU" or "process"
  */
 export function drawStrategies(strategies, device) {
   const box = $("#fp-strategies");
