@@ -72,7 +72,7 @@ def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path
     assert len(measured["ranks"]) == 2 and 0 < measured["step_seconds"]["p50"] <= measured["step_seconds"]["p95"]
     for rank in measured["ranks"]:
         assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
-        assert 1e8 < rank["memory"] < 1e11
+        assert 1e8 < rank["memory"] < 1.1 * rank["peak"] < 1e11, "the kernel counts pages of threads in batches"
     assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
 
 
