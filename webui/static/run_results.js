@@ -69,7 +69,7 @@ function generationCards(result) {
       note: known
         ? after > before
           ? "before and after training"
-          : "no improvement by the training"
+          : "training brought no improvement"
         : "after training",
       large: true,
     });
