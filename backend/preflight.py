@@ -128,7 +128,7 @@ class Report:
     @property
     def summary(self) -> str:
         """Duration, global batch size and trainable parameters, such as "3 epochs, 32 examples per step; 1.2 M of 136 M
-        parameters with adapters are trainable"."""
+        parameters are trainable (adapters included)"."""
         train, shape = self.spec.train, self.facts.shape
         epochs = f"{train.num_train_epochs:g} {'epoch' if train.num_train_epochs == 1 else plural('epoch')}"
         duration = counted(train.max_steps, "step") if train.duration == "steps" else epochs
@@ -136,8 +136,8 @@ class Report:
         if shape:
             count = trainable_parameters(self.spec, shape)
             total, adapters = all_parameters(self.spec, shape), self.spec.method.kind == "lora"
-            what = "parameters with adapters are trainable" if adapters else "parameters are trainable"
-            parts.append(f"{_short(count)} of {_short(total)} {what}")
+            which = " (adapters included)" if adapters else ""
+            parts.append(f"{_short(count)} of {_short(total)} parameters are trainable{which}")
         return "; ".join(parts)
 
     @property

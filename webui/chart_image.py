@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ CHARTS: Mapping[str, Chart] = {
 
 
 @dataclass(frozen=True)
-class Look:
+class View:
     """How the page shows its charts."""
 
     weight: float = 0.0  # of the smoothing, 0 to 0.99
@@ -65,35 +66,50 @@ class Look:
 
 
 def draw(
-    name: str, key: str, found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], look: Look, kind: str
+    name: str, key: str, found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], view: View, kind: str
 ) -> bytes:
-    """The chart `key` of the run `name`. `found`: what Curves.series returns for the range; `kind`: png or svg."""
-    chart, series = CHARTS[key], found["series"]
+    """The chart `key` of the run `name`. `found`: what Curves.series returns for the range; `events`: what all_events
+    returns; `kind`: png or svg."""
+    chart, steps = CHARTS[key], step_range(found, events, view)
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
     axes = figure.subplots()
     # parse_math off: dollar signs in a name are not TeX.
     figure.suptitle(f"{chart.title}: {name}", color=INK, weight="bold", fontsize=11, parse_math=False)
-    if key in series:
-        _first_curve(axes, chart, series[key], look.weight)
-    if chart.second in series:
-        second = series[chart.second]
-        axes.plot(
-            second["x"], second["y"], color=EVAL, linewidth=1.6, marker="o", markersize=3, label=chart.second_name
-        )
-        if chart.best and len(second["x"]) > 1:
-            mark_best(axes, found[f"{chart.best}_step"][chart.second], found[chart.best][chart.second])
-    if chart.log and look.log:
-        axes.set_yscale("log")
+    _curves(axes, key, found["series"], view.weight)
+    if (point := best_of(chart, found)) and steps[0] <= point[0] <= steps[1]:
+        mark_best(axes, *point)
+    if chart.log and view.log:
+        axes.set_yscale("log", nonpositive="mask")
     if not axes.has_data():
         axes.text(0.5, 0.5, "No values were logged", transform=axes.transAxes, ha="center", color=DIM)
     else:
-        first, last = axes.get_xlim() if look.low is None or look.high is None else (look.low, look.high)
-        axes.set_xlim(first, last)
-        _marks(axes, [event for event in events if first <= event["step"] <= last])
+        _scale(axes, *steps)
+        _marks(axes, [event for event in events if steps[0] <= event["step"] <= steps[1]])
         axes.legend(frameon=False, labelcolor=INK, fontsize=8)
     axes.set_xlabel("step", color=DIM)
     style_axes(axes)
     return encode(figure, kind)
+
+
+def step_range(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]], view: View) -> tuple[float, float]:
+    """The first and the last step of the x axis, as `wholeRange` and `stepRange` in charts.js: those of the zoom, or
+    those of all series, with a restart before them and a checkpoint after them."""
+    if view.low is not None and view.high is not None:
+        return view.low, view.high
+    lines = [line["x"] for line in found["series"].values() if line["x"]]
+    if not lines:
+        return 0, 1
+    first = min([x[0] for x in lines] + [event["step"] for event in events if event["kind"] == RESUMED])
+    last = max([x[-1] for x in lines] + [event["step"] for event in events if event["kind"] == SAVED])
+    return (max(0, first - 1), last + 1) if first == last else (first, last)
+
+
+def best_of(chart: Chart, found: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Step and value of the best evaluation, as `bestOf` in chart_marks.js: None if all are equal, or there is one."""
+    key = chart.second
+    if not chart.best or key not in found["series"] or found["min"][key] == found["max"][key]:
+        return None
+    return found[f"{chart.best}_step"][key], found[chart.best][key]
 
 
 def all_events(
@@ -122,13 +138,33 @@ def smoothed(x: Sequence[float], y: Sequence[float], weight: float) -> tuple[lis
     return steps, values
 
 
-def _first_curve(axes: Axes, chart: Chart, line: Mapping[str, Sequence[float]], weight: float) -> None:
-    x, y = line["x"], line["y"]
+def _curves(axes: Axes, key: str, series: Mapping[str, Mapping[str, Sequence[float]]], weight: float) -> None:
+    chart = CHARTS[key]
+    if key in series:
+        _first_curve(axes, chart, series[key]["x"], series[key]["y"], weight)
+    if chart.second in series:
+        x, y = series[chart.second]["x"], series[chart.second]["y"]
+        axes.plot(x, y, color=EVAL, linewidth=1.6, marker="o", markersize=3, label=chart.second_name)
+
+
+def _first_curve(axes: Axes, chart: Chart, x: Sequence[float], y: Sequence[float], weight: float) -> None:
     if chart.smooth and weight > 0 and len(x) > 2:
         axes.plot(x, y, color=PALE, linewidth=0.8, label=chart.name)
         axes.plot(*smoothed(x, y, weight), color=TRAIN, linewidth=1.8, label=f"{chart.name}, smoothed")
     else:
         axes.plot(x, y, color=TRAIN, linewidth=1.6, marker="o" if len(x) == 1 else None, label=chart.name)
+
+
+def _scale(axes: Axes, first: float, last: float) -> None:
+    """Set the steps of the x axis, and scale the y axis to the points in them: in a zoom, each curve has a neighbor on
+    both sides."""
+    axes.set_xlim(first, last)
+    points = np.concatenate([np.asarray(line.get_xydata(), float) for line in axes.lines])
+    inside = points[(points[:, 0] >= first) & (points[:, 0] <= last)]
+    if len(inside):
+        axes.ignore_existing_data_limits = True
+        axes.update_datalim(inside)
+        axes.autoscale_view(scalex=False)
 
 
 def _marks(axes: Axes, events: Sequence[Mapping[str, Any]]) -> None:

@@ -26,7 +26,8 @@ GIB = 2**30
 def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str, Any], ink: str, dim: str) -> None:
     """Stacked bars of GiB by rank, the first MAX_RANKS, with a line at each measured peak."""
     placement = estimate["placement"]
-    ranks = range(min(MAX_RANKS, placement["nodes"] * placement["per_node"]))
+    count = placement["nodes"] * placement["per_node"]
+    ranks = range(min(MAX_RANKS, count))
     top = 0.0
     for part in placement["kinds"]:
         size, color = part["bytes"] / GIB, COLORS[part["kind"]]
@@ -40,7 +41,7 @@ def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str,
         starts, ends = [rank - 0.42 for rank in places], [rank + 0.42 for rank in places]
         axes.hlines(heights, starts, ends, colors=ink, linewidth=1.8, label="measured peak")
     axes.set_ylabel("GiB", color=dim)
-    axes.set_xlabel("rank", color=dim)
+    axes.set_xlabel("rank" if count <= MAX_RANKS else f"rank (first {MAX_RANKS} of {count:,} ranks)", color=dim)
     axes.set_xticks(ranks)
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.legend(frameon=False, labelcolor=ink, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from webui.placement_image import draw_placement
 
 matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, which is smaller and can be edited
+matplotlib.rcParams["svg.hashsalt"] = "footplate"  # the same ids for the same image; the default is a random salt
 
 INCHES, DPI = (9.0, 5.6), 150
 MEMORY_INCHES = 2.0  # the height of the placement picture
@@ -123,7 +124,7 @@ def _loss(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
         _line(axes, steps, smoothed(values), color=TRAIN, width=1.8, label="train, smoothed")
     steps, values = column(points, "eval_loss")
     _line(axes, steps, values, color=EVAL, width=1.6, label="validation", marker="o")
-    if steps:
+    if len(set(values)) > 1:
         mark_best(axes, *min(zip(steps, values, strict=True), key=lambda point: point[1]))
     if axes.has_data():
         axes.legend(frameon=False, labelcolor=INK)

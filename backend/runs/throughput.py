@@ -1,11 +1,13 @@
 """Throughput of a run and its remaining time, as numbers and as text.
 
-Imports nothing from Footplate. `progress` is the content of progress.json; times are Unix seconds.
+Imports wording. `progress` is the content of progress.json; times are Unix seconds.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from backend.wording import counted
 
 STALL_SECONDS = 60.0  # without a step, after which the status mentions it, if steps are usually faster
 # Phases between and after the steps whose duration is unknown: the status has the elapsed time instead of an estimate.
@@ -45,7 +47,9 @@ def _phase_progress(progress: dict[str, Any], now: float) -> str:
     """How much of a phase is done, and its elapsed time: ' (3 of 16 examples, 42 s so far)'."""
     parts = []
     if progress.get("total"):
-        parts.append(f"{progress.get('done', 0):,} of {progress['total']:,} {progress.get('unit', '')}".rstrip())
+        unit, of, whose = progress.get("unit", "").partition(" of ")  # "example of rank 0"
+        total = counted(progress["total"], unit) if unit else f"{progress['total']:,}"
+        parts.append(f"{progress.get('done', 0):,} of {total}{of}{whose}")
     if progress.get("phase") in TIMED_PHASES and now - progress.get("since", now) >= 1:
         parts.append(f"{duration(now - progress['since'])} so far")
     return f" ({', '.join(parts)})" if parts else ""

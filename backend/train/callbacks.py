@@ -145,7 +145,7 @@ class ProgressCallback(TrainerCallback):
         self._eval_batches += 1
         total = len(eval_dataloader) if eval_dataloader is not None else 0
         fraction = min(1.0, self._eval_batches / total) if total else 0.0
-        show_evaluation(self.run_log, state, fraction, done=self._eval_batches, total=total, unit="batches")
+        show_evaluation(self.run_log, state, fraction, done=self._eval_batches, total=total, unit="batch")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Pause the timer: the evaluation is complete."""

@@ -63,7 +63,7 @@ class TrainContext:
 
     def tick(self, phase: str, text: str, unit: str = "") -> Any:
         """A function of (done, total) that shows progress and returns False once a stop is requested. With `unit`, the
-        name of what is counted, the numbers are shown too."""
+        name of what is counted in the singular, the numbers are shown too."""
 
         def tick(done: int, total: int) -> bool:
             numbers = {"done": done, "total": total, "unit": unit} if unit else {}

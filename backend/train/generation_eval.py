@@ -195,4 +195,4 @@ class GenerationEvalCallback(TrainerCallback):
 
 def _unit(world: int) -> str:
     """What progress counts: the prompts of rank 0, which are all of them only if it is the only rank."""
-    return "examples" if world == 1 else "examples of rank 0"
+    return "example" if world == 1 else "example of rank 0"

@@ -68,7 +68,7 @@ class Report(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
         """Write the progress of an evaluation."""
         self.evaluated += 1
-        self.progress(state, "evaluating", f"Evaluating after step {state.global_step}", len(eval_dataloader or ()))
+        self.progress(state, "evaluating", f"Evaluating after step {state.global_step}", batch_count(eval_dataloader))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The evaluation is complete."""
@@ -113,11 +113,20 @@ class Report(TrainerCallback):
         is_last = state.global_step >= state.max_steps and phase == "training"
         if RANK or (not new and not is_last and now - self.written < PROGRESS_SECONDS):
             return
-        parts = {"done": self.evaluated, "total": batches, "unit": "batches"} if batches else {}
+        parts = {"done": self.evaluated, "total": batches, "unit": "batch"} if batches else {}
         fraction = self.evaluated / batches if batches else state.global_step / max(1, state.max_steps)
         self.written = now
         found = {**steps, **self.first, **parts, "phase": phase, "text": text, "fraction": fraction}
         replace(PROGRESS, {**found, "since": self.since, "time": now})
+
+
+def batch_count(loader: Any) -> int:
+    """How many batches an evaluation has; 0 if that is unknown. torch 2.13: a DataLoader over an IterableDataset raises
+    TypeError for len() and for bool()."""
+    try:
+        return len(loader)
+    except TypeError:
+        return 0
 
 
 def stop_request() -> int:

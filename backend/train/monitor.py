@@ -123,6 +123,7 @@ class Monitor:
             "data": self._fetching / max(sum(self._durations), self._fetching, 1e-9),
             "cores": (cpu - self._cpu) / passed,
             "memory": device.memory_bytes(self.family),
+            "peak": device.peak_bytes(self.family),
             **_gpu_figures(self.family, self._device),
         }
         self._last, self._cpu, self._fetching = now, cpu, 0.0

@@ -168,8 +168,8 @@ def _trainer(
     trl_precompute_hooks.apply(trainer)
     trainer.context = context
     trained, count = model.count_parameters(trainer.model)
-    which = " with adapters" if spec.method.kind == "lora" else ""
-    context.run_log.info(f"Trainable parameters: {trained:,} of {count:,}{which} ({trained / count:.2%}).")
+    which = " (adapters included)" if spec.method.kind == "lora" else ""
+    context.run_log.info(f"{trained:,} of {count:,} parameters are trainable{which}: {trained / count:.2%}.")
     context.group.agree()
     if context.group.rank == 0:
         # The memory-mapped files stay readable until the last rank closes them.

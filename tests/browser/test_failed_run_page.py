@@ -1,4 +1,4 @@
-"""A failed run in the browser: the cause, and a change that is made with one click in a clone of the run."""
+"""A failed run in the browser: the cause, and a change that is made with one click in a copy of the run."""
 
 import sys
 from pathlib import Path
@@ -25,14 +25,14 @@ train: {{stage: pretraining, duration: steps, max_steps: 1, per_device_train_bat
 """
 
 
-def test_a_remedy_opens_a_clone_that_passes_the_checks(server, page):
+def test_a_remedy_opens_a_copy_that_passes_the_checks(server, page):
     spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.dataloader_num_workers": 2, "train.seed": 7})
     run = failed_run(server.runs, spec, probe(Path.cwd()), ERROR)
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     failure = page.locator(".fp-failure")
     expect(failure.locator(".fp-failure-text")).to_contain_text("shared memory (/dev/shm)", timeout=TIMEOUT)
     expect(failure.locator(".fp-remedies")).to_contain_text("DataLoader workers: 2 \u2192 0", timeout=TIMEOUT)
-    failure.get_by_role("button", name="Clone with this change").click()
+    failure.get_by_role("button", name="Copy into form with this change").click()
 
     expect(page.locator("#fp-toasts")).to_contain_text("with one change: Load data without worker processes.")
     expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes", timeout=TIMEOUT)
@@ -63,7 +63,7 @@ def test_out_of_memory_is_mended_with_one_click(server, page, tmp_path):
     expect(failure.locator(".fp-failure-text")).to_contain_text("ran out of CPU memory (RAM)", timeout=3 * TIMEOUT)
     remedy = failure.locator(".fp-remedies li").first
     expect(remedy).to_contain_text("Batch size 32 with more gradient accumulation", timeout=TIMEOUT)
-    remedy.get_by_role("button", name="Clone with this change").click()
+    remedy.get_by_role("button", name="Copy into form with this change").click()
     start(page)
     expect(page.locator('.fp-run[data-state="done"]')).to_be_visible(timeout=3 * TIMEOUT)
 

@@ -3,15 +3,26 @@
 import json
 import time
 from datetime import datetime
+from pathlib import Path
 
 from playwright.sync_api import expect
 
+from backend.config.presets import presets
+from backend.preflight import preflight
 from backend.runs import ESTIMATE, EVENTS, LOCK, LOG, METRICS, MONITOR, SPEC, STATE, Plan
 from backend.runs.folder import Run
 
 ALERT = "The loss rose to 9; the median of the last 50 points is 2."
 RANKS = [
-    {"host": "node-a", "device": f"cuda:{rank}", "memory": 2**36, "utilization": 90 + rank, "power": 600, "data": 0.25}
+    {
+        "host": "node-a",
+        "device": f"cuda:{rank}",
+        "memory": 2**36,
+        "peak": 24 * 2**30,
+        "utilization": 90 + rank,
+        "power": 600,
+        "data": 0.25,
+    }
     for rank in range(2)
 ]
 
@@ -66,6 +77,19 @@ def test_alerts_marks_and_ranks(server, page):
     plot.hover(position={"x": box["width"] * 19 / 99, "y": 20})
     expect(chart.locator(".fp-legend-step")).to_have_text("step 20")
     expect(tooltip).to_be_hidden()
+
+
+def test_the_measured_peak_is_that_of_the_allocator(server, page):
+    """As the estimate and the result; the memory that torch has reserved now is among the ranks."""
+    run = make(server)
+    preset = next(preset for preset in presets() if preset.name == "two-nodes")
+    estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
+    (run.path / ESTIMATE).write_text(json.dumps({**estimate, "measured_bytes": estimate["device_bytes"]}))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    page.locator(".fp-run-placement .fp-column").first.hover(timeout=60_000)
+    expect(page.locator(".fp-run-placement .fp-placement-caption")).to_contain_text("measured 24 GiB")
+    page.get_by_text("Ranks", exact=True).click()
+    expect(page.locator(".fp-ranks tbody tr").first).to_contain_text("64 GiB")
 
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"

@@ -4,6 +4,7 @@ import json
 import time
 from datetime import datetime
 
+import pytest
 from playwright.sync_api import expect
 
 from backend.runs import LOCK, LOG, SPEC, STATE, Plan
@@ -22,14 +23,31 @@ LINES = """\
 """
 FOLDED = ("torchao/_C_mxfp8.so", "KernelPreference", "old is deprecated", "warnings.warn(")
 SHOWN = ("Preparing data.", "an indented line of the run", "lr_scheduler.step()", "an error stays in view")
+TRACEBACK = """\
+{0}Traceback (most recent call last):
+{0}  File "/x/site-packages/transformers/utils/generic.py", line 9, in <module>
+{1}/x/site-packages/peft/config.py:7: FutureWarning: folded
+{1}  folded, too
+{0}    _torch_pytree._register_pytree_node(
+{0}    File "/x/site-packages/torch/utils/_pytree.py:630", in frame
+{0}  File "/home/me/train.py", line 3, in main
+{0}    /x/site-packages/peft/config.py:7: FutureWarning: a quoted warning
+{0}
+{0}ValueError: the reason
+{0}/x/site-packages/a.py:7: FutureWarning: after the traceback
+{0}  of the warning
+{0}def mine: torch/utils/_pytree.py:630 and _register_pytree_node are named by the user
+"""
+IN_TRACEBACK = ("    _torch_pytree._register", '_pytree.py:630", in frame', "/home/me/train.py", "a quoted warning")
+AFTER = ("the reason", "are named by the user")
 
 
-def make(server):
+def make(server, lines=LINES):
     run = Run.create(server.runs, "library messages", Plan(("true",), files={SPEC: ""}), datetime.now())
     (run.path / LOCK).write_text("supervisor")
     ended = {"started": time.time() - 99, "ended": time.time(), "end": "stopped", "exit_code": 0, "files_before": {}}
     (run.path / STATE).write_text(json.dumps(ended))
-    (run.path / LOG).write_text(LINES)
+    (run.path / LOG).write_text(lines)
     return run
 
 
@@ -53,3 +71,30 @@ def test_library_messages_are_folded(server, page):
     expect(log.get_by_text("old is deprecated")).to_be_visible()
     downloaded = page.request.get(f"{server.url}/api/runs/{run.id}/log.txt").text()
     assert downloaded == LINES
+
+
+@pytest.mark.parametrize(
+    "prefixes", [("[default0]:", "[default1]:"), ("[rank0]: ", "[rank1]: "), ("[default0]:[rank0]: ", "[default1]:")]
+)
+def test_a_traceback_is_never_folded(server, page, prefixes):
+    run = make(server, TRACEBACK.format(*prefixes))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    log = page.locator(".fp-log")
+    expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (2)", timeout=60_000)
+    for text in (*IN_TRACEBACK, *AFTER):
+        expect(log.get_by_text(text)).to_be_visible()
+    for text in ("FutureWarning: folded", "folded, too", "after the traceback", "of the warning"):
+        expect(log.get_by_text(text)).to_be_hidden()
+
+
+def test_messages_of_torch_with_a_rank_are_folded(server, page):
+    lines = "[default0]:[rank0]:W1124 16:00:01.000 7 torch/utils/_pytree.py:630] <enum 'A'> is an Enum subclass\n"
+    lines += (
+        "[default0]:[W1124 16:00:01.00 socket.cpp:7] [c10d] The hostname of the client socket cannot be retrieved.\n"
+    )
+    lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] \n"
+    lines += "W1124 16:00:01.000 7 torch/distributed/run.py:874] Setting OMP_NUM_THREADS environment variable\n"
+    run = make(server, lines + "the end\n")
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (4)", timeout=60_000)
+    expect(page.locator(".fp-log-line:visible")).to_have_text(["the end"])

@@ -12,7 +12,7 @@ from backend.runs import RESULT
 
 @pytest.mark.parametrize(
     ("before", "after", "text", "gain"),
-    [(0.0, 0.0, "no improvement by the training", False), (0.25, 0.5, "before and after training", True)],
+    [(0.0, 0.0, "training brought no improvement", False), (0.25, 0.5, "before and after training", True)],
 )
 def test_a_gain_and_none(server, page, before, after, text, gain):
     run = plant(server, "results")

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from backend.runs import LOG, PROGRESS, SPEC, Plan
 from backend.runs.folder import ALIVE, Run
 
-FOLLOW_TIMEOUT = 15_000  # ms; a window asks every 3 seconds, and other tests use the same cores
+FOLLOW_TIMEOUT = 15_000  # ms; a window checks every 3 seconds, and other tests use the same cores
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
 # Fails at its first start, and waits at its second one.
 FAILS_ONCE = f"""
@@ -51,7 +51,7 @@ def test_the_text_follows_the_phase(server, page):
         report(run, phase="training")
         page.goto(f"{server.url}/?tab=run&run={run.id}")
         expect(text).to_contain_text("Step 20 of 40. Training: about ", timeout=60_000)
-        generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "examples"}
+        generating = {"text": "Generating outputs after training", "done": 3, "total": 16, "unit": "example"}
         report(run, phase="generating after", **generating)
         expect(text).to_contain_text("Generating outputs after training (3 of 16 examples, 1 min 3")
         report(run, phase="checkpoint", text="Saving checkpoint-20")

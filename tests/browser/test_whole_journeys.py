@@ -1,5 +1,5 @@
-"""Whole journeys: with the keyboard only from the first page to the result, and with an own model folder and an own
-JSONL file to code that uses the trained model, which is executed."""
+"""Whole journeys: with the keyboard only from the first page to the result, and with your own model folder and JSONL
+file to code that uses the trained model, which is executed."""
 
 from __future__ import annotations
 

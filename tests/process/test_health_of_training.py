@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, 
 def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
     train(fork_server, tmp_path / "spike", {**DDP, "train.max_steps": 60, "train.stop_on_spike": True}, SPIKE)
     run = tmp_path / "spike" / "run"
+    assert re.search(r"[\d,]+ of [\d,]+ parameters are trainable.*: [\d.]+%\.", log_text(run))
     before, after = losses(run)[30], losses(run)[32]
     assert after > 1.5 * before, "the damage shows"
     found = events.read(run)
@@ -72,7 +74,7 @@ def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path
     assert len(measured["ranks"]) == 2 and 0 < measured["step_seconds"]["p50"] <= measured["step_seconds"]["p95"]
     for rank in measured["ranks"]:
         assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
-        assert 1e8 < rank["memory"] < 1e11
+        assert 1e8 < rank["memory"] < 1.1 * rank["peak"] < 1e11, "the kernel counts pages of threads in batches"
     assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
 
 

@@ -46,7 +46,7 @@ def test_generation_counts_its_examples(tmp_path: Path, monkeypatch: pytest.Monk
     callback.trainer = SimpleNamespace(training=True, eval=lambda: None, train=lambda _: None)
     assert callback._generate("before") == ["out"] * 5
     assert [(p["done"], p["total"], p["unit"]) for p in run_log.seen[1:]] == [
-        (done, 5, "examples") for done in (0, 2, 4, 5)
+        (done, 5, "example") for done in (0, 2, 4, 5)
     ]
     assert {p["phase"] for p in run_log.seen} == {"generating before"} and len({p["since"] for p in run_log.seen}) == 1
 

@@ -15,12 +15,18 @@ from webui import chart_image
 from webui.curves import Curves
 
 NAME = "<script>alert(1)</script> $x$"
-DEFAULT = chart_image.Look()
+DEFAULT = chart_image.View()
 EVENTS_OF_RUN = [("saved", 20), ("loss spike", 30), ("resumed", 20)]
 
 
 def texts(svg):
-    return [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    """The texts of an image, with those of its axes: 10 to the power of 0 is 100."""
+    found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join("".join(text.itertext()).split()) if len(text) else text.text for text in found]
+
+
+def has_log_scale(svg):
+    return any("\u00d710" in text for text in texts(svg))
 
 
 def write(path, *values):
@@ -39,8 +45,8 @@ def loss(tmp_path):
     return series(tmp_path, *points, *({"step": s, "eval_loss": 1 + abs(s - 20) / 100} for s in (10, 20, 30, 40)))
 
 
-def draw(found, key="loss", events=(), look=DEFAULT, kind="svg"):
-    return chart_image.draw(NAME, key, found, events, look, kind)
+def draw(found, key="loss", events=(), view=DEFAULT, kind="svg"):
+    return chart_image.draw(NAME, key, found, events, view, kind)
 
 
 def test_the_loss_has_both_curves_the_best_evaluation_and_events(tmp_path):
@@ -56,16 +62,34 @@ def test_the_loss_has_both_curves_the_best_evaluation_and_events(tmp_path):
 
 def test_smoothing_zoom_and_log_scale_are_those_of_the_page(tmp_path):
     found = loss(tmp_path)
-    assert "train, smoothed" in texts(draw(found, look=chart_image.Look(weight=0.5)))
+    assert "train, smoothed" in texts(draw(found, view=chart_image.View(weight=0.5)))
     assert "train, smoothed" not in texts(draw(found))
     events = [{"kind": "saved", "step": 5}]
     assert "checkpoint" in texts(draw(found, events=events))
-    zoomed = texts(draw(found, events=events, look=chart_image.Look(low=10, high=20)))
+    zoomed = texts(draw(found, events=events, view=chart_image.View(low=10, high=20)))
     assert "checkpoint" not in zoomed and "20" in zoomed and "40" not in zoomed
-    assert draw(found, look=chart_image.Look(log=True)) != draw(found)
+    assert has_log_scale(draw(found, view=chart_image.View(log=True))) and not has_log_scale(draw(found))
     speed = series(tmp_path, {"step": 1, "tokens_per_second": 5}, {"step": 2, "tokens_per_second": 50})
-    linear = [draw(speed, "tokens_per_second", look=chart_image.Look(log=log)) for log in (False, True)]
+    linear = [draw(speed, "tokens_per_second", view=chart_image.View(log=log)) for log in (False, True)]
     assert texts(linear[0]) == texts(linear[1]), "the page draws the throughput on a linear scale"
+
+
+def test_the_x_axis_has_restarts_and_checkpoints_outside_the_curves(tmp_path):
+    found = series(tmp_path, *({"step": step, "loss": 50 / step} for step in range(10, 41)))
+    shown = texts(draw(found, events=[{"kind": "resumed", "step": 0}, {"kind": "saved", "step": 50}]))
+    assert {"0", "50", "resumed", "checkpoint"} <= set(shown)
+    one = texts(draw(series(tmp_path, {"step": 7, "loss": 2})))
+    assert {"6.00", "8.00"} <= set(one)
+
+
+def test_a_zoom_has_the_best_evaluation_and_the_heights_of_its_steps(tmp_path):
+    found = loss(tmp_path)
+    assert any("best" in text for text in texts(draw(found, view=chart_image.View(low=15, high=25))))
+    assert not any("best" in text for text in texts(draw(found, view=chart_image.View(low=30, high=40))))
+    high = series(tmp_path, *({"step": step, "loss": value} for step, value in ((1, 900), (2, 3), (3, 4), (4, 0.001))))
+    for log in (False, True):
+        heights = texts(draw(high, view=chart_image.View(low=2, high=3, log=log)))
+        assert not {"800", "900", "102", "10\u22122"} & set(heights), heights
 
 
 def test_an_image_without_values(tmp_path):
@@ -75,6 +99,16 @@ def test_an_image_without_values(tmp_path):
 def test_one_evaluation_is_not_the_best(tmp_path):
     shown = texts(draw(series(tmp_path, {"step": 1, "loss": 2}, {"step": 1, "eval_loss": 2})))
     assert "validation" in shown and not any("best" in text for text in shown)
+
+
+def test_of_equal_evaluations_none_is_the_best(tmp_path):
+    shown = texts(draw(series(tmp_path, *({"step": step, "eval_loss": 2} for step in (1, 2)))))
+    assert "validation" in shown and not any("best" in text for text in shown)
+
+
+def test_equal_values_are_an_equal_image(tmp_path):
+    found = loss(tmp_path)
+    assert draw(found) == draw(found) and draw(found, kind="png") == draw(found, kind="png")
 
 
 def test_events_are_listed_once(tmp_path):
@@ -144,7 +178,8 @@ def test_parameters_of_the_page(api, base):
     zoomed = texts(api.get(f"{base}/charts/loss.svg?x0=10&x1=20").content)
     assert "checkpoint" not in zoomed and "40" not in zoomed
     assert texts(api.get(f"{base}/charts/loss.svg?x0=20&x1=10").content) == plain, "no range"
-    assert api.get(f"{base}/charts/loss.svg?log=true").content != api.get(f"{base}/charts/loss.svg").content
+    images = [api.get(f"{base}/charts/loss.svg?{parameters}").content for parameters in ("log=true", "", "")]
+    assert has_log_scale(images[0]) and not has_log_scale(images[1]) and images[1] == images[2]
 
 
 @pytest.mark.parametrize("part", ["charts/nothing.png", "charts/loss.pdf", "charts/loss", "report.pdf", "report.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,13 @@ def test_sliding_windows_match_transformers(config: dict[str, Any], slides: bool
 )
 def test_peak_flops(name: str, dtype: str, tflops: int) -> None:
     assert registry.peak_flops(name, dtype) == tflops * 10**12
+
+
+@pytest.mark.parametrize(("kind", "end"), [("lora", "trainable (adapters included)"), ("full", "trainable")])
+def test_the_summary_of_a_plan_has_the_trainable_parameters(kind: str, end: str) -> None:
+    spec = edit(presets.presets()[0].spec, {"model.builtin": "tiny-llama", "method.kind": kind})
+    summary = preflight(spec, presets.presets()[0].machine, Path("/nowhere")).summary
+    assert re.search(r"; [\d.]+ [KM]? ?of [\d.]+ M parameters are " + re.escape(end) + "$", summary), summary
 
 
 def test_flops_of_a_plan() -> None:

@@ -1,12 +1,18 @@
 """The image of a run."""
 
+import re
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from backend.config.presets import presets
+from backend.memory.kinds import KINDS
+from backend.paths import HOME
 from backend.preflight import preflight
 from webui import run_image
+from webui.placement_image import COLORS
 
 SUMMARY = {"name": "a $name$ with_underscores", "method": "LoRA", "model": "tiny", "sentence": "Done: 3 steps in 2 s."}
 
@@ -41,10 +47,24 @@ def test_an_svg_has_text_and_the_best_evaluation():
     assert "<svg" in svg and ">best validation, 0.25 at step 3<" in svg and ">a $name$ with_underscores<" in svg
 
 
-def test_memory_of_each_device_is_a_part_of_the_image() -> None:
-    """Measured peaks are marks in the columns of their ranks; without an estimate the image is as before."""
+def test_of_equal_evaluations_none_is_the_best():
+    points = [{"step": i, "loss": 1 / i, "eval_loss": 0.5} for i in range(1, 6)]
+    assert "best" not in run_image.draw(SUMMARY, points, {}, "svg").decode()
+
+
+def texts(svg: str) -> list[str | None]:
+    return [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def placement_estimate(**changes: int) -> dict[str, Any]:
     preset = next(preset for preset in presets() if preset.name == "two-nodes")
     estimate = dict(preflight(preset.spec, preset.machine, Path("/nowhere")).expected or {})
+    return {**estimate, "placement": {**estimate["placement"], **changes}}
+
+
+def test_memory_of_each_device_is_a_part_of_the_image() -> None:
+    """Measured peaks are marks in the columns of their ranks; without an estimate the image is as before."""
+    estimate = placement_estimate()
     assert len(estimate["placement"]["kinds"]) > 3
     result = {"peak_bytes": [estimate["measured_bytes"]] * 16}
     plain = run_image.draw(SUMMARY, [], {}, "svg").decode()
@@ -52,4 +72,17 @@ def test_memory_of_each_device_is_a_part_of_the_image() -> None:
     measured = run_image.draw(SUMMARY, [], result, "svg", estimate).decode()
     assert "Optimizer state" in estimated and "Optimizer state" not in plain
     assert "measured peak" in measured and "measured peak" not in estimated
-    assert "15" in measured  # the last rank
+    assert "15" in texts(measured) and "15" not in texts(plain)  # the last rank
+    assert "rank" in texts(measured)
+
+
+def test_the_image_says_that_it_has_the_first_ranks_only() -> None:
+    estimate = placement_estimate(nodes=16)
+    shown = texts(run_image.draw(SUMMARY, [], {}, "svg", estimate).decode())
+    assert "rank (first 32 of 128 ranks)" in shown and "31" in shown and "32" not in shown
+
+
+def test_kinds_have_the_same_colors_in_the_image_and_on_the_page() -> None:
+    assert list(COLORS) == list(KINDS)
+    root = (HOME / "webui/static/strategies.css").read_text().partition(":root {")[2].partition("}")[0]
+    assert dict(re.findall(r"--fp-kind-(\w+): (#\w+);", root)) == COLORS

@@ -303,10 +303,10 @@ def chart_image(
     if chart not in charts.CHARTS:
         raise ApiError(404, f"There is no chart {chart[:100]}; the charts are {', '.join(charts.CHARTS)}.")
     low, high = (x0, x1) if x0 is not None and x1 is not None and x0 < x1 else (None, None)
-    look = charts.Look(min(MAX_SMOOTHING, max(0.0, smoothing)), log, low, high)
+    view = charts.View(min(MAX_SMOOTHING, max(0.0, smoothing)), log, low, high)
     found = state.curves(run.path / METRICS).series(MAX_POINTS, low, high)
     marks = charts.all_events(events.read(run.path), run.checkpoints(), found)
-    return _image(charts.draw(run.name, chart, found, marks, look, kind), f"{run.id}-{chart}", kind)
+    return _image(charts.draw(run.name, chart, found, marks, view, kind), f"{run.id}-{chart}", kind)
 
 
 def _image_kind(kind: str) -> str:

@@ -1,5 +1,5 @@
 // @ts-check
-// Why a run failed, and the changes after which it can be started again: each opens Build with a clone of the run.
+// Why a run failed, and the changes after which it can be started again: each opens Build with a copy of the run.
 import { get } from "./api.js";
 import { copy, el } from "./dom.js";
 import { diffList, fixNote } from "./fixes.js";
@@ -72,7 +72,7 @@ function drawRemedies(node, { fixes, where, note }, cloneWith) {
         fixNote(fix),
       ),
       diffList(fix.diff),
-      el("button.fp-button", { type: "button", onclick: () => cloneWith(fix) }, "Clone with this change"),
+      el("button.fp-button", { type: "button", onclick: () => cloneWith(fix) }, "Copy into form with this change"),
     );
   node.replaceChildren(
     el("h4", {}, fixes.length > 1 ? "Suggested changes for a new run" : "Suggested change for a new run"),

@@ -2,29 +2,39 @@
 // Which lines of a log are known messages of libraries that say nothing about the run. The view folds them; the file,
 // the search and the download have all of them.
 
-/** One row per library. An error is never folded, whatever it matches. */
+/** One row per library, from the beginning of a line. An error is never folded, whatever it matches. */
 const MESSAGES = [
-  /Failed to load \S*torchao\S*\.so|Skipping import of cpp extensions/, // torchao 0.18: kernels of other GPUs
-  /torch\/utils\/_pytree\.py:\d+|_register_pytree_node/, // torch 2.13: classes that torchao registers as pytree nodes
-  /torch\/distributed\/run\.py:\d+\]\s*(\**$|Setting OMP_NUM_THREADS)/, // torch: torchrun's default for OMP_NUM_THREADS
-  /\[c10d\] The hostname of the client socket cannot be retrieved/, // torch: no reverse DNS
-  /\[Gloo\] Rank \d+ is connected to \d+ peer ranks/, // torch: gloo's start
-  /huggingface\/tokenizers: The current process just got forked/, // tokenizers, with the two lines that follow it
+  /^Failed to load \S*torchao\S*\.so|^Skipping import of cpp extensions/, // torchao 0.18: kernels of other GPUs
+  /^W\d{4} .*torch\/utils\/_pytree\.py:\d+\]/, // torch 2.13: classes that torchao registers as pytree nodes
+  /^[^\s:][^:]*\.py:\d+: \w*Warning: .*_register_pytree_node/, // transformers with torch 2.2 or later
+  /^W\d{4} .*torch\/distributed\/run\.py:\d+\]\s*(\**$|Setting OMP_NUM_THREADS)/, // torch: torchrun's default
+  /^\[W\S* .*\[c10d\] The hostname of the client socket cannot be retrieved/, // torch: no reverse DNS
+  /^\[Gloo\] Rank \d+ is connected to \d+ peer ranks/, // torch: gloo's start
+  /^huggingface\/tokenizers: The current process just got forked/, // tokenizers, with the two lines that follow it
   /^Disabling parallelism to avoid deadlocks|^To disable this warning, you can either:/, // tokenizers
-  /(site|dist)-packages\/\S+\.py:\d+: (Future|Deprecation|PendingDeprecation)Warning: /, // any: for its developers
+  /^[^\s:][^:]*(site|dist)-packages\/[^:]+\.py:\d+: (Future|Deprecation|PendingDeprecation)Warning: /, // for developers
 ];
 const CONTINUES = /^\s+\S/; // a line of source code under a warning
+const TRACEBACK = /Traceback \(most recent call last\):/;
+const PREFIX = /^\[rank(\d+)\]: ?/; // torch's, of warnings and of each line of a traceback
 
 /**
  * A function that tells of each line of a text, in order, whether it is a library's message ("message"), continues one
- * ("more"), or neither ("").
+ * ("more"), or neither (""). A traceback is never folded: it lasts until its first line that is not indented.
  */
 export function createLibraryFilter() {
-  const last = /** @type {Record<string, boolean>} */ ({}); // rank -> whether its last line was folded
-  return (/** @type {string} */ text, /** @type {string} */ rank, /** @type {string} */ level) => {
+  const last = /** @type {Record<string, "" | "folded" | "traceback">} */ ({}); // by rank: of its last line
+  return (/** @type {string} */ line, /** @type {string} */ launcherRank, /** @type {string} */ level) => {
+    const prefix = PREFIX.exec(line);
+    const text = prefix ? line.slice(prefix[0].length) : line;
+    const rank = launcherRank || (prefix ? prefix[1] : "");
+    if (TRACEBACK.test(text) || (last[rank] === "traceback" && !/^\S/.test(text))) {
+      last[rank] = "traceback";
+      return "";
+    }
     const isMessage = level !== "error" && MESSAGES.some((pattern) => pattern.test(text));
-    const continues = !isMessage && level !== "error" && Boolean(last[rank]) && CONTINUES.test(text);
-    last[rank] = isMessage || continues;
+    const continues = !isMessage && level !== "error" && last[rank] === "folded" && CONTINUES.test(text);
+    last[rank] = isMessage || continues ? "folded" : "";
     return isMessage ? "message" : continues ? "more" : "";
   };
 }

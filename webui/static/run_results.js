@@ -69,7 +69,7 @@ function generationCards(result) {
       note: known
         ? after > before
           ? "before and after training"
-          : "no improvement by the training"
+          : "training brought no improvement"
         : "after training",
       large: true,
     });
@@ -255,7 +255,7 @@ const ROUND = 2 ** 24; // bytes: smaller changes do not draw the picture again
 /** What the placement picture shows: the estimate, and the measured bytes of each rank; null without an estimate. */
 export function placementOf({ estimate, result, monitor }) {
   if (!estimate?.placement?.noun) return null; // earlier versions saved less
-  const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.memory);
+  const peaks = (result && result.peak_bytes) || ((monitor && monitor.ranks) || []).map((rank) => rank.peak);
   const unseen = estimate.device_bytes - estimate.measured_bytes; // what torch's allocator does not see
   const measured = peaks.map((peak) => (Number.isFinite(peak) ? ROUND * Math.round((peak + unseen) / ROUND) : null));
   return { estimate, measured };
