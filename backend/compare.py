@@ -90,7 +90,8 @@ class Variant:
 
 
 def variants(case: Case) -> list[Variant]:
-    """Every strategy that is recommended, and the strategy of the spec."""
+    """Every strategy that is recommended, and the strategy of the spec. Hidden options of the spec count where a
+    strategy shows them, such as the number of nodes."""
     found = _distinct(case)
     codes = [frozenset(rule.code for rule in variant.case.other_errors) for variant in found]
     return [replace(variant, unrelated=frozenset.intersection(*codes)) for variant in found]
@@ -98,13 +99,14 @@ def variants(case: Case) -> list[Variant]:
 
 def _distinct(case: Case) -> list[Variant]:
     """As `variants`, before any rule is checked."""
+    current = effective(case.spec)
     found: list[Variant] = []
     for name, patch in _lines(case):
         spec = effective(case.with_patch(patch))
         if all(spec != other.case.spec for other in found):
-            found.append(Variant(name, patch, Case(spec, case.machine, case.facts), spec == case.spec))
+            found.append(Variant(name, patch, Case(spec, case.machine, case.facts), spec == current))
     if not any(variant.is_current for variant in found):
-        found.append(Variant(f"{case.strategy.label}, as set", {}, case, True))
+        found.append(Variant(f"{case.strategy.label}, as set", {}, replace(case, spec=current), True))
     return found
 
 
@@ -118,7 +120,7 @@ def other_strategies(case: Case, known: list[Variant]) -> list[Variant]:
     return [
         Variant(name, patch, Case(spec, case.machine, case.facts), unrelated=unrelated)
         for name, patch, spec in found
-        if spec != case.spec
+        if spec != effective(case.spec)
     ]
 
 
@@ -159,8 +161,7 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
 def _changed(case: Case, extra_patch: Mapping[str, Any], unrelated: frozenset[str]) -> list[Variant]:
     """The variants of the case with `extra_patch`, as changes of the case itself. Their rules are checked only if one
     fits."""
-    changed = Case(effective(case.with_patch(extra_patch)), case.machine, case.facts)
-    found = _distinct(changed)
+    found = _distinct(Case(case.with_patch(extra_patch), case.machine, case.facts))
     return [Variant(v.name, {**extra_patch, **v.patch}, v.case, unrelated=unrelated) for v in found]
 
 

@@ -431,6 +431,8 @@ def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_O
         is_distributed = spec.parallel.strategy in registry.MULTI_PROCESS
         processes = spec.launch.nproc_per_node if is_distributed else devices or 2
         patch["launch.nproc_per_node"] = min(processes, devices or processes)
+        # Hidden with a single process: the form may have other values than this spec.
+        patch |= {"launch.nnodes": spec.launch.nnodes, "launch.rendezvous": spec.launch.rendezvous}
     batch_size, processes = case.run.global_batch_size, case.resolved(case.with_patch(patch)).data_parallel_size
     each, rest = divmod(batch_size, processes)
     size = spec.train.per_device_train_batch_size

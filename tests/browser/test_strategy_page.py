@@ -109,6 +109,55 @@ def test_choosing_keeps_the_global_batch_size_and_can_be_undone(page):
     assert value(page, "train.gradient_accumulation_steps") == 2
 
 
+def test_going_through_a_single_process_keeps_batch_and_nodes(page):
+    summary = page.locator(".fp-status-more")
+    for name in ("Single process", "DDP", "Single process", "ZeRO-2", "FSDP2, replicated (HSDP)"):
+        figures = line(page, name).locator(".fp-n").all_inner_texts()
+        line(page, name).click()
+        settled(page)
+        expect(current(page)).to_have_text(name)
+        expect(summary).to_contain_text("64 examples per step")
+        assert line(page, name).locator(".fp-n").all_inner_texts() == figures
+    assert (value(page, "launch.nnodes"), value(page, "parallel.replicate_size")) == (2, 2)
+
+
+def test_a_small_batch_is_divided_and_a_larger_one_is_said(page):
+    summary = page.locator(".fp-status-more")
+    page.locator("#fp-machine").select_option("")
+    page.locator("#fp-presets").select_option("first-run")
+    settled(page)
+    for name in ("DDP", "Single process"):
+        line(page, name).click()
+        settled(page)
+        expect(summary).to_contain_text("4 examples per step")
+    page.locator("#fp-machine").select_option("8x80gb")
+    settled(page)
+    line(page, "DDP").click()
+    settled(page)
+    expect(page.locator(".fp-toast")).to_contain_text("It trains on ")
+    expect(page.locator(".fp-toast")).to_contain_text("instead of 4 examples per step")
+
+
+def test_hsdp_follows_the_number_of_nodes(page):
+    page.get_by_role("button", name="Node 1", exact=True).click()
+    settled(page)
+    expect(page.locator(".fp-status-text")).not_to_contain_text("Cannot run")
+    expect(current(page)).to_have_text("FSDP2")
+    page.get_by_role("button", name="Node 1", exact=True).click()
+    settled(page)
+    expect(current(page)).to_have_text("FSDP2")
+
+
+def test_an_error_of_the_strategy_goes_with_it(page):
+    picker = page.locator("#fp-strategies")
+    line(page, "Tensor parallelism with FSDP2").click()
+    settled(page)
+    expect(picker).to_have_attribute("data-level", "error")
+    line(page, "FSDP2").click()
+    settled(page)
+    assert picker.get_attribute("data-level") is None
+
+
 def test_pointing_at_a_device_shows_its_groups(page):
     columns, caption = page.locator(".fp-column"), page.locator(".fp-placement-caption")
     height = caption.bounding_box()["height"]

@@ -79,7 +79,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
             "placement": report.placement,
         },
         "devices": devices_json(report),
-        "strategies": strategies_json(report),
+        "strategies": strategies_json(report, spec),
         "examples": {
             "checked": report.facts.num_checked,
             "total": report.facts.num_in_files,

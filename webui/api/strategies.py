@@ -5,11 +5,13 @@ Imports compare, checking's fixes. Both are parts of the check report.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from backend.compare import Variant, other_strategies, recommend, variants
 from backend.config import RunSpec
 from backend.config.options import by_name, get, shown, text
+from backend.inspect import resolve_paths
 from backend.machine import Machine
 from backend.preflight import Report
 from backend.registry import DEVICES
@@ -20,18 +22,19 @@ from webui.api.fixes import fix_json
 ACCUMULATION = "train.gradient_accumulation_steps"
 
 
-def strategies_json(report: Report) -> dict[str, Any] | None:
+def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
     """Every parallel strategy for the options of `report`, with the patch that selects it, and the recommended one;
-    None if the strategy has no effect. `others` are those that another strategy replaces."""
+    None if the strategy has no effect. `others` are those that another strategy replaces. `spec` is that of the form,
+    with the options that the current strategy hides."""
     if not shown(report.spec, by_name()["parallel.strategy"]):
         return None
-    case = Case(report.spec, report.machine, report.facts)
+    case = Case(resolve_paths(spec, Path.cwd()), report.machine, report.facts)
     found = variants(case)
     best, reason = recommend(case, found) or (None, "")
     return {
-        "lines": [_line(variant, report.spec, best) for variant in found],
-        "others": [_line(variant, report.spec, best) for variant in other_strategies(case, found)],
-        "best": {**_line(best, report.spec, best), "reason": reason} if best else None,
+        "lines": [_line(variant, case.spec, best) for variant in found],
+        "others": [_line(variant, case.spec, best) for variant in other_strategies(case, found)],
+        "best": {**_line(best, case.spec, best), "reason": reason} if best else None,
     }
 
 
@@ -45,6 +48,7 @@ def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, An
         "patch": patch,
         "diff": [change for change in diff if not change["name"].startswith("parallel.")],
         "is_current": variant.is_current,
+        "examples_per_step": variant.case.run.global_batch_size,
         "is_best": best is not None and variant.case.spec == best.case.spec,
         "error": variant.error,
         "fits": variant.fits,

@@ -215,8 +215,8 @@ async function start(showView) {
     const { id } = await post("api/runs", { values: form.currentValues(), key: startKey, ...after });
     startKey = randomId();
     selectPredecessor("");
-    if (lastReport.examples.pending) notify(lastReport.examples.note);
     showView("run", id);
+    if (lastReport.examples.pending) notify(lastReport.examples.note);
   } catch (error) {
     notifyError(error);
     if (error.status === 422) check();

@@ -6,8 +6,8 @@ import { bytes } from "./format.js";
 
 const MAX_NODES = 4; // rows; the field for the number of nodes selects more
 
-/** @param {any} devices of the check report; a click changes its selection at once, since the next click may come before
- * the next report */
+/** A click changes the selection at once, since the next click may come before the next report.
+ * @param {any} devices of the check report */
 export function drawDevices(devices) {
   const box = $("#fp-devices");
   const { nodes, gpus } = devices;
@@ -99,9 +99,11 @@ function devicesPatch(devices, id, node) {
 }
 
 function nodesPatch(devices, count) {
-  devices.selected_nodes = count;
   const each = Math.max(1, devices.selected.length);
   const patch = { "launch.nnodes": count, "launch.nproc_per_node": each, ...strategyFor(each * count) };
+  const replicas = Number(currentValues()["parallel.replicate_size"]);
+  if (replicas > 1 && replicas === devices.selected_nodes) patch["parallel.replicate_size"] = count;
+  devices.selected_nodes = count;
   if (devices.place !== "local") return patch;
   const isStandalone = currentValues()["launch.rendezvous"] === "standalone"; // an elastic run stays elastic
   if (count === 1) return { ...patch, "launch.rendezvous": "standalone" };

@@ -90,6 +90,7 @@ export function notify(text, { level = "info", action = null, details = null } =
   if (!details) setTimeout(close, level === "error" ? 12000 : 7000);
 }
 
+export const dismissNotifications = () => $("#fp-toasts")?.replaceChildren();
 export const notifyError = (error) => notify(error.message, { level: "error" });
 
 /**

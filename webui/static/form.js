@@ -1,7 +1,7 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
 import { $, el, emit, notify } from "./dom.js";
-import { describeField, editedField, focusField, writeFormValues } from "./gradio.js";
+import { closeLeftMenu, describeField, editedField, focusField, writeFormValues } from "./gradio.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
 const MAX_SUMMARY_PARTS = 4;
@@ -32,6 +32,7 @@ export function startForm(described) {
     button.addEventListener("click", () => showAdvanced(button));
   });
   document.addEventListener("input", fieldEdited, true);
+  document.addEventListener("focusout", closeLeftMenu);
   document.querySelectorAll(".fp-field").forEach(describeField);
 }
 
@@ -229,7 +230,9 @@ function markChosenNames(field, name) {
 
 /** Outline fields, and the sections they are in. @param {Record<string, string>} levels level by option name */
 export function outline(levels) {
-  for (const node of document.querySelectorAll(":is(.fp-field, .fp-section)[data-level]")) {
+  for (const node of document.querySelectorAll(
+    ":is(.fp-field, .fp-section, #fp-devices, #fp-strategies)[data-level]",
+  )) {
     node.removeAttribute("data-level");
   }
   for (const [name, level] of Object.entries(levels)) {

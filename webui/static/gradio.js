@@ -52,6 +52,15 @@ function groupRadios(field) {
   group();
 }
 
+/** Gradio opens a menu's list when the menu gets the focus, and closes it after a click elsewhere, but not when the
+ * focus moves on with Tab. @param {FocusEvent} event */
+export function closeLeftMenu(event) {
+  const target = /** @type {Element} */ (event.target);
+  const menu = target.closest(".fp-field.fp-menu");
+  if (!menu || menu.contains(/** @type {Node | null} */ (event.relatedTarget))) return;
+  target.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape", bubbles: true }));
+}
+
 /** @param {string} fieldId @param {string} text */
 export function setPlaceholder(fieldId, text) {
   const input = /** @type {any} */ (document.querySelector(`#${fieldId} :is(input, textarea)`));

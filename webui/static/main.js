@@ -3,7 +3,7 @@
 import { get, url } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { mountCompareRuns } from "./compare_runs.js";
-import { $, address, copy, emit, notify, notifyError, on, setText } from "./dom.js";
+import { $, address, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark } from "./gradio.js";
 import { drawCheckFailed, script } from "./report.js";
@@ -18,6 +18,7 @@ const VIEWS = { build: "Build a run", run: "Run", runs: "Runs", compare: "Compar
  * @param {string} tab @param {string} [run]
  */
 function showView(tab, run, compared = {}) {
+  if (tab !== document.body.dataset.tab) dismissNotifications(); // their Undo belongs to the other view
   address.set({ tab, ...(run ? { run } : {}), runs: null, x: null, ...compared });
   drawView();
   window.scrollTo(0, 0); // a view that was not open before begins at its top; going back keeps the browser's place

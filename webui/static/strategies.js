@@ -4,7 +4,7 @@
 import { $, el, setText } from "./dom.js";
 import { diffList } from "./fixes.js";
 import { setValues } from "./form.js";
-import { bytes } from "./format.js";
+import { bytes, num } from "./format.js";
 
 /** @type {Map<string, any>} lines by name; they stay in the page, so that the focus stays too */
 const lines = new Map();
@@ -131,10 +131,16 @@ function choose(name) {
 }
 
 function apply(line) {
-  const others = line.diff.length
-    ? { undo: `Strategy: ${line.name}. It changes other options too.`, details: diffList(line.diff) }
-    : {};
-  setValues(line.patch, others);
+  const { lines: shown, others } = latest.strategies;
+  const before = [...shown, ...others].find((other) => other.is_current)?.examples_per_step;
+  const after = line.examples_per_step;
+  const batch = before && before !== after ? `trains on ${num(after)} instead of ${num(before)} examples per step` : "";
+  const changes = [batch, line.diff.length ? "changes other options too" : ""].filter(Boolean).join(" and ");
+  const notice = {
+    undo: `Strategy: ${line.name}. It ${changes}.`,
+    details: line.diff.length ? diffList(line.diff) : null,
+  };
+  setValues(line.patch, changes ? notice : {});
 }
 
 /** Why a strategy is recommended; with a button if it is none of the lines, because it changes more. */

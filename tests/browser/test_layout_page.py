@@ -1,0 +1,61 @@
+"""The Build page: the verdict stays in sight, menus close when the focus leaves them, the focus is visible."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from backend.config.presets import presets
+
+TIMEOUT = 30_000
+
+
+def opened(page, server, width=1440):
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto(server.url)
+    page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+    settled(page)
+
+
+def settled(page):
+    page.wait_for_function("() => document.querySelector('#fp-status').dataset.fresh === 'yes'")
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 800, 390])
+def test_verdict_and_start_stay_in_sight(page, server, width):
+    opened(page, server, width)
+    page.mouse.move(width / 4, 600)
+    page.mouse.wheel(0, 900)
+    page.wait_for_function("() => window.scrollY > 600")
+    expect(page.locator("#fp-start")).to_be_in_viewport(ratio=1)
+    expect(page.locator(".fp-status-text")).to_be_in_viewport(ratio=1)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+def test_menu_closes_when_the_focus_leaves_it(page, server):
+    opened(page, server)
+    lists = page.locator(".fp-field [role=listbox]")
+    page.locator("#model-builtin input").focus()
+    expect(lists).to_have_count(1)
+    for _ in range(8):  # over two more menus
+        page.keyboard.press("Tab")
+    expect(lists).to_have_count(0)
+    page.locator("#model-builtin input").click()
+    lists.get_by_role("option").first.click()
+    settled(page)
+    expect(lists).to_have_count(0)
+
+
+def test_a_text_field_shows_the_focus(page, server):
+    opened(page, server)
+    page.locator("#train-learning_rate input").focus()
+    style = "() => { const s = getComputedStyle(document.activeElement); return [s.outlineStyle, s.outlineWidth]; }"
+    assert page.evaluate(style) == ["solid", "2px"]
+
+
+def test_notifications_stay_in_their_view(page, server):
+    opened(page, server)
+    page.locator("#fp-presets").select_option(presets()[1].name)
+    expect(page.locator(".fp-toast")).to_be_visible()
+    page.get_by_role("link", name="Runs", exact=True).click()
+    expect(page.locator(".fp-toast")).to_have_count(0)
