@@ -12,16 +12,25 @@ from backend.runs import RESULT
 
 @pytest.mark.parametrize(
     ("before", "after", "text", "gain"),
-    [(0.0, 0.0, "training brought no improvement", False), (0.25, 0.5, "before and after training", True)],
-)
-def test_a_gain_and_none(server, page, before, after, text, gain):
+    [
+        ((0, 0.1), (0, 0.1), "No improvement: exact match on validation examples is 0% before and after training.",
+         False),
+        ((0.25, 0.1), (0.5, 0.4), "Training raised exact match on validation examples from 25% to 50%.", True),
+        ((0.5, 0.1), (0.25, 0.4), "Training lowered exact match on validation examples from 50% to 25%.", False),
+        ((0, 0.4), (0, 0.1), "Training lowered ROUGE-L from 40 to 10. Exact match on validation examples is still 0%.",
+         False),
+    ],
+)  # fmt: skip
+def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
     run = plant(server, "results")
-    scores = {"exact_match_before": before, "exact_match_after": after}
+    pairs = [("exact_match", 0), ("rouge_l", 1), ("bleu", 1)]
+    scores = {f"{name}_{when}": of[i] for name, i in pairs for when, of in (("before", before), ("after", after))}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", **scores}))
     page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-gain")).to_have_text(text, timeout=30_000)
     card = page.locator(".fp-results .fp-large")
-    expect(card).to_contain_text(text, timeout=30_000)
     expect(card.locator("strong")).to_have_count(int(gain))  # green
+    expect(page.locator(".fp-result dt")).to_contain_text(["Exact match on validation examples", "ROUGE-L", "BLEU"])
 
 
 def test_generations_are_filtered_by_what_training_changed(server, page):

@@ -55,6 +55,24 @@ def test_the_card_of_a_trained_model(server, page):
     assert value(page, "method.kind") == "full"
 
 
+def test_an_adapter_is_trained_further_when_it_is_merged(server, page):
+    run = plant(server, "adapter")
+    (run.path / "model/model.safetensors").unlink()
+    (run.path / "model/config.json").unlink()
+    base = {"base_model_name_or_path": "tiny-llama", "peft_type": "LORA"}
+    (run.path / "model/adapter_config.json").write_text(json.dumps(base))
+    (run.path / "model/adapter_model.safetensors").write_bytes(bytes(1000))
+    samples = [{"prompt": "2 + 2?", "reference": "4", "before": "no", "after": "4"}]
+    (run.path / RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    card = page.get_by_role("region", name="Your model")
+    expect(card).to_contain_text("Adapter for", timeout=SLOW_TIMEOUT)
+    card.get_by_role("button", name="Generations before and after").click()
+    expect(page.locator(".fp-samples")).to_be_in_viewport()
+    card.get_by_role("button", name="Copy into form with Merge adapter").click()
+    page.wait_for_function("footplate.values()['save.merge_adapter'] === true")
+
+
 def test_a_run_without_a_model_has_no_card(server, page):
     run = plant(server, "unfinished")
     (run.path / "model/model.safetensors").unlink()

@@ -107,8 +107,9 @@ async function loadDraftOrPreset() {
   const saved = id ? await get(`api/drafts/${encodeURIComponent(id)}`).catch(() => null) : null;
   if (saved) {
     // A new tab continues with the last values, in a draft of its own.
+    const from = address.get("draft") ? preset() : localStorage.getItem("fp-preset") || "";
     await useDraft(address.get("draft") || randomId());
-    selectPreset(preset());
+    selectPreset(from);
     form.setValues(saved.values);
   } else if (presets.length) {
     await loadPreset(presets[0].name);
@@ -162,6 +163,7 @@ async function loadPresets() {
 function selectPreset(name) {
   $("#fp-presets").value = name;
   address.set({ preset: presets.some((p) => p.name === name) ? name : null }, { replace: true });
+  localStorage.setItem("fp-preset", preset());
   describePreset();
 }
 

@@ -20,7 +20,7 @@ export function drawDevices(devices) {
   box.replaceChildren(
     el("p.fp-devices-title", { id: "fp-devices-title" }, title(devices)),
     ...rows,
-    note ? el("p.fp-dim", {}, capitalized(note)) : "",
+    ...[note && capitalized(note), ...gpus.map(usersText)].filter(Boolean).map((text) => el("p.fp-dim", {}, text)),
   );
   if (focused) [...box.querySelectorAll("button")].find((b) => b.getAttribute("aria-label") === focused)?.focus();
 }
@@ -62,12 +62,18 @@ const chipState = (pressed, label, onclick) => ({
   onclick,
 });
 
+/** Which processes use a device: python (4711). */
+const usersText = ({ id, processes }) => (processes.length ? `GPU ${id} is used by ${processes.join(", ")}.` : "");
+
 function chip(devices, gpu, node) {
   const { selected, selected_nodes: used, nodes, gpus } = devices;
   const isUsed = node < used && selected.includes(gpu.id);
   const busy = gpu.processes.length > 0;
+  const inUse = gpu.total_bytes - gpu.free_bytes;
   const memory =
-    busy || gpu.free_bytes < 0.9 * gpu.total_bytes ? `${bytes(gpu.free_bytes)} free` : bytes(gpu.total_bytes);
+    busy || inUse > 0.1 * gpu.total_bytes
+      ? `${bytes(gpu.free_bytes)} free, ${bytes(inUse)} used`
+      : bytes(gpu.total_bytes);
   const name = new Set(gpus.map((one) => one.name)).size > 1 ? ` ${gpu.name}` : "";
   const users = busy ? `, used by ${gpu.processes.join(", ")}` : "";
   const where = nodes > 1 ? ` of node ${node}` : "";
@@ -78,7 +84,7 @@ function chip(devices, gpu, node) {
     "button.fp-gpu",
     { ...chipState(isUsed, label, toggle), title: label, "data-busy": busy },
     el("b", {}, `GPU ${gpu.id}${name}`),
-    el("span", {}, busy ? `${memory}, ${gpu.processes.length} running` : memory),
+    el("span", {}, memory),
   );
 }
 

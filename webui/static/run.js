@@ -15,6 +15,7 @@ import {
   detailParts,
   downloadLinks,
   fold,
+  gainOf,
   placementOf,
   placementParts,
   resultCards,
@@ -78,6 +79,7 @@ function buildPage(place) {
   page.stacks = createStacks(base);
   page.log = createLog({ base, hasEnded: ended, isVisible, onTrouble: troubleOf("log") });
   page.failure = el("section.fp-failure", { hidden: true, "aria-label": "Error" });
+  page.gain = el("p.fp-gain", { hidden: true });
   page.cards = el("dl.fp-results", { hidden: true, "aria-label": "Results" });
   page.samples = el("section.fp-panel.fp-samples", { hidden: true, "aria-label": "Generations" });
   page.model = el("section.fp-panel.fp-model", { hidden: true, "aria-label": "Your model" });
@@ -94,6 +96,7 @@ function buildPage(place) {
     page.stacks.node,
     page.failure,
     page.alerts,
+    page.gain,
     page.cards,
     page.model,
     page.samples,
@@ -213,6 +216,7 @@ function open(selected) {
     "failure",
     "alerts",
     "ranksFold",
+    "gain",
     "cards",
     "model",
     "samples",
@@ -272,7 +276,7 @@ function draw() {
   drawIfChanged("events", run.events, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
   drawIfChanged("monitor", run.monitor, drawRanks);
-  drawIfChanged("model", run.model, drawModel);
+  drawIfChanged("model", run.model && { ...run.model, generations: run.result?.samples?.length }, drawModel);
   drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
   const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
@@ -374,7 +378,12 @@ function drawModel(model) {
   page.model.hidden = !model;
   if (!model) return;
   const trained = id;
-  page.model.replaceChildren(...modelParts(model, base(), (fix) => emit("clone", { id: trained, fix })));
+  const train = (fix) => emit("clone", { id: trained, fix });
+  const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
+  const showGenerations = run.result?.samples?.length
+    ? () => page.samples.scrollIntoView({ behavior: "smooth" })
+    : null;
+  page.model.replaceChildren(...modelParts(model, { base: base(), from, train, showGenerations }));
 }
 
 function drawSamples(samples) {
@@ -384,6 +393,10 @@ function drawSamples(samples) {
 
 function drawCards() {
   if (!run) return;
+  const gain = gainOf(run.result);
+  page.gain.hidden = !gain;
+  page.gain.dataset.change = gain ? gain.change : "";
+  setText(page.gain, gain ? gain.text : "");
   const cards = resultCards(run, page.latest);
   const nodes = cards.map(cardNode);
   page.cards.hidden = cards.every((card) => card.time);

@@ -53,34 +53,59 @@ export function resultCards({ summary, result: found, estimate, monitor }, lates
   ];
 }
 
+const METRICS = [
+  {
+    key: "exact_match",
+    name: "exact match on validation examples",
+    title: "Exact match on validation examples",
+    text: percent,
+  },
+  { key: "rouge_l", name: "ROUGE-L", title: "ROUGE-L", text: (value) => num(100 * value, 3) },
+  { key: "bleu", name: "BLEU", title: "BLEU", text: (value) => num(100 * value, 3) },
+];
+
+/** The metrics of the generations, with their values before and after training. */
+const generationMetrics = (result) =>
+  METRICS.map((metric) => ({
+    ...metric,
+    before: result[`${metric.key}_before`],
+    after: result[`${metric.key}_after`],
+  })).filter(({ after }) => Number.isFinite(after));
+
+/**
+ * What training changed, in a sentence about the first metric that changed; null without values from before.
+ * @returns {{ text: string, change: "better" | "worse" | "same" } | null}
+ */
+export function gainOf(result) {
+  const metrics = generationMetrics(result || {}).filter(({ before }) => Number.isFinite(before));
+  if (!metrics.length) return null;
+  const changed = metrics.find(({ before, after }) => before !== after);
+  if (!changed) {
+    const { name, after, text } = metrics[0];
+    return { text: `No improvement: ${name} is ${text(after)} before and after training.`, change: "same" };
+  }
+  const { name, before, after, text } = changed;
+  const verb = after > before ? "raised" : "lowered";
+  const sentence = `Training ${verb} ${name} from ${text(before)} to ${text(after)}.`;
+  const first =
+    metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
+  return { text: sentence + first, change: after > before ? "better" : "worse" };
+}
+
+const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
 function generationCards(result) {
-  const cards = [];
-  const { exact_match_before: before, exact_match_after: after } = result;
-  if (Number.isFinite(after)) {
+  return generationMetrics(result).map(({ key, title, before, after, text }) => {
     const known = Number.isFinite(before);
-    const arrow = el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192");
-    cards.push({
-      title: "Exact match on validation examples",
-      value: [
-        known ? el("span.fp-was", {}, percent(before)) : null,
-        known ? arrow : null,
-        el(known && after <= before ? "b" : "strong", {}, percent(after)), // green is for a gain
-      ],
-      note: known
-        ? after > before
-          ? "before and after training"
-          : "training brought no improvement"
-        : "after training",
-      large: true,
-    });
-  }
-  const scores = (side) => [result[`rouge_l_${side}`], result[`bleu_${side}`]];
-  const text = (pair) => pair.map((value) => num(100 * value, 3)).join(" \u00b7 ");
-  if (scores("after").every(Number.isFinite)) {
-    const note = scores("before").every(Number.isFinite) ? `${text(scores("before"))} before training` : "";
-    cards.push({ title: "ROUGE-L \u00b7 BLEU", value: text(scores("after")), note });
-  }
-  return cards;
+    const was = known
+      ? [
+          el("span.fp-was", {}, text(before)),
+          el("span.fp-arrow", { role: "img", "aria-label": "after training" }, "\u2192"),
+        ]
+      : [];
+    const value = [...was, el(known && after <= before ? "b" : "strong", {}, text(after))]; // green is for a gain
+    return { title, value, note: known ? "before and after training" : "after training", large: key === "exact_match" };
+  });
 }
 
 function lossCards(result, now) {
