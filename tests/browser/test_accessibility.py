@@ -7,6 +7,7 @@ import sys
 
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
+from served import serving
 from test_trained_model_page import plant
 
 from backend.config.presets import presets
@@ -72,6 +73,35 @@ def test_other_views(page, server):
         page.goto(f"{server.url}/{query}")
         page.locator(ready).first.wait_for(timeout=TIMEOUT)
         assert violations(page) == [], query
+
+
+def test_option_search(page, server):
+    """Results with buttons that show a hidden option, and a search that finds nothing."""
+    opened(page, server)
+    page.locator("#fp-presets").select_option(" ")  # default values
+    settled(page)
+    page.locator("#fp-search").fill("zero")
+    assert page.locator(".fp-search-ways button").count()
+    assert violations(page) == []
+    page.locator("#fp-search").fill("no such option")
+    expect(page.locator("#fp-search-none")).to_be_visible()
+    assert violations(page) == []
+
+
+def test_compare_without_runs(page, server):
+    page.goto(f"{server.url}/?tab=compare")
+    page.locator(".fp-compare-problems li").first.wait_for(timeout=TIMEOUT)
+    assert violations(page) == []
+
+
+def test_login_page(page, tmp_path):
+    with serving(tmp_path / "runs", login=True) as server:
+        page.goto(server.url)
+        assert violations(page) == []
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        assert violations(page) == []
 
 
 def test_help_is_the_description_of_each_field(page, server):
