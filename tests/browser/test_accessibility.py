@@ -163,3 +163,41 @@ def test_focus_moves_on_after_a_fix(page, server):
         settled(page)
         assert page.evaluate("() => document.activeElement !== document.body")
     expect(page.locator("#fp-export-plan")).to_be_focused()
+
+
+def focused_id(page):
+    page.wait_for_timeout(100)  # the browser takes the focus from what is hidden when it draws the page
+    return page.evaluate("() => document.activeElement.id || document.activeElement.closest('.fp-field')?.id")
+
+
+def test_focus_moves_on_after_all_fixes(page, server, tmp_path):
+    """The button is hidden then. Undo returns the focus to where it was before the notification."""
+    strategy = "parallel: {strategy: zero2}\nlaunch: {nproc_per_node: 4, launcher: python}\n"
+    (tmp_path / "run.yaml").write_text(f"model: {{source: hub, hub_id: Qwen/Qwen3-1.7B}}\n{strategy}")
+    opened(page, server, "?machine=4x80gb")
+    page.locator("#fp-import-file").set_input_files(tmp_path / "run.yaml")
+    page.wait_for_selector(".fp-finding[data-level=error]")
+    settled(page)
+    expect(page.locator("#fp-fix-all")).to_be_visible()
+    page.locator("#fp-fix-all").press("Enter")
+    expect(page.locator("#fp-fix-all")).to_be_hidden()
+    assert focused_id(page) == "fp-export-plan"
+    page.locator("#train-learning_rate input").focus()
+    page.locator(".fp-toast").get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#fp-fix-all")).to_be_visible()
+    assert focused_id(page) == "train-learning_rate"
+
+
+def test_focus_moves_on_after_the_recommended_values(page, server):
+    opened(page, server)
+    page.locator("#fp-presets").select_option("first-run")
+    page.locator("#model-source input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    page.get_by_role("button", name="Use recommended values").press("Enter")
+    expect(page.locator("#fp-preset-offer")).to_be_hidden()
+    assert focused_id(page) == "fp-search"
+    page.evaluate("document.activeElement.blur()")
+    page.locator(".fp-toast").get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#fp-preset-offer")).to_be_visible()
+    assert focused_id(page) == "logging-run_name"

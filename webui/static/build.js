@@ -6,7 +6,7 @@ import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
 import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
-import { drawCheckFailed, drawReport, drawStart } from "./report.js";
+import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 
 const DEBOUNCE = 10; // ms: one check for what changes at the same time
@@ -54,8 +54,10 @@ async function check() {
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
+    const focused = document.activeElement;
     drawOffer(report.recommended);
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
+    keepFocus(focused);
     setFresh(mine === seq);
     setPlaceholder("logging-run_name", report.title || "Run name");
     if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
@@ -178,7 +180,7 @@ function drawOffer(offer) {
   box.replaceChildren(
     el("p", {}, text),
     diffList(offer.diff),
-    el("button.fp-button", { type: "button", onclick: use }, "Use recommended values"),
+    el("button.fp-button.fp-offered", { type: "button", onclick: use }, "Use recommended values"),
   );
 }
 
