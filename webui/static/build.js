@@ -297,7 +297,7 @@ async function importFile(event) {
     });
     selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
-    const code = runs_code.length ? ` Decides which code runs: ${runs_code.join(", ")}.` : "";
+    const code = runs_code.length ? ` Decides which code runs: ${runs_code.map(withLabel).join(", ")}.` : "";
     const details = [...listed("Different here", different), ...listed("Not taken over", missing)];
     const shown = details.length ? { details: el("div", {}, details) } : {};
     form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
@@ -305,6 +305,9 @@ async function importFile(event) {
     notify(`${file.name}: ${error.message}`, { level: "error" });
   }
 }
+
+/** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
+const withLabel = (text) => text.replace(/^\S+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */
 function listed(title, texts) {
