@@ -137,7 +137,7 @@ def _less_device_memory(failed: Failed) -> Remedies:
     case, kept = failed.case, failed.run.estimate()
     least, estimated = least_needed(failed.failure["traceback"], kept), int(kept.get("measured_bytes") or 0)
     ratio = max(1.0, least / estimated) if estimated else 1.0
-    needed = round(estimated * ratio) + int(kept["device_bytes"]) - estimated if estimated else 0
+    needed = round(estimated * ratio) + int(kept.get("device_bytes") or estimated) - estimated if estimated else 0
     where = "per process" if case.run.device == "cpu" else "per device"
     evaluation = _smaller_evaluation(failed)
     if case.estimate.unknown or failed.run.resolved().get("device", case.run.device) != case.run.device:
@@ -162,8 +162,8 @@ def _less_on_devices_of_run(failed: Failed, ratio: float, needed: int) -> list[F
     """Single changes that keep the training result and reduce the peak on devices like those of the run, which this
     machine does not have. Where that cannot be estimated, without other strategies, which may shard less."""
     resolved, free = failed.run.resolved(), int(failed.run.estimate().get("capacity_bytes") or 0)
-    device, ids = resolved.get("device"), resolved.get("device_ids")
-    if device != "cpu" and ids and free and needed:
+    device, ids = str(resolved.get("device", "")), resolved.get("device_ids")
+    if device not in ("", "cpu") and ids and free and needed:
         gpus = tuple(Gpu(number, device, free, free, AMPERE) for number in ids)
         case = build_case(failed.spec, replace(failed.case.machine, device=device, gpus=gpus), failed.base)
         if not case.estimate.unknown:

@@ -29,7 +29,7 @@ export function svg(tag, attributes = {}, ...children) {
 /** @returns {any} */
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
-/** Replace a node's children. The focus stays in place: on what has the same number among the nodes that can have it. */
+/** Replace a node's children. The focus stays in place: on what has the same number among those that can have it. */
 export function redraw(node, ...children) {
   const focusable = () => [...node.querySelectorAll("a, button, summary, [tabindex]")];
   const at = focusable().indexOf(document.activeElement);

@@ -64,8 +64,8 @@ function drawContent(report) {
 }
 
 /**
- * After a fix, its button is gone, hidden or disabled: the focus moves to the next fix, else to Start or Export, else to
- * the first error; after the offer of recommended values, to the field below it.
+ * After a fix, its button is gone, hidden or disabled: the focus moves to the next fix, else to Start or Export, else
+ * to the first error; after the offer of recommended values, to the field below it.
  * @param {any} focused what had the focus before the report was drawn
  */
 export function keepFocus(focused) {
