@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
 from served import serving
@@ -123,6 +124,57 @@ def test_help_is_the_description_of_each_field(page, server):
         box, top = help.bounding_box(), page.locator(f"#{field}").bounding_box()["y"]
         assert box["height"] > 10
         assert box["y"] + box["height"] <= top or field == "train-learning_rate"  # not over the menu's list
+
+
+HELP_OUTSIDE = """async () => {
+  const outside = [], pause = () => new Promise((done) => setTimeout(done, 0));
+  for (const field of document.querySelectorAll('.fp-field')) {
+    const input = field.querySelector('input:not([type=radio]), textarea, input:checked');
+    if (!input || !field.checkVisibility()) continue;
+    input.focus();
+    await pause();
+    const help = field.querySelector('.info-text');
+    const { left, right } = help.getBoundingClientRect();
+    const shown = getComputedStyle(help).opacity === '1' && right - left > 100;
+    if (!shown || left < 0 || right > document.documentElement.clientWidth) outside.push([field.id, left, right]);
+  }
+  return outside;
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 800, 1024, 1440])
+def test_help_is_inside_the_window(page, server, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    opened(page, server)
+    page.add_style_tag(content="* { transition: none !important; scroll-behavior: auto !important }")
+    page.evaluate(UNFOLD)
+    assert page.evaluate(HELP_OUTSIDE) == []
+    field = page.locator("#train-learning_rate")
+    page.evaluate("document.activeElement.blur()")
+    field.evaluate("node => node.scrollIntoView({ block: 'end' })")
+    field.hover()
+    help = field.locator(".info-text")
+    expect(help).to_have_css("opacity", "1")
+    box = help.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 900
+
+
+def test_a_narrow_window(page, server):
+    """The offer of recommended values has its button below the text; without fields there is no gap in a section."""
+    page.set_viewport_size({"width": 390, "height": 900})
+    opened(page, server)
+    page.locator("#fp-presets").select_option("first-run")
+    above = page.locator("#fp-strategies").bounding_box()
+    more = page.locator("#fp-section-launch .fp-more").bounding_box()
+    assert page.locator("#launch-nproc_per_node").is_hidden()
+    assert more["y"] - above["y"] - above["height"] < 5
+    page.locator("#model-source input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    offer = page.locator("#fp-preset-offer")
+    expect(offer).to_be_visible()
+    text, button = offer.locator("p").bounding_box(), offer.locator("button").bounding_box()
+    assert button["y"] >= text["y"] + text["height"] and text["width"] > 300
 
 
 def test_arrow_keys_select_a_segment(page, server):
