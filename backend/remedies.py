@@ -1,13 +1,14 @@
 """Remedies of a failed run: changes of its options, each a fix that passes the checks, with the peak that it leads to.
 
 Imports preflight, measured, rules, runs. Out of memory has the remedies of the memory rules, with peaks that are
-corrected by what this run needed. For failures without remedies of their own, the errors that the checks find now have
-fixes.
+corrected by what this run needed. For other failures, those errors that the checks find now and that are about the same
+options have fixes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,7 +19,7 @@ from backend import retry
 from backend.config import RunSpec, presets
 from backend.config.options import SpecError, edit
 from backend.inspect.ports import inspect_port
-from backend.machine import Machine
+from backend.machine import Gpu, Machine
 from backend.measured import least_needed
 from backend.memory import OVERHEAD, Estimate
 from backend.preflight import build_case
@@ -32,6 +33,9 @@ from backend.runs.folder import Run, RunError
 from backend.wording import counted
 
 MAX_REMEDIES = 5
+RULE_CODE = re.compile(r"\[[A-Z]{3}\d{3}\]$")
+OPTION_KEY = re.compile(r"\b[a-z]+\.[a-z]\w+")
+AMPERE = (8, 0)  # CUDA compute capability with bf16, of devices that are known by their size only
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def find(run: Run, machine: Machine, base: Path) -> Remedies:
     if not why or not spec:
         return Remedies()
     failed = Failed(run, why, build_case(spec, machine, base), base)
-    kind = "" if why["kind"] == failure.CHECKS else why["kind"]
+    kind = why["kind"]
     if kind == failure.DEVICE_MEMORY or (kind == failure.HOST_MEMORY and failed.case.run.device == "cpu"):
         found = _less_device_memory(failed)
     elif kind == failure.HOST_MEMORY:
@@ -101,12 +105,27 @@ def _error_codes(case: Case) -> set[str]:
 
 
 def _fixes_of_errors(failed: Failed) -> tuple[Fix, ...]:
-    """The fixes of what the checks find now, without those after which the error is still there."""
+    """The fixes of what the checks find now and the run failed with, without those after which the error is still
+    there. Other errors, such as those of a machine that is not the one the run was planned for, are left out."""
     fixes = []
-    for finding in _errors(failed.case):
+    for finding in filter(lambda finding: _is_about(failed.failure, finding), _errors(failed.case)):
         useful = (f for f in finding.fixes if finding.code not in _error_codes(failed.changed(f.patch)))
         fixes += list(islice(useful, 2))
     return tuple(fixes)
+
+
+def _is_about(why: Mapping[str, Any], finding: Finding) -> bool:
+    """Whether the run failed with this finding, or with an error about the same options. An error of the checks
+    (backend/train/verify.py) names code and title. The fields of errors about memory are what reduces it."""
+    sentence = why["sentence"]
+    if f"[{finding.code}]" in sentence or finding.title in sentence:
+        return True
+    if RULE_CODE.search(sentence):
+        return False
+    options = {*why["fields"], *OPTION_KEY.findall(sentence)}
+    if why["kind"] == failure.COLUMNS:
+        options.add("data.files")
+    return not finding.code.startswith("MEM") and not options.isdisjoint(finding.fields)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -118,25 +137,39 @@ def _less_device_memory(failed: Failed) -> Remedies:
     case, kept = failed.case, failed.run.estimate()
     least, estimated = least_needed(failed.failure["traceback"], kept), int(kept.get("measured_bytes") or 0)
     ratio = max(1.0, least / estimated) if estimated else 1.0
+    needed = round(estimated * ratio) + int(kept.get("device_bytes") or estimated) - estimated if estimated else 0
     where = "per process" if case.run.device == "cpu" else "per device"
     evaluation = _smaller_evaluation(failed)
     if case.estimate.unknown or failed.run.resolved().get("device", case.run.device) != case.run.device:
-        safe = (fix for fix in single_changes(case) if fix.safe)
         return Remedies(
-            (*evaluation, *safe),
+            (*evaluation, *_less_on_devices_of_run(failed, ratio, needed)),
             note="Peak memory cannot be estimated on this machine, which has no such device or model file.",
         )
     free, limit = case.estimate.capacity_bytes, case.estimate.ratios[1] / ratio
     found = find_remedies(case, min(limit, 1.0)) or find_remedies(case, min(limit, POSSIBLE_EXCESS)) if free else []
     fixes = [(fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in found]
-    fixes = [(fix, peak) for fix, peak in fixes if peak <= free]
-    now = _corrected(case.estimate, ratio)
+    needed = needed or _corrected(case.estimate, ratio)
+    fixes = [(fix, peak) for fix, peak in fixes if peak <= free and peak < needed]
     note = _note(case.estimate, ratio, least, estimated)
     if not fixes:
         changes = ((fix, _corrected(failed.changed(fix.patch).estimate, ratio)) for fix in single_changes(case))
-        fixes = sorted(((fix, peak) for fix, peak in changes if peak < now), key=lambda item: item[1])
+        fixes = sorted(((fix, peak) for fix, peak in changes if peak < needed), key=lambda item: item[1])
         note += " No single change is estimated to fit; combine several." if fixes and free else ""
     return Remedies((*evaluation, *(replace(fix, peak=peak) for fix, peak in fixes)), where, note)
+
+
+def _less_on_devices_of_run(failed: Failed, ratio: float, needed: int) -> list[Fix]:
+    """Single changes that keep the training result and reduce the peak on devices like those of the run, which this
+    machine does not have. Where that cannot be estimated, without other strategies, which may shard less."""
+    resolved, free = failed.run.resolved(), int(failed.run.estimate().get("capacity_bytes") or 0)
+    device, ids = str(resolved.get("device", "")), resolved.get("device_ids")
+    if device not in ("", "cpu") and ids and free and needed:
+        gpus = tuple(Gpu(number, device, free, free, AMPERE) for number in ids)
+        case = build_case(failed.spec, replace(failed.case.machine, device=device, gpus=gpus), failed.base)
+        if not case.estimate.unknown:
+            safe = (fix for fix in single_changes(case) if fix.safe)
+            return [fix for fix in safe if _corrected(case.estimated(case.with_patch(fix.patch)), ratio) < needed]
+    return [fix for fix in single_changes(failed.case) if fix.safe and "parallel.strategy" not in fix.patch]
 
 
 def _corrected(estimate: Estimate, ratio: float) -> int:

@@ -329,6 +329,7 @@ input,button{font:inherit;padding:.5rem .75rem;border-radius:6px;border:1px soli
 button{background:#2563eb;border-color:#2563eb;color:#fff;cursor:pointer}
 p{margin:0;color:light-dark(#b91c1c,#fca5a5)}
 </style></head><body>
+<main>
 <form method="post" data-back="{back}">
 <h1>Footplate</h1>
 <input name="username" value="footplate" autocomplete="username" hidden>
@@ -336,6 +337,7 @@ p{margin:0;color:light-dark(#b91c1c,#fca5a5)}
 {help}{message}
 <button>Log in</button>
 </form>
+</main>
 <script>
 fetch(location.pathname, {method: "HEAD"}).then((response) => {
   if (response.status === 204) location.replace(document.querySelector("form").dataset.back);

@@ -72,9 +72,12 @@ PRESETS_AND_SEARCH = """
 <div class="fp-search" role="search">
   <input type="search" id="fp-search" placeholder="Search options, for example lora_alpha or ZeRO" autocomplete="off"
     spellcheck="false" role="combobox" aria-label="Search options" aria-expanded="false"
-    aria-controls="fp-search-results" aria-autocomplete="list">
+    aria-controls="fp-search-rows" aria-haspopup="grid" aria-autocomplete="list">
   <kbd aria-hidden="true">/</kbd>
-  <div id="fp-search-results" role="listbox" aria-label="Matching options" hidden></div>
+  <div id="fp-search-results" hidden>
+    <div id="fp-search-rows" role="grid" aria-label="Matching options"></div>
+    <p class="fp-dim" id="fp-search-none" role="status"></p>
+  </div>
 </div>
 """
 

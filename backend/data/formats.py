@@ -22,6 +22,8 @@ DEFAULTS = {
     "text": {"text_column": "text"},
 }
 
+UNKNOWN_COLUMNS = "matches no data format by its columns"
+
 
 def detect_format(example: Example, preferred: Iterable[str] = ()) -> str | None:
     """The format of `example` by its column names and value types. `preferred` formats, those that the stage accepts,
@@ -37,7 +39,7 @@ def detection_problem(example: Example, formats: Iterable[str]) -> str:
     """Why `detect_format` finds no format; `formats` are those that the stage accepts."""
     label = label_problem(example) if "labels" in formats else ""
     columns = chat.column_names(example, with_types=True)
-    return label or f"matches no data format by its columns ({columns}); set data.format and the column options"
+    return label or f"{UNKNOWN_COLUMNS} ({columns})"
 
 
 def _matches(example: Example, format: str) -> bool:

@@ -121,11 +121,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Violation:
-    """What a rule returns if it has fixes computed for this case, or fields different from those of the rule."""
+    """What a rule returns if it has fixes computed for this case, or fields or a title different from the rule's."""
 
     message: str
     fixes: tuple[Fix, ...] = ()
     fields: tuple[str, ...] = ()
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ class Rule:
             fixes = (*rest, *(replace(fix, cost="does not fit") for fix in large))
         message = f"{violation.message} {self.manual_fix}" if self.manual_fix else violation.message
         fields = violation.fields or self.fields
-        return Finding(self.code, self.slug, self.level, self.title, message, self.reason, fields, fixes, self.source)
+        title = violation.title or self.title
+        return Finding(self.code, self.slug, self.level, title, message, self.reason, fields, fixes, self.source)
 
 
 RULES: list[Rule] = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from backend import registry
+from backend.config.options import by_name
+from backend.data.formats import UNKNOWN_COLUMNS
 from backend.inspect import DataIssue
 from backend.inspect.facts import has_validation_split
 from backend.rules.base import Case, Example, Fix, Violation, rule
@@ -16,6 +18,7 @@ from backend.rules.examples import DEMO, GPT2, H100, LOCAL_MODEL, USER_DATA, USE
 from backend.wording import counted
 
 BUILTIN_DATA = Fix("Use the demo dataset", {"data.source": "builtin"}, safe=False, cost="trains on other data")
+CHOOSE_FORMAT = f"Choose a {by_name()['data.format'].label.lower()}, and name the columns to use."
 NO_EVALUATION = {"data.validation": "none", "eval.strategy": "no"}
 
 
@@ -48,7 +51,7 @@ def missing_data_files(case: Case) -> str | None:
     proof="launch",
 )
 def unreadable_data_file(case: Case) -> Violation | None:
-    """Every file in data.files must exist, be readable, and contain examples in one of the supported formats."""
+    """Every data file must exist, be readable, and contain examples in one of the supported formats."""
     issues = [issue for issue in _issues(case, "data.files") if not issue.is_example]
     if not issues:
         return None
@@ -60,7 +63,11 @@ def unreadable_data_file(case: Case) -> Violation | None:
     if kept and len(kept) < len(data.files):
         fixes.append(Fix("Skip the files with errors", {"data.files": kept}, False, "fewer examples"))
     fields = ("data.files", "data.format") if fixes and "data.format" in fixes[0].patch else ("data.files",)
-    return Violation(_summary(issues), (*fixes, BUILTIN_DATA), fields)
+    fixes.append(BUILTIN_DATA)
+    if not all(issue.message.startswith(UNKNOWN_COLUMNS) for issue in issues):
+        return Violation(_summary(issues), tuple(fixes), fields)
+    message = f"{_summary(issues)} {CHOOSE_FORMAT}"
+    return Violation(message, tuple(fixes), fields, "The columns of a data file are not recognized")
 
 
 def _issues(case: Case, option: str) -> list[DataIssue]:

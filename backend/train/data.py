@@ -34,6 +34,7 @@ from backend.data import (
     to_text,
     unpair,
 )
+from backend.data.formats import UNKNOWN_COLUMNS
 from backend.train.preference_data import Columns, PreferenceTokenizer, add_kl_completions, as_conversation
 from backend.train.run_log import TrainError
 from backend.train.templates import IGNORE_INDEX, ChatTokenizer, UnsupportedConversation
@@ -114,7 +115,9 @@ def _convert(spec: RunSpec, located: Iterable[tuple[str, Example]]) -> Iterator[
         if format == "auto":
             format = detect_format(row, stage.formats) or ""
             if not format:
-                raise TrainError(f"{location}: {detection_problem(row, stage.formats)}.")
+                problem = detection_problem(row, stage.formats)
+                advice = " Set data.format and its column options." if problem.startswith(UNKNOWN_COLUMNS) else ""
+                raise TrainError(f"{location}: {problem}.{advice}")
         if format not in stage.formats:
             option = "data.builtin" if spec.data.source == "builtin" else "data.format"
             raise TrainError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect
+from served import serving
 from test_trained_model_page import plant
 
 from backend.config.presets import presets
@@ -74,6 +76,35 @@ def test_other_views(page, server):
         assert violations(page) == [], query
 
 
+def test_option_search(page, server):
+    """Results with buttons that show a hidden option, and a search that finds nothing."""
+    opened(page, server)
+    page.locator("#fp-presets").select_option(" ")  # default values
+    settled(page)
+    page.locator("#fp-search").fill("zero")
+    assert page.locator(".fp-search-ways button").count()
+    assert violations(page) == []
+    page.locator("#fp-search").fill("no such option")
+    expect(page.locator("#fp-search-none")).to_be_visible()
+    assert violations(page) == []
+
+
+def test_compare_without_runs(page, server):
+    page.goto(f"{server.url}/?tab=compare")
+    page.locator(".fp-compare-problems li").first.wait_for(timeout=TIMEOUT)
+    assert violations(page) == []
+
+
+def test_login_page(page, tmp_path):
+    with serving(tmp_path / "runs", login=True) as server:
+        page.goto(server.url)
+        assert violations(page) == []
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        assert violations(page) == []
+
+
 def test_help_is_the_description_of_each_field(page, server):
     """Screen readers read it; the focus shows it, on touch screens too."""
     opened(page, server)
@@ -93,6 +124,57 @@ def test_help_is_the_description_of_each_field(page, server):
         box, top = help.bounding_box(), page.locator(f"#{field}").bounding_box()["y"]
         assert box["height"] > 10
         assert box["y"] + box["height"] <= top or field == "train-learning_rate"  # not over the menu's list
+
+
+HELP_OUTSIDE = """async () => {
+  const outside = [], pause = () => new Promise((done) => setTimeout(done, 0));
+  for (const field of document.querySelectorAll('.fp-field')) {
+    const input = field.querySelector('input:not([type=radio]), textarea, input:checked');
+    if (!input || !field.checkVisibility()) continue;
+    input.focus();
+    await pause();
+    const help = field.querySelector('.info-text');
+    const { left, right } = help.getBoundingClientRect();
+    const shown = getComputedStyle(help).opacity === '1' && right - left > 100;
+    if (!shown || left < 0 || right > document.documentElement.clientWidth) outside.push([field.id, left, right]);
+  }
+  return outside;
+}"""
+
+
+@pytest.mark.parametrize("width", [390, 800, 1024, 1440])
+def test_help_is_inside_the_window(page, server, width):
+    page.set_viewport_size({"width": width, "height": 900})
+    opened(page, server)
+    page.add_style_tag(content="* { transition: none !important; scroll-behavior: auto !important }")
+    page.evaluate(UNFOLD)
+    assert page.evaluate(HELP_OUTSIDE) == []
+    field = page.locator("#train-learning_rate")
+    page.evaluate("document.activeElement.blur()")
+    field.evaluate("node => node.scrollIntoView({ block: 'end' })")
+    field.hover()
+    help = field.locator(".info-text")
+    expect(help).to_have_css("opacity", "1")
+    box = help.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 900
+
+
+def test_a_narrow_window(page, server):
+    """The offer of recommended values has its button below the text; without fields there is no gap in a section."""
+    page.set_viewport_size({"width": 390, "height": 900})
+    opened(page, server)
+    page.locator("#fp-presets").select_option("first-run")
+    above = page.locator("#fp-strategies").bounding_box()
+    more = page.locator("#fp-section-launch .fp-more").bounding_box()
+    assert page.locator("#launch-nproc_per_node").is_hidden()
+    assert more["y"] - above["y"] - above["height"] < 5
+    page.locator("#model-source input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    offer = page.locator("#fp-preset-offer")
+    expect(offer).to_be_visible()
+    text, button = offer.locator("p").bounding_box(), offer.locator("button").bounding_box()
+    assert button["y"] >= text["y"] + text["height"] and text["width"] > 300
 
 
 def test_arrow_keys_select_a_segment(page, server):
@@ -133,3 +215,41 @@ def test_focus_moves_on_after_a_fix(page, server):
         settled(page)
         assert page.evaluate("() => document.activeElement !== document.body")
     expect(page.locator("#fp-export-plan")).to_be_focused()
+
+
+def focused_id(page):
+    page.wait_for_timeout(100)  # the browser takes the focus from what is hidden when it draws the page
+    return page.evaluate("() => document.activeElement.id || document.activeElement.closest('.fp-field')?.id")
+
+
+def test_focus_moves_on_after_all_fixes(page, server, tmp_path):
+    """The button is hidden then. Undo returns the focus to where it was before the notification."""
+    strategy = "parallel: {strategy: zero2}\nlaunch: {nproc_per_node: 4, launcher: python}\n"
+    (tmp_path / "run.yaml").write_text(f"model: {{source: hub, hub_id: Qwen/Qwen3-1.7B}}\n{strategy}")
+    opened(page, server, "?machine=4x80gb")
+    page.locator("#fp-import-file").set_input_files(tmp_path / "run.yaml")
+    page.wait_for_selector(".fp-finding[data-level=error]")
+    settled(page)
+    expect(page.locator("#fp-fix-all")).to_be_visible()
+    page.locator("#fp-fix-all").press("Enter")
+    expect(page.locator("#fp-fix-all")).to_be_hidden()
+    assert focused_id(page) == "fp-export-plan"
+    page.locator("#train-learning_rate input").focus()
+    page.locator(".fp-toast").get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#fp-fix-all")).to_be_visible()
+    assert focused_id(page) == "train-learning_rate"
+
+
+def test_focus_moves_on_after_the_recommended_values(page, server):
+    opened(page, server)
+    page.locator("#fp-presets").select_option("first-run")
+    page.locator("#model-source input:checked").focus()
+    page.keyboard.press("ArrowRight")
+    settled(page)
+    page.get_by_role("button", name="Use recommended values").press("Enter")
+    expect(page.locator("#fp-preset-offer")).to_be_hidden()
+    assert focused_id(page) == "fp-search"
+    page.evaluate("document.activeElement.blur()")
+    page.locator(".fp-toast").get_by_role("button", name="Undo").press("Enter")
+    expect(page.locator("#fp-preset-offer")).to_be_visible()
+    assert focused_id(page) == "logging-run_name"

@@ -119,6 +119,17 @@ def test_wrong_columns_are_one_finding(context, shared, tmp_path):
     page.wait_for_timeout(3000)  # until the worker process has read the examples
     settled(page)
     expect(page.locator(".fp-finding")).to_have_count(1)
+    expect(page.locator(".fp-finding h4")).to_have_text("The columns of a data file are not recognized")
     expect(page.locator(".fp-finding")).to_contain_text("matches no data format by its columns")
+    expect(page.locator(".fp-finding")).to_contain_text("Choose a data format, and name the columns to use.")
     expect(page.locator("#fp-fix-all")).to_be_hidden()
     expect(page.locator(".fp-status-text")).to_have_text("Cannot run: 1 error")
+
+
+def test_an_import_names_what_decides_which_code_runs(context, shared, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {trust_remote_code: true}\nslurm: {setup: module load x}\n")
+    page = opened(context, shared.url)
+    page.locator("#fp-import-file").set_input_files(path)
+    text = "Decides which code runs: Shell commands before training, Trust remote code (turned off)."
+    expect(page.locator(".fp-toast")).to_contain_text(text)

@@ -47,6 +47,17 @@ def test_a_remedy_opens_a_copy_that_passes_the_checks(server, page):
     assert page.evaluate("footplate.values()")["train.dataloader_num_workers"] == 2
 
 
+def test_options_have_their_label_in_the_sentence(server, page):
+    spec = edit(RunSpec(), {"parallel.strategy": "ddp", "launch.nproc_per_node": 2})
+    error = "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 60000ms for recv"
+    run = failed_run(server.runs, spec, probe(Path.cwd()), error)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    sentence = page.locator(".fp-failure-text")
+    text = "A rank waited longer than Distributed timeout for the other ranks."
+    expect(sentence).to_have_text(text, timeout=TIMEOUT)
+    expect(sentence.get_by_role("button", name="Distributed timeout")).to_be_visible()
+
+
 @pytest.mark.soak
 def test_out_of_memory_is_mended_with_one_click(server, page, tmp_path):
     """A batch needs more memory than a process may have, as in a container; the first remedy halves it."""

@@ -98,3 +98,32 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     expect(page.get_by_role("button", name="Library messages")).to_have_text("Library messages (4)", timeout=60_000)
     expect(page.locator(".fp-log-line:visible")).to_have_text(["the end"])
+
+
+CREATE_LOG = """async (id) => {
+  const { createLog } = await import('/footplate/log.js');
+  const base = () => `api/runs/${id}`;
+  const log = createLog({ base, hasEnded: () => false, isVisible: () => true, onTrouble: () => {} });
+  log.node.id = 'growing';
+  document.body.append(log.node);
+  log.open();
+}"""
+
+
+def test_new_matching_lines_are_counted_and_not_read_out(server, page):
+    """The count is announced after the search was changed, not with every line of a running run."""
+    run = make(server)
+    page.goto(server.url)
+    page.wait_for_selector("body[data-ready]", timeout=60_000)
+    page.evaluate(CREATE_LOG, run.id)
+    count, status = page.locator("#growing .fp-log-count"), page.locator("#growing [role=status]")
+    page.locator("#growing").get_by_text("Preparing data.").wait_for()
+    page.locator("#growing input[type=search]").fill("Preparing")
+    expect(status).to_have_text("1 line")
+    with (run.path / LOG).open("a") as log:
+        log.write("[default0]:16:00:03 Preparing data.\n")
+    expect(count).to_have_text("2 lines")
+    expect(status).to_have_text("1 line")
+    expect(page.locator("#growing .fp-log-found [role=status]")).to_have_count(1)
+    page.locator("#growing input[type=search]").fill("Preparing data")
+    expect(status).to_have_text("2 lines")

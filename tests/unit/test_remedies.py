@@ -24,6 +24,8 @@ from webui.api.checking import form_values
 ONE_GPU = machines()["1x80gb"]
 # Estimated at less than the 80 GiB of the device.
 LARGE = edit(read("lora-80gb"), {"train.per_device_train_batch_size": 4})
+ONE_SMALL, EIGHT_GPUS = machines()["1x24gb"], machines()["8x80gb"]
+ZERO3 = read("full-8b-zero3")
 TINY = edit(RunSpec(), {"model.builtin": "tiny-llama"})
 
 
@@ -139,8 +141,47 @@ def test_other_failures(tmp_path, changes, error, patch):
 def test_what_the_checks_find_is_fixed(tmp_path):
     spec = edit(TINY, {"precision.compute": "fp16"})
     assert errors(spec, LAPTOP)
-    found = find(failed_run(tmp_path, spec, LAPTOP, "backend.train.verify.TrainError: A CPU has no fp16."), LAPTOP)
+    finding = next(f for f in examine(build_case(spec, LAPTOP, Path.cwd())) if f.level == "error")
+    # As check_rules of backend/train/verify.py writes it.
+    text = f"{', '.join(finding.fields)}: {finding.title}. {finding.message} [{finding.code}]"
+    found = find(failed_run(tmp_path, spec, LAPTOP, f"backend.train.run_log.TrainError: {text}"), LAPTOP)
     assert found.fixes and not errors(edit(spec, found.fixes[0].patch), LAPTOP)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "huggingface_hub.errors.GatedRepoError: 401 Client Error.",
+        "KeyError: 'answer'",
+        "ValueError: x",
+        "torch.distributed.DistBackendError: NCCL error in: x.cpp:1",
+        "backend.train.run_log.TrainError: The dataset has no examples.",
+    ],
+)
+def test_errors_of_another_machine_have_nothing_to_do_with_the_failure(tmp_path, error):
+    assert errors(ZERO3, ONE_SMALL) == {"LCH002", "MEM003"}
+    assert find(failed_run(tmp_path, ZERO3, EIGHT_GPUS, error), ONE_SMALL).fixes == ()
+
+
+def test_an_error_about_the_options_of_the_failure_is_fixed(tmp_path):
+    spec = edit(TINY, {"parallel.strategy": "ddp", "launch.nproc_per_node": 8})
+    assert errors(spec, ONE_SMALL) == {"LCH002"}
+    error = "backend.train.run_log.TrainError: launch.nproc_per_node: 8 processes need 8 devices, but torch sees 1."
+    found = find(failed_run(tmp_path, spec, EIGHT_GPUS, error), ONE_SMALL)
+    assert found.fixes and not errors(edit(spec, found.fixes[0].patch), ONE_SMALL)
+
+
+@pytest.mark.parametrize("machine", [LAPTOP, ONE_GPU, ONE_SMALL, EIGHT_GPUS])
+def test_a_remedy_of_zero3_needs_less_memory_than_the_run(tmp_path, machine):
+    run = failed_run(tmp_path, ZERO3, EIGHT_GPUS, out_of_memory())
+    found, kept = find(run, machine), run.estimate()
+    assert found.fixes
+    for fix in found.fixes:
+        ratio = measure(run).ratio
+        planned = build_case(edit(ZERO3, fix.patch), EIGHT_GPUS, Path.cwd()).estimate.device_bytes
+        assert planned < kept["measured_bytes"] * ratio, fix
+        assert fix.peak < kept["device_bytes"] * ratio, fix
+        assert fix.patch.get("parallel.strategy") != "single", fix
 
 
 def test_a_change_that_leads_to_an_error_is_left_out(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from specs import rule_finding
 
 from backend.config import RunSpec
 from backend.config.options import edit, effective
+from backend.data import detection_problem
 from backend.inspect import DataIssue, InputFacts
 from backend.machine import Machine
 from backend.modelspec import ModelShape, from_config
@@ -509,6 +510,17 @@ def test_finding_with_a_guessed_format_points_to_that_option_too() -> None:
     ):
         found = setup.finding("DAT002")
         assert found and found.fields == fields
+
+
+def test_unknown_columns_have_a_title_of_their_own() -> None:
+    location, problem = "a.jsonl, line 1", detection_problem({"id": "7"}, ("messages",))
+    facts = replace(columns("id").facts, data_issues=(DataIssue("data.files", location, problem),))
+    found = Setup(USER_DATA, facts).finding("DAT002")
+    assert found and found.title == "The columns of a data file are not recognized"
+    assert "data." not in found.message + found.reason
+    mixed = replace(facts, data_issues=(*facts.data_issues, DataIssue("data.files", "b.jsonl", "no such file")))
+    found = Setup(USER_DATA, mixed).finding("DAT002")
+    assert found and found.title == "A data file cannot be read"
 
 
 def test_workers_and_tokenization_processes_are_fixed_together() -> None:

@@ -6,7 +6,7 @@ import * as form from "./form.js";
 import { diffList } from "./fixes.js";
 import { setPlaceholder } from "./gradio.js";
 import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
-import { drawCheckFailed, drawReport, drawStart } from "./report.js";
+import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 
 const DEBOUNCE = 10; // ms: one check for what changes at the same time
@@ -54,8 +54,10 @@ async function check() {
     if (mine < drawnSeq) return; // a later one is drawn already
     drawnSeq = mine;
     lastReport = report;
+    const focused = document.activeElement;
     drawOffer(report.recommended);
     drawReport(report, { starting, edited: $("#fp-status").dataset.fresh !== "yes" });
+    keepFocus(focused);
     setFresh(mine === seq);
     setPlaceholder("logging-run_name", report.title || "Run name");
     if (mine === seq && report.pending) timer = setTimeout(check, starting ? START_RETRY : RETRY);
@@ -180,7 +182,7 @@ function drawOffer(offer) {
   box.replaceChildren(
     el("p", {}, text),
     diffList(offer.diff),
-    el("button.fp-button", { type: "button", onclick: use }, "Use recommended values"),
+    el("button.fp-button.fp-offered", { type: "button", onclick: use }, "Use recommended values"),
   );
 }
 
@@ -297,7 +299,7 @@ async function importFile(event) {
     });
     selectPreset("");
     const extra = kept.length ? ` Keys without an option were added to the extra config: ${kept.join(", ")}.` : "";
-    const code = runs_code.length ? ` Decides which code runs: ${runs_code.join(", ")}.` : "";
+    const code = runs_code.length ? ` Decides which code runs: ${runs_code.map(withLabel).join(", ")}.` : "";
     const details = [...listed("Different here", different), ...listed("Not taken over", missing)];
     const shown = details.length ? { details: el("div", {}, details) } : {};
     form.setValues(values, { undo: `${file.name} loaded.${extra}${code}`, ...shown });
@@ -305,6 +307,9 @@ async function importFile(event) {
     notify(`${file.name}: ${error.message}`, { level: "error" });
   }
 }
+
+/** "Trust remote code (turned off)" for "model.trust_remote_code (turned off)". @param {string} text */
+const withLabel = (text) => text.replace(/^\S+/, form.label);
 
 /** A title and a list of sentences, or nothing. @returns {Node[]} */
 function listed(title, texts) {

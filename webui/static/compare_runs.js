@@ -33,7 +33,8 @@ export function mountCompareRuns() {
   page.away = el("span.fp-away", { hidden: true }, "Reconnecting");
   page.csv = el("a.fp-button", { download: "" }, "CSV");
   page.png = el("a.fp-button", { download: "" }, "PNG");
-  page.problems = el("ul.fp-compare-problems", { hidden: true, role: "status" });
+  page.problems = el("ul.fp-compare-problems", { hidden: true });
+  const problems = el("div", { role: "status" }, page.problems);
   page.legend = el("div.fp-compare-legend", { role: "group", "aria-label": "Runs: highlight one" });
   page.missing = el("p.fp-dim", { hidden: true });
   page.summary = el("section.fp-panel.fp-compare-table.fp-compare-results", { "aria-label": "Results" });
@@ -52,7 +53,7 @@ export function mountCompareRuns() {
   const charts = el("section.fp-charts", { "aria-label": "Charts" }, chartsBar(), page.legend, page.missing);
   charts.append(page.charts.node);
   page.body = el("div.fp-run", {}, charts, page.summary, page.options, page.samples);
-  page.node = el("div.fp-compare-runs", {}, head, page.problems, page.body);
+  page.node = el("div.fp-compare-runs", {}, head, problems, page.body);
   $("#fp-compare-page").replaceChildren(page.node);
   page.poller = createPoller(pull, { isVisible, interval: 10000, onTrouble });
   on("view", (tab) => (tab === "compare" ? open() : close()));

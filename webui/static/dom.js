@@ -29,13 +29,16 @@ export function svg(tag, attributes = {}, ...children) {
 /** @returns {any} */
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
-/** Replace a node's children. The focus stays in place: on what has the same number among the nodes that can have it. */
+/** Replace a node's children. The focus stays in place: on what has the same number among those that can have it. */
 export function redraw(node, ...children) {
   const focusable = () => [...node.querySelectorAll("a, button, summary, [tabindex]")];
   const at = focusable().indexOf(document.activeElement);
   node.replaceChildren(...children);
   if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
 }
+
+/** Whether a node is shown and can have the focus. @param {any} node */
+export const canFocus = (node) => node.isConnected && node.checkVisibility() && !node.disabled;
 
 /** Set a node's text without touching the DOM if it is unchanged. */
 export function setText(node, text) {
@@ -74,14 +77,19 @@ export function notify(text, { level = "info", action = null, details = null } =
     area = el("div", { id: "fp-toasts", role: "status", "aria-live": "polite" });
     document.body.append(area);
   }
-  const close = () => note.remove();
+  let before = null; // what had the focus before the notification
+  const close = () => {
+    const hadFocus = note.contains(document.activeElement);
+    note.remove();
+    if (hadFocus) focusAgain(before);
+  };
   const act = () => {
     close();
     action.run();
   };
   const note = el(
     "div.fp-toast",
-    { "data-level": level },
+    { "data-level": level, onfocusin: ({ relatedTarget: from }) => note.contains(from) || (before = from) },
     el("div", {}, text, details),
     action && el("button.fp-link", { type: "button", onclick: act }, action.label),
     el("button.fp-icon", { type: "button", "aria-label": "Dismiss", onclick: close }, "\u00d7"),
@@ -91,6 +99,15 @@ export function notify(text, { level = "info", action = null, details = null } =
 }
 
 export const dismissNotifications = () => $("#fp-toasts")?.replaceChildren();
+
+/** Focus a node, else the first field of the form, else the first control of the view. @param {any} node */
+function focusAgain(node) {
+  const first = (selector) => [...document.querySelectorAll(selector)].find(canFocus);
+  const next =
+    node && canFocus(node) ? node : first(".fp-field :is(input, textarea)") || first(".fp-view :is(a, button)");
+  if (next) next.focus({ preventScroll: true });
+}
+
 export const notifyError = (error) => notify(error.message, { level: "error" });
 
 /**

@@ -18,7 +18,7 @@ export function failureParts(failure, rankCount, openField = goTo) {
   const trace = el("pre.fp-code.fp-trace", { tabindex: 0 }, failure.traceback || "");
   return [
     el("h3", {}, onRank ? `Error, first on rank ${failure.rank}` : "Error"),
-    el("p.fp-failure-text", {}, failure.sentence),
+    el("p.fp-failure-text", {}, withLinks(failure.sentence, openField)),
     failure.help ? el("p", {}, withLinks(failure.help, openField)) : null,
     failure.traceback ? fold("Traceback", trace, () => copy(failure.traceback, "Traceback")) : null,
   ].filter(Boolean);

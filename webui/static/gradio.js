@@ -3,6 +3,8 @@
 // selectors in CSS are in gradio.css. Ids like #fp-write and classes like .fp-field are ours: pages.py and form.py pass
 // them to Gradio as elem_id and elem_classes.
 
+const MARGIN = 8; // px between the help of a field and the edge of the window
+
 /** The path that the page is served at; a proxy may add a prefix. */
 export function rootPath() {
   const config = /** @type {any} */ (window).gradio_config;
@@ -33,7 +35,10 @@ export function editedField(event) {
 export function describeField(field) {
   const help = field.querySelector(".info-text");
   const inputs = field.querySelectorAll("input, textarea");
-  if (help) help.id = `${field.id}-help`;
+  if (help) {
+    help.id = `${field.id}-help`;
+    for (const event of ["pointerenter", "focusin"]) field.addEventListener(event, () => keepInside(help));
+  }
   for (const input of inputs) if (help) input.setAttribute("aria-describedby", help.id);
   const label = field.matches("fieldset") && field.querySelector("[data-testid='block-info']");
   if (!label) return;
@@ -41,6 +46,16 @@ export function describeField(field) {
   label.id = `${field.id}-label`;
   field.setAttribute("aria-labelledby", label.id);
   if (help) field.setAttribute("aria-describedby", help.id);
+}
+
+/** Move the help of a field to the left, or above the field, if it would end outside the window. @param {any} help */
+function keepInside(help) {
+  help.style.left = "0px";
+  help.classList.remove("fp-above");
+  const { left, right, bottom } = help.getBoundingClientRect();
+  const { clientWidth, clientHeight } = document.documentElement;
+  help.style.left = `${Math.max(MARGIN - left, Math.min(0, clientWidth - MARGIN - right))}px`;
+  help.classList.toggle("fp-above", bottom > clientHeight);
 }
 
 /** Gradio gives each radio button a name of its own, and another one after each change. @param {Element} field */

@@ -314,12 +314,13 @@ function createSearch({ box, frame, settle, setFollowing, lineNodes }) {
     oninput: startSoon,
     onkeydown: keyPressed,
   });
-  const count = el("span.fp-log-count", { role: "status" });
+  const count = el("span.fp-log-count");
+  const spoken = el("span.fp-sr", { role: "status" }); // the count after the user's own search, not after each new line
   const previous = button("\u2191", "Previous match", () => go(-1));
   const next = button("\u2193", "Next match", () => go(1));
   const only = button("Only matches", "Show matching lines only", toggleOnly);
   setPressed(only, false);
-  const node = el("span.fp-log-found", {}, count, previous, next, only);
+  const node = el("span.fp-log-found", {}, count, spoken, previous, next, only);
 
   const word = () => input.value.toLowerCase();
 
@@ -336,7 +337,9 @@ function createSearch({ box, frame, settle, setFollowing, lineNodes }) {
     frame.classList.toggle("fp-searching", Boolean(word()));
     for (const lines of lineNodes()) match(lines);
     drawHits();
+    announce();
   }
+  const announce = () => setText(spoken, word() ? count.textContent : "");
   function match(lines) {
     const text = word();
     if (!text) return;
@@ -377,6 +380,7 @@ function createSearch({ box, frame, settle, setFollowing, lineNodes }) {
     hits[current].classList.add("fp-now");
     hits[current].scrollIntoView({ block: "nearest" });
     drawHits();
+    announce();
   }
   function keyPressed(event) {
     if (event.key === "Enter") {
@@ -411,6 +415,7 @@ function createSearch({ box, frame, settle, setFollowing, lineNodes }) {
     current = -1;
     frame.classList.toggle("fp-searching", Boolean(word()));
     drawHits();
+    setText(spoken, "");
   }
   return { input, node, start, match, drawHits, dropRemoved, reset };
 }

@@ -2,7 +2,7 @@
 // Draws the response of a check: status, Start, findings with fixes, launch preview.
 import { url } from "./api.js";
 import { drawDevices } from "./devices.js";
-import { $, copy, el } from "./dom.js";
+import { $, canFocus, copy, el } from "./dom.js";
 import * as form from "./form.js";
 import { drawMemory } from "./memory.js";
 import { isRehearsing } from "./rehearsal.js";
@@ -44,7 +44,6 @@ export function drawStart(report, starting) {
 
 function drawContent(report) {
   const { status, findings, invalid } = report;
-  const focused = document.activeElement;
   const box = $("#fp-status");
   box.dataset.level = status.level;
   $(".fp-status-text", box).textContent = status.text;
@@ -62,13 +61,22 @@ function drawContent(report) {
   drawDevices(report.devices);
   drawStrategies(report.strategies, report.memory.placement.noun);
   drawPreview(report.preview);
-  keepFocus(focused);
 }
 
-/** After a fix, its button is gone: the focus moves to the next fix, else to Start or Export. */
-function keepFocus(focused) {
-  if (!focused || focused.isConnected || !focused.closest(".fp-fix")) return;
-  const next = $(".fp-finding[data-level=error] .fp-fix button") || $(".fp-start:not([hidden]):not(:disabled)");
+/**
+ * After a fix, its button is gone, hidden or disabled: the focus moves to the next fix, else to Start or Export, else
+ * to the first error; after the offer of recommended values, to the field below it.
+ * @param {any} focused what had the focus before the report was drawn
+ */
+export function keepFocus(focused) {
+  if (!focused || canFocus(focused)) return;
+  const fix = ".fp-finding[data-level=error] .fp-fix button";
+  const candidates = focused.closest(".fp-offered")
+    ? ["#fp-search"]
+    : focused.closest(".fp-fix, .fp-status")
+      ? [fix, ".fp-start:not([hidden]):not(:disabled)", ".fp-finding[data-level=error] :is(button, summary)"]
+      : [];
+  const next = candidates.map((selector) => $(selector)).find(Boolean);
   if (next) next.focus({ preventScroll: true });
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
 // The option search: label, key, help, choices, and the names that other libraries use.
-import { $, el } from "./dom.js";
+import { $, el, setText } from "./dom.js";
 import * as form from "./form.js";
 
 const MAX_RESULTS = 12;
@@ -24,6 +24,7 @@ const normalize = (text) =>
     .trim();
 const input = () => $("#fp-search");
 const list = () => $("#fp-search-results");
+const grid = () => $("#fp-search-rows"); // not a listbox, whose options cannot have buttons
 
 export function startSearch(described) {
   index = described.map(({ name, help, aliases }) => {
@@ -101,45 +102,49 @@ function draw(text = input().value) {
   list().hidden = !open;
   input().setAttribute("aria-expanded", String(open));
   if (!open) return;
-  const rows = results.map(row);
-  const none = `No option matches \u201c${text.trim()}\u201d.`;
-  list().replaceChildren(...(rows.length ? rows : [el("p.fp-dim", {}, none)]));
+  grid().replaceChildren(...results.map(row));
+  grid().hidden = !results.length;
+  setText($("#fp-search-none"), results.length ? "" : `No option matches \u201c${text.trim()}\u201d.`);
   markActive();
 }
 
 function row(result, i) {
   const { name, choices, alias } = result;
   const visible = form.isVisible(name);
-  const value = form.currentValues()[name];
-  const text = typeof value === "boolean" ? (value ? "on" : "off") : String(form.choiceLabel(name, value) ?? "");
   const found = choices.length ? choices.slice(0, MAX_CHOICES).map((v) => form.choiceLabel(name, v)) : [alias];
   return el(
     "div.fp-search-row",
     {
       id: `fp-search-${i}`,
-      role: "option",
+      role: "row",
       "data-name": name,
       "data-hidden": visible ? null : "yes",
       onclick: () => choose(i),
     },
     el(
-      "div.fp-search-title",
-      {},
-      el("span.fp-search-label", {}, form.label(name)),
-      found.filter(Boolean).map((one) => el("span.fp-search-found", {}, one)),
-      el("span.fp-gap"),
-      el("span.fp-dim", {}, form.sectionTitle(name)),
-    ),
-    el(
-      "div.fp-search-more",
-      {},
-      el("code", {}, name),
-      visible ? el("span.fp-search-value", {}, `= ${text.split("\n")[0].slice(0, 40) || "empty"}`) : null,
-      visible ? null : el("span", {}, `Hidden. ${form.visibilityText(name)}.`),
+      "div",
+      { role: "gridcell" },
+      el(
+        "div.fp-search-title",
+        {},
+        el("span.fp-search-label", {}, form.label(name)),
+        found.filter(Boolean).map((one) => el("span.fp-search-found", {}, one)),
+        el("span.fp-gap"),
+        el("span.fp-dim", {}, form.sectionTitle(name)),
+      ),
+      el("div.fp-search-more", {}, el("code", {}, name), visible ? valueText(name) : hiddenText(name)),
     ),
     visible ? null : waysToShow(name),
   );
 }
+
+function valueText(name) {
+  const value = form.currentValues()[name];
+  const text = typeof value === "boolean" ? (value ? "on" : "off") : String(form.choiceLabel(name, value) ?? "");
+  return el("span.fp-search-value", {}, `= ${text.split("\n")[0].slice(0, 40) || "empty"}`);
+}
+
+const hiddenText = (name) => el("span", {}, `Hidden. ${form.visibilityText(name)}.`);
 
 /** Buttons that show a hidden option by changing one value; none if more than one has to change. */
 function waysToShow(name) {
@@ -155,7 +160,7 @@ function waysToShow(name) {
     };
     return el("button.fp-chip", { type: "button", onclick: apply }, `Set ${form.label(way.name)} to ${value}`);
   };
-  return el("div.fp-search-ways", {}, ways.map(button));
+  return el("div.fp-search-ways", { role: "gridcell" }, ways.map(button));
 }
 
 function markActive() {
