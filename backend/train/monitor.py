@@ -92,6 +92,12 @@ class Monitor:
         latest, self._latest = self._latest, {}
         return latest
 
+    def end(self, step: int) -> None:
+        """Look at the whole training when it ends. Nothing is left to stop."""
+        self.stops = False
+        for alert in self._curves.end():
+            self._report(alert, step)
+
     def saved(self, checkpoint: Path, step: int) -> None:
         """Take note of a complete checkpoint."""
         with contextlib.suppress(OSError):

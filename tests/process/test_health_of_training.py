@@ -50,11 +50,11 @@ LONG = {"train.duration": "steps", "logging.steps": 1, "eval.strategy": "no", "s
 DDP = {**LONG, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "save.steps": 20}
 
 
-def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1) -> None:
+def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1, ranks: int = 2) -> None:
     folder.mkdir()
     write_run(folder / "run", make_spec(changes))
     (folder / "script.py").write_text(SCRIPT.format(more=more, pause=pause))
-    assert server.run(folder / "run", 2, script=str(folder / "script.py")) == 0, log_text(folder / "run")
+    assert server.run(folder / "run", ranks, script=str(folder / "script.py")) == 0, log_text(folder / "run")
 
 
 def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -76,6 +76,19 @@ def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path
         assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
         assert 1e8 < rank["memory"] < 1.1 * rank["peak"] < 1e11, "the kernel counts pages of threads in batches"
     assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
+
+
+def test_a_short_run_whose_loss_explodes_ends_with_an_alert(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Its few points are no spike, and it does not fail."""
+    changes = {**LONG, "train.max_steps": 4, "train.stop_on_spike": True}
+    more = SPIKE.replace("== 30", "== 1") + "monitor.health.ABOVE_LEAST = (1.1, 0.0)"
+    train(fork_server, tmp_path / "rise", changes, more, ranks=1)
+    run = tmp_path / "rise" / "run"
+    (alert,) = events.alerts(run)
+    assert (alert["kind"], alert["step"]) == (health.RISE, 4), losses(run)
+    assert re.fullmatch(r"The loss rose from [\d.]+ to [\d,.]+\. Lower the learning rate\.", alert["text"])
+    assert f"Warning at step 4: {alert['text']}" in log_text(run)
+    assert (run / RESULT).exists() and not (run / STOP).exists()
 
 
 @pytest.mark.soak
