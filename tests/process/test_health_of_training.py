@@ -6,15 +6,18 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fork_server import ForkServer, write_run
 from training_runs import log_text, losses, make_spec, read_metrics
 
 from backend.__main__ import main
 from backend.runs import CHECKPOINTS, MONITOR, RESULT, STOP, events, health, processes
 from backend.runs.folder import ALIVE, runs
+from backend.train.monitor import KEPT_DURATIONS, Monitor, StepTimes
 
 SCRIPT = """
 import os, signal, time
@@ -89,6 +92,36 @@ def test_a_short_run_whose_loss_explodes_ends_with_an_alert(fork_server: ForkSer
     assert re.fullmatch(r"The loss rose from [\d.]+ to [\d,.]+\. Lower the learning rate\.", alert["text"])
     assert f"Warning at step 4: {alert['text']}" in log_text(run)
     assert (run / RESULT).exists() and not (run / STOP).exists()
+
+
+def test_the_step_times_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    """Not of the steps since the last measurement, and after the last measurement too."""
+    spec = SimpleNamespace(train=SimpleNamespace(stop_on_spike=False))
+    run = SimpleNamespace(device="cpu", compute_dtype="fp32")
+    group = SimpleNamespace(rank=0, gather_on_step=lambda found: [found])
+    log = SimpleNamespace(info=lambda text: None, event=lambda *found: None)
+    watched = Monitor(SimpleNamespace(group=group, run_log=log, folder=tmp_path, run=run, spec=spec))  # type: ignore[arg-type]
+    watched.begin(torch.device("cpu"))
+    found = []
+    for times in ([0.3] * 30, [1.0] * 5, [0.2] * 40):
+        for seconds in times:
+            watched.end_step(seconds)
+        if times[0] != 0.2:
+            watched.measure(1)
+        else:
+            watched.end(75)
+        found.append(json.loads((tmp_path / MONITOR).read_text())["step_seconds"])
+    assert found == [{"p50": 0.3, "p95": 0.3}, {"p50": 0.3, "p95": 1.0}, {"p50": 0.2, "p95": 1.0}]
+
+
+def test_step_times_of_a_long_run_need_bounded_memory() -> None:
+    times = StepTimes()
+    for step in range(20 * KEPT_DURATIONS):
+        times.add(step)
+    assert len(times._kept) == KEPT_DURATIONS
+    found = times.percentiles()
+    assert found["p50"] == pytest.approx(10 * KEPT_DURATIONS, rel=0.1)
+    assert found["p95"] == pytest.approx(19 * KEPT_DURATIONS, rel=0.1)
 
 
 @pytest.mark.soak
