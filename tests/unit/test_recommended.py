@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.config.presets import presets
@@ -62,3 +64,14 @@ def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
         report = preflight(spec, machines()[machine], tmp_path)
         assert [finding.code for finding in report.findings] == ["DAT002"], name
         assert not any(fix.safe for fix in report.findings[0].fixes)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_has_one_finding(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text(text)
+    spec = edit(DEMO, {"data.source": "files", "data.files": (str(file),)})
+    wait_for_worker(effective(spec), tmp_path, 30)
+    report = preflight(spec, machines()["laptop"], tmp_path)
+    assert [finding.code for finding in report.findings] == ["DAT002"]
+    assert "contains no examples" in report.findings[0].message
