@@ -47,6 +47,15 @@ def test_values_that_were_changed_stay() -> None:
     assert found
 
 
+def test_generations_fit_the_validation_set() -> None:
+    own = changed(data__source="files", data__files=("mine.jsonl",))
+    assert "eval.num_generations" not in recommended_values(own, DEMO)
+    assert "eval.num_generations" not in recommended_values(own, DEMO, DEMO.eval.num_generations)
+    assert recommended_values(own, DEMO, 3)["eval.num_generations"] == 3
+    few = changed(data__source="files", data__files=("mine.jsonl",), eval__num_generations=20)
+    assert "eval.num_generations" not in recommended_values(few, DEMO, 3), "a value that was changed"
+
+
 def test_presets_for_real_data_are_no_demos() -> None:
     for name, spec in PRESETS.items():
         other = effective(edit(spec, {"model.source": "hub", "model.hub_id": "somebody/else"}))
