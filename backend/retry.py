@@ -1,5 +1,6 @@
-"""A new run that continues one that diverged, ended with a loss far above its first ones, or stopped after a spike, from
-before the problem, with half the learning rate.
+"""A new run that continues one that diverged, ended with a loss far above its first ones, or stopped after a spike.
+
+It starts from before the problem, with half the learning rate.
 
 Imports config, preflight, runs. The user starts it, or the supervisor does so `train.half_lr_retries` times.
 """

@@ -53,7 +53,9 @@ LONG = {"train.duration": "steps", "logging.steps": 1, "eval.strategy": "no", "s
 DDP = {**LONG, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "save.steps": 20}
 
 
-def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1, ranks: int = 2) -> None:
+def train(
+    server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1, ranks: int = 2
+) -> None:
     folder.mkdir()
     write_run(folder / "run", make_spec(changes))
     (folder / "script.py").write_text(SCRIPT.format(more=more, pause=pause))
