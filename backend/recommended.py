@@ -19,14 +19,17 @@ DEMO_VALUES = (
     "eval.steps",
     "save.steps",
 )
+GENERATIONS = "eval.num_generations"
 
 
-def recommended_values(spec: RunSpec, preset: RunSpec) -> dict[str, Any]:
+def recommended_values(spec: RunSpec, preset: RunSpec, num_eval_examples: int | None = None) -> dict[str, Any]:
     """The usual values for what `spec` still has from `preset`, by option; {} unless it is a demo preset whose model or
-    data was replaced."""
+    data was replaced. There are at most as many generations as validation examples (None: unknown)."""
     if preset.data.source != "builtin" or (spec.model, spec.data.name) == (preset.model, preset.data.name):
         return {}
     usual = {name: by_name()[name].default for name in DEMO_VALUES}
     usual["train.learning_rate"] = usual_learning_rate(spec.train.stage, spec.method.kind)
-    kept = {name: get(preset, name) for name in DEMO_VALUES if shown(spec, by_name()[name])}
+    if num_eval_examples is not None:
+        usual[GENERATIONS] = min(get(preset, GENERATIONS), num_eval_examples)
+    kept = {name: get(preset, name) for name in usual if shown(spec, by_name()[name])}
     return {name: usual[name] for name, value in kept.items() if get(spec, name) == value != usual[name]}

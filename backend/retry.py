@@ -1,5 +1,6 @@
-"""A new run that continues one that diverged, or stopped after a spike, from before the problem, with half the learning
-rate.
+"""A new run that continues one that diverged, ended with a loss far above its first ones, or stopped after a spike.
+
+It starts from before the problem, with half the learning rate.
 
 Imports config, preflight, runs. The user starts it, or the supervisor does so `train.half_lr_retries` times.
 """
@@ -21,9 +22,9 @@ Check = Callable[[RunSpec], Report]
 
 
 def applies(run: Run) -> bool:
-    """Whether the run diverged, or stopped after a spike."""
+    """Whether the run diverged, its loss rose until its end, or it stopped after a spike."""
     why = run.failure()
-    return bool(why and why["kind"] == failure.DIVERGED) or (run.state == "stopped" and _last_spike(run) is not None)
+    return bool(why and why["kind"] == failure.DIVERGED) or _last_spike(run) is not None
 
 
 def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
@@ -32,9 +33,11 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     if not applies(run):
         raise RunError(f"{run.id} neither diverged nor stopped after a spike. Resume it, or start a new run.")
     steps, spike = run.checkpoints(), _last_spike(run)
-    if spike is not None and run.state == "stopped":
-        # A spike is reported with the second value in a row, and each is the mean of a logging interval.
-        steps = [step for step in steps if step <= spike - 2 * spec.logging.steps]
+    if spike is not None:
+        # A spike is reported with the second value in a row, a rise with the fifth, and each is the mean of a logging
+        # interval.
+        values = health.LAST_LOSSES if spike["kind"] == health.RISE else 2
+        steps = [step for step in steps if step <= spike["step"] - values * spec.logging.steps]
     if not steps or spec.save.only_model:
         raise RunError(f"{run.id} has no checkpoint from before the problem to continue from.")
     return {
@@ -44,10 +47,14 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     }
 
 
-def _last_spike(run: Run) -> int | None:
-    """The step of the alert for which the run stopped itself."""
+def _last_spike(run: Run) -> dict[str, Any] | None:
+    """The alert for which the run stopped itself, or the rise of the loss with which it ended."""
+    if run.state not in ("stopped", "done"):
+        return None
     found = [event for event in events.alerts(run.path) if event["kind"] in health.SPIKES]
-    return found[-1]["step"] if found and found[-1]["text"] == run.stop_reason() else None
+    if run.state == "done":
+        return next((event for event in found if event["kind"] == health.RISE), None)
+    return found[-1] if found and found[-1]["text"] == run.stop_reason() else None
 
 
 def start(run: Run, check: Check, automatic: bool = False) -> Run:

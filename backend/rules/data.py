@@ -246,8 +246,8 @@ def more_generations_than_examples(case: Case) -> Violation | None:
     count, available = case.spec.eval.num_generations, case.run.num_eval_examples
     if not registry.STAGES[case.spec.train.stage].generates or available is None or not case.facts.counts_are_exact:
         return None
-    if count <= available:
-        return None
+    if count <= available or any(not issue.is_example for issue in case.facts.data_issues):
+        return None  # a file without examples is an error of its own
     label = f"Set num_generations to {available}" if available else "Generate nothing"
     message = (
         f"eval.num_generations is {count}, and the validation set has {counted(available, 'example')}; only "

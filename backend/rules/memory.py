@@ -13,6 +13,7 @@ from backend.config.options import edit
 from backend.machine import GIB
 from backend.memory import Estimate
 from backend.memory.context import DTYPE_BYTES
+from backend.memory.kinds import bytes_by_kind, kind_label
 from backend.rules.base import Case, Example, Fix, Violation, amount, rule
 from backend.rules.common_fixes import FSDP2
 from backend.rules.examples import DEMO, H100, LAPTOP, LLAMA_8B, TWO_H100
@@ -143,18 +144,19 @@ def _clearly_exceeds(found: Estimate) -> bool:
 
 
 def _lower(name: str) -> str:
-    """The name of an estimate's row within a sentence."""
-    return name[:1].lower() + name[1:]
+    """The name of a row or kind of the estimate within a sentence."""
+    return name if name.startswith("Python") else name[:1].lower() + name[1:]
 
 
 def _message(case: Case) -> str:
     found = case.estimate
     where = "for each process" if case.run.device == "cpu" else "on each device"
-    largest = max((row for row in found.rows if row.where == "device"), key=lambda row: row.bytes)
+    kind, size = max(bytes_by_kind(found.rows).items(), key=lambda item: item[1])
+    largest = _lower(kind_label(kind, case.run.device))
     needs = f"needs {'at least ' if found.lower_bound else ''}{amount(found.device_bytes)}"
     return (
         f"The run {needs} {where}; {amount(found.capacity_bytes)} is free. "
-        f"The largest part is {_lower(largest.name)}: {amount(largest.bytes)}.{_unquantized_experts(case)}"
+        f"The largest part is {largest}: {amount(size)}.{_unquantized_experts(case)}"
     )
 
 
@@ -170,7 +172,7 @@ def _unquantized_experts(case: Case) -> str:
 
 def _fields(case: Case) -> tuple[str, ...]:
     """The options that the largest part of the estimate depends on."""
-    largest = max((row for row in case.estimate.rows if row.where == "device"), key=lambda row: row.bytes)
-    if largest.name in ("Activations", "Backward pass of one layer", "Logits and loss"):
+    sizes = bytes_by_kind(case.estimate.rows)
+    if max(sizes, key=sizes.__getitem__) == "activations":
         return ("train.per_device_train_batch_size", "data.max_length", "train.activation_checkpointing")
     return ("method.kind", "train.optim", "precision.compute")

@@ -18,10 +18,16 @@ SPREADS = 6.0  # of the median absolute deviation, as a standard deviation
 DEVIATION = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 ADOPTED = 10  # unusual figures in a row are a new level, which later ones are compared with
 
+FIRST_LOSSES, LAST_LOSSES = 3, 5  # what is compared for a rise over the whole run; a spike needs more points
+# A loss far above all of the first ones, or very far above the least of them, after which it may have exploded at once:
+# both a multiple and a distance, since a loss near 0 easily multiplies.
+ABOVE_ALL, ABOVE_LEAST = (3.0, 3.0), (10.0, 10.0)
+
 LOSS, GRADIENT, THROUGHPUT, NOT_FINITE = "loss spike", "gradient spike", "throughput drop", "non-finite loss"
+RISE = "loss rise"
 SLOW_RANK, DATA, IDLE, DISK = "slow rank", "data loading", "idle GPU", "disk"
-KINDS = (LOSS, GRADIENT, THROUGHPUT, NOT_FINITE, SLOW_RANK, DATA, IDLE, DISK)
-SPIKES = (LOSS, GRADIENT)  # after which train.stop_on_spike stops
+KINDS = (LOSS, RISE, GRADIENT, THROUGHPUT, NOT_FINITE, SLOW_RANK, DATA, IDLE, DISK)
+SPIKES = (LOSS, RISE, GRADIENT)  # after which train.stop_on_spike stops
 
 SAMPLES = 5  # measurements of the ranks that are averaged: one alone may be an accident
 SLOW_FACTOR = 1.5  # times the median of the other ranks
@@ -71,6 +77,39 @@ class Level:
         return change > limit if self.least > 0 else change < -limit
 
 
+class Rise:
+    """Whether the loss is far above the first ones of this start. It is reported once."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=LAST_LOSSES)
+        self._told = False
+
+    def add(self, loss: Any) -> None:
+        """Take note of a loss."""
+        if not isinstance(loss, int | float) or not math.isfinite(loss):
+            return
+        if len(self._first) < FIRST_LOSSES:
+            self._first.append(loss)
+        if len(self._first) > 1:
+            self._last.append(loss)
+
+    def check(self, needed: int = LAST_LOSSES) -> Alert | None:
+        """The alert if the last losses, at least `needed`, are all far above the first ones."""
+        if self._told or len(self._last) < needed:
+            return None
+        for start, (factor, distance) in ((max(self._first), ABOVE_ALL), (min(self._first), ABOVE_LEAST)):
+            if min(self._last) > max(factor * start, start + distance):
+                self._told = True
+                text = f"The loss rose from {_figure(self._first[0])} to {_figure(self._last[-1])}."
+                return Alert(RISE, f"{text} Lower the learning rate.")
+        return None
+
+
+def _figure(loss: float) -> str:
+    return f"{loss:,.0f}" if abs(loss) >= 100 else f"{loss:.3g}"
+
+
 class Curves:
     """The logged points of one start of a run."""
 
@@ -78,14 +117,28 @@ class Curves:
         # Noise of small batches is symmetric and wide; two values in a row above it are a change of the training.
         self._loss, self._gradient = Level(1.5, in_a_row=2, floor=0.1), Level(5.0, in_a_row=2, floor=1.0)
         self._throughput = Level(1 / 1.5, in_a_row=3)
-        self._finite = True
+        self._finite, self._rise, self._spiked = True, Rise(), False
 
     def add(self, point: Mapping[str, Any]) -> list[Alert]:
-        """The alerts of a new point: loss, grad_norm, tokens_per_second."""
+        """The alerts of a new point: loss, grad_norm, tokens_per_second; or eval_loss."""
         loss = point.get("loss")
         if loss is None:
-            return []
-        return [alert for alert in (self._check_finite(loss), *self._check_levels(point)) if alert]
+            self._rise.add(point.get("eval_loss"))
+            return self._check_rise(2) if "eval_loss" in point else []
+        self._rise.add(loss)
+        found = [alert for alert in (self._check_finite(loss), *self._check_levels(point)) if alert]
+        self._spiked = self._spiked or any(alert.kind == LOSS for alert in found)
+        return found + self._check_rise(LAST_LOSSES)
+
+    def end(self) -> list[Alert]:
+        """The alerts at the end of the training, which may have few points."""
+        found = self._rise.check(2)
+        return [found] if found else []
+
+    def _check_rise(self, needed: int) -> list[Alert]:
+        """While it trains, a rise that was reported as a spike is not reported again: the loss may still recover."""
+        found = None if self._spiked else self._rise.check(needed)
+        return [found] if found else []
 
     def _check_finite(self, loss: float) -> Alert | None:
         was, self._finite = self._finite, math.isfinite(loss)

@@ -105,6 +105,11 @@ class ProgressCallback(TrainerCallback):
         more = f", resuming after step {state.global_step}" if state.global_step else ""
         self.run_log.start_phase("training", f"Training for {counted(state.max_steps, 'step')}{more}.", **_steps(state))
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check how the losses of the whole training developed."""
+        if self.run_log.rank == 0:
+            self.monitor.end(state.global_step)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the timer of a step."""
         self.clock.begin_step()

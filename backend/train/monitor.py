@@ -7,6 +7,7 @@ backend/runs/health.py.
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import socket
 import statistics
@@ -24,8 +25,31 @@ from backend.train.context import TrainContext
 from backend.train.run_log import write_json
 
 FIRST_SECONDS, MEASURE_SECONDS = 1.0, 20.0  # until the first measurement; the pause doubles up to the second number
+KEPT_DURATIONS = 4096  # of steps; from then on a random sample of the run's steps
 MATRIX, REPEATS = {"cpu": 256}, 20  # of the matmul that each rank is timed with
 LARGE_MATRIX = 1024
+
+
+class StepTimes:
+    """The durations of all steps of this start, in bounded memory: a uniform random sample (algorithm R)."""
+
+    def __init__(self) -> None:
+        self._kept: list[float] = []
+        self._count = 0
+        self._random = random.Random(0)  # its own: the training's random numbers must not change
+
+    def add(self, seconds: float) -> None:
+        """Take note of a step."""
+        self._count += 1
+        if len(self._kept) < KEPT_DURATIONS:
+            self._kept.append(seconds)
+        elif (place := self._random.randrange(self._count)) < KEPT_DURATIONS:
+            self._kept[place] = seconds
+
+    def percentiles(self) -> dict[str, float]:
+        """The median (p50) and p95; {} before the first step."""
+        ordered = sorted(self._kept)
+        return {f"p{p}": ordered[p * (len(ordered) - 1) // 100] for p in (50, 95)} if ordered else {}
 
 
 class Monitor:
@@ -39,7 +63,8 @@ class Monitor:
         self._checkpoint_bytes = 0
         self._fetching = self._cpu = 0.0  # seconds, since the last measurement
         self._last, self._pause = 0.0, FIRST_SECONDS
-        self._durations: list[float] = []
+        self._times, self._busy = StepTimes(), 0.0  # seconds of the steps since the last measurement
+        self._found: dict[str, Any] = {}
         self._latest: dict[str, float] = {}
 
     def begin(self, here: torch.device) -> None:
@@ -63,7 +88,8 @@ class Monitor:
 
     def end_step(self, seconds: float) -> None:
         """Take note of the duration of a step."""
-        self._durations.append(seconds)
+        self._times.add(seconds)
+        self._busy += seconds
 
     def is_due(self) -> bool:
         """Whether rank 0 wants a measurement."""
@@ -73,17 +99,21 @@ class Monitor:
         """Measure all ranks. A collective call, right after a step."""
         self._pause = min(2 * self._pause, MEASURE_SECONDS)
         ranks = self.group.gather_on_step(self._measurement())
-        seconds, self._durations = sorted(self._durations), []
+        self._busy = 0.0
         if self.group.rank:
             return
-        found = {"step": step, "time": time.time(), "ranks": ranks}
-        if seconds:
-            found["step_seconds"] = {f"p{p}": seconds[p * (len(seconds) - 1) // 100] for p in (50, 95)}
-        with contextlib.suppress(OSError):  # a full disk
-            write_json(self.folder / MONITOR, found)
+        self._found = {"step": step, "time": time.time(), "ranks": ranks}
+        self._write()
         self._latest = _summary(ranks)
         for alert in (*self._ranks.add(ranks), *self._check_disk()):
             self._report(alert, step)
+
+    def _write(self) -> None:
+        """Write the last measurement, with the step times of the whole start until now."""
+        if times := self._times.percentiles():
+            self._found["step_seconds"] = times
+        with contextlib.suppress(OSError):  # a full disk
+            write_json(self.folder / MONITOR, self._found)
 
     def add(self, point: Mapping[str, Any], step: int) -> dict[str, float]:
         """Look at a logged point; returns what was measured since the last one, for the same point."""
@@ -91,6 +121,14 @@ class Monitor:
             self._report(alert, step)
         latest, self._latest = self._latest, {}
         return latest
+
+    def end(self, step: int) -> None:
+        """Look at the whole training when it ends. Nothing is left to stop."""
+        self.stops = False
+        if self._found:  # a run shorter than the first pause was never measured
+            self._write()
+        for alert in self._curves.end():
+            self._report(alert, step)
 
     def saved(self, checkpoint: Path, step: int) -> None:
         """Take note of a complete checkpoint."""
@@ -120,7 +158,7 @@ class Monitor:
             "host": socket.gethostname(),
             "device": self.family if self.family == "cpu" else str(self._device),
             "probe": self._probe_seconds(),
-            "data": self._fetching / max(sum(self._durations), self._fetching, 1e-9),
+            "data": self._fetching / max(self._busy, self._fetching, 1e-9),
             "cores": (cpu - self._cpu) / passed,
             "memory": device.memory_bytes(self.family),
             "peak": device.peak_bytes(self.family),

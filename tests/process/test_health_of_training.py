@@ -6,15 +6,18 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fork_server import ForkServer, write_run
 from training_runs import log_text, losses, make_spec, read_metrics
 
 from backend.__main__ import main
 from backend.runs import CHECKPOINTS, MONITOR, RESULT, STOP, events, health, processes
 from backend.runs.folder import ALIVE, runs
+from backend.train.monitor import KEPT_DURATIONS, Monitor, StepTimes
 
 SCRIPT = """
 import os, signal, time
@@ -50,11 +53,13 @@ LONG = {"train.duration": "steps", "logging.steps": 1, "eval.strategy": "no", "s
 DDP = {**LONG, "parallel.strategy": "ddp", "launch.nproc_per_node": 2, "save.steps": 20}
 
 
-def train(server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1) -> None:
+def train(
+    server: ForkServer, folder: Path, changes: dict[str, Any], more: str, pause: float = 0.1, ranks: int = 2
+) -> None:
     folder.mkdir()
     write_run(folder / "run", make_spec(changes))
     (folder / "script.py").write_text(SCRIPT.format(more=more, pause=pause))
-    assert server.run(folder / "run", 2, script=str(folder / "script.py")) == 0, log_text(folder / "run")
+    assert server.run(folder / "run", ranks, script=str(folder / "script.py")) == 0, log_text(folder / "run")
 
 
 def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -76,6 +81,49 @@ def test_a_spike_is_reported_and_stops_the_run(fork_server: ForkServer, tmp_path
         assert rank["device"] == "cpu" and rank["probe"] > 0 and 0 <= rank["data"] <= 1 and rank["cores"] > 0
         assert 1e8 < rank["memory"] < 1.1 * rank["peak"] < 1e11, "the kernel counts pages of threads in batches"
     assert any("data_wait" in point and "memory_gb" in point for point in read_metrics(run))
+
+
+def test_a_short_run_whose_loss_explodes_ends_with_an_alert(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Its few points are no spike, and it does not fail."""
+    changes = {**LONG, "train.max_steps": 4, "train.stop_on_spike": True}
+    more = SPIKE.replace("== 30", "== 1") + "monitor.health.ABOVE_LEAST = (1.1, 0.0)"
+    train(fork_server, tmp_path / "rise", changes, more, ranks=1)
+    run = tmp_path / "rise" / "run"
+    (alert,) = events.alerts(run)
+    assert (alert["kind"], alert["step"]) == (health.RISE, 4), losses(run)
+    assert re.fullmatch(r"The loss rose from [\d.]+ to [\d,.]+\. Lower the learning rate\.", alert["text"])
+    assert f"Warning at step 4: {alert['text']}" in log_text(run)
+    assert (run / RESULT).exists() and not (run / STOP).exists()
+
+
+def test_the_step_times_are_those_of_the_whole_run(tmp_path: Path) -> None:
+    """Not of the steps since the last measurement, and after the last measurement too."""
+    spec = SimpleNamespace(train=SimpleNamespace(stop_on_spike=False))
+    run = SimpleNamespace(device="cpu", compute_dtype="fp32")
+    group = SimpleNamespace(rank=0, gather_on_step=lambda found: [found])
+    log = SimpleNamespace(info=lambda text: None, event=lambda *found: None)
+    watched = Monitor(SimpleNamespace(group=group, run_log=log, folder=tmp_path, run=run, spec=spec))  # type: ignore[arg-type]
+    watched.begin(torch.device("cpu"))
+    found = []
+    for times in ([0.3] * 30, [1.0] * 5, [0.2] * 40):
+        for seconds in times:
+            watched.end_step(seconds)
+        if times[0] != 0.2:
+            watched.measure(1)
+        else:
+            watched.end(75)
+        found.append(json.loads((tmp_path / MONITOR).read_text())["step_seconds"])
+    assert found == [{"p50": 0.3, "p95": 0.3}, {"p50": 0.3, "p95": 1.0}, {"p50": 0.2, "p95": 1.0}]
+
+
+def test_step_times_of_a_long_run_need_bounded_memory() -> None:
+    times = StepTimes()
+    for step in range(20 * KEPT_DURATIONS):
+        times.add(step)
+    assert len(times._kept) == KEPT_DURATIONS
+    found = times.percentiles()
+    assert found["p50"] == pytest.approx(10 * KEPT_DURATIONS, rel=0.1)
+    assert found["p95"] == pytest.approx(19 * KEPT_DURATIONS, rel=0.1)
 
 
 @pytest.mark.soak

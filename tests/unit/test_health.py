@@ -61,6 +61,49 @@ def test_too_few_points_say_nothing():
     assert not alerts([2.0] * 18 + [50.0, 50.0])
 
 
+def rises(losses, ends=True):
+    """The alerts about a rise, with the number of points before them."""
+    watched = health.Curves()
+    found = [(n, alert) for n, loss in enumerate(losses) for alert in watched.add({"loss": loss})]
+    found += [(len(losses), alert) for alert in (watched.end() if ends else [])]
+    return [(n, alert.text) for n, alert in found if alert.kind == health.RISE]
+
+
+def test_a_loss_that_explodes_in_a_short_run():
+    exploding = [10.76, 10.7, 310.0, 900.0, *[1588.0] * 16]
+    assert rises(exploding) == [(6, "The loss rose from 10.8 to 1,588. Lower the learning rate.")]
+    assert rises([10.76, 310.0, 500.0, 1588.0]) == [
+        (4, "The loss rose from 10.8 to 1,588. Lower the learning rate.")
+    ], "few points, and the first steps already explode"
+    assert rises([2.3, 2.2, 2.4, *[7.4] * 5])
+
+
+def test_an_evaluation_confirms_a_rise():
+    watched = health.Curves()
+    assert not [alert for loss in (2.0, 2.0, 2.0, 90.0) for alert in watched.add({"loss": loss})]
+    assert not watched.add({"eval_loss": 2.1})
+    watched = health.Curves()
+    assert not [alert for loss in (10.0, 400.0) for alert in watched.add({"loss": loss})]
+    (alert,) = watched.add({"eval_loss": 500.0})
+    assert (alert.kind, alert.text) == (health.RISE, "The loss rose from 10 to 500. Lower the learning rate.")
+    assert not watched.add({"eval_loss": 900.0}) and not watched.end(), "once"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
+def test_noise_is_no_rise(noise):
+    for seed in range(100):
+        assert not rises(curve(200, noise=noise, seed=seed))
+        assert not rises(curve(12, 0.7, 0.7, noise, seed)), "a preference loss that does not fall"
+        assert not rises([value / 1000 for value in curve(12, 0.7, 5, noise, seed)]), "near 0"
+
+
+def test_a_rise_that_recovers_or_was_reported_as_a_spike():
+    assert not rises([2.0, 2.0, 2.0, 90.0, 90.0, 90.0, 2.0])
+    assert not rises([*curve(100, 2, 2, 0.05), *[30.0] * 20], ends=False)
+    assert rises([*curve(100, 2, 2, 0.05), *[30.0] * 20])[0][0] == 120
+    assert not rises([math.nan] * 9) and not rises([0.01, 0.02, *[1.5] * 9])
+
+
 def test_gradients():
     steady = curve(100, 2, 2, 0.05)
     assert [a.kind for _, a in alerts([*steady, 2.0, 2.0], grad_norm=[*steady, 40.0, 60.0])] == [health.GRADIENT]

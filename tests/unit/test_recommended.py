@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from backend.config import RunSpec
 from backend.config.options import edit, effective
 from backend.config.presets import presets
@@ -45,6 +47,15 @@ def test_values_that_were_changed_stay() -> None:
     assert found
 
 
+def test_generations_fit_the_validation_set() -> None:
+    own = changed(data__source="files", data__files=("mine.jsonl",))
+    assert "eval.num_generations" not in recommended_values(own, DEMO)
+    assert "eval.num_generations" not in recommended_values(own, DEMO, DEMO.eval.num_generations)
+    assert recommended_values(own, DEMO, 3)["eval.num_generations"] == 3
+    few = changed(data__source="files", data__files=("mine.jsonl",), eval__num_generations=20)
+    assert "eval.num_generations" not in recommended_values(few, DEMO, 3), "a value that was changed"
+
+
 def test_presets_for_real_data_are_no_demos() -> None:
     for name, spec in PRESETS.items():
         other = effective(edit(spec, {"model.source": "hub", "model.hub_id": "somebody/else"}))
@@ -62,3 +73,14 @@ def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
         report = preflight(spec, machines()[machine], tmp_path)
         assert [finding.code for finding in report.findings] == ["DAT002"], name
         assert not any(fix.safe for fix in report.findings[0].fixes)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_has_one_finding(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text(text)
+    spec = edit(DEMO, {"data.source": "files", "data.files": (str(file),)})
+    wait_for_worker(effective(spec), tmp_path, 30)
+    report = preflight(spec, machines()["laptop"], tmp_path)
+    assert [finding.code for finding in report.findings] == ["DAT002"]
+    assert "contains no examples" in report.findings[0].message

@@ -59,6 +59,17 @@ def test_after_a_spike_the_checkpoint_before_it_is_used(tmp_path, interval, step
     assert retry.changes(run, spec)["save.resume_path"].endswith(f"checkpoint-{step}")
 
 
+def test_a_run_that_ended_with_a_loss_far_above_its_first_ones(tmp_path):
+    """It is reported with the fifth high value, so checkpoints of these steps may be damaged."""
+    run = save(planted_run(tmp_path, SPEC, probe(Path.cwd()), "rise"), 10, 20, 30)
+    text = "The loss rose from 10.8 to 1,588. Lower the learning rate."
+    (run.path / EVENTS).write_text(json.dumps({"kind": "loss rise", "step": 32, "text": text, "time": 1}) + "\n")
+    run = ended(run, end="done", exit_code=0)
+    assert run.state == "done" and retry.applies(run)
+    assert retry.changes(run, edit(SPEC, {"logging.steps": 1}))["save.resume_path"].endswith("checkpoint-20")
+    assert retry.changes(run, edit(SPEC, {"logging.steps": 4}))["save.resume_path"].endswith("checkpoint-10")
+
+
 def test_a_run_that_the_user_stopped_is_not_continued(tmp_path):
     run = stopped(tmp_path, cause="")
     assert not retry.applies(run)

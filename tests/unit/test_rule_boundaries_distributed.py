@@ -14,6 +14,7 @@ from backend.config.options import edit, effective
 from backend.inspect import InputFacts
 from backend.machine import GIB, Machine
 from backend.memory import Estimate, Row
+from backend.memory.kinds import bytes_by_kind
 from backend.modelspec import ModuleSpec
 from backend.rules import RULES, Case, Finding
 from backend.rules.base import amount
@@ -55,6 +56,10 @@ def extra(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NVME = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+HYBRID = {
+    **FSDP1, **FULL, "parallel.sharding_strategy": "hybrid_shard", "launch.rendezvous": "static",
+    "launch.master_addr": "10.0.0.1",
+}  # fmt: skip
 SAVE_BEST = {"save.load_best_model_at_end": True, "save.only_model": True}
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     *(("STR003", {**strategy, **processes(2), **SAVE_BEST}, strategy is not DDP) for strategy in (DDP, ZERO0, FSDP2)),
@@ -76,6 +81,10 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("STR013", {**ZERO1, **processes(2), **NVME}, True),
     ("STR013", {**ZERO2, **processes(2), **NVME}, True),
     ("STR013", {**ZERO3, **processes(2), **NVME}, False),
+    ("STR053", {**HYBRID, **processes(1), "launch.nnodes": 2}, True),
+    ("STR053", {**HYBRID, **processes(2), "launch.nnodes": 2}, False),
+    ("STR053", {**HYBRID, **processes(1), "launch.rendezvous": "standalone"}, False),
+    ("STR053", {**HYBRID, **processes(1), "launch.nnodes": 2, "parallel.sharding_strategy": "full_shard"}, False),
     ("STR018", {**FSDP2, **FULL, **processes(3, replicate_size=2)}, True),
     ("STR018", {**FSDP2, **FULL, **processes(2, replicate_size=2)}, True),  # no shard would be left
     ("STR018", {**FSDP2, **FULL, **processes(4, replicate_size=2)}, False),
@@ -254,10 +263,9 @@ def test_the_largest_part_of_the_memory_that_is_full_is_named(code: str, where: 
     patch = {**FULL, **ZERO3, "launch.nproc_per_node": 8, "parallel.offload_optimizer": "cpu"}
     full = replace(EIGHT, ram_free_bytes=GIB, gpus=tuple(replace(gpu, free_bytes=GIB) for gpu in EIGHT.gpus))
     found, rows = finding(code, patch, full), case(patch, full).estimate.rows
-    largest = max((row for row in rows if row.where == where), key=lambda row: row.bytes)
-    other = max((row for row in rows if row.where != where), key=lambda row: row.bytes)
-    assert found is not None and amount(largest.bytes) != amount(other.bytes)
-    assert found.message.endswith(f"{amount(largest.bytes)}.") or amount(largest.bytes) in found.message
+    device, host = max(bytes_by_kind(rows).values()), max(row.bytes for row in rows if row.where == "host")
+    assert found is not None and amount(device) != amount(host)
+    assert f": {amount(device if where == 'device' else host)}." in found.message
 
 
 @pytest.mark.parametrize(("peak", "exceeds"), [(120, False), (121, True)])

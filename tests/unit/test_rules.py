@@ -16,9 +16,11 @@ from backend.config.options import Option, SpecError, by_name, edit, effective, 
 from backend.config.presets import presets
 from backend.inspect import DataIssue, InputFacts, inspect_inputs
 from backend.machine import Machine
+from backend.memory.kinds import KINDS, bytes_by_kind
 from backend.paths import HOME
 from backend.rules import FAMILIES, OUTDATED, RULES, Case, Example, Finding, Rule, check
 from backend.rules.autofix import MAX_FIXES, AutofixResult, autofix
+from backend.rules.base import amount
 from backend.rules.examples import (
     DEMO,
     EQUIPPED,
@@ -36,9 +38,9 @@ from backend.rules.examples import (
     gpus,
     with_data_issue,
 )
-from backend.rules.memory import NO_REMEDY
+from backend.rules.memory import LLAMA_8B_FACTS, NO_REMEDY
 
-COUNT = 260
+COUNT = 261
 
 
 def findings(example: Example, patch: dict[str, Any] | None = None) -> tuple[Finding, ...]:
@@ -425,6 +427,16 @@ def test_matrix_optimizers_need_a_row_on_each_device(optimizer: str, patch: dict
     pairs = {"train.stage": "reward", "data.builtin": "train-pairs"}
     codes = {f.code for f in check(edit(RunSpec(), {**two, **pairs, **patch}), EQUIPPED, SCORED)}
     assert ("OPT025" in codes) is found
+
+
+def test_the_largest_part_is_the_sum_that_the_memory_card_shows() -> None:
+    """Optimizer state and the tensors of the optimizer step are one kind of memory there."""
+    case = Case(edit(RunSpec(), {"method.kind": "full", "train.learning_rate": 2e-5}), H100, LLAMA_8B_FACTS)
+    sizes = bytes_by_kind(case.estimate.rows)
+    kind = max(sizes, key=sizes.__getitem__)
+    (finding,) = (found for found in check(case.spec, case.machine, case.facts) if found.code == "MEM001")
+    assert f"The largest part is {KINDS[kind].lower()}: {amount(sizes[kind])}." in finding.message
+    assert sizes[kind] > max(row.bytes for row in case.estimate.rows if row.where == "device")
 
 
 @pytest.mark.parametrize(("share", "words"), [(1.0, "The peak may reach"), (0.95, "The run most likely does not fit")])

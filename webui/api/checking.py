@@ -89,7 +89,7 @@ def check(state: State, body: CheckRequest) -> dict[str, Any]:
         },
         "pending": report.facts.architecture_pending or report.facts.examples_pending,
         "preview": _preview(report, state.runs),
-        "recommended": _recommended(state, spec, body.preset),
+        "recommended": _recommended(state, report, spec, body.preset),
         "title": report.title,
         "summary": report.summary,
         "modules": _module_names(report),
@@ -271,10 +271,11 @@ def _finding(finding: Finding, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _recommended(state: AppState, spec: RunSpec, name: str) -> dict[str, Any] | None:
+def _recommended(state: AppState, report: Report, spec: RunSpec, name: str) -> dict[str, Any] | None:
     """The usual values for what the form still has from a demo preset, as a fix."""
     preset = next((preset for preset in state.presets() if preset.name == name), None)
-    patch = recommended_values(spec, preset.spec) if preset else {}
+    count = report.run.num_eval_examples if report.facts.counts_are_exact else None
+    patch = recommended_values(spec, preset.spec, count) if preset else {}
     return fix_json(Fix(preset.title, patch, False), spec) if preset and patch else None
 
 

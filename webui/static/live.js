@@ -52,7 +52,7 @@ export function rankTable({ ranks, step }) {
   return el("table.fp-rows", {}, el("thead", {}, head), el("tbody", {}, body));
 }
 
-/** Cards with the time of a step and the use of the GPUs. */
+/** Cards with the time of a step in the whole run until now, and the use of the GPUs at the last measurement. */
 export function liveCards({ step_seconds: seconds, ranks = [] }) {
   const cards = [];
   const time = (s) => (s < 1 ? `${num(1000 * s, 3)} ms` : `${num(s, 3)} s`);

@@ -12,6 +12,8 @@ from backend.rules.examples import DEMO, TWO_H100
 FSDP2_STRATEGY, FSDP1_STRATEGY = {"parallel.strategy": "fsdp2"}, {"parallel.strategy": "fsdp1"}
 FREEZE = {**FSDP1_STRATEGY, "method.kind": "freeze", "train.learning_rate": 1e-5}
 FSDP1_FULL = {**FREEZE, "method.kind": "full"}
+NODES = {**FSDP1_FULL, "launch.rendezvous": "static", "launch.master_addr": "10.0.0.1", "launch.nnodes": 2}
+HYBRID = {**NODES, "parallel.sharding_strategy": "hybrid_shard"}
 LLAMA_CLASSES = replace(DEMO, module_classes=("LlamaDecoderLayer", "LlamaMLP"))
 SHARDED = {**FSDP2_STRATEGY, "parallel.state_dict_type": "sharded"}
 
@@ -70,6 +72,39 @@ def lora_on_fsdp1(case: Case) -> str | None:
     if case.run.fsdp_version != 1 or case.spec.method.kind != "lora":
         return None
     return "The strategy is FSDP1 and method.kind is lora: the saved adapter and the checkpoints would have no weights."
+
+
+@rule(
+    "STR053",
+    "error",
+    fields=("parallel.sharding_strategy", "launch.nproc_per_node", "launch.nnodes"),
+    title="HYBRID_SHARD with one process per node averages no gradients",
+    source="torch 2.13 distributed/fsdp/_init_utils.py _init_core_state: switches to NO_SHARD in a group of one "
+    "process; _runtime_utils.py _reduce_grad_no_shard: adds within that group only",
+    fixes=(
+        FSDP2,
+        Fix(
+            "Use FULL_SHARD",
+            {"parallel.sharding_strategy": "full_shard"},
+            cost="weights are gathered between nodes for every layer",
+        ),
+    ),
+    fails_on=Example({**HYBRID, "launch.nproc_per_node": 1}, TWO_H100),
+    passes_on=Example({**HYBRID, "launch.nproc_per_node": 2}, TWO_H100),
+)
+def hybrid_shard_with_one_process_per_node(case: Case) -> str | None:
+    """HYBRID_SHARD shards within a node and averages gradients between the nodes. With one process per node, torch
+    replaces it with NO_SHARD within the node and skips the average between the nodes, with a warning about sharding
+    only. Every node would train a model of its own, and the model of rank 0 would be saved."""
+    run = case.run
+    if run.fsdp_version != 1 or case.spec.parallel.sharding_strategy != "hybrid_shard":
+        return None
+    if run.nproc_per_node != 1 or run.nnodes < 2:
+        return None
+    return (
+        f"parallel.sharding_strategy is hybrid_shard on {run.nnodes} nodes with one process each: gradients would "
+        "never be averaged between the nodes, and each node would train a different model."
+    )
 
 
 @rule(

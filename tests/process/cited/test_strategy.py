@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,6 +103,46 @@ def test_peft_finds_no_adapter_in_layers_wrapped_by_fsdp1(group: None) -> None:
     state = {key: value for key, value in wrapped.state_dict().items() if "lora_" in key}
     assert len(state) == 2 * 2 * 7
     assert get_peft_model_state_dict(wrapped, state) == {}
+
+
+TWO_NODES = """
+import sys, warnings
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+warnings.simplefilter("ignore")
+rank, store, strategy = int(sys.argv[1]), sys.argv[2], ShardingStrategy[sys.argv[3]]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+group = None
+if strategy is ShardingStrategy.HYBRID_SHARD:  # as torch makes them with one device per node: within, between nodes
+    group = ([dist.new_group([n]) for n in range(2)][rank], dist.group.WORLD)
+layer = torch.nn.Linear(2, 1, bias=False)
+torch.nn.init.ones_(layer.weight)
+model = FullyShardedDataParallel(layer, group, strategy, device_id=torch.device("cpu"))
+model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+grad = next(model.parameters()).grad
+print(model.sharding_strategy.name, float(grad.abs().max()))
+"""
+
+
+def gradients_of_two_nodes(store: Path, strategy: str) -> list[str]:
+    """The effective sharding strategy and the gradient of each of two nodes with one process. The gradients of their
+    examples are 1 and 2."""
+    command = [sys.executable, "-c", TWO_NODES]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store), strategy], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    found = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert not any(rank.returncode for rank in ranks)
+    return found
+
+
+@cites("STR053")
+def test_hybrid_shard_with_one_process_per_node_averages_no_gradients(tmp_path: Path) -> None:
+    hybrid = gradients_of_two_nodes(tmp_path / "hybrid", "HYBRID_SHARD")
+    assert hybrid == ["NO_SHARD 0.5", "NO_SHARD 1.0"], "divided by the number of ranks, and not added"
+    full = gradients_of_two_nodes(tmp_path / "full", "FULL_SHARD")
+    assert full == ["FULL_SHARD 1.5", "FULL_SHARD 1.5"]
 
 
 @cites("STR015")
