@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str, Any], ink: str, dim: str) -> None:
-    """Stacked bars of GiB by rank, the first MAX_RANKS, with a line at each measured peak."""
+    """Stacked bars of GiB by rank, the first MAX_RANKS, with what is free and a line at each measured peak."""
     placement = estimate["placement"]
     count = placement["nodes"] * placement["per_node"]
     ranks = range(min(MAX_RANKS, count))
@@ -33,6 +33,8 @@ def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str,
         size, color = part["bytes"] / GIB, COLORS[part["kind"]]
         axes.bar(ranks, [size] * len(ranks), bottom=top, width=0.7, color=color, label=part["label"])
         top += size
+    _draw_capacity(axes, ranks, top, estimate["capacity_bytes"] / GIB, dim)
+    _draw_nodes(axes, placement["nodes"], placement["per_node"], len(ranks), dim)
     unseen = estimate["device_bytes"] - estimate["measured_bytes"]  # what torch's allocator does not see
     peaks = [(rank, (peak + unseen) / GIB) for rank, peak in enumerate(result.get("peak_bytes") or ()) if peak]
     shown = [(rank, peak) for rank, peak in peaks if rank in ranks]
@@ -45,3 +47,26 @@ def draw_placement(axes: Axes, estimate: Mapping[str, Any], result: Mapping[str,
     axes.set_xticks(ranks)
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.legend(frameon=False, labelcolor=ink, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _draw_capacity(axes: Axes, ranks: range, top: float, capacity: float, dim: str) -> None:
+    """What is free above the bars, in GiB; a line at the capacity if they exceed it."""
+    if capacity > top:
+        free = [capacity - top] * len(ranks)
+        axes.bar(ranks, free, bottom=top, width=0.7, facecolor="none", edgecolor=dim, linewidth=0.6, label="Free")
+    elif capacity:
+        axes.axhline(capacity, color=dim, linestyle="--", linewidth=1, label="Capacity")
+
+
+def _draw_nodes(axes: Axes, nodes: int, per_node: int, shown: int, dim: str) -> None:
+    """A line between nodes, and the number of each above its bars."""
+    for node in range(nodes if nodes > 1 else 0):
+        first, last = node * per_node, min((node + 1) * per_node, shown)
+        if first >= shown:
+            return
+        if node:
+            axes.axvline(first - 0.5, color=dim, linestyle=":", linewidth=0.8)
+        middle = (first + last - 1) / 2
+        axes.text(
+            middle, 1.02, f"Node {node}", transform=axes.get_xaxis_transform(), ha="center", color=dim, fontsize=7
+        )

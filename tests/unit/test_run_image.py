@@ -74,6 +74,9 @@ def test_memory_of_each_device_is_a_part_of_the_image() -> None:
     assert "measured peak" in measured and "measured peak" not in estimated
     assert "15" in texts(measured) and "15" not in texts(plain)  # the last rank
     assert "rank" in texts(measured)
+    assert {"Node 0", "Node 1", "Free"} <= set(texts(estimated))
+    full = run_image.draw(SUMMARY, [], {}, "svg", {**estimate, "capacity_bytes": 2**30}).decode()
+    assert "Capacity" in texts(full) and "Free" not in texts(full)
 
 
 def test_the_image_says_that_it_has_the_first_ranks_only() -> None:
