@@ -121,6 +121,8 @@ model = FullyShardedDataParallel(layer, group, strategy, device_id=torch.device(
 model(torch.full((1, 2), 1.0 + rank)).sum().backward()
 grad = next(model.parameters()).grad
 print(model.sharding_strategy.name, float(grad.abs().max()))
+dist.barrier()  # a rank that leaves first breaks the connections of the other
+dist.destroy_process_group()
 """
 
 
@@ -129,12 +131,14 @@ def gradients_of_two_nodes(store: Path, strategy: str) -> list[str]:
     examples are 1 and 2."""
     command = [sys.executable, "-c", TWO_NODES]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(store), strategy], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(store), strategy], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
-    found = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
-    assert not any(rank.returncode for rank in ranks)
-    return found
+    found = [rank.communicate(timeout=120) for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), found
+    return [output.strip() for output, _ in found]
 
 
 @cites("STR053")
