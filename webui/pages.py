@@ -26,6 +26,7 @@ STYLES = (
     "strategies.css",
     "vendor/uPlot.min.css",
     "run.css",
+    "results.css",
     "charts.css",
     "log.css",
     "runs.css",
