@@ -20,6 +20,8 @@ from backend.rules.base import amount
 from backend.rules.memory_remedies import available_gpus, offloads, smaller_batches, strategy_patch, strategy_patches
 
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
+# How nodes find each other says nothing about a strategy.
+ADDRESSES = {"launch.master_addr", "launch.master_port", "launch.node_rank"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class Variant:
     @property
     def error(self) -> str:
         """The title of the first error that is neither about memory nor unrelated; '' without one."""
-        return next((rule.title for rule in self.case.other_errors if rule.code not in self.unrelated), "")
+        rules = (rule for rule in self.case.other_errors if not set(rule.fields) <= ADDRESSES)
+        return next((rule.title for rule in rules if rule.code not in self.unrelated), "")
 
     @property
     def fits(self) -> bool | None:

@@ -163,6 +163,14 @@ def test_error_of_every_strategy_says_nothing_about_one() -> None:
     assert [line.error for line in other_strategies(full, variants(full))] == ["", ""]
 
 
+def test_missing_master_address_says_nothing_about_a_strategy() -> None:
+    nodes = {"launch__nnodes": 2, "launch__rendezvous": "static", "launch__master_addr": ""}
+    found = case("full-8b-fsdp2", "2x8x80gb", **nodes)
+    assert "NOD002" in {rule.code for rule in found.other_errors}
+    assert by_name(found)["FSDP2"].fits
+    assert by_name(found)["FSDP2"].error == ""
+
+
 def test_error_of_every_strategy_does_not_prevent_smaller_activations() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=8192, train__per_device_train_batch_size=8)
     full = Case(found.spec, replace(found.machine, disk_free_bytes=0), found.facts)
