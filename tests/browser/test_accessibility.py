@@ -25,10 +25,12 @@ UNFOLD = """() => document.querySelectorAll('.fp-head[aria-expanded=false], .fp-
 def violations(page):
     """What axe-core reports in both themes: rule, theme, and the first elements."""
     found = []
+    # Colors change gradually, for longer on a loaded machine than a test can wait.
+    page.add_style_tag(content="*, *::before, *::after { transition: none !important; animation: none !important; }")
     page.evaluate(AXE_SCRIPT)
     for theme in ("light", "dark"):
         page.evaluate("dark => document.body.classList.toggle('dark', dark)", theme == "dark")
-        page.wait_for_timeout(300)  # colors change gradually
+        page.evaluate("() => new Promise(requestAnimationFrame)")
         result = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
         for violation in result["violations"]:
             nodes = [(node["html"][:150], node.get("failureSummary", "")) for node in violation["nodes"][:3]]
