@@ -7,10 +7,12 @@ Imports registry, modelspec, resolve, context. Tested against the tensors that t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from backend import registry
+from backend.config import Lora
 from backend.memory.context import MemoryContext, Row
-from backend.modelspec import ModuleSpec, lora_modules
+from backend.modelspec import ModelShape, ModuleSpec, lora_modules
 from backend.resolve import before_ampere, selected_gpus
 
 EXPERT_INDEX_BYTES = 32  # per token and active expert: its position among the expert's tokens, in both directions
@@ -88,11 +90,17 @@ def merged_expert_rows(ctx: MemoryContext, layer: LayerActivations, layers: int)
 # -- saved for the backward pass -------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=64)  # one check asks for it dozens of times
+def _target_names(lora: Lora, shape: ModelShape) -> frozenset[str]:
+    """The names of the modules that get an adapter, without the path to their layer."""
+    return frozenset(_name(leaf) for leaf in lora_modules(lora, shape))
+
+
 def _bytes_per_token(ctx: MemoryContext, adapted_experts: int, writes_scores: bool) -> int:
     """Bytes that one layer saves for each token."""
     shape, each = ctx.shape, ctx.compute_bytes
     linear = [leaf for leaf in shape.layer if leaf.in_features and leaf.stacked < 2]
-    targets = {_name(leaf) for leaf in lora_modules(ctx.spec.lora, shape)} if ctx.is_lora else set()
+    targets = _target_names(ctx.spec.lora, shape) if ctx.is_lora else frozenset()
     trained = [leaf for leaf in linear if not ctx.is_lora or _name(leaf) in targets]
     inner = [leaf for leaf in trained if _name(leaf) not in OUTPUT_PROJECTIONS]
     reads_hidden = [leaf for leaf in inner if leaf.in_features == shape.hidden]

@@ -82,14 +82,19 @@ class MemoryContext:
         return quantized.quantized_modules(self.spec, self.shape)
 
     @cached_property
+    def quantized_count(self) -> int:
+        """Quantized weights."""
+        return quantized.weight_count(self.quantized_modules)
+
+    @cached_property
     def unquantized_count(self) -> int:
         """Frozen parameters that are not quantized."""
-        return self.frozen_count - quantized.weight_count(self.quantized_modules)
+        return self.frozen_count - self.quantized_count
 
     @cached_property
     def quantized_bytes(self) -> int:
         """Bytes of the quantized weights, without their scales."""
-        return quantized.weight_count(self.quantized_modules) * quantized.bits(self.spec, self.shape) // 8
+        return self.quantized_count * quantized.bits(self.spec, self.shape) // 8
 
     @cached_property
     def compute_bytes(self) -> int:

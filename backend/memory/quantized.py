@@ -6,6 +6,7 @@ Source: bitsandbytes 0.50 functional.py (QuantState) and nn/modules.py; Dettmers
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from backend import registry
 from backend.config import RunSpec
@@ -26,6 +27,11 @@ def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
     """The modules that are quantized: every linear layer but the output layer."""
     if not bits(spec, shape):
         return []
+    return _linear_modules(shape)
+
+
+@lru_cache(maxsize=64)  # one check asks for it dozens of times
+def _linear_modules(shape: ModelShape) -> list[ModuleSpec]:
     return [leaf for leaf in shape.all_modules() if leaf.is_linear and leaf.path != shape.head]
 
 

@@ -34,7 +34,7 @@ def parameter_rows(ctx: MemoryContext) -> list[Row]:
 def _quantized_rows(ctx: MemoryContext) -> list[Row]:
     """The quantized base model of QLoRA. Scales are not sharded with the weights."""
     shards, bits = ctx.run.parameter_shards, quantized.bits(ctx.spec, ctx.shape)
-    count = quantized.weight_count(ctx.quantized_modules)
+    count = ctx.quantized_count
     return [
         Row(
             "Quantized parameters",
@@ -91,7 +91,7 @@ def gathered_rows(ctx: MemoryContext, layers: int, heads: int, *, freed: bool = 
     keeps_all = ctx.engine.keeps_parameters_gathered(ctx.spec) and not freed
     count_layers = (shape.layers if keeps_all else min(layers, shape.layers)) + in_flight
     count_embeddings = embeddings if keeps_all else 0
-    saved = quantized.weight_count(ctx.quantized_modules) - ctx.quantized_bytes // ctx.compute_bytes
+    saved = ctx.quantized_count - ctx.quantized_bytes // ctx.compute_bytes
     heads = max(heads, 1) if shape.tied else heads
     count = count_layers * (shape.layer_parameters - saved // shape.layers) + count_embeddings + heads * head
     ends = " and embeddings or output layer" if heads or count_embeddings else ""
