@@ -19,7 +19,7 @@ from backend.rules import Case, Fix
 from backend.wording import plural
 from webui.api.fixes import fix_json
 
-ACCUMULATION = "train.gradient_accumulation_steps"
+BATCH = ("train.gradient_accumulation_steps", "train.per_device_train_batch_size")
 
 
 def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def strategies_json(report: Report, spec: RunSpec) -> dict[str, Any] | None:
 
 def _line(variant: Variant, spec: RunSpec, best: Variant | None) -> dict[str, Any]:
     # The whole patch, not only what it changes in `spec`: another line may have been chosen meanwhile.
-    kept = {ACCUMULATION: get(spec, ACCUMULATION)}
+    kept = {name: get(spec, name) for name in BATCH}
     patch = {name: text(by_name()[name], value) for name, value in {**kept, **variant.patch}.items()}
     diff = fix_json(Fix(variant.name, variant.patch), spec)["diff"]
     return {
