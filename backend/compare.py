@@ -119,11 +119,11 @@ def other_strategies(case: Case, known: list[Variant]) -> list[Variant]:
     rest = [strategy for strategy in registry.STRATEGIES if not engine_of(strategy).is_recommended]
     patches = [(registry.STRATEGIES[name].label, strategy_patch(case, name)) for name in rest]
     found = [(name, patch, effective(case.with_patch(patch))) for name, patch in patches]
-    unrelated = known[0].unrelated
+    unrelated, current = known[0].unrelated, effective(case.spec)
     return [
         Variant(name, patch, Case(spec, case.machine, case.facts), unrelated=unrelated)
         for name, patch, spec in found
-        if spec != effective(case.spec)
+        if spec != current
     ]
 
 

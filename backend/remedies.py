@@ -137,7 +137,8 @@ def _less_device_memory(failed: Failed) -> Remedies:
     case, kept = failed.case, failed.run.estimate()
     least, estimated = least_needed(failed.failure["traceback"], kept), int(kept.get("measured_bytes") or 0)
     ratio = max(1.0, least / estimated) if estimated else 1.0
-    needed = round(estimated * ratio) + int(kept.get("device_bytes") or estimated) - estimated if estimated else 0
+    overhead = int(kept.get("device_bytes") or estimated) - estimated
+    needed = round(estimated * ratio) + overhead if estimated else 0
     where = "per process" if case.run.device == "cpu" else "per device"
     evaluation = _smaller_evaluation(failed)
     if case.estimate.unknown or failed.run.resolved().get("device", case.run.device) != case.run.device:

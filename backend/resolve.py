@@ -157,6 +157,11 @@ def selected_gpus(run: ResolvedRun, machine: Machine) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in machine.gpus if gpu.id in run.device_ids)
 
 
+def estimated_gpus(run: ResolvedRun, machine: Machine) -> tuple[Gpu, ...]:
+    """The GPUs that the estimate is about: the selected ones, else the first of the machine, one for each process."""
+    return selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]
+
+
 def _compute_dtype(spec: RunSpec, machine: Machine, device: str) -> str:
     """The dtype of the chosen precision; for auto, bf16 if every selected device has bf16 units, else fp32."""
     if chosen := registry.PRECISIONS[spec.precision.compute].compute_dtype:

@@ -31,7 +31,8 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
     """The options with which a new run continues `run`, which has `spec`. Raises RunError if it neither diverged nor
     stopped after a spike, or has no checkpoint from before that."""
     if not applies(run):
-        raise RunError(f"{run.id} neither diverged nor stopped after a spike. Resume it, or start a new run.")
+        problem = "neither diverged nor stopped after a spike, and its loss did not rise"
+        raise RunError(f"{run.id} {problem}. Resume it, or start a new run.")
     steps, spike = run.checkpoints(), _last_spike(run)
     if spike is not None:
         # A spike is reported with the second value in a row, a rise with the fifth, and each is the mean of a logging
@@ -49,10 +50,11 @@ def changes(run: Run, spec: RunSpec) -> Mapping[str, Any]:
 
 def _last_spike(run: Run) -> dict[str, Any] | None:
     """The alert for which the run stopped itself, or the rise of the loss with which it ended."""
-    if run.state not in ("stopped", "done"):
+    state = run.state
+    if state not in ("stopped", "done"):
         return None
     found = [event for event in events.alerts(run.path) if event["kind"] in health.SPIKES]
-    if run.state == "done":
+    if state == "done":
         return next((event for event in found if event["kind"] == health.RISE), None)
     return found[-1] if found and found[-1]["text"] == run.stop_reason() else None
 

@@ -16,7 +16,7 @@ from backend.memory.host import LIBRARY_BYTES, host_rows
 from backend.memory.peaks import Peak, evaluation, generation, optimizer_step, step_moments
 from backend.memory.sharding import bucket_rows, parameter_rows, persistent_gathered_rows, reference_rows
 from backend.memory.uncertainty import peak_ratios
-from backend.resolve import ResolvedRun, selected_gpus
+from backend.resolve import ResolvedRun, estimated_gpus
 
 CONTEXT_BYTES = 1 * GIB  # of a process on a GPU: context, kernels, cuBLAS workspaces
 COLLECTIVES_BYTES = GIB // 2  # NCCL's buffers
@@ -104,8 +104,7 @@ def free_bytes(run: ResolvedRun, machine: Machine) -> int:
         return machine.ram_free_bytes // run.nproc_per_node
     if run.device != machine.device:
         return 0
-    gpus = selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]
-    return min((gpu.usable_bytes for gpu in gpus), default=0)
+    return min((gpu.usable_bytes for gpu in estimated_gpus(run, machine)), default=0)
 
 
 def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:

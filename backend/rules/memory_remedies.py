@@ -250,15 +250,15 @@ def _load(estimate: Estimate) -> float:
 
 def _smaller_models(search: _Search, limit: float) -> Iterator[Fix]:
     """Smaller models, the largest first: each as it would be trained now, or with as few other changes as needed."""
-    case, model = search.case, search.case.spec.model
+    model = search.case.spec.model
     hub_ids = siblings(model.hub_id) if model.source == "hub" else []
     patches = [(hub_id.partition("/")[2], {"model.hub_id": hub_id}) for hub_id in hub_ids]
     if model.source != "builtin":
         patches.append(("Built-in small model", {"model.source": "builtin"}))
     for label, patch in patches:
         first = Change("model", Fix(label, patch, safe=False, cost="a smaller model"))
-        less = [*_changes(case, "checkpointing"), *_changes(case, "batch")[-1:]]
-        others = ([], less, *([method, *more] for method in _changes(case, "method") for more in ([], less)))
+        less = [*search.start.changes("checkpointing"), *search.start.changes("batch")[-1:]]
+        others = ([], less, *([method, *more] for method in search.start.changes("method") for more in ([], less)))
         fixes = (search.as_fix([first, *rest], limit) for rest in others)
         yield from islice(filter(None, fixes), 1)
 
@@ -433,9 +433,8 @@ def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_O
         patch["launch.nproc_per_node"] = min(processes, devices or processes)
         # Hidden with a single process: the form may have other values than this spec.
         patch |= {"launch.nnodes": spec.launch.nnodes, "launch.rendezvous": spec.launch.rendezvous}
-    batch_size, processes = case.run.global_batch_size, case.resolved(case.with_patch(patch)).data_parallel_size
-    each, rest = divmod(batch_size, processes)
-    size = spec.train.per_device_train_batch_size
+    replicas, size = case.resolved(case.with_patch(patch)).data_parallel_size, spec.train.per_device_train_batch_size
+    each, rest = divmod(case.run.global_batch_size, replicas)
     if rest or each < least_batch_size(spec):
         return patch
     if each % size == 0:

@@ -19,6 +19,7 @@ DEVIATION = 1.4826  # a normal distribution's standard deviation in median absol
 ADOPTED = 10  # unusual figures in a row are a new level, which later ones are compared with
 
 FIRST_LOSSES, LAST_LOSSES = 3, 5  # what is compared for a rise over the whole run; a spike needs more points
+FEWEST_LOSSES = 2  # instead of LAST_LOSSES, with an evaluation or at the end
 # A loss far above all of the first ones, or very far above the least of them, after which it may have exploded at once:
 # both a multiple and a distance, since a loss near 0 easily multiplies.
 ABOVE_ALL, ABOVE_LEAST = (3.0, 3.0), (10.0, 10.0)
@@ -83,7 +84,7 @@ class Rise:
     def __init__(self) -> None:
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=LAST_LOSSES)
-        self._told = False
+        self._reported = False
 
     def add(self, loss: Any) -> None:
         """Take note of a loss."""
@@ -96,11 +97,11 @@ class Rise:
 
     def check(self, needed: int = LAST_LOSSES) -> Alert | None:
         """The alert if the last losses, at least `needed`, are all far above the first ones."""
-        if self._told or len(self._last) < needed:
+        if self._reported or len(self._last) < needed:
             return None
         for start, (factor, distance) in ((max(self._first), ABOVE_ALL), (min(self._first), ABOVE_LEAST)):
             if min(self._last) > max(factor * start, start + distance):
-                self._told = True
+                self._reported = True
                 text = f"The loss rose from {_figure(self._first[0])} to {_figure(self._last[-1])}."
                 return Alert(RISE, f"{text} Lower the learning rate.")
         return None
@@ -124,7 +125,7 @@ class Curves:
         loss = point.get("loss")
         if loss is None:
             self._rise.add(point.get("eval_loss"))
-            return self._check_rise(2) if "eval_loss" in point else []
+            return self._check_rise(FEWEST_LOSSES) if "eval_loss" in point else []
         self._rise.add(loss)
         found = [alert for alert in (self._check_finite(loss), *self._check_levels(point)) if alert]
         self._spiked = self._spiked or any(alert.kind == LOSS for alert in found)
@@ -132,7 +133,7 @@ class Curves:
 
     def end(self) -> list[Alert]:
         """The alerts at the end of the training, which may have few points."""
-        found = self._rise.check(2)
+        found = self._rise.check(FEWEST_LOSSES)
         return [found] if found else []
 
     def _check_rise(self, needed: int) -> list[Alert]:
@@ -171,7 +172,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._samples: deque[Sequence[Mapping[str, Any]]] = deque(maxlen=SAMPLES)
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def add(self, ranks: Sequence[Mapping[str, Any]]) -> list[Alert]:
         """The alerts of a new measurement. Each rank has one alert of a kind until it is well again."""
@@ -179,8 +180,8 @@ class Ranks:
         if len(self._samples) < SAMPLES:
             return []
         found = {**self._slow(), **self._waiting(), **self._idle()}
-        new = [Alert(kind, text) for (kind, rank), text in found.items() if (kind, rank) not in self._told]
-        self._told = set(found)
+        new = [Alert(kind, text) for (kind, rank), text in found.items() if (kind, rank) not in self._reported]
+        self._reported = set(found)
         return new
 
     def _means(self, key: str) -> dict[int, float]:
@@ -230,12 +231,12 @@ class Disk:
     """The free space of the file system with the run's folder."""
 
     def __init__(self) -> None:
-        self._told = False
+        self._reported = False
 
     def add(self, free: int, checkpoint: int) -> list[Alert]:
         """`checkpoint`: bytes of the last checkpoint, 0 before the first one or if none is saved."""
-        was, self._told = self._told, free < (CHECKPOINTS_LEFT * checkpoint or BYTES_LEFT)
-        if was or not self._told:
+        was, self._reported = self._reported, free < (CHECKPOINTS_LEFT * checkpoint or BYTES_LEFT)
+        if was or not self._reported:
             return []
         need = f", and a checkpoint takes {checkpoint / 1e9:.1f} GB" if checkpoint else ""
         return [Alert(DISK, f"The disk is nearly full: {free / 1e9:.1f} GB are free{need}.")]

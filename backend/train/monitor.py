@@ -64,7 +64,7 @@ class Monitor:
         self._fetching = self._cpu = 0.0  # seconds, since the last measurement
         self._last, self._pause = 0.0, FIRST_SECONDS
         self._times, self._busy = StepTimes(), 0.0  # seconds of the steps since the last measurement
-        self._found: dict[str, Any] = {}
+        self._measured: dict[str, Any] = {}
         self._latest: dict[str, float] = {}
 
     def begin(self, here: torch.device) -> None:
@@ -102,7 +102,7 @@ class Monitor:
         self._busy = 0.0
         if self.group.rank:
             return
-        self._found = {"step": step, "time": time.time(), "ranks": ranks}
+        self._measured = {"step": step, "time": time.time(), "ranks": ranks}
         self._write()
         self._latest = _summary(ranks)
         for alert in (*self._ranks.add(ranks), *self._check_disk()):
@@ -111,9 +111,9 @@ class Monitor:
     def _write(self) -> None:
         """Write the last measurement, with the step times of the whole start until now."""
         if times := self._times.percentiles():
-            self._found["step_seconds"] = times
+            self._measured["step_seconds"] = times
         with contextlib.suppress(OSError):  # a full disk
-            write_json(self.folder / MONITOR, self._found)
+            write_json(self.folder / MONITOR, self._measured)
 
     def add(self, point: Mapping[str, Any], step: int) -> dict[str, float]:
         """Look at a logged point; returns what was measured since the last one, for the same point."""
@@ -125,7 +125,7 @@ class Monitor:
     def end(self, step: int) -> None:
         """Look at the whole training when it ends. Nothing is left to stop."""
         self.stops = False
-        if self._found:  # a run shorter than the first pause was never measured
+        if self._measured:  # a run shorter than the first pause was never measured
             self._write()
         for alert in self._curves.end():
             self._report(alert, step)

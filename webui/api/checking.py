@@ -20,7 +20,7 @@ from backend.machine import Machine, describe
 from backend.preflight import Report, build_case, estimate_json, preflight
 from backend.recommended import recommended_values
 from backend.registry import DEVICES
-from backend.resolve import selected_gpus
+from backend.resolve import estimated_gpus
 from backend.rules import Finding, Fix
 from backend.rules.autofix import autofix
 from webui.api.app_state import AppState
@@ -314,8 +314,7 @@ def _downloadable_config(report: Report) -> dict[str, str] | None:
 def _device_label(report: Report) -> str:
     """The devices that the estimate is about: the names of those that the run uses, else their type."""
     run, machine = report.run, report.machine
-    used = selected_gpus(run, machine) or machine.gpus[: run.nproc_per_node]
-    names = dict.fromkeys(gpu.name for gpu in used) if run.device == machine.device else ()
+    names = dict.fromkeys(gpu.name for gpu in estimated_gpus(run, machine)) if run.device == machine.device else ()
     return ", ".join(names) or DEVICES[run.device].label
 
 
