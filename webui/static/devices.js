@@ -2,7 +2,7 @@
 // The devices of a machine as chips: a row for each node, a click selects a device or a node.
 import { $, el } from "./dom.js";
 import { currentValues, setValues } from "./form.js";
-import { bytes } from "./format.js";
+import { bytes, capitalized, countedMore } from "./format.js";
 
 const MAX_NODES = 4; // rows; the field for the number of nodes selects more
 
@@ -15,17 +15,17 @@ export function drawDevices(devices) {
   const focused = box.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   const rows = Array.from({ length: Math.min(nodes, MAX_NODES) }, (_, node) => nodeRow(devices, node));
   const hidden = nodes - MAX_NODES;
-  const more = hidden > 0 ? `and ${hidden} more ${hidden === 1 ? "node" : "nodes"} like these` : "";
+  const more = hidden > 0 ? `and ${countedMore(hidden, "node", "nodes")} like these` : "";
   const note = [more, topology(gpus)].filter(Boolean).join("; ");
   box.replaceChildren(
     el("p.fp-devices-title", { id: "fp-devices-title" }, title(devices)),
     ...rows,
-    ...[note && capitalized(note), ...gpus.map(usersText)].filter(Boolean).map((text) => el("p.fp-dim", {}, text)),
+    ...[note && `${capitalized(note)}.`, ...gpus.map((gpu) => usersText(gpu, devices.noun))]
+      .filter(Boolean)
+      .map((text) => el("p.fp-dim", {}, text)),
   );
   if (focused) [...box.querySelectorAll("button")].find((b) => b.getAttribute("aria-label") === focused)?.focus();
 }
-
-const capitalized = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}.`;
 
 function title({ gpus, noun, plural }) {
   const names = [...new Set(gpus.map((gpu) => gpu.name))];
@@ -49,7 +49,7 @@ function nodeRow(devices, node) {
     );
   return el(
     "div.fp-node-row",
-    { role: "group", "aria-label": nodes > 1 ? label : "GPUs" },
+    { role: "group", "aria-label": nodes > 1 ? label : devices.plural },
     button,
     el("div.fp-gpus", {}, chips),
   );
@@ -63,10 +63,11 @@ const chipState = (pressed, label, onclick) => ({
 });
 
 /** Which processes use a device: python (4711). */
-const usersText = ({ id, processes }) => (processes.length ? `GPU ${id} is used by ${processes.join(", ")}.` : "");
+const usersText = ({ id, processes }, noun) =>
+  processes.length ? `${noun} ${id} is used by ${processes.join(", ")}.` : "";
 
 function chip(devices, gpu, node) {
-  const { selected, selected_nodes: used, nodes, gpus } = devices;
+  const { selected, selected_nodes: used, nodes, gpus, noun } = devices;
   const isUsed = node < used && selected.includes(gpu.id);
   const busy = gpu.processes.length > 0;
   const inUse = gpu.total_bytes - gpu.free_bytes;
@@ -78,12 +79,12 @@ function chip(devices, gpu, node) {
   const users = busy ? `, used by ${gpu.processes.join(", ")}` : "";
   const where = nodes > 1 ? ` of node ${node}` : "";
   const free = `${bytes(gpu.free_bytes)} of ${bytes(gpu.total_bytes)} free`;
-  const label = `GPU ${gpu.id}${where}: ${gpu.name}, ${free}${users}`;
+  const label = `${noun} ${gpu.id}${where}: ${gpu.name}, ${free}${users}`;
   const toggle = () => setValues(devicesPatch(devices, gpu.id, node));
   return el(
     "button.fp-gpu",
     { ...chipState(isUsed, label, toggle), title: label, "data-busy": busy },
-    el("b", {}, `GPU ${gpu.id}${name}`),
+    el("b", {}, `${noun} ${gpu.id}${name}`),
     el("span", {}, memory),
   );
 }

@@ -17,6 +17,11 @@ export function num(value, digits = 4) {
   return value.toLocaleString("en", { maximumSignificantDigits: needed });
 }
 
+export const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
+
+/** 1 more node, 2 more nodes */
+export const countedMore = (count, noun, plural) => `${count} more ${count === 1 ? noun : plural}`;
+
 export const integer = (value) => Math.round(value).toLocaleString("en");
 export const percent = (fraction) => `${num(100 * fraction, 3)}%`;
 

@@ -2,7 +2,7 @@
 // The placement picture: a column for each device of each node, filled with what it holds; pointing at one shows with
 // which others it shares what.
 import { el, setText, svg } from "./dom.js";
-import { bytes } from "./format.js";
+import { bytes, capitalized, countedMore } from "./format.js";
 
 const WIDTH = 440;
 const NODE_WIDTH = 52; // the label before the columns
@@ -83,13 +83,11 @@ function drawColumns(frame) {
 /** What does not fit in the picture: nodes, devices of each node, or both. */
 function hiddenText(placement, nodes, perNode) {
   const { nodes: all, per_node: each } = placement;
-  const moreNodes = all > nodes ? `${counted(all - nodes, "node", "nodes")} like these` : "";
-  const devices = each > perNode ? counted(each - perNode, placement.noun, placement.plural) : "";
+  const moreNodes = all > nodes ? `${countedMore(all - nodes, "node", "nodes")} like these` : "";
+  const devices = each > perNode ? countedMore(each - perNode, placement.noun, placement.plural) : "";
   const moreDevices = devices && (all > 1 ? `${devices} on each node` : devices);
   return `and ${[moreDevices, moreNodes].filter(Boolean).join(", and ")}`;
 }
-
-const counted = (count, noun, plural) => `${count} more ${count === 1 ? noun : plural}`;
 
 const scaleOf = ({ capacity_bytes: capacity, high_bytes: high, device_bytes: peak }, measured) =>
   Math.max(capacity || 0, capacity ? peak : high, ...measured.map((m) => m || 0)) || 1;
@@ -146,7 +144,6 @@ function deviceName(placement, rank) {
   return placement.nodes > 1 ? `${name} of node ${Math.floor(rank / placement.per_node)}` : name;
 }
 
-const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 const sentText = (amount) => (amount === null ? "" : `, and sends ${bytes(amount)} per step`);
 
 /** 0 to 7, or 3 and 11. */

@@ -4,6 +4,7 @@ import { url } from "./api.js";
 import { drawDevices } from "./devices.js";
 import { $, canFocus, copy, el } from "./dom.js";
 import * as form from "./form.js";
+import { capitalized } from "./format.js";
 import { drawMemory } from "./memory.js";
 import { isRehearsing } from "./rehearsal.js";
 import { diffList, fixNote, applyFix } from "./fixes.js";
@@ -31,8 +32,6 @@ export function drawReport(report, { starting, edited }) {
   drawn = text;
   drawContent(report);
 }
-
-const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 
 /** Start: what it waits for, or whether the run can be started. */
 export function drawStart(report, starting) {

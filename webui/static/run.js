@@ -380,9 +380,7 @@ function drawModel(model) {
   const trained = id;
   const train = (fix) => emit("clone", { id: trained, fix });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
-  const showGenerations = run.result?.samples?.length
-    ? () => page.samples.scrollIntoView({ behavior: "smooth" })
-    : null;
+  const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
   page.model.replaceChildren(...modelParts(model, { base: base(), from, train, showGenerations }));
 }
 

@@ -2,7 +2,7 @@
 // Parts of the Run view that show what is known of a run: result cards, generated samples, failure, details.
 import { url } from "./api.js";
 import { copy, el } from "./dom.js";
-import { bytes, count, duration, integer, num, percent, toSeconds } from "./format.js";
+import { bytes, capitalized, count, duration, integer, num, percent, toSeconds } from "./format.js";
 import { placementPicture } from "./placement.js";
 import { liveCards } from "./live.js";
 import { hasEnded } from "./run_state.js";
@@ -91,8 +91,6 @@ export function gainOf(result) {
     metrics[0] === changed ? "" : ` ${capitalized(metrics[0].name)} is still ${metrics[0].text(metrics[0].after)}.`;
   return { text: sentence + first, change: after > before ? "better" : "worse" };
 }
-
-const capitalized = (text) => text.slice(0, 1).toUpperCase() + text.slice(1);
 
 function generationCards(result) {
   return generationMetrics(result).map(({ key, title, before, after, text }) => {
