@@ -6,6 +6,7 @@ Imports nothing from Footplate.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 
 def counted(number: int, thing: str) -> str:
@@ -13,6 +14,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing if number == 1 else plural(thing)}"
 
 
+@cache
 def plural(noun: str) -> str:
     """The regular plural of a noun: steps, batches, processes, entries."""
     if re.search(r"(s|x|z|sh|(?<!epo)ch)$", noun):

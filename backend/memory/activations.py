@@ -262,7 +262,7 @@ def dora_row(ctx: MemoryContext) -> Row:
 
 def dequantized_row(ctx: MemoryContext) -> Row:
     """The weight of the quantized layer that is computed, dequantized to the compute dtype."""
-    largest = max((leaf.in_features * leaf.out_features for leaf in ctx.quantized_modules), default=0)
+    largest = max((rows * columns for rows, columns in ctx.quantized_matrices), default=0)
     return Row("Dequantized weight", largest * ctx.compute_bytes, f"{largest:,} elements x {ctx.compute_bytes} bytes")
 
 

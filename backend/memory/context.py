@@ -16,7 +16,7 @@ from backend.engines import Engine
 from backend.machine import Machine
 from backend.memory import quantized
 from backend.memory.optimizer_state import OptimizerState
-from backend.modelspec import ModelShape, ModuleSpec, trainable_parameters
+from backend.modelspec import ModelShape, trainable_parameters
 from backend.resolve import ResolvedRun
 from backend.wording import counted
 
@@ -77,14 +77,14 @@ class MemoryContext:
         return self.shape.parameters - (0 if self.is_lora else self.trainable_count)
 
     @cached_property
-    def quantized_modules(self) -> list[ModuleSpec]:
-        """The modules whose weights are quantized."""
-        return quantized.quantized_modules(self.spec, self.shape)
+    def quantized_matrices(self) -> Mapping[tuple[int, int], int]:
+        """The sizes of the matrices that are quantized, (rows, columns), and how often each occurs."""
+        return quantized.quantized_matrices(self.spec, self.shape)
 
     @cached_property
     def quantized_count(self) -> int:
         """Quantized weights."""
-        return quantized.weight_count(self.quantized_modules)
+        return quantized.weight_count(self.quantized_matrices)
 
     @cached_property
     def unquantized_count(self) -> int:

@@ -21,6 +21,8 @@ from backend.resolve import ResolvedRun, estimated_gpus
 CONTEXT_BYTES = 1 * GIB  # of a process on a GPU: context, kernels, cuBLAS workspaces
 COLLECTIVES_BYTES = GIB // 2  # NCCL's buffers
 OVERHEAD = "Device context and libraries"  # the row that torch's allocator does not see
+# The phases whose memory depends neither on the batch nor on activation checkpointing.
+WITHOUT_ACTIVATIONS = LOADING, OPTIMIZER_STEP = "Loading", "Optimizer step"
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class Estimate:
     def device_bytes(self) -> int:
         """The peak on each device."""
         return self.total("device")
+
+    @property
+    def least_bytes(self) -> int:
+        """What a device needs even with the smallest batches; 0 if the memory of activations is not known."""
+        return max((moment.bytes for moment in self.moments if moment.phase in WITHOUT_ACTIVATIONS), default=0)
 
     @property
     def low_bytes(self) -> int:
@@ -111,9 +118,9 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
     """(what a device holds all the time and the rows of the largest peak, the peak of each phase)."""
     layer, persistent = layer_activations(ctx), persistent_rows(ctx)
     moments = [
-        Peak("Loading", "while the base model is loaded", quantized_loading(ctx, persistent)),
+        Peak(LOADING, "while the base model is loaded", quantized_loading(ctx, persistent)),
         *step_moments(ctx, layer),
-        Peak("Optimizer step", "in the optimizer step", optimizer_step(ctx)),
+        Peak(OPTIMIZER_STEP, "in the optimizer step", optimizer_step(ctx)),
         Peak("Evaluation", "in an evaluation batch", evaluation(ctx, layer)),
         Peak("Generation", "while text is generated for the evaluation", generation(ctx)),
     ]
@@ -123,8 +130,8 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
 def known_device_rows(ctx: MemoryContext) -> list[Row]:
     """As the rows of `device_peak`, without the moments that need a model of the activations: a lower bound."""
     persistent = persistent_rows(ctx)
-    loading = Peak("Loading", "", quantized_loading(ctx, persistent))
-    return _with_largest(persistent, [loading, Peak("Optimizer step", "", optimizer_step(ctx))])
+    loading = Peak(LOADING, "", quantized_loading(ctx, persistent))
+    return _with_largest(persistent, [loading, Peak(OPTIMIZER_STEP, "", optimizer_step(ctx))])
 
 
 def _with_largest(persistent: list[Row], moments: list[Peak]) -> list[Row]:
@@ -174,9 +181,9 @@ def quantized_loading(ctx: MemoryContext, persistent: list[Row]) -> list[Row]:
     modeling_utils.py loads quantized models unsharded). FSDP moves it to the devices layer by layer, which takes less
     than a step."""
     stays = ctx.run.parameter_shards == 1 and not ctx.param_offload
-    if not ctx.quantized_modules or stays or ctx.engine.shards_from_host:
+    if not ctx.quantized_matrices or stays or ctx.engine.shards_from_host:
         return []
-    scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules)
+    scales = quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices)
     whole = ctx.quantized_bytes + scales + ctx.unquantized_count * ctx.compute_bytes
     more = whole - sum(row.bytes for row in persistent[:-1])  # without the overhead, which exists already
     formula = f"{whole:,} bytes of the whole base model, less what the rows above count"

@@ -29,13 +29,13 @@ def host_rows(ctx: MemoryContext) -> list[Row]:
 
 def _loading_row(ctx: MemoryContext, offloaded: int) -> Row:
     """Parameters in RAM until they are on the devices, as far as they exceed what is offloaded later."""
-    run, is_quantized = ctx.run, bool(ctx.quantized_modules)
+    run, is_quantized = ctx.run, bool(ctx.quantized_matrices)
     keeps_base = ctx.is_lora and not registry.LORA_INITS[ctx.spec.lora.init].changes_base_weights
     each = ctx.compute_bytes if keeps_base else ctx.trainable_bytes
     count = ctx.unquantized_count if ctx.is_lora else ctx.shape.parameters
     model = count * each + ctx.quantized_bytes
     if is_quantized and ctx.engine.shards_from_host:
-        model += quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules)
+        model += quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices)
     elif is_quantized and run.zero_stage != 3:  # each weight is moved to the device when it is read
         model = min(model, FILE_BYTES)
     readers = 1 if run.loads_on_rank0 else run.nproc_per_node

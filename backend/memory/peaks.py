@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from backend.memory.activations import (
     LayerActivations,
@@ -43,7 +44,7 @@ class Peak:
     at: str
     rows: list[Row]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """The bytes of all rows."""
         return sum(row.bytes for row in self.rows)

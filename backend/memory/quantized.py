@@ -5,7 +5,8 @@ Source: bitsandbytes 0.50 functional.py (QuantState) and nn/modules.py; Dettmers
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from backend import registry
@@ -25,34 +26,45 @@ def bits(spec: RunSpec, shape: ModelShape) -> int:
 
 def quantized_modules(spec: RunSpec, shape: ModelShape) -> list[ModuleSpec]:
     """The modules that are quantized: every linear layer but the output layer."""
-    if not bits(spec, shape):
-        return []
-    return _linear_modules(shape)
+    return list(_linear_modules(shape)) if bits(spec, shape) else []
+
+
+def quantized_matrices(spec: RunSpec, shape: ModelShape) -> Mapping[tuple[int, int], int]:
+    """The sizes of the matrices that are quantized, (rows, columns), and how often each occurs."""
+    return _linear_matrices(shape) if bits(spec, shape) else {}
+
+
+def _linear_modules(shape: ModelShape) -> Iterator[ModuleSpec]:
+    return (leaf for leaf in shape.all_modules() if leaf.is_linear and leaf.path != shape.head)
 
 
 @lru_cache(maxsize=64)  # one check asks for it dozens of times
-def _linear_modules(shape: ModelShape) -> list[ModuleSpec]:
-    return [leaf for leaf in shape.all_modules() if leaf.is_linear and leaf.path != shape.head]
+def _linear_matrices(shape: ModelShape) -> Mapping[tuple[int, int], int]:
+    return Counter((leaf.out_features, leaf.in_features) for leaf in _linear_modules(shape))
 
 
-def weight_count(modules: Iterable[ModuleSpec]) -> int:
-    """Quantized weights of these modules; biases are not quantized."""
-    return sum(leaf.in_features * leaf.out_features for leaf in modules)
+def weight_count(matrices: Mapping[tuple[int, int], int]) -> int:
+    """Weights in all of these matrices; biases are not quantized."""
+    return sum(count * rows * columns for (rows, columns), count in matrices.items())
 
 
-def scale_bytes(spec: RunSpec, shape: ModelShape, modules: Iterable[ModuleSpec]) -> int:
-    """Bytes of scales and codebooks."""
+def scale_bytes(spec: RunSpec, shape: ModelShape, matrices: Mapping[tuple[int, int], int]) -> int:
+    """Bytes of scales and codebooks of all of these matrices."""
     if shape.weight_bits:  # a 16-bit scale and a zero point for each group
         groups = sum(
-            leaf.out_features * -(-leaf.in_features // (shape.group_size or leaf.in_features)) for leaf in modules
+            count * rows * -(-columns // (shape.group_size or columns)) for (rows, columns), count in matrices.items()
         )
         return groups * (16 + shape.weight_bits) // 8
+    return sum(count * _scale_bytes(spec, *size) for size, count in matrices.items())
+
+
+def _scale_bytes(spec: RunSpec, rows: int, columns: int) -> int:
     if spec.method.quantization == "int8":
-        return sum(leaf.out_features * 4 for leaf in modules)
-    blocks = [-(-leaf.in_features * leaf.out_features // BLOCK) for leaf in modules]
+        return rows * 4
+    blocks = -(-rows * columns // BLOCK)
     if not spec.method.bnb_4bit_use_double_quant:
-        return sum(count * 4 + CODEBOOK_BYTES for count in blocks)
-    return sum(count + -(-count // SECOND_BLOCK) * 4 + CODEBOOK_BYTES + SECOND_CODEBOOK_BYTES for count in blocks)
+        return blocks * 4 + CODEBOOK_BYTES
+    return blocks + -(-blocks // SECOND_BLOCK) * 4 + CODEBOOK_BYTES + SECOND_CODEBOOK_BYTES
 
 
 def scale_formula(spec: RunSpec, shape: ModelShape) -> str:

@@ -17,7 +17,7 @@ def parameter_rows(ctx: MemoryContext) -> list[Row]:
     frozen, trainable = ctx.unquantized_count, ctx.trainable_count
     each = ctx.compute_bytes if ctx.engine.separate_master_weights else ctx.trainable_bytes
     return [
-        *(_quantized_rows(ctx) if ctx.quantized_modules else []),
+        *(_quantized_rows(ctx) if ctx.quantized_matrices else []),
         Row(
             "Frozen parameters",
             on_device * frozen * ctx.compute_bytes // shards,
@@ -43,7 +43,7 @@ def _quantized_rows(ctx: MemoryContext) -> list[Row]:
         ),
         Row(
             "Quantization scales",
-            quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_modules),
+            quantized.scale_bytes(ctx.spec, ctx.shape, ctx.quantized_matrices),
             quantized.scale_formula(ctx.spec, ctx.shape),
         ),
     ]

@@ -48,7 +48,7 @@ def _has_verified_settings(ctx: MemoryContext) -> bool:
         and spec.model.attn_implementation in ("auto", "sdpa", *registry.FLASH_ATTENTIONS)
         and spec.precision.compute != "fp8"
         and ctx.run.token_shards == 1
-        and not ctx.quantized_modules
+        and not ctx.quantized_matrices
         and not (spec.data.packing or spec.lora.use_dora or spec.lora.dropout or spec.parallel.cpu_offload)
         and not (spec.train.use_liger_kernel or spec.train.use_unsloth or spec.train.torch_compile)
     )

@@ -77,6 +77,10 @@ class ModelShape:
     layer_kind_indices: tuple[int, ...] = field(default=(), repr=False)
     activations_unknown: str = ""  # why the memory of activations cannot be estimated, as the end of a sentence
 
+    def __hash__(self) -> int:
+        """Of few fields: caches hash a shape hundreds of times in one check."""
+        return hash((self.model_type, self.layers, self.hidden, self.intermediate, self.vocabulary, self.weight_bits))
+
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer; of the largest, where layers differ."""

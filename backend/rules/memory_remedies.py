@@ -123,9 +123,26 @@ class _Search:
             return None
         estimate, ram = applied.case.estimate, self.case.machine.ram_free_bytes
         fits = _load(estimate) <= min(limit, 1) or (_load(estimate) <= limit and estimate.fits)
-        if not fits or estimate.host_bytes > ram or applied.errors - self.start.errors:
+        if not fits or estimate.host_bytes > ram or self._new_errors(applied):
             return None
         return applied.as_fix()
+
+    def is_promising(self, changes: Sequence[Change], limit: float) -> bool:
+        """Whether these changes may fit with some batch size and length. What does not fit without activations, has an
+        error, or does not fit with the smallest batch and length, is not tried with each of them."""
+        others = self._after([change for change in changes if change.kind not in ACTIVATION_KINDS])
+        if others is None:
+            return False
+        estimate, ram = others.case.estimate, self.case.machine.ram_free_bytes
+        if estimate.least_bytes > limit * estimate.capacity_bytes or estimate.host_bytes > ram:
+            return False
+        smallest = self._after([self.start.changes(c.kind)[-1] if c.kind in GRADUAL_KINDS else c for c in changes])
+        if smallest and _load(smallest.case.estimate) > limit:
+            return False
+        return not self._new_errors(others)
+
+    def _new_errors(self, applied: _Applied) -> set[str]:
+        return applied.errors - self.start.errors
 
     def _after(self, changes: Sequence[Change]) -> _Applied | None:
         """Each change is computed again after the ones before it: a strategy may change the number of gradient
@@ -146,7 +163,7 @@ class _Search:
         changes = [change for kind in KINDS for change in self.start.changes(kind)]
         first = [self._saved([], change) for change in changes]
         largest = changes[first.index(max(first))] if changes else None
-        then = [self._saved([largest], change) if largest else 0 for change in changes]
+        then = [self._saved([largest], c) if largest and c.kind != largest.kind else 0 for c in changes]
         most = zip(changes, map(max, first, then), strict=True)
         return [(change, saved) for change, saved in most if saved > 0]
 
@@ -222,21 +239,42 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
 def _smallest_that_fit(
     search: _Search, candidates: list[list[Change]], wanted: int, accepted: list[list[Change]], limit: float
 ) -> Iterator[Fix]:
-    """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that contains an
-    accepted one."""
+    """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that does more than
+    an accepted one. Larger ones are tried until `wanted` of them do not offload."""
     before = len(accepted)
     for size in (1, 2) if accepted else (1, 2, 3):
         kinds: list[tuple[str, ...]] = []
-        for changes in islice(sorted((c for c in candidates if len(c) == size), key=_rank), MAX_TRIES):
-            own = tuple(change.kind for change in changes)
-            contains_accepted = any(all(change in changes for change in other) for other in accepted)
+
+        def is_worth_trying(changes: list[Change], kinds: list[tuple[str, ...]] = kinds) -> bool:
+            own = _kinds(changes)
             is_new = kinds.count(own) < (1 if own[-1] in GRADUAL_KINDS else 2)
-            if is_new and not contains_accepted and (fix := search.as_fix(changes, limit)):
-                kinds.append(own)
+            does_more = any(_covers(changes, other) for other in accepted)
+            return is_new and not does_more and search.is_promising(changes, limit)
+
+        ranked = sorted((changes for changes in candidates if len(changes) == size), key=_rank)
+        for changes in islice(filter(is_worth_trying, ranked), MAX_TRIES):
+            if fix := search.as_fix(changes, limit):
+                kinds.append(_kinds(changes))
                 accepted.append(changes)
                 yield fix
-        if len(accepted) - before >= wanted:
+        if sum(not any(offloads(change.fix.patch) for change in changes) for changes in accepted[before:]) >= wanted:
             return
+
+
+def _kinds(changes: Sequence[Change]) -> tuple[str, ...]:
+    return tuple(change.kind for change in changes)
+
+
+def _covers(changes: Sequence[Change], others: Sequence[Change]) -> bool:
+    """Whether `changes` has all of `others`, or in their place even smaller batches and lengths."""
+    return all(
+        any(change.kind == other.kind and (change == other or _is_smaller(change, other)) for change in changes)
+        for other in others
+    )
+
+
+def _is_smaller(change: Change, other: Change) -> bool:
+    return change.kind in GRADUAL_KINDS and _rank([change]) > _rank([other])
 
 
 def _rank(changes: Sequence[Change]) -> tuple[int, int]:
@@ -271,6 +309,9 @@ def _changes(case: Case, kind: str = "") -> list[Change]:
 
 def _strategies(case: Case) -> Iterator[Change]:
     for strategy, label, patch in strategy_patches(case):
+        processes = case.resolved(case.with_patch(patch)).world_size
+        if engine_of(strategy).needs_several_processes and processes == 1:
+            continue
         if case.run.device == "cpu":
             helps = strategy not in registry.MULTI_PROCESS  # all processes share the same RAM
         else:
@@ -384,6 +425,7 @@ KINDS = {
     "batch": _batches,
     "length": _lengths,
 }
+ACTIVATION_KINDS = ("checkpointing", "batch", "length")  # the last ones: they save memory of activations only
 GRADUAL_KINDS = ("batch", "length")  # only the smallest sufficient change is offered; two of other kinds
 
 

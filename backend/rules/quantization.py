@@ -135,7 +135,7 @@ def modules_to_save_quantized(case: Case) -> Violation | None:
     """Modules in modules_to_save are trained as full copies, and quantized weights cannot take gradient steps. Norms,
     embeddings and the output layer are not quantized and can be listed."""
     listed = case.spec.lora.modules_to_save
-    if not quantized_base(case) or not case.shape or case.spec.method.kind != "lora":
+    if not listed or not quantized_base(case) or not case.shape or case.spec.method.kind != "lora":
         return None
     layers = quantized.quantized_modules(case.spec, case.shape)
     wrong = [name for name in listed if any(matches(leaf.path, name) for leaf in layers)]

@@ -120,6 +120,21 @@ def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
     assert recommend(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
+@pytest.mark.parametrize("preset", ["full-8b-zero3", "qlora-70b-fsdp2", "continued-pretraining", "lora-80gb"])
+@pytest.mark.parametrize("machine", ["1x24gb", "2x24gb", "8x80gb"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_strategies_that_are_left_out_would_not_be_recommended(
+    preset: str, machine: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit without activations is not tried with smaller batches; trying it changes nothing."""
+    changes = {"train__per_device_train_batch_size": 8, "train__activation_checkpointing": checkpointing}
+    found = case(preset, machine, **changes)
+    quick = recommend(found)
+    monkeypatch.setattr(Variant, "may_fit", True)
+    full = recommend(found)
+    assert (quick and (quick[0].name, quick[1])) == (full and (full[0].name, full[1]))
+
+
 def test_unknown_model_has_lines_without_figures() -> None:
     found = case("lora-80gb", "1x80gb", model__hub_id="own/thing")
     lines = variants(found)

@@ -12,7 +12,7 @@ from backend.machine import GIB
 from backend.registry.hub_models import HUB_CONFIGS, siblings
 from backend.rules import Case, Fix, examine
 from backend.rules import base as rule_base
-from backend.rules.memory_remedies import find_remedies, patched_case
+from backend.rules.memory_remedies import find_remedies, offloads, patched_case, single_changes
 
 BIG = "meta-llama/Llama-3.3-70B-Instruct"
 MIXTRAL_NF4 = {"model__hub_id": "mistralai/Mixtral-8x7B-Instruct-v0.1", "method__quantization": "nf4"}
@@ -145,6 +145,36 @@ def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         counted.clear()
         find_remedies(case(preset, machine, **changes), 1.0)
         assert len(counted) < 200, (preset, machine)
+
+
+def test_tries_are_not_spent_on_what_exceeds_the_host_ram() -> None:
+    found = case("full-8b-zero3", "1x24gb", train__per_device_train_batch_size=8, train__activation_checkpointing=True)
+    good = labels(find_remedies(found, 1.0))
+    assert good[0] == "QLoRA + Batch size 4 with more gradient accumulation", "without a different optimizer"
+    assert len(good) >= 3
+
+
+def test_one_gpu_is_not_offered_what_needs_several_processes() -> None:
+    found = case("full-8b-zero3", "1x24gb")
+    strategies = [fix.label for fix in single_changes(found) if "parallel.strategy" in fix.patch]
+    assert "ZeRO-3 with CPU offload" in strategies
+    assert not any(label.startswith("FSDP") for label in strategies)
+
+
+def test_no_remedy_does_more_than_another() -> None:
+    for size in (4, 8):
+        found = case("two-nodes", "1x24gb", train__per_device_train_batch_size=size)
+        kinds = [{part.partition(" of ")[0].partition(" size ")[0] for part in label.split(" + ")}
+                 for label in labels(find_remedies(found, 1.0))]  # fmt: skip
+        assert len(kinds) > 1
+        assert not any(a < b for a in kinds for b in kinds)
+
+
+def test_offloading_alone_does_not_end_the_search() -> None:
+    found = case("continued-pretraining", "2x24gb", train__per_device_train_batch_size=8)
+    safe = [fix for fix in find_remedies(found, 1.0) if fix.safe]
+    assert any(offloads(fix.patch) for fix in safe)
+    assert any(not offloads(fix.patch) for fix in safe)
 
 
 def test_unknown_model_has_no_remedies() -> None:

@@ -45,6 +45,11 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Set an attribute without touching the DOM if it is unchanged: styles depend on it. */
+export function setAttribute(node, name, value) {
+  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+}
+
 /** @type {Record<string, Function[]>} */
 const listeners = {};
 /** Events between modules: edited, view, run, clone, after. */

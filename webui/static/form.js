@@ -1,6 +1,6 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
-import { $, el, emit, notify } from "./dom.js";
+import { $, el, emit, notify, setAttribute } from "./dom.js";
 import { closeLeftMenu, describeField, editedField, focusField, writeFormValues } from "./gradio.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
@@ -117,7 +117,7 @@ function changed() {
 }
 
 function refresh() {
-  for (const name of description.controlling) document.body.setAttribute(bodyAttribute(name), String(values[name]));
+  for (const name of description.controlling) setAttribute(document.body, bodyAttribute(name), String(values[name]));
   document.querySelectorAll(".fp-section").forEach(summarize);
   for (const name of description.names) {
     const field = fieldOf(name);
@@ -222,7 +222,7 @@ function toggleName(name, one) {
 
 function markChosenNames(field, name) {
   for (const button of field.querySelectorAll(".fp-name")) {
-    button.setAttribute("aria-pressed", String(chosenNames(name).includes(button.textContent)));
+    setAttribute(button, "aria-pressed", String(chosenNames(name).includes(button.textContent)));
   }
 }
 
@@ -230,18 +230,21 @@ function markChosenNames(field, name) {
 
 /** Outline fields, and the sections they are in. @param {Record<string, string>} levels level by option name */
 export function outline(levels) {
-  for (const node of document.querySelectorAll(
-    ":is(.fp-field, .fp-section, #fp-devices, #fp-strategies)[data-level]",
-  )) {
-    node.removeAttribute("data-level");
-  }
+  /** @type {Map<Element, string>} */
+  const outlined = new Map();
   for (const [name, level] of Object.entries(levels)) {
     const field = fieldOf(name);
     if (!field) continue;
-    field.setAttribute("data-level", level);
+    outlined.set(field, level);
     const section = field.closest(".fp-section");
-    if (section && section.getAttribute("data-level") !== "error") section.setAttribute("data-level", level);
+    if (section && outlined.get(section) !== "error") outlined.set(section, level);
   }
+  for (const node of document.querySelectorAll(
+    ":is(.fp-field, .fp-section, #fp-devices, #fp-strategies)[data-level]",
+  )) {
+    if (!outlined.has(node)) node.removeAttribute("data-level");
+  }
+  outlined.forEach((level, node) => setAttribute(node, "data-level", level));
 }
 
 /** Scroll to an option and focus it; opens its section first. */
