@@ -242,19 +242,18 @@ def _smallest_that_fit(
     """The smallest combinations that fit, the best ranked first: few of the same kinds, and none that does more than
     an accepted one. Larger ones are tried until `wanted` of them do not offload."""
     before = len(accepted)
+
+    def is_worth_trying(changes: list[Change]) -> bool:
+        kinds = _kinds(changes)
+        similar = sum(_kinds(other) == kinds for other in accepted[before:])
+        is_new = similar < (1 if kinds[-1] in GRADUAL_KINDS else 2)
+        does_more = any(_covers(changes, other) for other in accepted)
+        return is_new and not does_more and search.is_promising(changes, limit)
+
     for size in (1, 2) if accepted else (1, 2, 3):
-        kinds: list[tuple[str, ...]] = []
-
-        def is_worth_trying(changes: list[Change], kinds: list[tuple[str, ...]] = kinds) -> bool:
-            own = _kinds(changes)
-            is_new = kinds.count(own) < (1 if own[-1] in GRADUAL_KINDS else 2)
-            does_more = any(_covers(changes, other) for other in accepted)
-            return is_new and not does_more and search.is_promising(changes, limit)
-
         ranked = sorted((changes for changes in candidates if len(changes) == size), key=_rank)
         for changes in islice(filter(is_worth_trying, ranked), MAX_TRIES):
             if fix := search.as_fix(changes, limit):
-                kinds.append(_kinds(changes))
                 accepted.append(changes)
                 yield fix
         if sum(not any(offloads(change.fix.patch) for change in changes) for changes in accepted[before:]) >= wanted:
