@@ -99,12 +99,12 @@ def one_node(spec: RunSpec, machine: Machine, run: ResolvedRun, facts: InputFact
 
 
 def _devices(run: ResolvedRun, machine: Machine) -> dict[str, str]:
-    """What the run waits for on this machine: its GPUs by UUID if they have one, or the CPU."""
-    label = registry.DEVICES[run.device].label
+    """What the run waits for on this machine: its GPUs, or other devices, by UUID if they have one, or the CPU."""
+    device = registry.DEVICES[run.device]
     if not run.device_ids:
-        return {run.device: f"the {label}"}
+        return {run.device: f"the {device.label}"}
     uuids = {gpu.id: gpu.uuid for gpu in machine.gpus}
-    return {uuids.get(number) or f"{run.device}-{number}": f"GPU {number}" for number in run.device_ids}
+    return {uuids.get(number) or f"{run.device}-{number}": f"{device.noun} {number}" for number in run.device_ids}
 
 
 def _files(spec: RunSpec, run: ResolvedRun, facts: InputFacts | None) -> dict[str, str]:

@@ -135,6 +135,12 @@ def test_command(patch, machine, says):
     assert ("CUDA_VISIBLE_DEVICES" in command) == (machine is NODE and patch.get("launch.device") != "cpu")
 
 
+def test_a_run_waits_for_devices_by_their_noun():
+    assert plan(RunSpec(), NODE).devices == {"cuda-0": "GPU 0"}
+    assert plan(RunSpec(), replace(NODE, device="npu")).devices == {"npu-0": "NPU 0"}
+    assert plan(RunSpec(), LAPTOP).devices == {"cpu": "the CPU"}
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_config_file(stage):
     made = plan(edit(RunSpec(), {"parallel.strategy": f"zero{stage}", "parallel.bucket_cap_mb": 50}), LAPTOP)
