@@ -17,7 +17,14 @@ from backend.memory import MemoryContext
 from backend.memory.communication import host_bytes, network_bytes
 from backend.rules import Case
 from backend.rules.base import amount
-from backend.rules.memory_remedies import available_gpus, offloads, smaller_batches, strategy_patch, strategy_patches
+from backend.rules.memory_remedies import (
+    available_gpus,
+    may_fit,
+    offloads,
+    smaller_batches,
+    strategy_patch,
+    strategy_patches,
+)
 
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
 # How nodes find each other says nothing about a strategy.
@@ -73,12 +80,6 @@ class Variant:
         if self.host_bytes > self.case.machine.ram_free_bytes:
             return False
         return self.case.estimate.fits
-
-    @property
-    def may_fit(self) -> bool:
-        """Whether it fits, or would with less memory for activations."""
-        estimate = self.case.estimate
-        return estimate.least_bytes <= estimate.capacity_bytes and self.host_bytes <= self.case.machine.ram_free_bytes
 
     @property
     def runs(self) -> bool:
@@ -151,26 +152,23 @@ def recommend(case: Case, known: list[Variant] | None = None) -> tuple[Variant, 
         return None
     several = len(available_gpus(case)) > 1 and case.run.device == case.machine.device
     known = known or variants(case)
-    candidates = {v.name for v in known if v.may_fit}
-    for extra_patch, description in _smaller_settings(case) if candidates else ():
+    candidates = {v.name for v in known if may_fit(v.case)}
+    if not candidates:
+        return None
+    for extra_patch, description in _smaller_settings(case):
         found = _changed(case, extra_patch, known[0].unrelated) if extra_patch else known
         found = [v for v in found if not several or v.case.run.world_size > 1]
-        by_cost = sorted((v for v in found if v.name in candidates), key=_cost)
-        best = next((v for v in by_cost if v.runs), None)
+        found.sort(key=lambda v: v.cost)
+        best = next((v for v in found if v.name in candidates and v.runs), None)
         if best is None:
             continue
-        cheaper = sorted((v for v in found if v.cost <= best.cost), key=_cost)
-        too_large = [v.name for v in cheaper if not v.fits and not v.error]
+        too_large = [v.name for v in found if v.cost <= best.cost and not v.fits and not v.error]
         reason = (
             f"It needs {amount(best.device_bytes or 0)} of {amount(best.capacity_bytes)} per device{description} and "
             f"has the least communication of the strategies that fit{' and use every GPU' if several else ''}"
         )
         return best, f"{reason}; {', '.join(too_large)} would not fit." if too_large else f"{reason}."
     return None
-
-
-def _cost(variant: Variant) -> int:
-    return variant.cost
 
 
 def _changed(case: Case, extra_patch: Mapping[str, Any], unrelated: frozenset[str]) -> list[Variant]:

@@ -21,8 +21,8 @@ from backend.resolve import ResolvedRun, estimated_gpus
 CONTEXT_BYTES = 1 * GIB  # of a process on a GPU: context, kernels, cuBLAS workspaces
 COLLECTIVES_BYTES = GIB // 2  # NCCL's buffers
 OVERHEAD = "Device context and libraries"  # the row that torch's allocator does not see
-# The phases whose memory depends neither on the batch nor on activation checkpointing.
-WITHOUT_ACTIVATIONS = LOADING, OPTIMIZER_STEP = "Loading", "Optimizer step"
+LOADING, OPTIMIZER_STEP = "Loading", "Optimizer step"
+WITHOUT_ACTIVATIONS = (LOADING, OPTIMIZER_STEP)  # phases that depend neither on the batch nor on checkpointing
 
 
 @dataclass(frozen=True)

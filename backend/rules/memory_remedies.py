@@ -68,6 +68,13 @@ def single_changes(case: Case) -> list[Fix]:
     return [change.fix for change in sorted(_changes(case), key=lambda change: _rank([change]))]
 
 
+def may_fit(case: Case, limit: float = 1) -> bool:
+    """Whether a case would fit into `limit` x the free memory with less memory for activations, and into host RAM."""
+    estimate = case.estimate
+    fits = estimate.least_bytes <= limit * estimate.capacity_bytes
+    return fits and estimate.host_bytes <= case.machine.ram_free_bytes
+
+
 def patched_case(case: Case, patch: Mapping[str, Any]) -> Case:
     """The case with a patch applied, and the facts of a different model that the patch names."""
     spec, facts = effective(case.with_patch(patch)), case.facts
@@ -131,10 +138,7 @@ class _Search:
         """Whether these changes may fit with some batch size and length. What does not fit without activations, has an
         error, or does not fit with the smallest batch and length, is not tried with each of them."""
         others = self._after([change for change in changes if change.kind not in ACTIVATION_KINDS])
-        if others is None:
-            return False
-        estimate, ram = others.case.estimate, self.case.machine.ram_free_bytes
-        if estimate.least_bytes > limit * estimate.capacity_bytes or estimate.host_bytes > ram:
+        if others is None or not may_fit(others.case, limit):
             return False
         smallest = self._after([self.start.changes(c.kind)[-1] if c.kind in GRADUAL_KINDS else c for c in changes])
         if smallest and _load(smallest.case.estimate) > limit:
@@ -308,8 +312,7 @@ def _changes(case: Case, kind: str = "") -> list[Change]:
 
 def _strategies(case: Case) -> Iterator[Change]:
     for strategy, label, patch in strategy_patches(case):
-        processes = case.resolved(case.with_patch(patch)).world_size
-        if engine_of(strategy).needs_several_processes and processes == 1:
+        if engine_of(strategy).needs_several_processes and case.resolved(case.with_patch(patch)).world_size == 1:
             continue
         if case.run.device == "cpu":
             helps = strategy not in registry.MULTI_PROCESS  # all processes share the same RAM
