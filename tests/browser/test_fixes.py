@@ -186,6 +186,28 @@ def test_memory_remedies_are_applied_by_a_click(page):
     expect(table).to_have_count(0)
 
 
+@pytest.mark.parametrize("width", [390, 800, 1024, 1440])
+def test_long_memory_remedies_stay_within_their_cards(page, width):
+    """A combination of three changes has a long label; the peak next to it, and its button on the card of the finding,
+    are in sight."""
+    yaml = EIGHT_B.replace("a/b", "a/b, max_length: 4096") + FULL
+    yaml += "parallel: {strategy: zero3}\nlaunch: {nproc_per_node: 8}\n"
+    size = page.viewport_size
+    page.set_viewport_size({"width": width, "height": 1000})
+    import_yaml(
+        page, "1x24gb", yaml + "train: {per_device_train_batch_size: 8, activation_checkpointing: true}\n", "MEM001"
+    )
+    assert max(map(len, page.locator(".fp-reductions button").all_inner_texts())) > 70
+    for selector in (".fp-reductions :is(button, div, td)", ".fp-fix button"):
+        outside = """nodes => nodes.filter(node => {
+            const card = node.closest('#fp-memory, .fp-finding').getBoundingClientRect();
+            return node.getBoundingClientRect().right > card.right || node.scrollWidth > node.clientWidth + 1;
+        }).map(node => node.textContent)"""
+        assert page.locator(selector).count() > 0
+        assert page.locator(selector).evaluate_all(outside) == [], selector
+    page.set_viewport_size(size)
+
+
 def test_rules_page_filters_by_text_level_and_topic(page):
     """The filters also apply to outdated advice."""
     rules = page.context.new_page()
