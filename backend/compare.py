@@ -21,9 +21,10 @@ from backend.rules.memory_remedies import (
     available_gpus,
     may_fit,
     offloads,
+    processes_patch,
+    recommended_strategies,
     smaller_batches,
     strategy_patch,
-    strategy_patches,
 )
 
 HOST_TRAFFIC_WEIGHT = 4  # a byte between device and host costs as much as this many bytes between devices
@@ -137,11 +138,10 @@ def other_strategies(case: Case, known: list[Variant]) -> list[Variant]:
 def _lines(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, patch) of each strategy, and of the other ways to divide its devices. The patches keep the global batch
     size where it is divisible."""
-    for strategy, label, patch in strategy_patches(case):
-        per_node = patch.get("launch.nproc_per_node", 1)
+    for strategy, label, settings in recommended_strategies(case):
+        per_node = processes_patch(case, strategy).get("launch.nproc_per_node", 1)
         divisions = engine_of(strategy).divisions(case.spec, per_node, case.run.nnodes)
-        settings = {name: value for name, value in patch.items() if name != "train.gradient_accumulation_steps"}
-        for suffix, sizes in divisions[:1] if offloads(patch) else divisions:
+        for suffix, sizes in divisions[:1] if offloads(settings) else divisions:
             yield f"{label}{suffix}", strategy_patch(case, strategy, {**settings, **sizes})
 
 

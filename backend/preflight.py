@@ -198,6 +198,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
     """An estimate as JSON: its rows, and the totals of device, host and disk."""
     return {
         **asdict(estimate),
+        "rows": [row._asdict() for row in estimate.rows],
         "device_bytes": estimate.device_bytes,
         "low_bytes": estimate.low_bytes,
         "high_bytes": estimate.high_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from backend import registry
 from backend.config import RunSpec
@@ -24,9 +25,9 @@ MIB = 2**20
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of the estimate's breakdown. `where` is device, host or disk; `formula` says how the bytes follow."""
+class Row(NamedTuple):
+    """One row of the estimate's breakdown. `where` is device, host or disk; `formula` says how the bytes follow. A
+    named tuple, because a check creates thousands of them."""
 
     name: str
     bytes: int

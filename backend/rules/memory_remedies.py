@@ -159,11 +159,8 @@ class _Search:
 
     @cached_property
     def savings(self) -> list[tuple[Change, float]]:
-        """Changes that save memory, and how much at most as a share of the free memory; empty if all of them together
-        are not enough. A peak is the largest of several phases, so a change may save only after the largest saving is
-        applied."""
-        if _load(self._smallest().estimate) > POSSIBLE_EXCESS:
-            return []
+        """Changes that save memory, and how much at most as a share of the free memory. A peak is the largest of
+        several phases, so a change may save only after the largest saving is applied."""
         changes = [change for kind in KINDS for change in self.start.changes(kind)]
         first = [self._saved([], change) for change in changes]
         largest = changes[first.index(max(first))] if changes else None
@@ -175,19 +172,6 @@ class _Search:
         """What a change saves after other ones, as a share of the free memory."""
         without, applied = self._after(before), self._after([*before, change])
         return _load(without.case.estimate) - _load(applied.case.estimate) if without and applied else 0
-
-    def _smallest(self) -> Case:
-        """The case with the strongest change of every kind: about the least memory that options can achieve."""
-        taken: list[Change] = []
-        smallest = self.start
-        for kind in KINDS:
-            changes = smallest.changes(kind)
-            strongest = changes if kind == "strategy" else changes[-2:]
-            others = [(change, applied) for change in strongest if (applied := self._after([*taken, change]))]
-            best = min(others, key=lambda other: _load(other[1].case.estimate), default=None)
-            if best and _load(best[1].case.estimate) < _load(smallest.case.estimate):
-                taken, smallest = [*taken, best[0]], best[1]
-        return smallest.case
 
 
 def _apply(before: _Applied, change: Change) -> _Applied | None:
@@ -311,16 +295,19 @@ def _changes(case: Case, kind: str = "") -> list[Change]:
 
 
 def _strategies(case: Case) -> Iterator[Change]:
-    for strategy, label, patch in strategy_patches(case):
-        if engine_of(strategy).needs_several_processes and case.resolved(case.with_patch(patch)).world_size == 1:
-            continue
+    for strategy, label, settings in recommended_strategies(case):
+        engine = engine_of(strategy)
         if case.run.device == "cpu":
             helps = strategy not in registry.MULTI_PROCESS  # all processes share the same RAM
         else:
-            helps = offloads(patch) or (len(available_gpus(case)) > 1 and engine_of(strategy).shards_optimizer)
-        if helps:
-            yield _strategy(case, strategy, label, patch)
-        if helps and _loads_whole_base(case, strategy):
+            helps = offloads(settings) or (len(available_gpus(case)) > 1 and engine.shards_optimizer)
+        if not helps:
+            continue
+        patch = strategy_patch(case, strategy, settings)
+        if engine.needs_several_processes and case.resolved(case.with_patch(patch)).world_size == 1:
+            continue
+        yield _strategy(case, strategy, label, patch)
+        if _loads_whole_base(case, strategy):
             bf16 = {**patch, "method.quantization": "none"}
             change = _strategy(case, strategy, f"{label}, without quantization", bf16)
             cost = "; ".join(filter(None, (change.fix.cost, f"base model in {case.run.compute_dtype}")))
@@ -453,30 +440,38 @@ def available_gpus(case: Case) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in case.machine.gpus if not listed or gpu.id in listed)
 
 
-def strategy_patches(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each recommended strategy, without offload and, on accelerators, with it: key, label, and the patch."""
+def recommended_strategies(case: Case) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Each recommended strategy, without offload and, on accelerators, with it: key, label, and the settings of
+    offload."""
     for strategy, row in registry.STRATEGIES.items():
         engine = engine_of(strategy)
         if not engine.is_recommended:
             continue
-        yield strategy, row.label, strategy_patch(case, strategy)
+        yield strategy, row.label, NO_OFFLOAD
         if engine.offload_patch and case.run.device != "cpu":
-            patch = strategy_patch(case, strategy, {**NO_OFFLOAD, **engine.offload_patch})
-            yield strategy, f"{row.label} with CPU offload", patch
+            yield strategy, f"{row.label} with CPU offload", {**NO_OFFLOAD, **engine.offload_patch}
+
+
+def processes_patch(case: Case, strategy: str) -> dict[str, Any]:
+    """The patch that starts a process of this strategy on each device."""
+    if strategy not in registry.MULTI_PROCESS:
+        return {}
+    launch, devices = case.spec.launch, len(available_gpus(case)) if case.run.on_gpu else 0
+    is_distributed = case.spec.parallel.strategy in registry.MULTI_PROCESS
+    processes = launch.nproc_per_node if is_distributed else devices or 2
+    return {
+        "launch.nproc_per_node": min(processes, devices or processes),
+        # Hidden with a single process: the form may have other values than this spec.
+        "launch.nnodes": launch.nnodes,
+        "launch.rendezvous": launch.rendezvous,
+    }
 
 
 def strategy_patch(case: Case, strategy: str, settings: Mapping[str, Any] = NO_OFFLOAD) -> dict[str, Any]:
     """The patch that selects a strategy with these settings on all devices, with the same global batch size: by another
     number of gradient accumulation steps, else by smaller per-device batches, where that is divisible."""
     spec = case.spec
-    patch = {**settings, "parallel.strategy": strategy}
-    if strategy in registry.MULTI_PROCESS:
-        devices = len(available_gpus(case)) if case.run.on_gpu else 0
-        is_distributed = spec.parallel.strategy in registry.MULTI_PROCESS
-        processes = spec.launch.nproc_per_node if is_distributed else devices or 2
-        patch["launch.nproc_per_node"] = min(processes, devices or processes)
-        # Hidden with a single process: the form may have other values than this spec.
-        patch |= {"launch.nnodes": spec.launch.nnodes, "launch.rendezvous": spec.launch.rendezvous}
+    patch = {**settings, "parallel.strategy": strategy, **processes_patch(case, strategy)}
     replicas, size = case.resolved(case.with_patch(patch)).data_parallel_size, spec.train.per_device_train_batch_size
     each, rest = divmod(case.run.global_batch_size, replicas)
     if rest or each < least_batch_size(spec):
