@@ -9,7 +9,6 @@ import { resumeRehearsal, startRehearsal } from "./rehearsal.js";
 import { drawCheckFailed, drawReport, drawStart, keepFocus } from "./report.js";
 import { checkSweep, prepareSweep } from "./sweep_form.js";
 
-const DEBOUNCE = 10; // ms: one check for what changes at the same time
 const RETRY = 2000; // ms, also while examples are being checked
 const START_RETRY = 400; // ms, while Start waits for the examples
 const LOCK_TRIES = 3;
@@ -40,7 +39,7 @@ export function checkSoon() {
   setFresh(false);
   seq++; // a report on its way belongs to the values before this edit
   clearTimeout(timer);
-  timer = setTimeout(check, DEBOUNCE);
+  timer = setTimeout(check); // one check for everything that changes at the same time
   checkSweep();
 }
 
