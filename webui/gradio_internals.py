@@ -14,15 +14,31 @@ from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TESTED_VERSION = "6.31"
 IDLE_SECONDS = 0.1
 # What the page loads (6.31), all by GET. It uses no Python event, so it needs no queue, upload, file, proxy or stream.
 PAGE_PATHS = ("/", "/config", "/theme.css")
 PAGE_FOLDERS = ("/assets/", "/static/")
+
+# Gradio's loading screen is removed while its timer runs. The timer then asks for an animation frame 60 times a second
+# as long as the page is open (6.31, statustracker), with the function that it finds when it is loaded: here one that
+# waits an hour once the page is ready. Everything else uses the browser's own function.
+SLOW_TIMER = b"""<script>
+(() => {
+  const native = window.requestAnimationFrame.bind(window);
+  let ready = false;
+  window.requestAnimationFrame = (draw) => (ready ? setTimeout(() => draw(performance.now()), 3600000) : native(draw));
+  addEventListener("footplate-ready", () => {
+    ready = true;
+    window.requestAnimationFrame = native;
+  });
+})();
+</script>"""
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +101,32 @@ class PageOnly:
         path = scope.get("path", "")
         loaded = path in PAGE_PATHS or (path.startswith(PAGE_FOLDERS) and ".." not in path.split("/"))
         if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and loaded):
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, _with_slow_timer(send) if path == "/" else send)
         elif scope["type"] == "http":
             await PlainTextResponse("Not found", 404)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+
+def _with_slow_timer(send: Send) -> Send:
+    """`send` that begins the head of a page with SLOW_TIMER. Gradio sends a page in one piece."""
+    start: Message = {}
+
+    async def send_page(message: Message) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start":
+            start = message
+            return
+        if start:
+            before, head, after = message.get("body", b"").partition(b"<head>")
+            if head:
+                message = {**message, "body": before + head + SLOW_TIMER + after}
+                MutableHeaders(scope=start)["content-length"] = str(len(message["body"]))
+            await send(start)
+            start = {}
+        await send(message)
+
+    return send_page
 
 
 def serve_only_the_page(app: Starlette) -> None:

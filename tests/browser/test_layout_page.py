@@ -53,6 +53,20 @@ def test_a_text_field_shows_the_focus(page, server):
     assert page.evaluate(style) == ["solid", "2px"]
 
 
+def test_the_page_rests_when_nothing_happens(page, server):
+    page.add_init_script(
+        """window.frames_asked = 0;
+        const native = window.requestAnimationFrame.bind(window);
+        window.requestAnimationFrame = (draw) => { window.frames_asked++; return native(draw); };"""
+    )
+    opened(page, server)
+    counts = [0]
+    while len(counts) < 20 and (len(counts) < 3 or counts[-1] - counts[-2] >= 5):  # Gradio's first animations end soon
+        page.wait_for_timeout(1000)
+        counts.append(page.evaluate("() => window.frames_asked"))
+    assert counts[-1] - counts[-2] < 5, counts
+
+
 def test_notifications_stay_in_their_view(page, server):
     opened(page, server)
     page.locator("#fp-presets").select_option(presets()[1].name)

@@ -11,6 +11,11 @@ export function rootPath() {
   return ((config && config.root) || "").replace(/\/$/, "");
 }
 
+/** Tell the script in the page's head (gradio_internals.py) that the timer of Gradio's loading screen may stop. */
+export function stopLoadingTimer() {
+  window.dispatchEvent(new Event("footplate-ready"));
+}
+
 /** Run the click handler of the hidden button, which writes the values of footplate.valuesToWrite() into the form. */
 export function writeFormValues() {
   document.getElementById("fp-write")?.click();

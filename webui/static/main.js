@@ -5,7 +5,7 @@ import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, s
 import { mountCompareRuns } from "./compare_runs.js";
 import { $, address, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
-import { isDark, setDark } from "./gradio.js";
+import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
 import { drawCheckFailed, script } from "./report.js";
 import { mountRun } from "./run.js";
 import { mountRuns } from "./runs.js";
@@ -101,6 +101,7 @@ async function start(description) {
   drawView();
   await loadMachines().catch(() => {});
   await loadInitialValues().catch((error) => drawCheckFailed("Loading failed", error.message));
+  stopLoadingTimer();
   document.body.dataset.ready = "yes";
 }
 
