@@ -17,6 +17,7 @@ const DEFAULTS = " "; // the value of the menu's entry for the defaults; no pres
 
 let seq = 0; // of the newest check
 let drawnSeq = 0;
+let isAsked = false; // a check follows as soon as the script that runs now is done
 let timer = 0;
 let draft = "";
 let startKey = randomId(); // one start per key: a double click or a retry creates one run
@@ -39,11 +40,13 @@ export function checkSoon() {
   setFresh(false);
   seq++; // a report on its way belongs to the values before this edit
   clearTimeout(timer);
-  timer = setTimeout(check); // one check for everything that changes at the same time
+  if (!isAsked) queueMicrotask(check); // one check for everything that changes at the same time, sent before it is drawn
+  isAsked = true;
   checkSweep();
 }
 
 async function check() {
+  isAsked = false;
   const mine = ++seq;
   clearTimeout(timer);
   if (!draft) await useDraft(randomId());

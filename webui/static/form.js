@@ -1,6 +1,6 @@
 // @ts-check
 // The form's values: read from Gradio, written back, with undo; sections, visibility, outlines of wrong fields.
-import { $, el, emit, notify, setAttribute } from "./dom.js";
+import { $, el, emit, notify, setAttribute, setText } from "./dom.js";
 import { closeLeftMenu, describeField, editedField, focusField, writeFormValues } from "./gradio.js";
 
 const OPEN_AT_FIRST = ["model", "launch", "data", "method", "train"];
@@ -78,7 +78,7 @@ function summarize(section) {
     const part = summaryPart(option(name), value);
     if (part) parts.push(part);
   }
-  $(".fp-head-summary", section).textContent = parts.join(" \u00b7 ");
+  setText($(".fp-head-summary", section), parts.join(" \u00b7 "));
 }
 
 /** 1 token, 1 batch; symbols such as s and GiB stay. */
@@ -102,7 +102,7 @@ function summaryPart(option, value) {
 export function edited(name, value) {
   if (values[name] === value) return;
   values[name] = value;
-  changed();
+  changed([name]);
 }
 
 function fieldEdited(event) {
@@ -111,15 +111,17 @@ function fieldEdited(event) {
   if (name) edited(name, edit.value);
 }
 
-function changed() {
-  refresh();
+/** @param {string[]} names of the changed options */
+function changed(names) {
+  refresh(names);
   emit("edited", values);
 }
 
-function refresh() {
+/** @param {string[]} names */
+function refresh(names) {
   for (const name of description.controlling) setAttribute(document.body, bodyAttribute(name), String(values[name]));
   document.querySelectorAll(".fp-section").forEach(summarize);
-  for (const name of description.names) {
+  for (const name of names) {
     const field = fieldOf(name);
     if (!field) continue;
     field.classList.toggle("fp-set", !equal(values[name], option(name).default));
@@ -137,7 +139,7 @@ export function setValues(changes, { undo = "", details = null } = {}) {
   values = { ...values, ...changes };
   toWrite = description.names.map((name) => values[name]);
   writeFormValues();
-  changed();
+  changed(Object.keys(changes));
   if (undo) notify(undo, { action: { label: "Undo", run: undoLast }, details });
 }
 export const valuesToWrite = () => toWrite;
