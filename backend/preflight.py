@@ -199,6 +199,7 @@ def estimate_json(estimate: Estimate) -> dict[str, Any]:
     return {
         **asdict(estimate),
         "rows": [row._asdict() for row in estimate.rows],
+        "moments": [asdict(moment) for moment in estimate.phases],
         "device_bytes": estimate.device_bytes,
         "low_bytes": estimate.low_bytes,
         "high_bytes": estimate.high_bytes,

@@ -27,7 +27,7 @@ WITHOUT_ACTIVATIONS = (LOADING, OPTIMIZER_STEP)  # phases that depend neither on
 
 @dataclass(frozen=True)
 class Moment:
-    """A phase of a run, and the most that a device holds in it. `at` says when in the phase that is."""
+    """A moment of a run: its phase, when in the phase it is, and what a device holds then."""
 
     phase: str
     at: str
@@ -37,7 +37,7 @@ class Moment:
 @dataclass(frozen=True)
 class Estimate:
     """Bytes on each device, in host RAM and on disk. `unknown` is why memory is not known, completely or in part; with
-    `lower_bound`, the rows are what is known of it. `moments` are the phases in order; one of them is the peak."""
+    `lower_bound`, the rows are what is known of it. `moments` are in order; one of them is the peak."""
 
     rows: tuple[Row, ...] = ()
     capacity_bytes: int = 0
@@ -45,6 +45,15 @@ class Estimate:
     lower_bound: bool = False
     ratios: tuple[float, float] = (1.0, 1.0)  # lowest and highest ratio of the real peak on a device to the estimate
     moments: tuple[Moment, ...] = ()
+
+    @property
+    def phases(self) -> tuple[Moment, ...]:
+        """The largest moment of each phase, in order."""
+        largest: dict[str, Moment] = {}
+        for moment in self.moments:
+            if moment.phase not in largest or moment.bytes > largest[moment.phase].bytes:
+                largest[moment.phase] = moment
+        return tuple(largest.values())
 
     def total(self, where: str) -> int:
         """Bytes of all rows of device, host or disk."""
@@ -115,7 +124,7 @@ def free_bytes(run: ResolvedRun, machine: Machine) -> int:
 
 
 def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
-    """(what a device holds all the time and the rows of the largest peak, the peak of each phase)."""
+    """(what a device holds all the time and the rows of the largest peak, what it holds at each moment)."""
     layer, persistent = layer_activations(ctx), persistent_rows(ctx)
     moments = [
         Peak(LOADING, "while the base model is loaded", quantized_loading(ctx, persistent)),
@@ -124,7 +133,10 @@ def device_peak(ctx: MemoryContext) -> tuple[list[Row], tuple[Moment, ...]]:
         Peak("Evaluation", "in an evaluation batch", evaluation(ctx, layer)),
         Peak("Generation", "while text is generated for the evaluation", generation(ctx)),
     ]
-    return _with_largest(persistent, moments), _phases(persistent, moments)
+    always = sum(row.bytes for row in persistent)
+    # A moment without rows does not happen.
+    happening = tuple(Moment(peak.phase, peak.at, always + peak.bytes) for peak in moments if peak.rows)
+    return _with_largest(persistent, moments), happening
 
 
 def known_device_rows(ctx: MemoryContext) -> list[Row]:
@@ -137,17 +149,6 @@ def known_device_rows(ctx: MemoryContext) -> list[Row]:
 def _with_largest(persistent: list[Row], moments: list[Peak]) -> list[Row]:
     peak = max(moments, key=lambda moment: moment.bytes)
     return [row for row in (*persistent, *peak.rows) if row.bytes]
-
-
-def _phases(persistent: list[Row], moments: list[Peak]) -> tuple[Moment, ...]:
-    """The largest moment of each phase, in order, with what is there all the time. Phases without rows do not
-    happen."""
-    always = sum(row.bytes for row in persistent)
-    largest: dict[str, Peak] = {}
-    for moment in moments:
-        if moment.rows and (moment.phase not in largest or moment.bytes > largest[moment.phase].bytes):
-            largest[moment.phase] = moment
-    return tuple(Moment(peak.phase, peak.at, always + peak.bytes) for peak in largest.values())
 
 
 def persistent_rows(ctx: MemoryContext) -> list[Row]:

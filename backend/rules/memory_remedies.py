@@ -53,7 +53,7 @@ def find_remedies(case: Case, limit: float) -> list[Fix]:
     """The best changes after which the upper bound of the estimate is at most `limit` x the free memory, without a new
     error. Where that takes offloading or is not possible, changes after which only the estimate itself fits are offered
     too. A smaller model is offered only if nothing else fits."""
-    if case.shape is None or case.shape.activations_unknown:
+    if not case.estimate.moments:
         return []
     search = _Search(replace(case, spec=effective(case.spec)))
     found = list(islice(_combinations(search, limit), MAX_REMEDIES))
@@ -158,20 +158,20 @@ class _Search:
         return self.applied[labels]
 
     @cached_property
-    def savings(self) -> list[tuple[Change, float]]:
-        """Changes that save memory, and how much at most as a share of the free memory. A peak is the largest of
-        several phases, so a change may save only after the largest saving is applied."""
-        changes = [change for kind in KINDS for change in self.start.changes(kind)]
-        first = [self._saved([], change) for change in changes]
-        largest = changes[first.index(max(first))] if changes else None
-        then = [self._saved([largest], c) if largest and c.kind != largest.kind else 0 for c in changes]
-        most = zip(changes, map(max, first, then), strict=True)
-        return [(change, saved) for change, saved in most if saved > 0]
+    def savings(self) -> list[tuple[Change, dict[str, int]]]:
+        """Changes that save memory, and the bytes that each saves at each moment of the run."""
+        before = _sizes(self.start.case.estimate)
+        found = []
+        for change in (change for kind in KINDS for change in self.start.changes(kind)):
+            if applied := self._after([change]):
+                after = _sizes(applied.case.estimate)
+                found.append((change, {at: size - after.get(at, 0) for at, size in before.items()}))
+        return [(change, saved) for change, saved in found if max(saved.values()) > 0]
 
-    def _saved(self, before: list[Change], change: Change) -> float:
-        """What a change saves after other ones, as a share of the free memory."""
-        without, applied = self._after(before), self._after([*before, change])
-        return _load(without.case.estimate) - _load(applied.case.estimate) if without and applied else 0
+    def is_enough(self, change: Change, limit: float) -> bool:
+        """Whether the run fits after this change alone."""
+        applied = self._after([change])
+        return applied is not None and _load(applied.case.estimate) <= limit
 
 
 def _apply(before: _Applied, change: Change) -> _Applied | None:
@@ -204,10 +204,16 @@ def offloads(patch: Mapping[str, Any]) -> bool:
 
 
 def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
-    """Remedies by increasing effect on training. Combinations whose savings together are too small are not
-    estimated."""
-    load, savings = _load(search.case.estimate), search.savings
-    single = [[change] for change, saved in savings if load - saved <= limit]
+    """Remedies by increasing effect on training. Combinations whose savings together are too small at some moment are
+    not estimated."""
+    estimate, savings = search.case.estimate, search.savings
+    allowed = limit * estimate.capacity_bytes / estimate.ratios[1]
+    too_much = {at: size - allowed for at, size in _sizes(estimate).items() if size > allowed}
+
+    def may_be_enough(changes: Sequence[tuple[Change, Mapping[str, int]]]) -> bool:
+        return all(sum(saved[at] for _, saved in changes) >= excess for at, excess in too_much.items())
+
+    single = [[change] for change, _ in savings if search.is_enough(change, limit)]
     # A change that saves enough but is refused, such as FSDP2 with an 8-bit base model, may do with another one.
     refused = [changes for changes in single if changes[0].kind == "strategy" and not search.as_fix(changes, limit)]
     rest = [(change, saved) for change, saved in savings if [change] not in single or [change] in refused]
@@ -215,7 +221,7 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
         [change for change, _ in changes]
         for size in (2, 3)
         for changes in combinations(rest, size)
-        if load - sum(saved for _, saved in changes) <= limit and len({change.kind for change, _ in changes}) == size
+        if len({change.kind for change, _ in changes}) == size and may_be_enough(changes)
     ]
     accepted: list[list[Change]] = []
     for least, largest, wanted in EFFECT_BANDS:
@@ -271,6 +277,14 @@ def _rank(changes: Sequence[Change]) -> tuple[int, int]:
 def _load(estimate: Estimate) -> float:
     """The upper bound of the estimate as a share of the free memory."""
     return estimate.high_bytes / max(1, estimate.capacity_bytes)
+
+
+def _sizes(estimate: Estimate) -> dict[str, int]:
+    """The bytes on a device at each moment of the run; of moments with the same name, the most."""
+    sizes: dict[str, int] = {}
+    for moment in estimate.moments:
+        sizes[moment.at] = max(moment.bytes, sizes.get(moment.at, 0))
+    return sizes
 
 
 def _smaller_models(search: _Search, limit: float) -> Iterator[Fix]:

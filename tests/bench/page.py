@@ -24,7 +24,7 @@ Measurement = tuple[str, list[float], str]
 WATCH = """() => {
   window.edits = [];
   let pressed = 0;
-  document.addEventListener('input', () => { pressed = performance.now(); }, true);
+  document.addEventListener('input', (event) => { pressed = event.timeStamp; }, true);
   const status = document.querySelector('#fp-status');
   new MutationObserver(() => {
     if (!pressed || status.dataset.fresh !== 'yes') return;

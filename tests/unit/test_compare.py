@@ -121,6 +121,18 @@ def test_smaller_activations_are_tried_if_no_strategy_fits() -> None:
     assert recommend(case("full-8b-fsdp2", "1x24gb", data__max_length=8192, train__optim="adamw_torch")) is None
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_groups_that_share_sequences_train_on_the_same_global_batch(size: int) -> None:
+    """With fewer examples per step than processes, a data parallel strategy needs smaller batches per device. A
+    tensor parallel group of all processes trains on the same batch, so it keeps its size."""
+    batch = {"train__per_device_train_batch_size": size, "train__gradient_accumulation_steps": 1}
+    found = case("galore-one-gpu", "8x80gb", **batch)
+    (line,) = (variant for variant in variants(found) if variant.name == STRATEGIES["tensor"].label)
+    assert line.case.run.tensor_parallel_size == 8
+    assert line.case.spec.train.per_device_train_batch_size == size
+    assert line.case.run.global_batch_size == found.run.global_batch_size == size
+
+
 @pytest.mark.parametrize("preset", ["full-8b-zero3", "qlora-70b-fsdp2", "continued-pretraining", "lora-80gb"])
 @pytest.mark.parametrize("machine", ["1x24gb", "2x24gb", "8x80gb"])
 @pytest.mark.parametrize("checkpointing", [True, False])

@@ -29,7 +29,7 @@ def test_kinds_and_phases_add_up(preset: str, strategy: str, machine: str) -> No
     assert sum(kinds.values()) == report.estimate.device_bytes
     assert list(kinds) == [kind for kind in KINDS if kind in kinds]
     assert max(moment.bytes for moment in report.estimate.moments) == report.estimate.device_bytes
-    assert [moment.phase for moment in report.estimate.moments] == sorted(
+    assert [moment.phase for moment in report.estimate.phases] == sorted(
         {moment.phase for moment in report.estimate.moments}, key=list(PHASES).index
     )
 
