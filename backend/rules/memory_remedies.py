@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice
+from operator import ge
 from typing import Any
 
 from backend import registry
@@ -206,13 +207,10 @@ def offloads(patch: Mapping[str, Any]) -> bool:
 def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
     """Remedies by increasing effect on training. Combinations whose savings together are too small at some moment are
     not estimated."""
-    estimate, savings = search.case.estimate, search.savings
+    estimate = search.case.estimate
     allowed = limit * estimate.capacity_bytes / estimate.ratios[1]
     too_much = {at: size - allowed for at, size in _sizes(estimate).items() if size > allowed}
-
-    def may_be_enough(changes: Sequence[tuple[Change, Mapping[str, int]]]) -> bool:
-        return all(sum(saved[at] for _, saved in changes) >= excess for at, excess in too_much.items())
-
+    savings = [(change, [saved[at] for at in too_much]) for change, saved in search.savings]
     single = [[change] for change, _ in savings if search.is_enough(change, limit)]
     # A change that saves enough but is refused, such as FSDP2 with an 8-bit base model, may do with another one.
     refused = [changes for changes in single if changes[0].kind == "strategy" and not search.as_fix(changes, limit)]
@@ -221,7 +219,8 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
         [change for change, _ in changes]
         for size in (2, 3)
         for changes in combinations(rest, size)
-        if len({change.kind for change, _ in changes}) == size and may_be_enough(changes)
+        if len({change.kind for change, _ in changes}) == size
+        and all(map(ge, map(sum, zip(*(saved for _, saved in changes), strict=True)), too_much.values()))
     ]
     accepted: list[list[Change]] = []
     for least, largest, wanted in EFFECT_BANDS:

@@ -40,7 +40,7 @@ export function checkSoon() {
   setFresh(false);
   seq++; // a report on its way belongs to the values before this edit
   clearTimeout(timer);
-  if (!isAsked) queueMicrotask(check); // one check for everything that changes at the same time, sent before it is drawn
+  if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
   isAsked = true;
   checkSweep();
 }
