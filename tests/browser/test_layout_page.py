@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 from playwright.sync_api import expect
 
@@ -30,6 +32,22 @@ def test_verdict_and_start_stay_in_sight(page, server, width):
     expect(page.locator("#fp-start")).to_be_in_viewport(ratio=1)
     expect(page.locator(".fp-status-text")).to_be_in_viewport(ratio=1)
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1440, 1240, 1024, 910, 800, 390])
+def test_a_long_verdict_and_the_links_have_room(page, server, width):
+    opened(page, server, width)
+    page.locator("#fp-presets").select_option("full-8b-zero3")
+    page.locator("#fp-machine").select_option("1x24gb")
+    expect(page.locator(".fp-status-text")).to_contain_text("warning")
+    lines = "(node) => Math.round(node.getBoundingClientRect().height / parseFloat(getComputedStyle(node).lineHeight))"
+    assert page.locator(".fp-status-text").evaluate(lines) == (1 if width > 640 else 2)
+    links = page.locator(".fp-from :is(a, button):visible, .fp-from select")
+    boxes = [links.nth(i).bounding_box() for i in range(links.count())]
+    for one, other in combinations(boxes, 2):
+        apart_x = one["x"] + one["width"] <= other["x"] or other["x"] + other["width"] <= one["x"]
+        apart_y = one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
+        assert apart_x or apart_y, (one, other)
 
 
 def test_menu_closes_when_the_focus_leaves_it(page, server):
