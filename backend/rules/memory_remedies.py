@@ -7,7 +7,7 @@ the fastest comes first. A smaller model comes last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice
@@ -219,7 +219,7 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
         [change for change, _ in changes]
         for size in (2, 3)
         for changes in combinations(rest, size)
-        if len({change.kind for change, _ in changes}) == size
+        if _may_add_up(change.kind for change, _ in changes)
         and all(map(ge, map(sum, zip(*(saved for _, saved in changes), strict=True)), too_much.values()))
     ]
     accepted: list[list[Change]] = []
@@ -227,6 +227,12 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
         if len(accepted) < ENOUGH:
             candidates = [changes for changes in single + several if least <= _rank(changes)[0] <= largest]
             yield from _smallest_that_fit(search, candidates, wanted, accepted, limit)
+
+
+def _may_add_up(kinds: Iterable[str]) -> bool:
+    """Whether changes of these kinds may save more together than alone: the optimizer state of adapters is small."""
+    found = list(kinds)
+    return len(found) == len(set(found)) and not {"method", "optimizer"} <= set(found)
 
 
 def _smallest_that_fit(
