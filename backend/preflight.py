@@ -197,7 +197,7 @@ def build_case(spec: RunSpec, machine: Machine, base: Path) -> Case:
 def estimate_json(estimate: Estimate) -> dict[str, Any]:
     """An estimate as JSON: its rows, and the totals of device, host and disk."""
     return {
-        **asdict(estimate),
+        **vars(estimate),
         "rows": [row._asdict() for row in estimate.rows],
         "moments": [asdict(moment) for moment in estimate.phases],
         "device_bytes": estimate.device_bytes,

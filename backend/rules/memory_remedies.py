@@ -219,8 +219,7 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
         [change for change, _ in changes]
         for size in (2, 3)
         for changes in combinations(rest, size)
-        if _may_add_up(change.kind for change, _ in changes)
-        and all(map(ge, map(sum, zip(*(saved for _, saved in changes), strict=True)), too_much.values()))
+        if _may_add_up(changes, too_much.values())
     ]
     accepted: list[list[Change]] = []
     for least, largest, wanted in EFFECT_BANDS:
@@ -229,10 +228,14 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
             yield from _smallest_that_fit(search, candidates, wanted, accepted, limit)
 
 
-def _may_add_up(kinds: Iterable[str]) -> bool:
-    """Whether changes of these kinds may save more together than alone: the optimizer state of adapters is small."""
-    found = list(kinds)
-    return len(found) == len(set(found)) and not {"method", "optimizer"} <= set(found)
+def _may_add_up(changes: Sequence[tuple[Change, list[int]]], needed: Iterable[float]) -> bool:
+    """Whether changes with these savings may together save the bytes that are needed at each moment. Of each kind there
+    is at most one, and a smaller optimizer adds nothing to LoRA: the optimizer state of adapters is small."""
+    kinds = {change.kind for change, _ in changes}
+    if len(kinds) < len(changes) or {"method", "optimizer"} <= kinds:
+        return False
+    saved = map(sum, zip(*(sizes for _, sizes in changes), strict=True))  # at each moment
+    return all(map(ge, saved, needed))
 
 
 def _smallest_that_fit(

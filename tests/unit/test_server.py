@@ -1,5 +1,6 @@
 """The app as a whole: the page, its static files, and the errors that prevent a start."""
 
+import asyncio
 import re
 import socket
 from pathlib import Path
@@ -28,6 +29,26 @@ def test_page_static_and_rules(tmp_path):
         assert http.get("/gradio_api/file=/etc/passwd").status_code == 404
         for path in ("/docs", "/openapi.json", "/redoc"):
             assert http.get(path).status_code == 404
+
+
+def test_small_responses_are_sent_at_once():
+    """Without TCP_NODELAY, the body of a response may wait 40 ms until the browser acknowledges the headers."""
+
+    async def options_of_a_connection() -> list[int]:
+        found: list[int] = []
+
+        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = entry._listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accept, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            await reader.read()
+            writer.close()
+        return found
+
+    assert asyncio.run(options_of_a_connection()) == [1]
 
 
 def test_gradio_sends_no_cors_headers(tmp_path):
