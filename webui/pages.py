@@ -61,12 +61,13 @@ PRESETS_AND_SEARCH = """
 <div class="fp-from">
   <label>Preset <select id="fp-presets" aria-describedby="fp-preset-about"></select></label>
   <span id="fp-preset-about" class="fp-dim"></span>
-  <span class="fp-gap"></span>
-  <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
-    title="Start several runs that differ in a few options">Sweep</button>
-  <button type="button" class="fp-link" id="fp-import"
-    title="Load a YAML file of Footplate or a config of another tool, such as DeepSpeed or axolotl">Import</button>
-  <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
+  <span class="fp-from-actions">
+    <button type="button" class="fp-link" id="fp-sweep" aria-expanded="false" aria-controls="fp-sweep-form"
+      title="Start several runs that differ in a few options">Sweep</button>
+    <button type="button" class="fp-link" id="fp-import"
+      title="Load a YAML file of Footplate or a config of another tool, such as DeepSpeed or axolotl">Import</button>
+    <button type="button" class="fp-link" id="fp-export" title="Download the options as YAML">Export</button>
+  </span>
   <input type="file" id="fp-import-file" accept=".yaml,.yml,.json" hidden>
 </div>
 <div id="fp-preset-offer" role="status" hidden></div>

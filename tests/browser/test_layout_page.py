@@ -42,12 +42,23 @@ def test_a_long_verdict_and_the_links_have_room(page, server, width):
     expect(page.locator(".fp-status-text")).to_contain_text("warning")
     lines = "(node) => Math.round(node.getBoundingClientRect().height / parseFloat(getComputedStyle(node).lineHeight))"
     assert page.locator(".fp-status-text").evaluate(lines) == (1 if width > 640 else 2)
+    actions = page.locator(".fp-from-actions button")
+    assert actions.evaluate_all("(all) => new Set(all.map((one) => one.getBoundingClientRect().top)).size") == 1
     links = page.locator(".fp-from :is(a, button):visible, .fp-from select")
     boxes = [links.nth(i).bounding_box() for i in range(links.count())]
     for one, other in combinations(boxes, 2):
         apart_x = one["x"] + one["width"] <= other["x"] or other["x"] + other["width"] <= one["x"]
         apart_y = one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
         assert apart_x or apart_y, (one, other)
+
+
+@pytest.mark.parametrize("width", [1440, 1330, 1240, 1110, 1024, 390])
+def test_segments_show_their_whole_text(page, server, width):
+    opened(page, server, width)
+    texts = page.locator("#model-source label span")
+    expect(texts).to_have_text(["Built-in", "Local folder", "Hugging Face Hub"])
+    hidden = "(all) => all.map((one) => one.scrollWidth - one.clientWidth)"
+    assert texts.evaluate_all(hidden) == [0, 0, 0]
 
 
 def test_menu_closes_when_the_focus_leaves_it(page, server):
