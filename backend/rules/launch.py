@@ -46,7 +46,7 @@ def python_launcher_with_many_processes(case: Case) -> str | None:
     train alone on one device, with a smaller global batch size than configured."""
     if case.spec.launch.launcher != "python" or case.run.nproc_per_node == 1:
         return None
-    return f"nproc_per_node is {case.run.nproc_per_node}, and the python launcher starts 1 process."
+    return f"{case.run.nproc_per_node} processes per node are set, and the python launcher starts 1 process."
 
 
 @rule(
@@ -65,7 +65,7 @@ def more_processes_than_devices(case: Case) -> Violation | None:
         return None
     fix = _fewer_processes(case, devices) if devices > 1 else _single_process(case)
     found = counted(devices, "device") if devices else "1 device"
-    return Violation(f"nproc_per_node is {processes}, and this machine has {found}.", (fix,))
+    return Violation(f"{processes} processes per node are set, and this machine has {found}.", (fix,))
 
 
 def _single_process(case: Case, more: Mapping[str, object] = {}) -> Fix:
@@ -85,7 +85,7 @@ def _fewer_processes(case: Case, count: int) -> Fix:
         patch["train.gradient_accumulation_steps"] = accumulation // count
     if len(case.spec.launch.devices) > count:
         patch["launch.devices"] = case.spec.launch.devices[:count]
-    return Fix(f"Set nproc_per_node to {count}", patch, safe=accumulation % count == 0)
+    return Fix(f"Use {count} processes per node", patch, safe=accumulation % count == 0)
 
 
 @rule(
@@ -141,7 +141,8 @@ def more_processes_than_cores(case: Case) -> Violation | None:
     if case.run.device != "cpu" or processes <= cores:
         return None
     fix = _fewer_processes(case, cores) if cores > 1 else _single_process(case)
-    return Violation(f"nproc_per_node is {processes}, and this machine has {counted(cores, 'CPU core')}.", (fix,))
+    found = counted(cores, "CPU core")
+    return Violation(f"{processes} processes per node are set, and this machine has {found}.", (fix,))
 
 
 # --- Device ids ---
@@ -220,7 +221,8 @@ def fewer_device_ids_than_processes(case: Case) -> Violation | None:
     if len(case.machine.gpus) >= processes:
         label = f"Use the first {counted(processes, 'device')}"
         fixes.insert(0, Fix(label, ANY_DEVICES, cost="clears the list of device ids"))
-    message = f"launch.devices lists {counted(len(ids), 'device')} ({names(ids)}), and nproc_per_node is {processes}."
+    selected = "1 device is selected" if len(ids) == 1 else f"{len(ids)} devices are selected"
+    message = f"{selected} ({names(ids)}), and {processes} processes per node are set."
     return Violation(message, tuple(fixes))
 
 

@@ -34,7 +34,7 @@ STATIC = Fix("Use the static rendezvous", {"launch.rendezvous": "static"}, cost=
     "NOD001",
     "error",
     fields=("launch.node_rank", "launch.nnodes"),
-    title="node_rank is not below nnodes",
+    title="The node rank is too high",
     source="torch 2.13 distributed/run.py and elastic/rendezvous/static_tcp_rendezvous.py: not checked, and ranks wait "
     "forever",
     fails_on=Example({**STATIC_SPEC, "launch.node_rank": 2}),
@@ -46,9 +46,9 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
     launch, last = case.spec.launch, case.run.nnodes - 1
     if launch.rendezvous != "static" or launch.node_rank <= last:
         return None
-    fix = Fix(f"Set node_rank to {last}", {"launch.node_rank": last})
+    fix = Fix(f"Set node rank {last}", {"launch.node_rank": last})
     nodes = counted(case.run.nnodes, "node")
-    return Violation(f"node_rank is {launch.node_rank}; with {nodes} the highest node_rank is {last}.", (fix,))
+    return Violation(f"The node rank is {launch.node_rank}; with {nodes} the highest is {last}.", (fix,))
 
 
 @rule(
@@ -100,9 +100,11 @@ def _ip_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address |
 def master_addr_is_loopback(case: Case) -> str | None:
     """A loopback address means a different machine on every node: each node would connect to itself and wait for the
     others."""
+    if not _has_address(case):
+        return None
     address = case.spec.launch.master_addr
     ip = _ip_address(address)
-    if not _has_address(case) or not (address == "localhost" or (ip is not None and ip.is_loopback)):
+    if address != "localhost" and (ip is None or not ip.is_loopback):
         return None
     return (
         f"launch.master_addr is {address}, and the run has {case.run.nnodes} nodes, which cannot reach node 0 at this "
@@ -141,19 +143,19 @@ def master_port_in_use(case: Case) -> Violation | None:
     "NOD004",
     "error",
     fields=("launch.min_nnodes", "launch.nnodes"),
-    title="min_nnodes exceeds nnodes",
+    title="The minimum of nodes exceeds their maximum",
     source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
     fails_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 3}),
     passes_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 2}),
 )
 def min_nnodes_exceeds_nnodes(case: Case) -> Violation | None:
-    """An elastic run continues with any number of nodes from min_nnodes to nnodes, so torchrun refuses a minimum above
-    the maximum."""
+    """An elastic run continues with any number of nodes from the minimum to the maximum, and torchrun refuses a minimum
+    above the maximum."""
     launch = case.spec.launch
     if launch.rendezvous != "elastic" or launch.min_nnodes <= launch.nnodes:
         return None
-    fix = Fix(f"Set min_nnodes to {launch.nnodes}", {"launch.min_nnodes": launch.nnodes})
-    return Violation(f"min_nnodes is {launch.min_nnodes}, and nnodes is {launch.nnodes}.", (fix,))
+    fix = Fix(f"Set a minimum of {counted(launch.nnodes, 'node')}", {"launch.min_nnodes": launch.nnodes})
+    return Violation(f"At least {counted(launch.min_nnodes, 'node')} and at most {launch.nnodes} are set.", (fix,))
 
 
 @rule(
@@ -319,15 +321,15 @@ def _selected_slots(case: Case, include: str) -> Slots | None:
     "NOD011",
     "error",
     fields=("launch.hostfile", "launch.include", "launch.nnodes", "launch.nproc_per_node"),
-    title="The hostfile does not match nnodes and nproc_per_node",
+    title="The hostfile does not match nodes and processes per node",
     source="deepspeed 0.19 launcher/runner.py: one process per slot, on every selected host",
-    manual_fix="Select as many hosts as nnodes, each with as many slots as nproc_per_node.",
+    manual_fix="Select as many hosts as nodes are set, each with as many slots as processes per node.",
     fails_on=Example({**HOSTFILE_SPEC, "launch.nnodes": 3}),
     passes_on=Example(HOSTFILE_SPEC),
 )
 def hostfile_size_mismatch(case: Case) -> Violation | None:
     """The deepspeed launcher starts one process per selected slot. Batch size, memory estimate and checkpoints are
-    computed for nnodes x nproc_per_node processes, and the trainer refuses any other number."""
+    computed for nodes x processes per node, and the trainer refuses any other number."""
     found = _selected_slots(case, include_argument(case.spec)) if _uses_hostfile(case) else None
     if found is None:
         return None
@@ -336,11 +338,12 @@ def hostfile_size_mismatch(case: Case) -> Violation | None:
         return None
     each = "1 slot" if set(slots) == {1} else f"{names(slots)} slots"
     selected = f"The hostfile selects {counted(len(slots), 'host')} with {each}"
-    message = f"{selected}; nnodes is {case.run.nnodes} and nproc_per_node is {case.run.nproc_per_node}."
+    nodes, each = counted(case.run.nnodes, "node"), counted(case.run.nproc_per_node, "process")
+    message = f"{selected}; the options say {nodes} with {each} per node."
     if len(set(slots)) > 1 or len(slots) < 2 or not slots[0]:
         return Violation(message)
     patch = {"launch.nnodes": len(slots), "launch.nproc_per_node": slots[0]}
-    label = f"Set nnodes to {len(slots)} and nproc_per_node to {slots[0]}"
+    label = f"Use {len(slots)} nodes with {counted(slots[0], 'process')} each"
     return Violation(message, (Fix(label, patch, safe=False),))
 
 
