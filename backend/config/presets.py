@@ -19,6 +19,7 @@ from backend.config.yaml_text import load_yaml
 from backend.machine import Machine, machines
 from backend.paths import PRESETS
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # with libyaml, which is four times as fast
 HEADER = ("title", "about", "machine")
 
 
@@ -37,7 +38,7 @@ class Preset:
 def dump(spec: RunSpec) -> str:
     """`spec` as YAML: the active options that differ from their defaults, by section."""
     plain = {name: _plain(value) for name, value in changes(spec).items()}
-    return yaml.safe_dump(nest(plain), sort_keys=False, allow_unicode=True) if plain else "{}\n"
+    return yaml.dump(nest(plain), Dumper=DUMPER, sort_keys=False, allow_unicode=True) if plain else "{}\n"
 
 
 def load(text: str) -> RunSpec:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from backend import registry
 from backend.config import Lora
-from backend.memory.context import MemoryContext, Row
+from backend.memory.context import MemoryContext, Row, once
 from backend.modelspec import ModelShape, ModuleSpec, lora_modules
 from backend.resolve import before_ampere, selected_gpus
 
@@ -65,6 +65,7 @@ def activation_row(ctx: MemoryContext, layer: LayerActivations, *, recompute: bo
     return Row("Activations", total, formula + (", and attention masks or scores" if matrices else ""))
 
 
+@once
 def layers_with_gradients(ctx: MemoryContext) -> int:
     """Layers that the backward pass reaches: with checkpointing all, because transformers 5.23 requires gradients of
     the embeddings' output, whatever is trainable (modeling_utils.py, enable_input_require_grads)."""
@@ -173,12 +174,14 @@ def _adapted_expert_count(ctx: MemoryContext) -> int:
 # -- attention masks and scores --------------------------------------------------------------------------------------
 
 
+@once
 def _has_mask(ctx: MemoryContext) -> bool:
     """Whether attention gets a mask, for padding or for packed sequences."""
     needs_none = ctx.spec.model.attn_implementation in (*registry.FLASH_ATTENTIONS, "flex_attention")
     return (ctx.spec.data.packing or ctx.sequences > 1) and not needs_none
 
 
+@once
 def _is_eager(ctx: MemoryContext) -> bool:
     """Whether transformers computes attention step by step: as requested, or because the model has no SDPA."""
     requested = ctx.spec.model.attn_implementation
@@ -206,6 +209,7 @@ def _attention_matrix_bytes(ctx: MemoryContext, writes_scores: bool) -> int:
     return _token_pairs(ctx) * (mask + scores * shape.heads)
 
 
+@once
 def _token_pairs(ctx: MemoryContext) -> int:
     """Pairs of tokens in attention; packed sequences are concatenated to one."""
     length = ctx.sequence_length
@@ -251,6 +255,7 @@ def _expert_backward_row(ctx: MemoryContext, adapted_experts: int) -> Row:
     return Row("Backward pass of one layer", size, formula)
 
 
+@once
 def dora_row(ctx: MemoryContext) -> Row:
     """Temporary tensors of DoRA's weight norm in every layer."""
     modules = lora_modules(ctx.spec.lora, ctx.shape) if ctx.is_lora and ctx.spec.lora.use_dora else []
@@ -260,6 +265,7 @@ def dora_row(ctx: MemoryContext) -> Row:
     return Row("DoRA weight norm", inputs * (3 * outputs + inputs) * 4, formula)
 
 
+@once
 def dequantized_row(ctx: MemoryContext) -> Row:
     """The weight of the quantized layer that is computed, dequantized to the compute dtype."""
     largest = max((rows * columns for rows, columns in ctx.quantized_matrices), default=0)

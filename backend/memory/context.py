@@ -6,10 +6,10 @@ the compute dtype come from ResolvedRun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, wraps
+from typing import NamedTuple, TypeVar
 
 from backend import registry
 from backend.config import RunSpec
@@ -21,6 +21,7 @@ from backend.modelspec import ModelShape, trainable_parameters
 from backend.resolve import ResolvedRun
 from backend.wording import counted
 
+T = TypeVar("T")
 MIB = 2**20
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -33,6 +34,21 @@ class Row(NamedTuple):
     bytes: int
     formula: str
     where: str = "device"
+
+
+def once(function: Callable[[MemoryContext], T]) -> Callable[[MemoryContext], T]:
+    """Decorates a function of a context: its result is kept in the context, because several moments of a step need
+    it."""
+    name = f"{function.__module__}.{function.__name__}"
+
+    @wraps(function)
+    def get(ctx: MemoryContext) -> T:
+        known: dict[str, T] = ctx.__dict__
+        if name not in known:
+            known[name] = function(ctx)
+        return known[name]
+
+    return get
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.memory.context import MemoryContext, Row
+from backend.memory.context import MemoryContext, Row, once
 
 
 def gradient_size(ctx: MemoryContext, count: int) -> tuple[int, str]:
@@ -14,6 +14,7 @@ def gradient_size(ctx: MemoryContext, count: int) -> tuple[int, str]:
     return (0, f"{formula}, offloaded") if offloaded else (count * each // shards, formula)
 
 
+@once
 def all_gradients(ctx: MemoryContext) -> Row:
     """Gradients at the end of the backward pass; if the optimizer updates during that pass, the most at once."""
     optimizer = ctx.optimizer
@@ -34,6 +35,7 @@ def first_gradients(ctx: MemoryContext, count: int) -> list[Row]:
     return [Row("Gradients", min(size, all_gradients(ctx).bytes), f"{formula}, computed so far")]
 
 
+@once
 def accumulated_gradients(ctx: MemoryContext) -> list[Row]:
     """All gradients, which gradient accumulation keeps from batch to batch."""
     if ctx.spec.train.gradient_accumulation_steps == 1:
@@ -48,6 +50,7 @@ def reduce_scatter_row(ctx: MemoryContext, count: int) -> Row:
     return Row("Gradients in reduce-scatter", count * each, f"{count:,} parameters x {each} bytes, unsharded")
 
 
+@once
 def head_gradient_count(ctx: MemoryContext) -> int:
     """Parameters of the output layer if it is trainable: its gradient exists while activations are at their peak."""
     size = ctx.shape.vocabulary * ctx.shape.hidden
@@ -59,6 +62,7 @@ def head_gradient_count(ctx: MemoryContext) -> int:
     return size if "lm_head" in names or (ctx.shape.tied and "embed_tokens" in names) else 0
 
 
+@once
 def layer_gradient_count(ctx: MemoryContext) -> int:
     """Trainable parameters of one layer."""
     method = ctx.spec.method

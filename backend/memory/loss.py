@@ -6,7 +6,7 @@ without Triton in torch operations that make several fp32 copies of a chunk.
 
 from __future__ import annotations
 
-from backend.memory.context import MemoryContext, Row
+from backend.memory.context import MemoryContext, Row, once
 
 CHUNK_TOKENS, CHUNK_VOCABULARY = 4096, 32_768
 UNFUSED_BYTES, UNFUSED_EVAL_BYTES = 29, 12  # per logit of a chunk without Triton, in training and in evaluation
@@ -14,6 +14,7 @@ ORPO_BYTES = 8  # per logit: trl 1.16's ORPO needs all log-probabilities, and th
 NAME = "Logits and loss"
 
 
+@once
 def loss_row(ctx: MemoryContext) -> Row:
     """Temporary tensors of the loss in training."""
     shape, each = ctx.shape, ctx.compute_bytes

@@ -19,7 +19,7 @@ from backend.memory.activations import (
     layers_with_gradients,
     merged_expert_rows,
 )
-from backend.memory.context import MemoryContext, Row
+from backend.memory.context import MemoryContext, Row, once
 from backend.memory.gradients import (
     accumulated_gradients,
     all_gradients,
@@ -47,7 +47,7 @@ class Peak:
     @cached_property
     def bytes(self) -> int:
         """The bytes of all rows."""
-        return sum(row.bytes for row in self.rows)
+        return sum([row.bytes for row in self.rows])
 
 
 def step_moments(ctx: MemoryContext, layer: LayerActivations) -> list[Peak]:
@@ -244,10 +244,17 @@ def _merged_layers_after_forward(ctx: MemoryContext) -> int:
 
 def _autocast_row(ctx: MemoryContext, share: float) -> Row:
     """Autocast's copies of trainable linear weights: kept to the end of the forward pass, and longer for backward."""
-    linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.is_linear) * layers_with_gradients(ctx)
-    trainable = ctx.trainable_count if ctx.is_lora else min(linear, ctx.trainable_count)
-    count = round(share * ctx.uses_autocast * trainable)
+    count = round(share * _cast_parameters(ctx))
     return Row("Autocast copies of parameters", count * 2, f"{count:,} trainable parameters x 2 bytes")
+
+
+@once
+def _cast_parameters(ctx: MemoryContext) -> int:
+    """Trainable parameters that autocast casts."""
+    if not ctx.uses_autocast:
+        return 0
+    linear = sum(leaf.parameters for leaf in ctx.shape.layer if leaf.is_linear) * layers_with_gradients(ctx)
+    return ctx.trainable_count if ctx.is_lora else min(linear, ctx.trainable_count)
 
 
 def _unsharded_gradient_rows(ctx: MemoryContext, layer: LayerActivations, reduced: int) -> list[Row]:

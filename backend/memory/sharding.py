@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backend.memory import quantized
-from backend.memory.context import MIB, MemoryContext, Row
+from backend.memory.context import MIB, MemoryContext, Row, once
 
 PREFETCHED_LAYERS = 2  # the layer that is computed and the next one, already gathered (torch 2.13 fsdp/_fully_shard)
 DEEPSPEED_BUCKETS = 3  # two to reduce gradients, one to gather parameters
@@ -49,6 +49,7 @@ def _quantized_rows(ctx: MemoryContext) -> list[Row]:
     ]
 
 
+@once
 def reference_rows(ctx: MemoryContext) -> list[Row]:
     """The reference model; with LoRA a copy of the initial adapter, because the base model is unchanged."""
     if not ctx.stage.uses_reference_model or ctx.param_offload:
@@ -63,6 +64,7 @@ def reference_rows(ctx: MemoryContext) -> list[Row]:
     return [Row("Reference model", count * each // shards, formula)]
 
 
+@once
 def persistent_gathered_rows(ctx: MemoryContext) -> list[Row]:
     """Parameters that DeepSpeed's ZeRO-3 keeps gathered (stage3_max_live_parameters)."""
     limit = ctx.engine.max_live_parameters
@@ -73,6 +75,7 @@ def persistent_gathered_rows(ctx: MemoryContext) -> list[Row]:
     return [Row("Gathered parameters", count * ctx.compute_bytes, formula)]
 
 
+@once
 def end_counts(ctx: MemoryContext) -> tuple[int, int]:
     """Parameters outside the layers: (embeddings and others, unless tied to the output layer; the output layer)."""
     shape = ctx.shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from backend import registry
-from backend.modelspec.modules import ModelShape, ModuleSpec
+from backend.modelspec.modules import ModelShape, ModuleSpec, first_equal
 
 Config = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def from_config(config: Config) -> ModelShape:
     if kind not in ARCHITECTURES:
         raise UnknownArchitecture(f"Footplate has no formula for the architecture {kind}")
     try:
-        return ARCHITECTURES[kind](config)
+        return first_equal(ARCHITECTURES[kind](config))
     except (TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, UnknownArchitecture):
             raise

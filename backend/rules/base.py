@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 from backend import registry
@@ -101,8 +102,7 @@ class Case:
     @cached_property
     def other_errors(self) -> Sequence[Rule]:
         """The rules, sorted by code, that report an error which is not about memory."""
-        rules = [rule for rule in RULES if rule.level == "error" and not rule.code.startswith("MEM")]
-        return sorted((rule for rule in rules if rule.check(self) is not None), key=lambda rule: rule.code)
+        return [rule for rule in _other_error_rules() if rule.check(self) is not None]
 
     def takes(self, patch: Patch) -> bool:
         """Whether a patch changes the spec and is valid."""
@@ -180,6 +180,13 @@ class Rule:
 
 
 RULES: list[Rule] = []
+
+
+@cache  # all rules are there when the first case is checked
+def _other_error_rules() -> Sequence[Rule]:
+    """The rules about errors that are not about memory, sorted by code."""
+    rules = (rule for rule in RULES if rule.level == "error" and not rule.code.startswith("MEM"))
+    return sorted(rules, key=attrgetter("code"))
 
 
 def rule(

@@ -57,7 +57,10 @@ def _zero2_example(extra: Mapping[str, Any]) -> Example:
 def deepspeed_config_mismatch(case: Case) -> Violation | None:
     """deepspeed.json contains auto for each value that an option sets, and the Trainer fills it in. A number in the
     extra config must be equal to the option; otherwise, the Trainer raises ValueError."""
-    extra, expected = extra_config(case, DEEPSPEED), _trainer_values(case)
+    extra = extra_config(case, DEEPSPEED)
+    if not extra:
+        return None
+    expected = _trainer_values(case)
     wrong = [path for path, value in expected.items() if value_at(extra, path) not in (merge.AUTO, value)]
     if not wrong:
         return None
@@ -124,7 +127,7 @@ def removed_deepspeed_keys(case: Case) -> Violation | None:
     """DeepSpeed 0.19 raises DeepSpeedConfigError for these keys from older config files, even if the feature is
     disabled."""
     extra = extra_config(case, DEEPSPEED)
-    found = [path for path in REMOVED_KEYS if value_at(extra, path) != merge.AUTO]
+    found = [path for path in REMOVED_KEYS if value_at(extra, path) != merge.AUTO] if extra else []
     if not found:
         return None
     message = f"DeepSpeed no longer supports {names(found)} and would raise an error at start."
@@ -290,6 +293,8 @@ def conflicting_deepspeed_keys(case: Case) -> Violation | None:
     """Some keys require a certain ZeRO stage or other keys. DeepSpeed checks them only after the model is loaded, and
     raises an error."""
     extra = extra_config(case, DEEPSPEED)
+    if not extra:
+        return None
     found = [
         (path, why)
         for path, applies, why in CONFLICTS
