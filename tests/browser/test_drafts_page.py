@@ -133,3 +133,30 @@ def test_an_import_names_what_decides_which_code_runs(context, shared, tmp_path)
     page.locator("#fp-import-file").set_input_files(path)
     text = "Decides which code runs: Shell commands before training, Trust remote code (turned off)."
     expect(page.locator(".fp-toast")).to_contain_text(text)
+
+
+def test_start_waits_for_a_preset_that_loads(context, shared):
+    page, held, started = opened(context, shared.url), [], []
+    page.route("**/api/presets/*", lambda route: held.append(route))
+    page.route("**/api/runs", lambda route: (started.append(route.request.post_data_json), route.abort()))
+    page.locator("#fp-presets").select_option("continued-pretraining")
+    page.locator("#fp-start").click()
+    page.wait_for_timeout(500)
+    assert not started
+    held.pop().continue_()
+    page.wait_for_function("() => footplate.values()['train.stage'] === 'pretraining'")
+    page.locator(".fp-toast[data-level=error]").wait_for()
+    assert [body["values"]["train.stage"] for body in started] == ["pretraining"]
+
+
+def test_a_preset_that_cannot_be_loaded_changes_nothing(context, shared):
+    page, held = opened(context, shared.url), []
+    fill(page, "train.max_steps", 7)
+    page.route("**/api/presets/*", lambda route: held.append(route))
+    page.locator("#fp-presets").select_option("lora-80gb")
+    page.wait_for_timeout(500)
+    assert page.locator("#fp-status").get_attribute("data-fresh") == "no"
+    held.pop().abort()
+    settled(page)
+    assert value(page, "train.max_steps") in (7, "7")
+    assert page.locator("#fp-presets").input_value() == "first-run"

@@ -74,6 +74,16 @@ def test_lines_have_the_figures_of_the_comparison(page):
     expect(page.locator(".fp-strategy-best")).to_contain_text("Recommended: ZeRO-1. It needs")
 
 
+def test_the_head_names_the_memory_that_lines_are_measured_against(page):
+    head = page.locator(".fp-strategy-memory")
+    expect(head).to_have_text("Memory per GPU, of 80 GiB")
+    page.locator("#fp-presets").select_option("first-run")
+    page.locator("#fp-machine").select_option("")
+    settled(page)
+    # Two processes share the RAM that a single one has for itself.
+    expect(head).to_have_text(re.compile(r"^Memory per process, of [\d.]+ to [\d.]+ GiB$"))
+
+
 def test_a_click_chooses_a_strategy_and_changes_the_picture(page):
     command = page.locator("#fp-preview-text")
     expect(page.locator(".fp-column")).to_have_count(16)

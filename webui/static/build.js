@@ -24,6 +24,7 @@ let startKey = randomId(); // one start per key: a double click or a retry creat
 let lastReport = null;
 let starting = false;
 let presets = [];
+let chosen = Promise.resolve(); // the form has the values of the preset that was chosen in the menu
 let setLoaded = () => {};
 const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
 
@@ -36,10 +37,15 @@ function randomId() {
 /** Whether the report on the page belongs to the form's current values; tests wait for it. */
 const setFresh = (fresh) => ($("#fp-status").dataset.fresh = fresh ? "yes" : "no");
 
-export function checkSoon() {
+/** The form is about to change: a report on its way belongs to the values before that. */
+function outdateReport() {
   setFresh(false);
-  seq++; // a report on its way belongs to the values before this edit
+  seq++;
   clearTimeout(timer);
+}
+
+export function checkSoon() {
+  outdateReport();
   if (!isAsked) queueMicrotask(check); // one check for what changes at the same time, sent before that is drawn
   isAsked = true;
   checkSweep();
@@ -160,7 +166,9 @@ async function loadPresets() {
     ...presets.map((p) => el("option", { value: p.name }, p.title)),
     el("option", { value: DEFAULTS }, "Default values"),
   );
-  menu.addEventListener("change", () => loadPreset(menu.value, true).catch(notifyError));
+  menu.addEventListener("change", () => {
+    chosen = loadPreset(menu.value, true).catch(notifyError);
+  });
 }
 
 /** Remember which preset the form was filled from; '' if none. @param {string} name */
@@ -191,9 +199,20 @@ function drawOffer(offer) {
 async function loadPreset(name, withUndo = false) {
   if (!name) return;
   const found = presets.find((p) => p.name === name);
-  const values = found ? (await get(`api/presets/${encodeURIComponent(name)}`)).values : form.defaults();
+  outdateReport();
+  const values = found ? await presetValues(name) : form.defaults();
   selectPreset(name);
   form.setValues(values, { undo: withUndo ? `Loaded: ${found ? found.title : "default values"}.` : "" });
+}
+
+async function presetValues(name) {
+  try {
+    return (await get(`api/presets/${encodeURIComponent(name)}`)).values;
+  } catch (error) {
+    selectPreset(preset()); // the form keeps its values
+    checkSoon();
+    throw error;
+  }
 }
 
 /** The preset's description, with a button that selects the machine it needs. */
@@ -215,6 +234,7 @@ async function start(showView) {
   starting = true;
   drawStart(lastReport, true);
   try {
+    await chosen;
     const drawn = check(); // and again while examples are being checked
     if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
     const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };

@@ -23,11 +23,11 @@ export function drawStrategies(strategies, device) {
   const shown = [...strategies.lines, ...(showsOthers ? strategies.others : [])];
   const nodes = shown.map((line) => drawLine(line, device));
   const list = $(".fp-strategy-list", box) || firstDraw(box);
-  const capacity = Math.max(...shown.map((line) => line.capacity_bytes));
-  setText(
-    $(".fp-strategy-memory", box),
-    capacity ? `Memory per ${device}, of ${bytes(capacity)}` : `Memory per ${device}`,
-  );
+  const capacities = shown.map((line) => line.capacity_bytes);
+  const [least, most] = [Math.min(...capacities), Math.max(...capacities)]; // processes on a CPU share its RAM
+  const unit = bytes(most).slice(bytes(most).indexOf(" "));
+  const range = least && least < most ? `${bytes(least).replace(unit, "")} to ${bytes(most)}` : bytes(most);
+  setText($(".fp-strategy-memory", box), most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) {
     const focused = /** @type {HTMLElement} */ (document.activeElement);
     list.replaceChildren(...nodes);
