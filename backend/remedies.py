@@ -1,4 +1,5 @@
 """Remedies of a failed run: changes of its options, each a fix that passes the checks, with the peak that it leads to.
+A run whose loss rose until its end, or that stopped after a spike, has those of one that diverged.
 
 Imports preflight, measured, rules, runs. Out of memory has the remedies of the memory rules, with peaks that are
 corrected by what this run needed. For other failures, those errors that the checks find now and that are about the same
@@ -50,7 +51,8 @@ class Remedies:
 
 @dataclass(frozen=True)
 class Failed:
-    """A failed run: its folder, why it failed, and its spec as it would be checked now."""
+    """A failed run: its folder, why it failed (empty if only its loss rose), and its spec as it would be checked
+    now."""
 
     run: Run
     failure: Mapping[str, Any]
@@ -68,16 +70,16 @@ class Failed:
 
 
 def find(run: Run, machine: Machine, base: Path) -> Remedies:
-    """The remedies of a run on this machine; none if it did not fail, or its spec cannot be read."""
-    why = run.failure()
+    """The remedies of a run on this machine; none if it needs none, or its spec cannot be read."""
+    why = run.failure() or {}
+    kind = why["kind"] if why else failure.DIVERGED if retry.applies(run) else ""
     try:
-        spec = presets.load((run.path / SPEC).read_text(encoding="utf-8")) if why else None
+        spec = presets.load((run.path / SPEC).read_text(encoding="utf-8")) if kind else None
     except (OSError, SpecError):
         return Remedies()
-    if not why or not spec:
+    if not spec:
         return Remedies()
     failed = Failed(run, why, build_case(spec, machine, base), base)
-    kind = why["kind"]
     if kind == failure.DEVICE_MEMORY or (kind == failure.HOST_MEMORY and failed.case.run.device == "cpu"):
         found = _less_device_memory(failed)
     elif kind == failure.HOST_MEMORY:

@@ -1,5 +1,6 @@
 """A failed run in the browser: the cause, and a change that is made with one click in a copy of the run."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
 from backend.paths import HOME
+from backend.runs import EVENTS
 
 sys.path.append(str(HOME / "tests" / "unit"))
-from failed_runs import failed_run
+from failed_runs import ended, failed_run, planted_run
 
 ERROR = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader"
 TIMEOUT = 60_000  # ms; other tests use the same cores
@@ -56,6 +58,22 @@ def test_options_have_their_label_in_the_sentence(server, page):
     text = "A rank waited longer than Distributed timeout for the other ranks."
     expect(sentence).to_have_text(text, timeout=TIMEOUT)
     expect(sentence.get_by_role("button", name="Distributed timeout")).to_be_visible()
+
+
+def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(server, page):
+    """It did not fail, so the changes are below its alert."""
+    spec = edit(RunSpec(), {"model.builtin": "tiny-llama", "train.learning_rate": 0.5})
+    run = planted_run(server.runs, spec, probe(Path.cwd()), "rise")
+    text = "The loss rose from 10.8 to 1,588. Lower the learning rate."
+    (run.path / EVENTS).write_text(json.dumps({"kind": "loss rise", "step": 32, "text": text, "time": 1}) + "\n")
+    ended(run, end="done", exit_code=0)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    alerts = page.locator(".fp-alerts")
+    expect(alerts).to_contain_text(text, timeout=TIMEOUT)
+    change = alerts.locator(".fp-remedies li", has_text="Learning rate 0.1")
+    change.get_by_role("button", name="Copy into form with this change").click()
+    expect(page.locator("#fp-toasts")).to_contain_text("with one change: Learning rate 0.1.")
+    assert float(page.evaluate("footplate.values()")["train.learning_rate"]) == 0.1
 
 
 @pytest.mark.soak

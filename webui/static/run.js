@@ -5,7 +5,7 @@ import { createCharts } from "./charts.js";
 import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, redraw, setText } from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
-import { alertParts, isAlert, rankTable } from "./live.js";
+import { alertParts, isAlert, isSpike, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
@@ -273,7 +273,8 @@ function draw() {
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);
   drawIfChanged("failure", run.failure, drawFailure);
-  drawIfChanged("events", run.events, drawEvents);
+  const hasChanges = ended() && !run.failure && run.events.some(isSpike);
+  drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged("model", run.model && { ...run.model, generations: run.result?.samples?.length }, drawModel);
@@ -348,8 +349,12 @@ function drawFailure(failure) {
   const failed = id;
   const openField = (field) => emit("clone", { id: failed, field });
   const parts = failureParts(failure, (run.ranks || []).length, openField);
-  const changes = remedies(base(), (fix) => emit("clone", { id: failed, fix }));
-  page.failure.replaceChildren(...parts, changes);
+  page.failure.replaceChildren(...parts, suggestedChanges());
+}
+
+function suggestedChanges() {
+  const changed = id;
+  return remedies(base(), (fix) => emit("clone", { id: changed, fix }));
 }
 
 function drawNotes({ tags, notes }) {
@@ -358,9 +363,9 @@ function drawNotes({ tags, notes }) {
   page.notes.replaceChildren(tagList(tags), notes);
 }
 
-function drawEvents(events) {
+function drawEvents({ events, hasChanges }) {
   page.alerts.hidden = !events.some(isAlert);
-  page.alerts.replaceChildren(...alertParts(events));
+  page.alerts.replaceChildren(...alertParts(events), hasChanges ? suggestedChanges() : "");
   page.charts.redraw();
 }
 
