@@ -138,20 +138,21 @@ def show(arguments: argparse.Namespace) -> int:
             print(f"{name.replace('_', ' ')}: {value:.4g}")
     if about["failure"]:
         print(f"{about['failure']['sentence']} {about['failure']['help']}")
-        _print_remedies(shown)
+    _print_remedies(shown)
+    if about["failure"]:
         print(about["failure"]["traceback"])
     return 0
 
 
-def _print_remedies(failed: Run) -> None:
-    """Print the changes after which a failed run can be started again, each with its command."""
-    found = remedies.find(failed, probe(Path.cwd()), Path.cwd())
+def _print_remedies(run: Run) -> None:
+    """Print the changes that are suggested for a new run after this one, each with its command."""
+    found = remedies.find(run, probe(Path.cwd()), Path.cwd())
     if found.fixes:
         print(f"\nSuggested changes for a new run. {found.note}".rstrip())
     for fix in found.fixes:
         peak = f", {amount(fix.peak)} {found.where}" if fix.peak else ""
         print(f"  {fix.label}{peak}{notes(fix)}")
-        print(f"    footplate run {shlex.quote(str(failed.path / SPEC))} {set_arguments(fix)}")
+        print(f"    footplate run {shlex.quote(str(run.path / SPEC))} {set_arguments(fix)}")
 
 
 def bundle(arguments: argparse.Namespace) -> int:

@@ -102,11 +102,13 @@ def test_it_is_the_first_remedy_of_a_diverged_run(tmp_path):
     assert first.label == "Continue from checkpoint-20 with learning rate 0.00015"
 
 
-def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_stopped_has_none(tmp_path):
+def test_a_run_that_stopped_after_a_spike_has_remedies_and_one_that_the_user_stopped_has_none(tmp_path, capsys):
     machine = probe(Path.cwd())
     found = remedies.find(stopped(tmp_path / "spike"), machine, Path.cwd()).fixes
     assert [fix.label for fix in found[:2]] == [
         "Continue from checkpoint-30 with learning rate 0.00015",
         "Learning rate 6e-05",
     ]
+    assert main(["show", str(next((tmp_path / "spike").iterdir()))]) == 0
+    assert "Suggested changes for a new run.\n  Continue from checkpoint-30" in capsys.readouterr().out
     assert remedies.find(stopped(tmp_path / "user", cause=""), machine, Path.cwd()).fixes == ()
