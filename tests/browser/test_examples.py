@@ -71,6 +71,7 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
 
     open_draft(page, server, tmp_path, EXAMPLES)
     expect(page.locator(".fp-status-text")).to_have_text("Can run", timeout=TIMEOUT)
+    expect(page.locator(".fp-range")).to_contain_text("It may change: the examples are still being read.")
     page.locator("#fp-memory summary", has_text="Breakdown").click()
     before = boxes(page)
     start.click()
@@ -87,4 +88,5 @@ def test_start_waits_until_all_examples_are_checked(page, server, tmp_path):
     expect(start).to_have_text("Start")
     expect(start).to_be_disabled()
     expect(status).to_have_text("All 15,000 examples checked")
+    expect(page.locator(".fp-range")).not_to_contain_text("still being read")
     assert not list((tmp_path / "runs").glob("2*"))

@@ -8,8 +8,9 @@ import { phases, placementPicture, used } from "./placement.js";
 
 const PLACES = { device: "Per device", host: "Host memory", disk: "Disk" };
 
-/** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one */
-export function drawMemory(memory, finding) {
+/** @param {any} memory the estimate @param {any} finding the finding of a memory rule, if there is one
+ * @param {boolean} isProvisional the examples are still being read, so their lengths are not known yet */
+export function drawMemory(memory, finding, isProvisional) {
   const box = $("#fp-memory");
   box.hidden = !memory;
   if (!memory) return;
@@ -34,7 +35,7 @@ export function drawMemory(memory, finding) {
   if (!unknown) {
     children.push(
       placementPicture(memory),
-      lowerBound ? null : range(memory),
+      lowerBound ? null : range(memory, isProvisional),
       phases(memory),
       memory.measured ? earlierRun(memory.measured) : null,
       finding && finding.fixes.length ? reductions(finding) : null,
@@ -49,8 +50,9 @@ function levelOf({ fits, capacity_bytes: capacity, high_bytes: high }) {
   return capacity && high > capacity ? "warning" : "ok";
 }
 
-function range({ low_bytes: low, high_bytes: high }) {
-  return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}`);
+function range({ low_bytes: low, high_bytes: high }, isProvisional) {
+  const note = isProvisional ? ". It may change: the examples are still being read." : "";
+  return el("p.fp-dim.fp-range", {}, `Estimated range: ${bytes(low)} to ${bytes(high)}${note}`);
 }
 
 /** What the newest comparable run measured, and the peak if this estimate is off by the same factor. */

@@ -56,6 +56,7 @@ function drawContent(report) {
   drawMemory(
     report.memory,
     findings.find((f) => MEMORY_RULES.includes(f.code)),
+    report.examples.pending,
   );
   drawDevices(report.devices);
   drawStrategies(report.strategies, report.memory.placement.noun);
