@@ -15,6 +15,13 @@ def server(tmp_path):
         yield started
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One server for all tests of a file, which neither stop it nor count its runs: a start takes seconds."""
+    with serving(tmp_path_factory.mktemp("shared") / "runs") as started:
+        yield started
+
+
 @pytest.fixture(scope="module")  # playwright keeps an event loop in this thread until it is left
 def chromium():
     assert CHROMIUM, "these tests need Debian's chromium: apt-get install chromium"

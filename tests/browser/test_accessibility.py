@@ -22,6 +22,11 @@ UNFOLD = """() => document.querySelectorAll('.fp-head[aria-expanded=false], .fp-
   .forEach((button) => button.click())"""
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
 def violations(page):
     """What axe-core reports in both themes: rule, theme, and the first elements."""
     found = []

@@ -27,6 +27,11 @@ HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), 
 SLOW = 60_000
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
 def lines(*values):
     return "".join(json.dumps(value) + "\n" for value in values)
 

@@ -6,16 +6,8 @@ import json
 
 import pytest
 from playwright.sync_api import expect
-from served import serving
 
 TIMEOUT = 20_000
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One server for all tests of this file, which start no run."""
-    with serving(tmp_path_factory.mktemp("drafts") / "runs") as server:
-        yield server
 
 
 @pytest.fixture

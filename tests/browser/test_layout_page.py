@@ -12,6 +12,11 @@ from backend.config.presets import presets
 TIMEOUT = 30_000
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
 def opened(page, server, width=1440):
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(server.url)

@@ -42,6 +42,11 @@ IN_TRACEBACK = ("    _torch_pytree._register", '_pytree.py:630", in frame', "/ho
 AFTER = ("the reason", "are named by the user")
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
 def make(server, lines=LINES):
     run = Run.create(server.runs, "library messages", Plan(("true",), files={SPEC: ""}), datetime.now())
     (run.path / LOCK).write_text("supervisor")

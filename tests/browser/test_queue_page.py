@@ -91,6 +91,7 @@ def test_a_run_is_started_after_another_one(server, page):
     expect(page.locator("#fp-after")).to_contain_text(f"Start waits until {first.id}")
     page.get_by_role("button", name="Train its model").click()
     expect(page.locator("#model-path textarea, #model-path input").first).to_have_value(f"{first.path}/model")
+    expect(page.locator("#model-source").get_by_label("Local folder")).to_be_checked()  # the folder's text comes first
     choose(page, "model.source", "builtin")
     use_tiny_model(page, 2)
     second = start_run(page, server)

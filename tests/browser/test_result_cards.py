@@ -10,6 +10,11 @@ from test_trained_model_page import plant
 from backend.runs import RESULT
 
 
+@pytest.fixture
+def server(shared):
+    return shared
+
+
 @pytest.mark.parametrize(
     ("before", "after", "text", "gain"),
     [

@@ -6,7 +6,6 @@ import re
 
 import pytest
 from playwright.sync_api import expect
-from served import serving
 
 from backend.compare import variants
 from backend.config.presets import presets
@@ -16,13 +15,6 @@ from backend.paths import HOME
 from backend.rules import Case
 
 TIMEOUT = 20_000
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """One server for all tests of this file, which start no run."""
-    with serving(tmp_path_factory.mktemp("strategy") / "runs") as server:
-        yield server
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 from test_journeys import SLOW_TIMEOUT, value, wait_for_status
 
@@ -19,6 +20,11 @@ from failed_runs import ended, planted_run
 
 FULL = {"method.kind": "full", "model.builtin": "tiny-llama"}
 FILES = {"config.json": {"architectures": ["LlamaForCausalLM"]}, "tokenizer_config.json": {"chat_template": "x"}}
+
+
+@pytest.fixture
+def server(shared):
+    return shared
 
 
 def plant(server, name):

@@ -25,8 +25,9 @@ export function drawStrategies(strategies, device) {
   const list = $(".fp-strategy-list", box) || firstDraw(box);
   const capacities = shown.map((line) => line.capacity_bytes);
   const [least, most] = [Math.min(...capacities), Math.max(...capacities)]; // processes on a CPU share its RAM
-  const unit = bytes(most).slice(bytes(most).indexOf(" "));
-  const range = least && least < most ? `${bytes(least).replace(unit, "")} to ${bytes(most)}` : bytes(most);
+  const [[few, unit], [, unitOfMost]] = [bytes(least).split(" "), bytes(most).split(" ")];
+  const from = unit === unitOfMost ? Math.round(Number(few)) : bytes(least);
+  const range = least && least < most ? `${from} to ${bytes(most)}` : bytes(most);
   setText($(".fp-strategy-memory", box), most ? `Memory per ${device}, of ${range}` : `Memory per ${device}`);
   if (nodes.length !== list.children.length || nodes.some((node, i) => list.children[i] !== node)) {
     const focused = /** @type {HTMLElement} */ (document.activeElement);
