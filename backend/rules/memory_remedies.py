@@ -230,9 +230,12 @@ def _combinations(search: _Search, limit: float) -> Iterator[Fix]:
 
 def _may_add_up(changes: Sequence[tuple[Change, list[int]]], needed: Iterable[float]) -> bool:
     """Whether changes with these savings may together save the bytes that are needed at each moment. Of each kind there
-    is at most one, and a smaller optimizer adds nothing to LoRA: the optimizer state of adapters is small."""
+    is at most one. A smaller optimizer adds nothing to LoRA, because the optimizer state of adapters is small, and
+    nothing to offloading, because the state is not on the device."""
     kinds = {change.kind for change, _ in changes}
     if len(kinds) < len(changes) or {"method", "optimizer"} <= kinds:
+        return False
+    if "optimizer" in kinds and any(offloads(change.fix.patch) for change, _ in changes):
         return False
     saved = map(sum, zip(*(sizes for _, sizes in changes), strict=True))  # at each moment
     return all(map(ge, saved, needed))
