@@ -289,6 +289,10 @@ def _hidden_options(values: tuple[Any, ...]) -> Mapping[str, Any]:
     return {option.name: option.default for option in options() if not _holds(option.when, words.__getitem__)}
 
 
+def _hidden(spec: RunSpec) -> Mapping[str, Any]:
+    return _hidden_options(_values(spec, controlling_options()))
+
+
 def _values(spec: RunSpec, names: Iterable[str]) -> tuple[Any, ...]:
     """The values of two or more options, in one call: a check asks for thousands."""
     found: tuple[Any, ...] = _getter(*names)(spec)
@@ -302,7 +306,7 @@ def word(value: Any) -> str:
 
 def effective(spec: RunSpec) -> RunSpec:
     """`spec` with every hidden option at its default, so that specs with the same effect are equal."""
-    hidden = _hidden_options(_values(spec, controlling_options()))
+    hidden = _hidden(spec)
     now = zip(hidden.items(), _values(spec, hidden), strict=True)
     patch = {name: default for (name, default), value in now if value != default}
     return edit(spec, patch) if patch else spec
@@ -310,7 +314,7 @@ def effective(spec: RunSpec) -> RunSpec:
 
 def changes(spec: RunSpec) -> Values:
     """Option key -> value of the visible options that differ from their default, in order of declaration."""
-    hidden, known = _hidden_options(_values(spec, controlling_options())), by_name()
+    hidden, known = _hidden(spec), by_name()
     now = zip(known.items(), _values(spec, known), strict=True)
     return {name: value for (name, option), value in now if value != option.default and name not in hidden}
 

@@ -46,7 +46,7 @@ def node_rank_out_of_range(case: Case) -> Violation | None:
     launch, last = case.spec.launch, case.run.nnodes - 1
     if launch.rendezvous != "static" or launch.node_rank <= last:
         return None
-    fix = Fix(f"Set node rank {last}", {"launch.node_rank": last})
+    fix = Fix(f"Set the node rank to {last}", {"launch.node_rank": last})
     nodes = counted(case.run.nnodes, "node")
     return Violation(f"The node rank is {launch.node_rank}; with {nodes} the highest is {last}.", (fix,))
 
@@ -143,7 +143,7 @@ def master_port_in_use(case: Case) -> Violation | None:
     "NOD004",
     "error",
     fields=("launch.min_nnodes", "launch.nnodes"),
-    title="The minimum of nodes exceeds their maximum",
+    title="The minimum number of nodes exceeds the maximum",
     source="torch 2.13 distributed/run.py: min_nodes must be > 0 and <= max_nodes",
     fails_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 3}),
     passes_on=Example({**ELASTIC_SPEC, "launch.min_nnodes": 2}),
@@ -321,7 +321,7 @@ def _selected_slots(case: Case, include: str) -> Slots | None:
     "NOD011",
     "error",
     fields=("launch.hostfile", "launch.include", "launch.nnodes", "launch.nproc_per_node"),
-    title="The hostfile does not match nodes and processes per node",
+    title="The hostfile does not match the number of nodes and processes",
     source="deepspeed 0.19 launcher/runner.py: one process per slot, on every selected host",
     manual_fix="Select as many hosts as nodes are set, each with as many slots as processes per node.",
     fails_on=Example({**HOSTFILE_SPEC, "launch.nnodes": 3}),
@@ -329,7 +329,7 @@ def _selected_slots(case: Case, include: str) -> Slots | None:
 )
 def hostfile_size_mismatch(case: Case) -> Violation | None:
     """The deepspeed launcher starts one process per selected slot. Batch size, memory estimate and checkpoints are
-    computed for nodes x processes per node, and the trainer refuses any other number."""
+    computed for the nodes and processes per node of the options, and the trainer refuses any other number."""
     found = _selected_slots(case, include_argument(case.spec)) if _uses_hostfile(case) else None
     if found is None:
         return None
