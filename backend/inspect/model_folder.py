@@ -15,7 +15,6 @@ from backend.config import RunSpec
 from backend.inspect.architecture import await_architecture, read_architecture
 from backend.inspect.weights import INDEX, WeightsError, pointer_problem, weight_shapes, weights_mismatch
 from backend.inspect.worker import Show, no_show
-from backend.modelspec import first_equal
 from backend.paths import model_folder
 
 # The names that from_pretrained looks for; transformers 5.23 modeling_utils.py, _get_resolved_checkpoint_files.
@@ -31,7 +30,7 @@ def inspect_model(spec: RunSpec, base: Path, environment: Mapping[str, str]) -> 
         facts = {**facts, "weights_problem": _weights_problem(folder, facts)}
     if shape := facts.get("shape"):
         is_reward_model = registry.STAGES[spec.train.stage].is_reward_model
-        facts = {**facts, "shape": first_equal(shape.with_score_head if is_reward_model else shape)}
+        facts = {**facts, "shape": shape.with_score_head if is_reward_model else shape}
     return facts
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from backend.modelspec.architectures import NotCausalLM, UnknownArchitecture, prequantized
-from backend.modelspec.modules import ModelShape, ModuleSpec
+from backend.modelspec.modules import ModelShape, ModuleSpec, first_equal
 
 Table = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -46,7 +46,7 @@ def shape_from_table(table: Table, config: Mapping[str, Any]) -> ModelShape:
     if not table.get("causal_lm"):
         raise NotCausalLM(f"transformers has no causal language model for {kind}")
     try:
-        return TableReader(table, config).shape()
+        return first_equal(TableReader(table, config).shape())
     except (KeyError, IndexError, TypeError) as error:
         reason = f"the architecture {kind} could not be read completely: {type(error).__name__} {error}"
         raise UnknownArchitecture(reason) from None

@@ -124,7 +124,7 @@ class ModelShape:
     def with_score_head(self) -> ModelShape:
         """The same model with a scalar head instead of the output layer."""
         score = ModuleSpec(SCORE, self.hidden, self.hidden, 1)
-        return replace(self, tied=False, non_layer_modules=(*self.non_layer_modules[:-1], score))
+        return first_equal(replace(self, tied=False, non_layer_modules=(*self.non_layer_modules[:-1], score)))
 
     def all_modules(self) -> tuple[ModuleSpec, ...]:
         """All modules of all layers, with their full names."""

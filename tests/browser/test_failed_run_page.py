@@ -76,6 +76,18 @@ def test_a_run_whose_loss_rose_offers_a_lower_learning_rate(server, page):
     assert float(page.evaluate("footplate.values()")["train.learning_rate"]) == 0.1
 
 
+def test_a_run_that_the_user_stopped_after_a_spike_offers_nothing(server, page):
+    run = planted_run(server.runs, edit(RunSpec(), {"model.builtin": "tiny-llama"}), probe(Path.cwd()), "stopped")
+    text = "The loss rose to 9; the median of the last 50 points is 2."
+    (run.path / EVENTS).write_text(json.dumps({"kind": "loss spike", "step": 32, "text": text, "time": 1}) + "\n")
+    ended(run, end="stopped", exit_code=0)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-alerts")).to_contain_text(text, timeout=TIMEOUT)
+    assert not [url for url in asked if url.endswith("/remedies")]
+
+
 @pytest.mark.soak
 def test_out_of_memory_is_mended_with_one_click(server, page, tmp_path):
     """A batch needs more memory than a process may have, as in a container; the first remedy halves it."""

@@ -15,7 +15,7 @@ from fastapi import Depends
 from pydantic import AfterValidator
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from backend import bundle, remedies
+from backend import bundle, remedies, retry
 from backend.config import RunSpec, presets, variables
 from backend.config.options import SpecError, changes, effective
 from backend.inspect import predecessor
@@ -171,6 +171,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "result": run.result(),
         "estimate": run.estimate(),
         "failure": run.failure(),
+        "retry_applies": retry.applies(run),
         "spec": _changed_options(yaml),
         "yaml": variables.hide_secrets(yaml, plan.env),
         "command": variables.hide_secrets(plan.command(), plan.env),

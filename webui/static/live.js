@@ -4,14 +4,11 @@ import { el } from "./dom.js";
 import { bytes, integer, num, percent } from "./format.js";
 
 const SHOWN_ALERTS = 4;
-const SPIKES = ["loss spike", "loss rise", "gradient spike"];
 const MARKS = { saved: "checkpoint saved", resumed: "resumed", evaluation: "evaluation" };
 
 /** @typedef {{ kind: string, step: number, text: string }} RunEvent */
 
 export const isAlert = (/** @type {RunEvent} */ { kind }) => !(kind in MARKS);
-/** After such an alert, changes for a new run may be suggested. @param {RunEvent} event */
-export const isSpike = ({ kind }) => SPIKES.includes(kind);
 /** What a mark on a chart says. @param {RunEvent} event */
 export const markText = ({ kind, step }) =>
   kind === "resumed" && step <= 0 ? "restarted at step 0" : MARKS[kind] || kind;

@@ -5,7 +5,7 @@ import { createCharts } from "./charts.js";
 import { $, address, confirmDialog, dropdown, el, emit, notify, notifyError, on, redraw, setText } from "./dom.js";
 import { num } from "./format.js";
 import { failureParts, remedies } from "./failure.js";
-import { alertParts, isAlert, isSpike, rankTable } from "./live.js";
+import { alertParts, isAlert, rankTable } from "./live.js";
 import { createLog } from "./log.js";
 import { createPoller } from "./poll.js";
 import { changeQueue, removeFromQueue } from "./queue.js";
@@ -273,7 +273,7 @@ function draw() {
   page.log.offerRanks(run.ranks || []);
   drawIfChanged("annotations", run.annotations, drawNotes);
   drawIfChanged("failure", run.failure, drawFailure);
-  const hasChanges = ended() && !run.failure && run.events.some(isSpike);
+  const hasChanges = run.retry_applies && !run.failure;
   drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
   drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
   drawIfChanged("monitor", run.monitor, drawRanks);
