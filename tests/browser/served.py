@@ -1,5 +1,10 @@
-"""The browser, and the page's server as a process. Asserts at the end that no process of it or of its runs is left."""
+"""The browser, and the page's server as a process. Asserts at the end that no process of it or of its runs is left.
 
+An import of the server takes seconds. So one process imports it, and forks a server for each test.
+"""
+
+import atexit
+import json
 import os
 import re
 import shutil
@@ -11,7 +16,10 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+
+import psutil
 
 from backend.paths import HOME
 from backend.runs.folder import ALIVE, runs
@@ -26,6 +34,23 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+FORK_SERVER = """
+import json, os, signal, sys
+from webui import __main__ as page
+page._import_server()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for servers: they must not become zombies
+for line in sys.stdin:
+    request = json.loads(line)
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        continue
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
+    os.environ.clear(), os.environ.update(request["variables"])
+    sys.exit(page.main(request["arguments"]))
+"""
 MARKER_VARIABLE = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
 
 
@@ -39,6 +64,24 @@ def marked_processes(mark: str) -> list[int]:
         except OSError:
             continue
     return pids
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs: psutil's own `is_running` counts zombies."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@cache
+def fork_server() -> "subprocess.Popen[str]":
+    """The process that forks servers; it ends with this one."""
+    # One thread, here and in each server: other tests train on the same cores.
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORK_SERVER]
+    process = subprocess.Popen(
+        command, cwd=HOME, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(process.communicate)  # closes its input, so that it ends
+    return process
 
 
 class Server:
@@ -55,19 +98,15 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: psutil.Process | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "webui", "--port", str(self.port), "--runs", str(self.runs)]
-        command += [] if self.login else ["--no-login"]
+        arguments = ["--port", str(self.port), "--runs", str(self.runs), *([] if self.login else ["--no-login"])]
         name, _, value = self.mark.partition("=")
-        # One thread: other tests train on the same cores.
-        variables = {name: value, "OMP_NUM_THREADS": "1", **self.variables}
-        log = open(self.runs.with_suffix(".log"), "ab")  # noqa: SIM115 - the child uses it until it ends
-        self.process = subprocess.Popen(command, cwd=HOME, env={**os.environ, **variables}, stdout=log, stderr=log)
-        log.close()
+        variables = {**os.environ, name: value, "OMP_NUM_THREADS": "1", **self.variables}
+        self.process = self._launch(arguments, variables, self.runs.with_suffix(".log"))
         for _ in range(240):
-            if self.process.poll() is not None:
+            if not is_alive(self.process):
                 raise RuntimeError(self.runs.with_suffix(".log").read_text())
             try:
                 urllib.request.urlopen(self.url, timeout=2).close()
@@ -78,6 +117,11 @@ class Server:
                 time.sleep(0.25)
         raise RuntimeError("the server does not respond")
 
+    def _launch(self, arguments: list[str], variables: dict[str, str], log: Path) -> psutil.Process:
+        with log.open("ab") as output:
+            command = [sys.executable, "-m", "webui", *arguments]
+            return psutil.Popen(command, cwd=HOME, env=variables, stdout=output, stderr=output)
+
     def printed_url(self) -> str:
         """The last URL that the server printed."""
         return re.findall(r"Footplate is at (\S+)", self.runs.with_suffix(".log").read_text())[-1]
@@ -87,16 +131,26 @@ class Server:
         self.process.wait()
 
     def stop(self) -> None:
-        if self.process.poll() is None:
+        if is_alive(self.process):
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(20)
 
 
+class ForkedServer(Server):
+    """A server from `fork_server`. Its environment in /proc is that of the fork server."""
+
+    def _launch(self, arguments: list[str], variables: dict[str, str], log: Path) -> psutil.Process:
+        forks = fork_server()
+        forks.stdin.write(json.dumps({"arguments": arguments, "variables": variables, "log": str(log)}) + "\n")
+        forks.stdin.flush()
+        return psutil.Process(int(forks.stdout.readline()))
+
+
 @contextmanager
 def serving(folder: Path, login: bool = False, **variables: str):
-    """A server for the runs in `folder`, by default without a login. Asserts at the end that no process of it or of its
-    runs is left."""
-    server = Server(folder, login, **variables)
+    """A server for the runs in `folder`, by default without a login and forked. Asserts at the end that no process of
+    it or of its runs is left."""
+    server = Server(folder, login, **variables) if login else ForkedServer(folder, **variables)
     server.start()
     try:
         yield server
@@ -109,3 +163,4 @@ def serving(folder: Path, login: bool = False, **variables: str):
     while marked_processes(server.mark) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert marked_processes(server.mark) == []
+    assert not server.process.is_running()
