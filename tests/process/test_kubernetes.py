@@ -113,6 +113,7 @@ def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # t
     assert name not in cluster.jobs and name not in cluster.services
 
 
+@pytest.mark.soak
 def test_an_evicted_pod_saves_and_the_run_continues(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     started.wait_for_step(3)
@@ -126,6 +127,7 @@ def test_an_evicted_pod_saves_and_the_run_continues(start, cluster) -> None:  # 
     assert started.wait("stopped", "failed") == "stopped", started.text
 
 
+@pytest.mark.soak
 def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     """It waits for a node, and continues from the last complete checkpoint."""
     started = start(SAVING)
@@ -153,6 +155,7 @@ def test_a_failed_rank_is_started_again_until_the_limit(start, cluster) -> None:
     assert "SIGKILL" in started.run.summary()["sentence"], started.text
 
 
+@pytest.mark.soak
 def test_a_job_that_someone_deletes_saves_and_is_stopped(start, cluster) -> None:  # type: ignore[no-untyped-def]
     started = start(LONG)
     started.wait_for_step(1)

@@ -102,6 +102,7 @@ def test_a_waiting_job_says_why_and_can_be_stopped(start, cluster) -> None:  # t
         assert not started.processes()
 
 
+@pytest.mark.soak
 def test_a_run_continues_after_a_node_failed(start, cluster) -> None:  # type: ignore[no-untyped-def]
     """It waits for a node, and continues from the last complete checkpoint."""
     started = start(SAVING)
