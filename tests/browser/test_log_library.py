@@ -56,6 +56,16 @@ def make(server, lines=LINES):
     return run
 
 
+def test_an_ended_run_without_a_log_does_not_promise_one(server, page):
+    run = make(server, "")
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    expect(page.locator(".fp-log-empty")).to_have_text("The run ended without a line in this log.", timeout=60_000)
+    (run.path / LOG).write_text("a line\n")
+    page.reload()
+    expect(page.locator(".fp-log")).to_contain_text("a line", timeout=60_000)
+    expect(page.locator(".fp-log-empty")).to_be_hidden()
+
+
 def test_library_messages_are_folded(server, page):
     run = make(server)
     page.goto(f"{server.url}/?tab=run&run={run.id}")

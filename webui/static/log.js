@@ -17,6 +17,8 @@ const WARNING = /\bWARN(ING)?\b|\b[A-Z]\w*Warning\b/;
 const ANSI_CODES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 const RANK_PREFIX = /^\[default(\d+)\]:/; // torchrun's
 const LEFTOVER_PREFIXES = /(\[default\d+\]:)+$/; // of a progress bar that overwrote itself
+const NO_LINES_YET = "The first line appears when the run starts.";
+const NO_LINES = "The run ended without a line in this log.";
 
 const levelOf = (line) => (ERROR.test(line) ? "error" : WARNING.test(line) ? "warning" : "");
 const setPressed = (button, pressed) => button.setAttribute("aria-pressed", String(pressed));
@@ -52,7 +54,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
   let following = true;
 
   const box = el("div.fp-log", { role: "log", "aria-label": "Run log", "aria-live": "off", tabindex: 0 });
-  const empty = el("p.fp-log-empty", {}, "The first line appears when the run starts.");
+  const empty = el("p.fp-log-empty");
   const library = el("button.fp-log-library", { type: "button", hidden: true, "aria-expanded": "false" });
   library.addEventListener("click", toggleLibrary);
   const frame = el("div.fp-log-frame", { "data-level": "" }, library, empty, box);
@@ -92,6 +94,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     const latest = following ? "&latest=true" : "";
     const response = await get(`${base()}/log?off=${requested}${rankParameter()}${latest}`);
     if (!isCurrent()) return undefined;
+    if (!response && last) setText(empty, NO_LINES);
     if (!response) return last ? "end" : undefined;
     const start = startOf(response, requested < 0 ? response.o : requested);
     if (start < requested) {
@@ -264,6 +267,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     offset = -1;
     skipTo(0);
     empty.hidden = false;
+    setText(empty, NO_LINES_YET);
     controls.earlier.disabled = true;
     setFollowing(true);
     search.reset();
