@@ -15,7 +15,7 @@ from backend.modelspec.architectures import (
     from_config,
 )
 from backend.modelspec.flops import flops_per_token
-from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, first_equal, matches
+from backend.modelspec.modules import SCORE, ModelShape, ModuleSpec, matches
 from backend.modelspec.trainable import (
     all_parameters,
     count_equal_tensors,
@@ -36,7 +36,6 @@ __all__ = [
     "UnknownArchitecture",
     "all_parameters",
     "count_equal_tensors",
-    "first_equal",
     "flops_per_token",
     "from_config",
     "lora_modules",

@@ -94,8 +94,10 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
     const latest = following ? "&latest=true" : "";
     const response = await get(`${base()}/log?off=${requested}${rankParameter()}${latest}`);
     if (!isCurrent()) return undefined;
-    if (!response && last) setText(empty, NO_LINES);
-    if (!response) return last ? "end" : undefined;
+    if (!response) {
+      setText(empty, last ? NO_LINES : NO_LINES_YET);
+      return last ? "end" : undefined;
+    }
     const start = startOf(response, requested < 0 ? response.o : requested);
     if (start < requested) {
       reset();
