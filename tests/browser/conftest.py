@@ -3,10 +3,12 @@
 import time
 
 import pytest
-from playwright.sync_api import sync_playwright
-from served import CHROMIUM, FLAGS, serving
+from playwright.sync_api import expect, sync_playwright
+from served import CHROMIUM, FLAGS, TIMEOUT, new_context, serving
 
 from backend.paths import HOME
+
+expect.set_options(timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def chromium():
 
 @pytest.fixture
 def page(chromium, request):
-    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
+    context = new_context(chromium)
     page = context.new_page()
     page.errors = []
     page.on("pageerror", lambda error: page.errors.append(str(error)))

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import psutil
+from playwright.sync_api import Browser, BrowserContext
 
 from backend.paths import HOME
 from backend.runs.folder import ALIVE, runs
@@ -51,7 +52,14 @@ for line in sys.stdin:
     os.environ.clear(), os.environ.update(request["variables"])
     sys.exit(page.main(request["arguments"]))
 """
+TIMEOUT = 60_000  # ms; other tests use the same cores, so that a page may take half a minute to open
 MARKER_VARIABLE = "FOOTPLATE_TEST_SERVER"  # environment variable of every process that a test's server starts
+
+
+def new_context(browser: Browser) -> BrowserContext:
+    context = browser.new_context(viewport={"width": 1440, "height": 1000})
+    context.set_default_timeout(TIMEOUT)
+    return context
 
 
 def marked_processes(mark: str) -> list[int]:

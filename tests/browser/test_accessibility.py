@@ -17,7 +17,6 @@ from backend.paths import HOME
 sys.path.append(str(HOME / "tests" / "unit"))
 from failed_runs import failed_run, out_of_memory
 
-TIMEOUT = 30_000
 UNFOLD = """() => document.querySelectorAll('.fp-head[aria-expanded=false], .fp-more[aria-expanded=false]')
   .forEach((button) => button.click())"""
 
@@ -45,7 +44,7 @@ def violations(page):
 
 def opened(page, server, query=""):
     page.goto(f"{server.url}/{query}")
-    page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+    page.wait_for_selector("body[data-ready]")
     settled(page)
 
 
@@ -79,7 +78,7 @@ def test_other_views(page, server):
         ("rules", "article"),
     ):
         page.goto(f"{server.url}/{query}")
-        page.locator(ready).first.wait_for(timeout=TIMEOUT)
+        page.locator(ready).first.wait_for()
         assert violations(page) == [], query
 
 
@@ -98,7 +97,7 @@ def test_option_search(page, server):
 
 def test_compare_without_runs(page, server):
     page.goto(f"{server.url}/?tab=compare")
-    page.locator(".fp-compare-problems li").first.wait_for(timeout=TIMEOUT)
+    page.locator(".fp-compare-problems li").first.wait_for()
     assert violations(page) == []
 
 

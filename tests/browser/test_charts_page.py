@@ -24,7 +24,6 @@ WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sle
 STEPS = 100
 EVALUATIONS = {20: 3.0, 40: 2.0, 60: 1.5, 80: 2.5, 100: 2.75}  # the best one is at step 60
 HAPPENED = [("saved", 40, "Saved."), ("loss spike", 50, "The loss rose to 9."), ("resumed", 70, "")]
-SLOW = 60_000
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def chart(page, title):
 
 def open_run(server, page, run, theme="light"):
     page.goto(f"{server.url}/?tab=run&run={run.id}&__theme={theme}")
-    expect(chart(page, "Loss").locator(".u-over")).to_be_visible(timeout=SLOW)
+    expect(chart(page, "Loss").locator(".u-over")).to_be_visible()
     return chart(page, "Loss")
 
 
@@ -235,7 +234,7 @@ def test_before_the_first_values_the_log_comes_first(server, page):
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     with (run.path / LOG).open("a") as file:
         file.write("loading the model\n")
-    expect(page.locator(".fp-log")).to_contain_text("loading the model", timeout=SLOW)
+    expect(page.locator(".fp-log")).to_contain_text("loading the model")
     charts, shown = page.locator("#fp-run-page .fp-charts"), page.locator("#fp-run-page .fp-chart:visible h4")
     expect(charts).to_be_hidden()
     with (run.path / METRICS).open("a") as file:

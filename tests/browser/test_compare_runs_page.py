@@ -9,7 +9,6 @@ from playwright.sync_api import expect
 from backend.runs import LOCK, METRICS, RESULT, SPEC, Plan
 from backend.runs.folder import Run
 
-TIMEOUT = 60_000  # ms; other tests use the same cores
 OUTPUTS = {"small rank": "4", "large rank": "5"}
 
 
@@ -36,11 +35,11 @@ def test_two_runs_are_compared(server, page):
     small, large = make(server, "small rank", 8), make(server, "large rank", 16)
     page.goto(f"{server.url}/?tab=runs")
     compare = page.locator(".fp-runs-compare")
-    page.get_by_label("Select small rank").check(timeout=TIMEOUT)
+    page.get_by_label("Select small rank").check()
     expect(compare).to_have_attribute("aria-disabled", "true")
     page.get_by_label("Select large rank").check()
     compare.click()
-    expect(page.locator("#fp-compare-page h2")).to_have_text("Compare 2 runs", timeout=TIMEOUT)
+    expect(page.locator("#fp-compare-page h2")).to_have_text("Compare 2 runs")
     expect(page.locator("#fp-compare-page .fp-chart:visible h4")).to_have_text(["Loss"])
     expect(page.locator("#fp-compare-page .fp-plot canvas")).to_have_count(1)
     expect(page.locator(".fp-compare-options code")).to_have_text(["lora.r"])
@@ -56,7 +55,7 @@ def test_two_runs_are_compared(server, page):
     with page.expect_response(lambda response: "x=tokens" in response.url):
         page.reload()
     expect(page.get_by_role("button", name="Tokens", exact=True)).to_have_attribute("aria-pressed", "true")
-    expect(page.locator("#fp-compare-page .fp-plot canvas")).to_have_count(1, timeout=TIMEOUT)
+    expect(page.locator("#fp-compare-page .fp-plot canvas")).to_have_count(1)
     assert "x=tokens" in page.locator("#fp-compare-page a", has_text="PNG").get_attribute("href")
     page.go_back()
     expect(page.get_by_role("button", name="Step", exact=True)).to_have_attribute("aria-pressed", "true")
@@ -66,7 +65,7 @@ def test_two_runs_are_compared(server, page):
 
     large.delete()
     page.go_forward()
-    expect(page.locator(".fp-compare-problems")).to_contain_text(large.id, timeout=TIMEOUT)
+    expect(page.locator(".fp-compare-problems")).to_contain_text(large.id)
     assert [row[0].strip() for row in cells(page, ".fp-compare-results")] == [small.name]
 
 
@@ -93,7 +92,7 @@ def test_one_run_is_highlighted_and_a_range_zoomed(server, page):
     page.goto(f"{server.url}/?tab=compare&runs={','.join(run.id for run in runs)}")
     plot = page.locator("#fp-compare-page .u-over")
     legend = page.locator("#fp-compare-page .fp-compare-legend button")
-    expect(plot).to_have_count(1, timeout=TIMEOUT)
+    expect(plot).to_have_count(1)
     assert colors(page)[1] > 20, "the second curve is drawn over the first"
     legend.first.click()
     page.mouse.move(0, 0)

@@ -6,14 +6,12 @@ import json
 
 import pytest
 from playwright.sync_api import expect
-
-TIMEOUT = 20_000
+from served import new_context
 
 
 @pytest.fixture
 def context(chromium):
-    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
-    context.set_default_timeout(TIMEOUT)
+    context = new_context(chromium)
     yield context
     context.close()
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from playwright.sync_api import expect
-from served import serving
+from served import new_context, serving
 
 from backend.rules import example_findings
 
@@ -89,10 +89,10 @@ def page(chromium, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fixes")
     errors = []
     with serving(folder / "runs") as server:
-        page = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+        page = new_context(chromium).new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server.url)
-        page.wait_for_selector("body[data-ready]", timeout=30_000)
+        page.wait_for_selector("body[data-ready]")
         page.folder = folder
         yield page
         page.context.close()
@@ -112,7 +112,7 @@ def gpt2(tmp_path):
 
 def report(page):
     """The status and the findings, once they belong to the form's current values."""
-    page.wait_for_selector("#fp-status[data-fresh=yes]:not([data-level=checking])", timeout=20_000)
+    page.wait_for_selector("#fp-status[data-fresh=yes]:not([data-level=checking])")
     return page.locator(".fp-status-text").inner_text(), page.locator("#fp-findings").inner_text()
 
 
@@ -125,7 +125,7 @@ def import_yaml(page, machine, yaml, code):
     page.evaluate("footplate.notify('')")
     page.locator("#fp-import-file").set_input_files(path)
     expect(page.locator(".fp-toast")).to_contain_text("start.yaml loaded")
-    page.wait_for_selector(f".fp-finding[data-code={code}]", timeout=20_000)
+    page.wait_for_selector(f".fp-finding[data-code={code}]")
     return report(page)
 
 

@@ -45,7 +45,7 @@ def test_the_page_says_what_each_rank_is_doing(server, page):
         stopped = int(re.match(r"PID (\d+)", headers[1].read_text())[1])
         os.kill(stopped, signal.SIGSTOP)
         page.goto(f"{server.url}/?tab=run&run={run.id}")
-        expect(page.locator(".fp-run-sentence")).to_contain_text("no step for 3 min", timeout=60_000)
+        expect(page.locator(".fp-run-sentence")).to_contain_text("no step for 3 min")
         page.get_by_role("button", name="Show what each rank is doing").click()
         answer = page.locator(".fp-stacks-answer")
         expect(answer).to_contain_text(f"Rank 1: stopped by a signal; kill -CONT {stopped} continues it.")

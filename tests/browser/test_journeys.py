@@ -21,7 +21,7 @@ SLOW_TIMEOUT = 400_000  # ms; other tests use the same cores, and libraries load
 
 def open_page(page, server, query=""):
     page.goto(f"{server.url}/{query}")
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     wait_for_status(page, "Can run|Cannot run")
 
 
@@ -109,8 +109,8 @@ def test_page_waits_for_its_scripts(server, page):
     """The page starts only after its scripts have loaded, even if Gradio's are faster."""
     page.route("**/footplate/main.js", lambda route: (time.sleep(2), route.continue_()))
     open_page(page, server)
-    page.wait_for_selector("#fp-run-page > *", state="attached", timeout=10_000)
-    page.wait_for_selector("#fp-runs-page > *", state="attached", timeout=10_000)
+    page.wait_for_selector("#fp-run-page > *", state="attached")
+    page.wait_for_selector("#fp-runs-page > *", state="attached")
 
 
 def test_preview_has_a_command_per_node(server, page):
@@ -160,7 +160,7 @@ def test_preset_error_fix_start_reload_results(server, page):
     wait_for_state(page, "running")
     wait_for_chart_step(page, "[1-9]")
     page.reload()
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     wait_for_state(page, "done")
     text = page.locator("#fp-run-page").inner_text()
     assert "Exact match" in text
@@ -174,7 +174,7 @@ def test_preset_error_fix_start_reload_results(server, page):
     losses = [x for x in losses if x is not None]
     assert losses[-1] < losses[0]
     page.goto(f"{server.url}/?tab=runs")
-    expect(page.locator("#fp-runs-page tr", has_text=run.name)).to_be_visible(timeout=30_000)
+    expect(page.locator("#fp-runs-page tr", has_text=run.name)).to_be_visible()
 
 
 def test_run_survives_a_server_crash_and_page_shows_all_points_and_lines(server, page):
@@ -249,11 +249,11 @@ def test_edits_survive_reload_restart_and_second_tab(server, page):
     server.kill()
     server.start()
     page.reload()
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     assert value(page, "lora.r") == 77
     other = page.context.new_page()
     other.goto(page.url)
-    other.wait_for_selector("body[data-ready]", timeout=30_000)
+    other.wait_for_selector("body[data-ready]")
     assert value(other, "lora.r") == 77
     assert value(other, "logging.run_name") == "my <b>run</b>"
     assert other.locator("#logging-run_name :is(input, textarea)").input_value() == "my <b>run</b>"
@@ -372,7 +372,7 @@ def test_switching_strategies_keeps_all_values(server, page):
     assert visible(*names_) == ["parallel.offload_optimizer", "parallel.nvme_path"]
     type_value(page, "parallel.nvme_path", "/nowhere")
     wait_for_status(page, "^Cannot run")
-    page.wait_for_selector('.fp-finding:has-text("folder /nowhere")', timeout=30_000)
+    page.wait_for_selector('.fp-finding:has-text("folder /nowhere")')
     choose(page, "parallel.strategy", "fsdp2")
     assert visible(*names_) == ["parallel.replicate_size"]
     type_value(page, "parallel.replicate_size", 2)
@@ -384,7 +384,7 @@ def test_switching_strategies_keeps_all_values(server, page):
     )
     choose(page, "parallel.strategy", "ddp")
     page.reload()
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     assert value(page, "parallel.replicate_size") == 2
     assert value(page, "parallel.nvme_path") == "/nowhere"
     assert value(page, "parallel.bucket_cap_mb") == 31
@@ -421,7 +421,7 @@ def test_a_run_can_be_planned_for_a_cluster(page, server):
         page.locator("#fp-export-plan").click()
     assert "strategy: fsdp2" in download.value.path().read_text()
     page.reload()
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     expect(page.locator("#fp-machine")).to_have_value("8x80gb")
     expect(page.locator("#fp-export-plan")).to_be_visible()
     page.locator("#fp-machine").select_option("")

@@ -9,8 +9,6 @@ from playwright.sync_api import expect
 
 from backend.config.presets import presets
 
-TIMEOUT = 30_000
-
 
 @pytest.fixture
 def server(shared):
@@ -20,7 +18,7 @@ def server(shared):
 def opened(page, server, width=1440):
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(server.url)
-    page.wait_for_selector("body[data-ready]", timeout=TIMEOUT)
+    page.wait_for_selector("body[data-ready]")
     settled(page)
 
 

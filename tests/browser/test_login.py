@@ -11,8 +11,8 @@ PASSWORD = "correct horse battery"
 
 
 def wait_until_ready(page):
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
-    expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
+    expect(page.locator("#fp-status")).to_have_attribute("data-fresh", "yes")
 
 
 def test_token_url(page, tmp_path):

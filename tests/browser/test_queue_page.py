@@ -18,7 +18,6 @@ open('progress.json', 'w').write(json.dumps({'phase': 'training', 'step': 1}))
 while not os.path.exists('go'): time.sleep(0.05)
 """
 FAILS = WAITS + "raise SystemExit('The disk is on fire.')"
-TIMEOUT = 60_000  # ms; other tests use the same cores
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
     first, second, third, fourth = (make(server, name, FAILS if name == "b" else WAITS) for name in "abcd")
     page.goto(f"{server.url}/?tab=runs")
     rows = page.locator(".fp-queue li")
-    expect(rows).to_have_count(3, timeout=TIMEOUT)
+    expect(rows).to_have_count(3)
     assert names(page) == ["b", "c", "d"]
     expect(rows.nth(0)).to_contain_text(f"{first.id} uses the CPU.")
     expect(rows.nth(2)).to_contain_text("2 runs are ahead of this run.")
@@ -67,25 +66,25 @@ def test_three_runs_wait_and_the_order_is_changed(server, page):
 
     server.kill()
     server.start()
-    expect(page.locator(".fp-away").last).to_be_hidden(timeout=TIMEOUT)
+    expect(page.locator(".fp-away").last).to_be_hidden()
     finish(first)
-    expect(rows).to_have_count(2, timeout=TIMEOUT)  # b runs
+    expect(rows).to_have_count(2)  # b runs
     assert names(page) == ["d", "c"]
     finish(second)
-    expect(page.locator(f'tr:has(a[href*="{second.id}"]) .fp-badge')).to_have_text("Failed", timeout=TIMEOUT)
-    expect(rows).to_have_count(1, timeout=TIMEOUT)  # c runs, since d is held
+    expect(page.locator(f'tr:has(a[href*="{second.id}"]) .fp-badge')).to_have_text("Failed")
+    expect(rows).to_have_count(1)  # c runs, since d is held
     rows.nth(0).get_by_role("button", name="Release").click()
     expect(rows.nth(0)).to_contain_text(f"{third.id} uses the CPU.")
     finish(third)
-    expect(page.locator(".fp-queue")).to_be_hidden(timeout=TIMEOUT)
+    expect(page.locator(".fp-queue")).to_be_hidden()
     finish(fourth)
-    expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done", timeout=TIMEOUT)
+    expect(page.locator(f'tr:has(a[href*="{fourth.id}"]) .fp-badge')).to_have_text("Done")
 
 
 def test_a_run_is_started_after_another_one(server, page):
     first = make(server, "first")
     page.goto(f"{server.url}/?tab=run&run={first.id}")
-    page.get_by_role("button", name="Start another after this").click(timeout=TIMEOUT)
+    page.get_by_role("button", name="Start another after this").click()
     page.wait_for_selector("body[data-ready]")
     wait_for_status(page, "Can run|Cannot run")
     expect(page.locator("#fp-after")).to_contain_text(f"Start waits until {first.id}")
@@ -95,7 +94,7 @@ def test_a_run_is_started_after_another_one(server, page):
     choose(page, "model.source", "builtin")
     use_tiny_model(page, 2)
     second = start_run(page, server)
-    wait_for_state(page, "queued", TIMEOUT)
+    wait_for_state(page, "queued")
     expect(page.locator(".fp-run-sentence")).to_contain_text(f"{first.id} must succeed first.")
     assert "after" not in page.url
 
@@ -105,7 +104,7 @@ def test_a_run_is_started_after_another_one(server, page):
     expect(page.locator(".fp-run-sentence")).to_contain_text("must succeed first.")
     page.get_by_role("button", name="Remove from queue").click()
     page.locator("dialog").get_by_role("button", name="Remove from queue").click()
-    wait_for_state(page, "stopped", TIMEOUT)
+    wait_for_state(page, "stopped")
     expect(page.locator(".fp-run-sentence")).to_contain_text("It was removed from the queue.")
     finish(first)
 

@@ -27,7 +27,7 @@ TRAINS_ONLY = (
 
 def ready(page, url):
     page.goto(url)
-    expect(page.locator("body[data-ready]")).to_be_visible(timeout=60_000)
+    expect(page.locator("body[data-ready]")).to_be_visible()
 
 
 def open_with(page, server, values, draft):
@@ -52,7 +52,7 @@ def test_live_phases_stop_and_reload(server, page):
     expect(rows.nth(2)).to_have_text("Generate\u2026")
     expect(page.locator("#fp-try")).to_be_disabled()
     panel.get_by_role("button", name="Stop").click()
-    expect(panel.locator("h3")).to_have_text("Rehearsal stopped", timeout=20_000)
+    expect(panel.locator("h3")).to_have_text("Rehearsal stopped")
     expect(page.locator("#fp-try")).to_be_enabled()
     ready(page, server.url)
     expect(panel).to_contain_text("Peak memory of a rank: 1.0 GiB, estimated 2.0 GiB.")

@@ -32,7 +32,7 @@ def test_a_gain_a_loss_and_neither(server, page, before, after, text, gain):
     scores = {f"{name}_{when}": of[i] for name, i in pairs for when, of in (("before", before), ("after", after))}
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", **scores}))
     page.goto(f"{server.url}/?tab=run&run={run.id}")
-    expect(page.locator(".fp-gain")).to_have_text(text, timeout=30_000)
+    expect(page.locator(".fp-gain")).to_have_text(text)
     card = page.locator(".fp-results .fp-large")
     expect(card.locator("strong")).to_have_count(int(gain))  # green
     expect(page.locator(".fp-result dt")).to_contain_text(["Exact match on validation examples", "ROUGE-L", "BLEU"])
@@ -48,7 +48,7 @@ def test_generations_are_filtered_by_what_training_changed(server, page):
     Path(run.path, RESULT).write_text(json.dumps({"steps": 3, "model": "model", "samples": samples}))
     page.goto(f"{server.url}/?tab=run&run={run.id}")
     rows = page.locator(".fp-samples tbody tr:visible")
-    expect(rows).to_have_count(3, timeout=30_000)
+    expect(rows).to_have_count(3)
     expect(page.locator(".fp-sample-filters button")).to_have_text(["All 9", "Better 5", "Worse 2", "Same 2"])
     page.get_by_role("button", name="Worse 2").click()
     expect(rows).to_have_count(2)

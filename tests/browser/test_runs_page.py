@@ -9,7 +9,6 @@ from playwright.sync_api import expect
 from backend.runs import LOCK, METRICS, RESULT, SPEC, STATE, Plan, notebook
 from backend.runs.folder import Run
 
-TIMEOUT = 60_000  # ms; other tests use the same cores
 CASES = json.loads((Path(__file__).parent.parent / "unit" / "search_cases.json").read_text(encoding="utf-8"))
 # Each case as the page computes it; the server's columns are those of search.py.
 SEARCHES = """async ({ runs, cases, sorted }) => {
@@ -55,7 +54,7 @@ def act(page, name, action):
 def test_search_star_tag_archive_sort_columns(server, page):
     runs = [make(server.runs, i, "failed" if i == 2 else "done") for i in range(5)]
     page.goto(f"{server.url}/?tab=runs")
-    expect(page.locator(".fp-runs-link")).to_have_count(5, timeout=TIMEOUT)
+    expect(page.locator(".fp-runs-link")).to_have_count(5)
     search(page)
     annotate_one(page, runs[3])
     change_several(page, runs)
@@ -133,7 +132,7 @@ def choose_columns(page):
     page.locator('th[data-column="learning_rate"] button').click()
     expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"])
     page.reload()
-    expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"], timeout=TIMEOUT)
+    expect(page.locator(".fp-runs-link")).to_have_text(["run 2", "run 3", "run 4"])
     columns = page.locator("th[data-column]").evaluate_all("heads => heads.map((head) => head.dataset.column)")
     assert columns == ["name", "state", "model", "method", "step", "learning_rate", "started", "duration"]
 
@@ -143,7 +142,7 @@ def scroll_through_many(page, server):
     for i in range(5, 120):
         make(server.runs, i)
     page.get_by_label("Search runs").fill("run")
-    expect(page.locator(".fp-chip[data-group='']")).to_have_text("All118", timeout=TIMEOUT)
+    expect(page.locator(".fp-chip[data-group='']")).to_have_text("All118")
     assert len(names(page)) < 60
     page.locator("th", has_text="Name").get_by_role("button").click()
     page.set_viewport_size({"width": 800, "height": 900})

@@ -2,7 +2,7 @@
 
 import pytest
 from playwright.sync_api import expect
-from served import serving
+from served import new_context, serving
 
 from backend.config.options import by_name
 
@@ -12,10 +12,10 @@ def page(chromium, tmp_path_factory):
     """A page that stays open."""
     errors = []
     with serving(tmp_path_factory.mktemp("search") / "runs") as server:
-        page = chromium.new_context(viewport={"width": 1440, "height": 1000}).new_page()
+        page = new_context(chromium).new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server.url)
-        page.wait_for_selector("body[data-ready]", timeout=30_000)
+        page.wait_for_selector("body[data-ready]")
         yield page
         page.context.close()
     assert errors == []

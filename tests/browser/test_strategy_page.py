@@ -6,6 +6,7 @@ import re
 
 import pytest
 from playwright.sync_api import expect
+from served import new_context
 
 from backend.compare import variants
 from backend.config.presets import presets
@@ -14,15 +15,12 @@ from backend.machine import machines
 from backend.paths import HOME
 from backend.rules import Case
 
-TIMEOUT = 20_000
-
 
 @pytest.fixture
 def page(shared, chromium):
     """The preset of an 8B model on two nodes, with its machine."""
-    context = chromium.new_context(viewport={"width": 1440, "height": 1000})
+    context = new_context(chromium)
     page = context.new_page()
-    page.set_default_timeout(TIMEOUT)
     page.goto(f"{shared.url}/?machine=2x8x80gb")
     page.wait_for_selector("body[data-ready]")
     page.locator("#fp-presets").select_option("two-nodes")

@@ -20,7 +20,7 @@ MOST_TABS = 400
 
 def opened(page, server):
     page.goto(server.url)
-    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    page.wait_for_selector("body[data-ready]")
     settled(page)
 
 
@@ -113,7 +113,7 @@ def test_own_model_and_data_to_code_that_is_executed(page, server, tmp_path):
     page.locator("#train-duration").get_by_text("Optimizer steps", exact=True).click()
     page.locator("#train-max_steps input").fill("3")
     settled(page)
-    expect(page.locator(".fp-status-text")).to_have_text(re.compile("^Can run"), timeout=60_000)
+    expect(page.locator(".fp-status-text")).to_have_text(re.compile("^Can run"))
     page.locator("#fp-start").click()
     run_of(page, server)
     page.wait_for_selector('.fp-run[data-state="done"]', timeout=SLOW_TIMEOUT)
