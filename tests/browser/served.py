@@ -141,7 +141,7 @@ class Server:
     def stop(self) -> None:
         if is_alive(self.process):
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(20)
+            self.process.wait(60)
 
 
 class ForkedServer(Server):

@@ -127,7 +127,7 @@ class ForkServer:
         assert self.run(folder, ranks, env=env) == 0, log_text(folder)
         assert f"Resuming from checkpoint-{step}." in log_text(folder)
 
-    def leftover_processes(self, seconds: float = 2) -> set[processes.Process]:
+    def leftover_processes(self, seconds: float = 20) -> set[processes.Process]:
         """Processes of earlier trainings that still exist after `seconds`."""
         deadline = time.monotonic() + seconds
         while leftovers := {p for p in processes.run_processes(self.marker) if p.pid != self.process.pid}:

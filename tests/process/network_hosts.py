@@ -52,7 +52,7 @@ class NetworkHost:
         """Start the init process of the host."""
         ip("-n", self.namespace, "link", "set", "lo", "up")
         self.process = subprocess.Popen(["ip", "netns", "exec", self.namespace, *INIT_COMMAND, f"host-{self.number}"])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self.init_pid:
             assert self.process.poll() is None and time.monotonic() < deadline
             pids = [pid for pid in self.processes() if _command_line(pid)[:1] == [b"sleep"]]
@@ -82,7 +82,7 @@ class NetworkHost:
         self.kill()
         for process in (*self.started, *([self.process] if self.process else [])):
             process.kill()
-            process.wait(20)
+            process.wait(60)
         subprocess.run(["ip", "netns", "del", self.namespace], capture_output=True, check=False)
         shutil.rmtree(self.etc, ignore_errors=True)
         with contextlib.suppress(OSError):

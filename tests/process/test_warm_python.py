@@ -31,7 +31,7 @@ MODULES = {
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     ),
     "launches": (
         "import subprocess, sys\n"
@@ -61,7 +61,7 @@ class Warm:
     def end(self, *arguments: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
         client = self.start(*arguments)
-        out, err = client.communicate("typed", timeout=20)
+        out, err = client.communicate("typed", timeout=60)
         return client.returncode, out, err
 
 
@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_alive(pid):
         assert time.monotonic() < deadline, "it is still alive"
         time.sleep(0.02)
@@ -111,7 +111,7 @@ def test_a_signal_reaches_it_and_none_is_left_behind(warm: Warm) -> None:
         pid = int(client.stdout.readline())  # type: ignore[union-attr]
         assert is_alive(pid)
         client.send_signal(number)
-        assert client.wait(10) == expected
+        assert client.wait(60) == expected
         wait_for_end(pid)
         client.communicate()
     assert warm.end("-m", "exits")[0] == 7, "the server goes on"
@@ -121,7 +121,7 @@ def test_without_the_server(warm: Warm) -> None:
     client = warm.start("-m", "waits")
     pid = int(client.stdout.readline())  # type: ignore[union-attr]
     warm.server.kill()
-    assert "was killed" in client.communicate(timeout=10)[1]
+    assert "was killed" in client.communicate(timeout=60)[1]
     assert client.returncode == 1
     wait_for_end(pid)
     warm.server.wait()

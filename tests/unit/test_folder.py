@@ -180,7 +180,7 @@ except RunError as error:
 def test_a_full_disk_leaves_no_partial_run(tmp_path: Path) -> None:
     home = Path(__file__).resolve().parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], cwd=home, capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", FULL, str(tmp_path)], cwd=home, capture_output=True, text=True, check=True, timeout=60
     )
     assert "The run folder could not be created" in done.stdout and not list(tmp_path.iterdir())
 

@@ -68,7 +68,7 @@ def test_a_file_without_a_known_format_has_one_finding(tmp_path: Path) -> None:
     file.write_text("".join(f'{{"kunde": "Frage {i}", "meldung": "Antwort {i}"}}\n' for i in range(100)))
     for name, machine in (("first-run", "laptop"), ("lora-80gb", "1x80gb"), ("dpo", "1x80gb")):
         spec = edit(PRESETS[name], {"data.source": "files", "data.files": (str(file),)})
-        wait_for_worker(effective(spec), tmp_path, 30)
+        wait_for_worker(effective(spec), tmp_path, 60)
         assert inspect_inputs(effective(spec), tmp_path).num_examples is None
         report = preflight(spec, machines()[machine], tmp_path)
         assert [finding.code for finding in report.findings] == ["DAT002"], name
@@ -80,7 +80,7 @@ def test_an_empty_file_has_one_finding(tmp_path: Path, text: str) -> None:
     file = tmp_path / "empty.jsonl"
     file.write_text(text)
     spec = edit(DEMO, {"data.source": "files", "data.files": (str(file),)})
-    wait_for_worker(effective(spec), tmp_path, 30)
+    wait_for_worker(effective(spec), tmp_path, 60)
     report = preflight(spec, machines()["laptop"], tmp_path)
     assert [finding.code for finding in report.findings] == ["DAT002"]
     assert "contains no examples" in report.findings[0].message

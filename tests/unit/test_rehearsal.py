@@ -292,7 +292,7 @@ def wait_for_training(rehearsal: Rehearsal) -> Run:
 
 
 def wait(condition: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
