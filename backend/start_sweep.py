@@ -48,7 +48,9 @@ def plan(
         message = "successive halving needs a factor of at least 2: one in that many runs continues"
         raise SpecError([Problem("", message)])
     if halving and spec.eval.strategy != "steps":
-        message = "must be steps for successive halving, which compares validation losses at the same step"
+        message = (
+            "must be steps for early stopping (successive halving), which compares validation losses at the same step"
+        )
         raise SpecError([Problem("eval.strategy", message)])
     return SweepPlan(spec, tuple(sweep.patches(spec, varied, samples, seeds, limit)), halving)
 

@@ -7,6 +7,7 @@ of health.py.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ def read(folder: Path) -> list[dict[str, Any]]:
             found = [earlier for earlier in found if earlier["kind"] == RESUMED or earlier["step"] <= event["step"]]
         found.append(event)
     return found
+
+
+def newest(folder: Path, count: int) -> list[dict[str, Any]]:
+    """The last `count` alerts and the last `count` other events, in their order: saves do not displace an alert."""
+    kept: list[dict[str, Any]] = []
+    found = Counter[bool]()
+    for event in reversed(read(folder)):
+        is_alert = event["kind"] in health.KINDS
+        found[is_alert] += 1
+        if found[is_alert] <= count:
+            kept.append(event)
+    return kept[::-1]
 
 
 def alerts(folder: Path) -> list[dict[str, Any]]:

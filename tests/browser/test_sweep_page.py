@@ -6,7 +6,7 @@ from datetime import datetime
 import pytest
 from playwright.sync_api import expect
 
-from backend.runs import METRICS, SPEC, SWEEP, Plan, sweeps
+from backend.runs import LOCK, METRICS, SPEC, STATE, SWEEP, Plan, sweeps
 from backend.runs.folder import Run
 from backend.runs.folder import runs as all_runs
 
@@ -46,6 +46,19 @@ def test_a_sweep_of_four(server, page):
     expect(page.locator(".fp-sweep tr[aria-current]")).to_contain_text("1e-4")
 
 
+def test_the_table_follows_a_run_that_is_resumed(server, page):
+    """All runs of the sweep had ended."""
+    runs = [make(server, number, 2.0) for number in range(2)]
+    for run in runs:
+        (run.path / LOCK).write_text("supervisor")
+        (run.path / STATE).write_text(json.dumps({"started": 1.0, "ended": 9.0, "end": "stopped"}))
+    page.goto(f"{server.url}/?tab=run&run={runs[0].id}")
+    table = page.locator(".fp-sweep tbody")
+    expect(table).to_contain_text("2")
+    (runs[1].path / METRICS).write_text(json.dumps({"step": 20, "eval_loss": 0.125}) + "\n")
+    expect(table).to_contain_text("0.125")
+
+
 def enter(page, values, seeds):
     page.click("#fp-sweep")
     card = page.locator("#fp-sweep-form")
@@ -64,6 +77,13 @@ def test_the_card_says_what_would_start(server, page):
     expect(card.get_by_role("button", name="Start runs")).to_be_disabled()
     card.get_by_role("button", name="Add an option").click()
     expect(card.locator(".fp-sweep-row")).to_have_count(2)
+    for rows in range(3, 9):
+        card.get_by_role("button", name="Add an option").click()
+        expect(card.locator(".fp-sweep-row")).to_have_count(rows)
+    expect(card.get_by_role("button", name="Add an option")).to_be_hidden()
+    card.get_by_label("Seeds").fill("60")
+    card.get_by_label("Seeds").press("Tab")
+    expect(card.get_by_label("Seeds")).to_have_value("50")
     card.get_by_role("button", name="Close").click()
     expect(card).to_be_hidden()
     page.reload()

@@ -194,6 +194,12 @@ def test_events_of_repeated_steps_are_dropped(tmp_path):
     assert events.alerts(tmp_path) == []
 
 
+def test_saves_do_not_displace_an_alert(tmp_path):
+    write(tmp_path, ("disk", 1, "full"), *(("saved", step, "") for step in range(2, 9)), ("loss spike", 9, "up"))
+    assert [event["step"] for event in events.newest(tmp_path, 2)] == [1, 7, 8, 9]
+    assert [event["step"] for event in events.newest(tmp_path, 1)] == [8, 9]
+
+
 def test_foreign_and_torn_lines(tmp_path):
     write(tmp_path, ("disk", 7, "full"))
     with (tmp_path / EVENTS).open("a") as file:

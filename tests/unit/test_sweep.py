@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_nothing_starts_if_one_run_cannot(tmp_path: Path, capsys: pytest.Capture
     ("more", "message"),
     [
         (["--halving", "1"], "successive halving needs a factor of at least 2"),
-        (["--halving", "3", "--set", "eval.strategy=epoch"], "eval.strategy: must be steps for successive halving"),
+        (["--halving", "3", "--set", "eval.strategy=epoch"], "eval.strategy: must be steps for early stopping"),
     ],
 )
 def test_halving_needs_evaluations(
@@ -238,8 +239,8 @@ def test_the_page_shows_what_would_run_and_starts_it_once(tmp_path: Path, starte
         ({"vary": [{"name": RATE, "values": "1e-5..1e-3"}]}, "add the number of grid points"),
         ({"vary": [{"name": RANK, "values": "1..60/60"}]}, "has 60 runs, more than the limit of 50"),
         ({"vary": [{"name": RANK, "values": ",".join(map(str, range(1, 400)))}] * 8}, "more than the limit of 50"),
-        ({"halving": 3}, "must be steps for successive halving"),
-        ({"seeds": 51}, "less than or equal to 50"),
+        ({"halving": 3}, "must be steps for early stopping (successive halving)"),
+        ({"seeds": 51}, "seeds must be at most 50"),
         ({"key": "x"}, "must be 8 to 64 letters"),
     ],
 )
@@ -248,6 +249,21 @@ def test_the_page_names_mistakes(more: dict[str, Any], message: str, tmp_path: P
         response = client(tmp_path).post(path, json=sweep_request(**more))
         assert response.status_code in (400, 422) and message in response.json()["error"]
     assert not started
+
+
+def test_all_runs_together_wait_no_longer_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, real = [], sweeps_api.run_preflight
+
+    def slow(state: Any, spec: Any, wait_seconds: float = 0) -> Any:
+        waits.append(wait_seconds)
+        time.sleep(0.05)
+        return real(state, spec)
+
+    monkeypatch.setattr(sweeps_api, "run_preflight", slow)
+    monkeypatch.setattr(sweeps_api, "INSPECTION_SECONDS", 0.12)
+    body = sweep_request(vary=[{"name": RATE, "values": "1e-5,1e-4,1e-3,1e-2"}], key="")
+    client(tmp_path).post("/api/sweeps", json=body)
+    assert waits[0] <= 0.12 and waits[1] < 0.08 and waits[3] == 0
 
 
 def test_the_page_starts_nothing_if_one_run_cannot(tmp_path: Path, started: list[str]) -> None:

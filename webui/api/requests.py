@@ -149,6 +149,10 @@ PROBLEMS = {
     "int_parsing": "must be an integer",
     "int_parsing_size": "is too large",
     "float_parsing": "must be a number",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_long": "must have at most {max_length} characters",
 }
 
 
@@ -160,5 +164,6 @@ def _invalid_request(error: RequestValidationError) -> dict[str, str]:
         return {"error": f"The request body is not valid JSON: {first['ctx']['error']}."}
     if not field:
         return {"error": "The request body must be a JSON object."}
-    problem = str(first["ctx"]["error"]) if kind == "value_error" else PROBLEMS.get(kind, first["msg"])
+    limits = first.get("ctx", {})
+    problem = str(limits["error"]) if kind == "value_error" else PROBLEMS.get(kind, first["msg"]).format(**limits)
     return {"error": f"{field} {problem}.", "field": field}

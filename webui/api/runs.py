@@ -46,7 +46,7 @@ MAX_SMOOTHING = 0.99
 IMAGES = {"png": "image/png", "svg": "image/svg+xml"}
 FIRST_SECONDS, MORE_SECONDS = 0.05, 0.5  # for reading metrics: the first curves appear at once, the others soon
 FLOOD_BYTES = 16 * 1024  # of a log that grows faster than it can be read, in each response
-MAX_EVENTS = 200  # of a run, on its page
+MAX_EVENTS = 200  # alerts of a run, and other events, on its page
 INSPECTION_SECONDS = 45  # for examples that no check has read yet; proxies end a request after 60 seconds
 
 
@@ -105,7 +105,7 @@ PathRun = Annotated[Run, Depends(_find_run)]
 
 def start(state: State, body: StartRequest) -> Response:
     """Create a run from the values and start it. The same key, sent again, returns the same run."""
-    if _run_of_key(state, body.key) is None:
+    if run_of_key(state, body.key) is None:
         spec, _ = parse_form(body.values)
         run_preflight(state, spec, wait_seconds=INSPECTION_SECONDS)  # other starts need not wait too
     spec, _ = parse_form(body.values)
@@ -113,22 +113,20 @@ def start(state: State, body: StartRequest) -> Response:
         effective(spec), Path.cwd(), _find_run(state, body.after) if body.after else None, body.after_ok
     )
     with state.keys.lock():
-        run = _run_of_key(state, body.key) or _create(state, body)
+        run = run_of_key(state, body.key) or _create(state, body)
         if run.state == "new":
             run.start(after=after, after_ok=body.after_ok)
     state.runs_list.expire()
     return json({"id": run.id}, 201)
 
 
-def _run_of_key(state: AppState, key: str) -> Run | None:
-    """The run created for this key, even if the server stopped before it started the run."""
+def run_of_key(state: AppState, key: str) -> Run | None:
+    """The run created for this key, even if the server stopped before it started the run; None if it was deleted."""
     created = state.keys.run_of(key) if key else ""
-    if not created:
-        return None
     try:
-        return find(state.runs, created)
+        return find(state.runs, created) if created else None
     except RunError:
-        raise ApiError(409, "This run was already started and has since been deleted.") from None
+        return None
 
 
 def _create(state: AppState, body: StartRequest) -> Run:
@@ -166,7 +164,7 @@ def _everything(run: Run) -> dict[str, Any]:
         "queue": _place_in_queue(run),
         "sweep": part.sweep if (part := sweeps.member(run.path)) else "",
         "progress": run.progress(),
-        "events": events.read(run.path)[-MAX_EVENTS:],
+        "events": events.newest(run.path, MAX_EVENTS),
         "monitor": run.monitor(),
         "result": run.result(),
         "estimate": run.estimate(),

@@ -5,6 +5,7 @@ Imports: start_sweep, sweep, checking, runs.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,13 @@ from pydantic import AfterValidator, Field
 from starlette.responses import Response
 
 from backend import start_sweep, sweep
-from backend.config.options import by_name
+from backend.config.options import SpecError, by_name
 from backend.preflight import Report
 from backend.runs import sweeps
 from webui.api.app_state import AppState
 from webui.api.checking import findings_json, parse_form, run_preflight
 from webui.api.requests import ApiError, RequestBody, State, json
-from webui.api.runs import INSPECTION_SECONDS, valid_key
+from webui.api.runs import INSPECTION_SECONDS, run_of_key, valid_key
 
 MAX_OPTIONS, MAX_TEXT = 8, 2000
 
@@ -51,9 +52,9 @@ def start(state: State, body: SweepRequest) -> Response:
     """Queue all runs, if all of them can run. The same key, sent again, returns the same sweep."""
     _check(state, body, INSPECTION_SECONDS)  # other starts need not wait too
     with state.keys.lock():
-        if found := state.keys.run_of(body.key) if body.key else "":
-            part = sweeps.member(state.runs / found)
-            return json({"sweep": part.sweep if part else "", "runs": [found]}, 201)
+        if found := run_of_key(state, body.key):
+            part = sweeps.member(found.path)
+            return json({"sweep": part.sweep if part else "", "runs": [found.id]}, 201)
         planned, reports = _check(state, body, 0)
         for label, report in zip(planned.labels(), reports, strict=True):
             if row := _row(label, report)["errors"]:
@@ -83,13 +84,19 @@ def _check(state: AppState, body: SweepRequest, seconds: float) -> tuple[start_s
         raise ApiError(422, f"{problems[0].field} {problems[0].message}.", field=problems[0].field)
     if not body.vary:
         raise ApiError(422, "Choose an option to vary.")
-    varied = []
     for each in body.vary:
         if not each.values.strip():
             raise ApiError(422, f"Enter the values of {_label(each.name)}.")
-        varied.append(sweep.parse(f"{each.name}={each.values}"))
-    planned = start_sweep.plan(spec, varied, body.samples, body.seeds, halving=body.halving)
-    return planned, [run_preflight(state, made, wait_seconds=seconds) for made in planned.specs()]
+    try:
+        varied = [sweep.parse(f"{each.name}={each.values}") for each in body.vary]
+        planned = start_sweep.plan(spec, varied, body.samples, body.seeds, halving=body.halving)
+    except SpecError as error:
+        named = (f"{_label(p.field)}: {p.message}" if p.field else p.message for p in error.problems)
+        raise ApiError(422, f"{'; '.join(named)}.", field=error.problems[0].field) from None
+    until = time.monotonic() + seconds
+    return planned, [
+        run_preflight(state, made, wait_seconds=max(0.0, until - time.monotonic())) for made in planned.specs()
+    ]
 
 
 def _row(label: str, report: Report) -> dict[str, Any]:

@@ -46,5 +46,25 @@ async function request(method, path, body = undefined) {
 export const get = (path) => request("GET", path);
 export const post = (path, body = {}) => request("POST", path, body);
 export const remove = (path) => request("DELETE", path);
+/** @returns {string} */
+export const randomId = () =>
+  Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+/**
+ * The keys of requests that start something. A request that is sent again has the same key, so that a double click, or
+ * a retry after a lost response, starts once. After an edit, or after `forget()`, the key is another one.
+ */
+export function createKeys() {
+  let [sent, key] = ["", ""];
+  return {
+    keyOf(body) {
+      const text = JSON.stringify(body);
+      if (text !== sent) [sent, key] = [text, randomId()];
+      return key;
+    },
+    forget: () => (sent = ""),
+  };
+}
+
 /** @param {string} id */
 export const runPath = (id) => `api/runs/${encodeURIComponent(id)}`;

@@ -1,6 +1,6 @@
 // @ts-check
 // The Build view: a check after every edit, drafts, presets, machines, import, export and start.
-import { get, post, runPath } from "./api.js";
+import { createKeys, get, post, randomId, runPath } from "./api.js";
 import { $, address, download, el, notify, notifyError } from "./dom.js";
 import * as form from "./form.js";
 import { diffList } from "./fixes.js";
@@ -20,7 +20,6 @@ let drawnSeq = 0;
 let isAsked = false; // a check follows as soon as the script that runs now is done
 let timer = 0;
 let draft = "";
-let startKey = randomId(); // one start per key: a double click or a retry creates one run
 let lastReport = null;
 let starting = false;
 let presets = [];
@@ -28,9 +27,7 @@ let chosen = Promise.resolve(); // the form has the values of the preset that wa
 let setLoaded = () => {};
 const loaded = new Promise((resolve) => (setLoaded = () => resolve(undefined))); // the form has its first values
 
-function randomId() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
-}
+const startKeys = createKeys();
 
 // -- check ------------------------------------------------------------------------------------------------------------
 
@@ -238,8 +235,9 @@ async function start(showView) {
     const drawn = check(); // and again while examples are being checked
     if ($("#fp-status").dataset.fresh === "no") await drawn; // what starts is what the report shows
     const after = { after: address.get("after") || "", after_ok: address.get("after_any") !== "1" };
-    const { id } = await post("api/runs", { values: form.currentValues(), key: startKey, ...after });
-    startKey = randomId();
+    const body = { values: form.currentValues(), ...after };
+    const { id } = await post("api/runs", { ...body, key: startKeys.keyOf(body) });
+    startKeys.forget();
     selectPredecessor("");
     showView("run", id);
     if (lastReport.examples.pending) notify(lastReport.examples.note);

@@ -114,7 +114,7 @@ export function createSweep(isVisible) {
     const found = await get(`api/sweeps/${encodeURIComponent(sweep)}`);
     if (!isCurrent()) return undefined;
     draw(found.runs, found.labels);
-    return found.runs.every((run) => hasEnded(run.state)) ? "end" : undefined;
+    return found.runs.every((run) => hasEnded(run.state)) ? "rest" : undefined; // one may be resumed
   }
 
   /** @param {Member[]} runs @param {Record<string, string>} labels */

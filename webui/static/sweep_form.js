@@ -1,26 +1,25 @@
 // @ts-check
 // The card that starts a sweep: runs of the form's values that differ in a few options.
-import { post } from "./api.js";
+import { createKeys, post } from "./api.js";
 import { $, el, notifyError, setText } from "./dom.js";
 import * as form from "./form.js";
 
 const DEBOUNCE = 250; // ms after the last key
-const RETRY = 1000; // ms, while examples are being checked
+const RETRY = 1000; // ms, while the server does not respond
 const STORED = "fp-sweep"; // in this browser: what was entered last
 const MAX_LABELS = 6;
+const MAX_OPTIONS = 8; // as in webui/api/sweeps.py
+const MAX_COUNT = 50;
 const FIRST = "train.learning_rate";
 const HALVING = { 0: "off", 2: "best half continues", 3: "best third continues", 4: "best quarter continues" };
 
 /** @type {{ vary: { name: string, values: string }[], samples: number, seeds: number, halving: number }} */
 let entered = { vary: [{ name: FIRST, values: "" }], samples: 0, seeds: 1, halving: 0 };
-let key = newKey(); // one start per key: a double click or a retry starts one sweep
 let timer = 0;
 let seq = 0;
 let showRun = (/** @type {string} */ _id) => {};
 
-function newKey() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0")).join("");
-}
+const keys = createKeys();
 const box = () => $("#fp-sweep-form");
 
 /** @param {(id: string) => void} show opens the page of a run */
@@ -39,7 +38,7 @@ function open() {
   if (!entered.vary.length) entered.vary.push({ name: FIRST, values: "" });
   const title = el("h3", {}, "Sweep");
   const closing = el("button.fp-link", { type: "button", onclick: close }, "Close");
-  const add = el("button.fp-link", { type: "button", onclick: addRow }, "Add an option");
+  const add = el("button.fp-link.fp-sweep-add", { type: "button", onclick: addRow }, "Add an option");
   const hint =
     "Values: 1e-5, 1e-4, or three values of a range: 1e-5..1e-3/3, or log:1e-5..1e-3/3 on a logarithmic scale.";
   box().replaceChildren(
@@ -68,6 +67,7 @@ function close() {
 
 function drawRows() {
   $(".fp-sweep-rows", box()).replaceChildren(...entered.vary.map(row));
+  $(".fp-sweep-add", box()).hidden = entered.vary.length >= MAX_OPTIONS;
 }
 
 function row(vary, index) {
@@ -133,11 +133,12 @@ function example(name) {
 }
 
 function count(field, label, least) {
-  const input = el("input", { type: "number", min: least, max: 50, value: entered[field] });
+  const input = el("input", { type: "number", min: least, max: MAX_COUNT, value: entered[field] });
   input.addEventListener("input", () => {
-    entered[field] = Math.max(least, Math.round(Number(input.value)) || least);
+    entered[field] = Math.min(MAX_COUNT, Math.max(least, Math.round(Number(input.value)) || least));
     changed();
   });
+  input.addEventListener("change", () => (input.value = entered[field])); // what counts
   return el("label", {}, label, input);
 }
 
@@ -159,7 +160,6 @@ function halving() {
 
 function changed() {
   localStorage.setItem(STORED, JSON.stringify(entered));
-  key = newKey();
   checkSweep();
 }
 
@@ -214,8 +214,9 @@ async function start() {
   const button = $(".fp-sweep-start", box());
   button.disabled = true;
   try {
-    const { runs } = await post("api/sweeps", { ...request(), key });
-    key = newKey();
+    const body = request();
+    const { runs } = await post("api/sweeps", { ...body, key: keys.keyOf(body) });
+    keys.forget();
     close();
     showRun(runs[0]);
   } catch (error) {
