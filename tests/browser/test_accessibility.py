@@ -206,6 +206,7 @@ def test_skip_link_and_headings(page, server):
     expect(page.locator("h1")).to_have_text("Build a run")
     page.get_by_role("link", name="Runs", exact=True).click()
     expect(page.locator("h1")).to_have_text("Runs")
+    expect(page.locator(".fp-top nav [aria-current=page]")).to_have_text(["Runs"])
 
 
 def test_focus_moves_on_after_a_fix(page, server):

@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 from backend.config import RunSpec
 from backend.config.options import edit
 from backend.machine import probe
-from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, LOG, METRICS, SPEC, Plan
+from backend.runs import CHECKPOINTS, COMPLETE, EVENTS, LOG, METRICS, SPEC, STATE, Plan
 from backend.runs.folder import Run
 
 sys.path.append(str(Path(__file__).parent.parent / "unit"))
@@ -226,6 +226,19 @@ def test_a_chart_is_downloaded_as_it_is_shown(server, page):
     page.mouse.up()
     expect(loss.get_by_role("link", name="Loss as SVG")).to_have_attribute("href", re.compile("x0="))
     assert ">checkpoint<" not in svg()
+
+
+def test_a_restarted_run_shows_no_values_of_the_attempt_before(server, page):
+    run = plant(server)
+    open_run(server, page, run)
+    cards = page.locator(".fp-results")
+    expect(cards).to_contain_text("Validation loss")
+    with (run.path / METRICS).open("a") as file:
+        file.write(lines({"event": "resumed", "step": 0, "time": 1}, {"step": 1, "loss": 4.5}))
+    state = json.loads((run.path / STATE).read_text())
+    (run.path / STATE).write_text(json.dumps({**state, "started": 2.0}))
+    expect(cards).to_contain_text("4.5")
+    expect(cards).not_to_contain_text("Validation loss")
 
 
 def test_before_the_first_values_the_log_comes_first(server, page):

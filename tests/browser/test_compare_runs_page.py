@@ -69,6 +69,19 @@ def test_two_runs_are_compared(server, page):
     assert [row[0].strip() for row in cells(page, ".fp-compare-results")] == [small.name]
 
 
+def test_a_highlighted_run_and_the_focus_stay_while_a_run_trains(server, page):
+    small, large = make(server, "small rank", 8), make(server, "large rank", 16)
+    (large.path / LOCK).unlink()  # it has not ended, so that the page asks again
+    page.goto(f"{server.url}/?tab=compare&runs={small.id},{large.id}")
+    chip = page.locator(".fp-compare-legend button").nth(1)
+    chip.click()
+    with (large.path / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 31, "time": 170, "loss": 0.0625}) + "\n")
+    expect(page.locator(".fp-compare-results")).to_contain_text("0.0625")
+    expect(chip).to_have_attribute("aria-pressed", "true")
+    expect(chip).to_be_focused()
+
+
 def colors(page):
     """How many opaque pixels of the chart have the color of each run."""
     return page.evaluate(

@@ -139,6 +139,47 @@ def test_start_waits_for_a_preset_that_loads(context, shared):
     assert [body["values"]["train.stage"] for body in started] == ["pretraining"]
 
 
+def test_a_start_after_an_edit_is_another_start(context, shared):
+    """A retry after a lost response has the same key, so that it starts nothing twice."""
+    page, keys = opened(context, shared.url), []
+    page.route("**/api/runs", lambda route: (keys.append(route.request.post_data_json["key"]), route.abort()))
+    for steps in (7, 7, 8):
+        fill(page, "train.max_steps", steps)
+        with page.expect_request("**/api/runs"):
+            page.locator("#fp-start").click()
+        page.locator(".fp-toast[data-level=error]").wait_for()
+        page.get_by_role("button", name="Dismiss").click()
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_undo_keeps_what_was_edited_since(context, shared, tmp_path):
+    page, path = opened(context, shared.url), tmp_path / "run.yaml"
+    path.write_text("train: {max_steps: 11, learning_rate: 0.003}\nlora: {r: 4}\nmodel: {trust_remote_code: true}\n")
+    before = value(page, "lora.r")
+    page.locator("#fp-import-file").set_input_files(path)
+    page.wait_for_function("() => footplate.values()['lora.r'] == 4")
+    settled(page)
+    fill(page, "train.learning_rate", 0.5)
+    page.locator(".fp-toast").get_by_role("button", name="Undo").click()
+    settled(page)
+    assert value(page, "lora.r") == before and float(value(page, "train.learning_rate")) == 0.5
+
+
+def test_device_ids_have_a_field_on_a_machine_without_gpus(context, shared, tmp_path):
+    """Where there are no chips to click, an imported value can be seen and deleted."""
+    page, path = opened(context, shared.url), tmp_path / "run.yaml"
+    ids = page.locator("#launch-devices")
+    expect(ids).to_be_hidden()
+    path.write_text("launch: {devices: '0,1'}\n")
+    page.locator("#fp-import-file").set_input_files(path)
+    expect(ids.locator("input")).to_have_value("0, 1")
+    page.locator("#fp-search").fill("device ids")
+    page.keyboard.press("Enter")
+    expect(ids.locator("input")).to_be_focused()
+    fill(page, "launch.devices", "")
+    expect(ids).to_be_hidden()
+
+
 def test_a_preset_that_cannot_be_loaded_changes_nothing(context, shared):
     page, held = opened(context, shared.url), []
     fill(page, "train.max_steps", 7)

@@ -9,7 +9,19 @@ from playwright.sync_api import expect
 
 from backend.config.presets import presets
 from backend.preflight import preflight
-from backend.runs import ESTIMATE, EVENTS, LOCK, LOG, METRICS, MONITOR, SPEC, STATE, Plan
+from backend.runs import (
+    CHECKPOINTS,
+    COMPLETE,
+    ESTIMATE,
+    EVENTS,
+    LOCK,
+    LOG,
+    METRICS,
+    MONITOR,
+    SPEC,
+    STATE,
+    Plan,
+)
 from backend.runs.folder import Run
 
 ALERT = "The loss rose to 9; the median of the last 50 points is 2."
@@ -93,6 +105,19 @@ def test_the_measured_peak_is_that_of_the_allocator(server, page):
 
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path('stop').exists(): time.sleep(0.1)"
+
+
+def test_what_is_unfolded_stays_so_when_a_checkpoint_is_saved(server, page):
+    run = make(server)
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    summary = page.locator(".fp-details summary", has_text="Configuration")
+    summary.click()
+    checkpoint = run.path / CHECKPOINTS / "checkpoint-40"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / COMPLETE).write_text("{}")
+    expect(page.locator(".fp-details")).to_contain_text("Checkpoints")
+    expect(page.locator(".fp-details details[open] summary")).to_have_text(["Configuration"])
+    expect(summary).to_be_focused()
 
 
 def test_a_flood_of_lines_shows_the_last_ones(server, page):

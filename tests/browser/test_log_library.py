@@ -115,6 +115,18 @@ def test_messages_of_torch_with_a_rank_are_folded(server, page):
     expect(page.locator(".fp-log-line:visible")).to_have_text(["the end"])
 
 
+def test_the_search_skips_lines_that_the_level_hides(server, page):
+    run = make(server, "step 1\nstep 2: UserWarning: slow\nstep 3: ValueError: no\nstep 4\n")
+    page.goto(f"{server.url}/?tab=run&run={run.id}")
+    page.locator(".fp-log").get_by_text("step 4").wait_for()
+    page.get_by_role("searchbox", name="Search the log").fill("step")
+    count = page.locator("#fp-run-page .fp-log-count")
+    expect(count).to_have_text("4 lines")
+    for level, text in (("error", "1 line"), ("warning", "2 lines"), ("", "4 lines")):
+        page.locator("#fp-run-page").get_by_label("Level").select_option(level)
+        expect(count).to_have_text(text)
+
+
 CREATE_LOG = """async (id) => {
   const { createLog } = await import('/footplate/log.js');
   const base = () => `api/runs/${id}`;

@@ -62,6 +62,27 @@ def test_the_text_follows_the_phase(server, page):
         end(run)
 
 
+def test_going_back_cancels_a_question_about_the_run_that_was_shown(server, page):
+    first, second = (start(server, name, WAITS) for name in ("first", "second"))
+    title, dialog = page.locator(".fp-run-title h2"), page.locator("dialog")
+    try:
+        page.goto(f"{server.url}/?tab=run&run={first.id}")
+        expect(title).to_have_text("first")
+        page.get_by_role("link", name="Runs", exact=True).click()
+        page.get_by_role("link", name="second").click()
+        expect(title).to_have_text("second")
+        page.get_by_role("button", name="Stop without saving").click()
+        expect(dialog).to_be_visible()
+        page.go_back()
+        page.go_back()
+        expect(title).to_have_text("first")
+        expect(dialog).to_have_count(0)
+        assert {first.state, second.state} <= set(ALIVE)
+    finally:
+        end(first)
+        end(second)
+
+
 def test_another_window_follows_a_restart(server, page):
     run = start(server, "restarted", FAILS_ONCE)
     badge, log = page.locator(".fp-run-title .fp-badge"), page.locator(".fp-log")

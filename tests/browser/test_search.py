@@ -89,6 +89,10 @@ def test_keyboard(page):
     page.keyboard.press("Enter")
     expect(page.locator("#train-weight_decay input")).to_be_focused()
     expect(page.locator("#fp-search-results")).to_be_hidden()
+    search.fill("weight decay")
+    expect(page.locator("#fp-search-results")).to_be_visible()
+    page.keyboard.press("Tab")  # the list would cover what has the focus now
+    expect(page.locator("#fp-search-results")).to_be_hidden()
 
 
 def test_a_result_opens_its_section_and_the_rarely_used_options(page):

@@ -179,6 +179,7 @@ export function createCharts({ base, hasEnded, isVisible, onTrouble, happened, o
 
   function rememberNewest() {
     const { series, last } = state.response;
+    if (!state.zoom) state.newest = {}; // a run that was restarted has not evaluated yet
     for (const [key, { x, y }] of Object.entries(series)) {
       const value = last[key];
       if (!state.zoom) state.newest[key] = { step: x[x.length - 1], value: y[y.length - 1] };

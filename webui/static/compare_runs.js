@@ -1,9 +1,9 @@
 // @ts-check
 // The Compare view: 2 to 20 runs in the address (?tab=compare&runs=A,B&x=tokens): curves, results, options that differ,
-// and generations for the same prompts. Strategies of one spec are compared in compare.js.
+// and generations for the same prompts.
 import { get, url } from "./api.js";
 import { AXES, createCompareCharts, runColor } from "./compare_runs_charts.js";
-import { $, address, el, on, setText } from "./dom.js";
+import { $, address, el, on, redraw, setText } from "./dom.js";
 import { bytes, duration, integer, num } from "./format.js";
 import { onThemeChange } from "./gradio.js";
 import { createPoller } from "./poll.js";
@@ -157,8 +157,10 @@ function draw() {
   const state = JSON.stringify(response);
   if (state === drawn) return;
   drawn = state;
-  pinned = -1;
-  page.charts.highlight(-1);
+  const shown = runs.map((run) => run.id).join();
+  if (shown !== page.node.dataset.runs) pinned = -1; // a number of other runs
+  page.node.dataset.runs = shown;
+  page.charts.highlight(pinned);
   page.body.hidden = !runs.length;
   page.csv.hidden = page.png.hidden = !runs.length;
   page.problems.hidden = !problems.length;
@@ -170,11 +172,11 @@ function draw() {
 
 function drawTables() {
   const { runs, options, samples } = response;
-  page.legend.replaceChildren(...runs.map(legendEntry));
-  page.summary.replaceChildren(...summaryParts(runs));
-  page.options.replaceChildren(...optionParts(runs, options));
+  redraw(page.legend, ...runs.map(legendEntry));
+  redraw(page.summary, ...summaryParts(runs));
+  redraw(page.options, ...optionParts(runs, options));
   page.samples.hidden = !samples.length;
-  page.samples.replaceChildren(...sampleParts(runs, samples));
+  redraw(page.samples, ...sampleParts(runs, samples));
 }
 
 const swatch = (number) => {
@@ -194,7 +196,7 @@ function legendEntry(run, number) {
   const events = { onclick: pin, onmouseenter: highlight, onmouseleave: restore, onfocus: highlight, onblur: restore };
   return el(
     "button.fp-chip",
-    { type: "button", "aria-pressed": "false", title: run.id, ...events },
+    { type: "button", "aria-pressed": String(number === pinned), title: run.id, ...events },
     swatch(number),
     el("span", {}, run.name),
   );

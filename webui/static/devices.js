@@ -12,6 +12,7 @@ export function drawDevices(devices) {
   const box = $("#fp-devices");
   const { nodes, gpus } = devices;
   box.hidden = !gpus.length;
+  $("#launch-devices").classList.toggle("fp-needed", box.hidden && Boolean(currentValues()["launch.devices"]));
   const focused = box.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   const rows = Array.from({ length: Math.min(nodes, MAX_NODES) }, (_, node) => nodeRow(devices, node));
   const hidden = nodes - MAX_NODES;

@@ -29,11 +29,17 @@ export function svg(tag, attributes = {}, ...children) {
 /** @returns {any} */
 export const $ = (selector, parent = /** @type {ParentNode} */ (document)) => parent.querySelector(selector);
 
-/** Replace a node's children. The focus stays in place: on what has the same number among those that can have it. */
+/**
+ * Replace a node's children. The focus stays in place: on what has the same number among those that can have it. What
+ * was unfolded stays so.
+ */
 export function redraw(node, ...children) {
   const focusable = () => [...node.querySelectorAll("a, button, summary, [tabindex]")];
   const at = focusable().indexOf(document.activeElement);
+  const unfolded = [...node.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent);
   node.replaceChildren(...children);
+  for (const summary of node.querySelectorAll("details > summary"))
+    summary.parentNode.open ||= unfolded.includes(summary.textContent);
   if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
 }
 
@@ -142,6 +148,10 @@ export function confirmDialog(text, label = "OK", destructive = false) {
     dialog.showModal();
   });
 }
+
+/** Cancel what is asked. */
+export const closeDialogs = () =>
+  document.querySelectorAll("dialog.fp-dialog").forEach((dialog) => dialog.dispatchEvent(new Event("cancel")));
 
 /**
  * A dialog with fields. `save` runs when it is confirmed; if it fails, the dialog stays open and shows the error.

@@ -13,7 +13,6 @@ let description = { names: [], controlling: [], options: {} };
 let namesById = new Map();
 let values = {};
 let toWrite = null; // values on their way into the components
-const history = []; // snapshots for undo
 
 // What shows and changes an option in place of its own field, which form.css hides.
 const REPLACED = { "launch.devices": "fp-devices", "parallel.strategy": "fp-strategies" };
@@ -135,17 +134,15 @@ function refresh(names) {
  * @param {{ undo?: string, details?: Node | null }} options
  */
 export function setValues(changes, { undo = "", details = null } = {}) {
-  if (undo) history.push({ ...values });
+  const edited = Object.keys(changes).filter((name) => !equal(values[name], changes[name]));
+  const before = Object.fromEntries(edited.map((name) => [name, values[name]]));
   values = { ...values, ...changes };
   toWrite = description.names.map((name) => values[name]);
   writeFormValues();
   changed(Object.keys(changes));
-  if (undo) notify(undo, { action: { label: "Undo", run: undoLast }, details });
+  if (undo) notify(undo, { action: { label: "Undo", run: () => setValues(before) }, details });
 }
 export const valuesToWrite = () => toWrite;
-function undoLast() {
-  if (history.length) setValues(history.pop());
-}
 
 // -- visibility -------------------------------------------------------------------------------------------------------
 
@@ -251,8 +248,9 @@ export function outline(levels) {
 
 /** Scroll to an option and focus it; opens its section first. */
 export function goTo(name) {
-  const field = fieldOf(name);
-  if (!field) return;
+  const usual = fieldOf(name);
+  if (!usual) return;
+  const field = usual.hidden ? document.getElementById(elementId(name)) : usual;
   const section = field.closest(".fp-section");
   if (section) openSection(section, true);
   const advanced = field.closest(".fp-advanced");

@@ -87,10 +87,10 @@ export function setPlaceholder(fieldId, text) {
   if (input) input.placeholder = text;
 }
 
-/** Focus a field's input: the selected one of a radio group. @param {Element} field */
+/** Focus a field's input: the selected one of a radio group, or its first button. @param {Element} field */
 export function focusField(field) {
   const input = /** @type {HTMLElement | null} */ (
-    field.querySelector("input:not([type=radio]), textarea, input:checked")
+    field.querySelector("input:not([type=radio]), textarea, input:checked") || field.querySelector("button")
   );
   if (input) input.focus({ preventScroll: true });
 }

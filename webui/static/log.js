@@ -9,7 +9,7 @@ import { createPoller } from "./poll.js";
 const MAX_LINES_FOLLOWING = 5000;
 const MAX_LINES_READING = 20000; // while someone reads further up
 const LINES_PER_CHUNK = 200;
-const LINE_HEIGHT = 18; // px, as in run.css
+const LINE_HEIGHT = 18; // px, as in charts.css
 const END_DISTANCE = 40; // px from the end that still count as the end
 const MAX_HIGHLIGHTS = 1000;
 const ERROR = /\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|\b[A-Z]\w*(Error|Exception)\b(:|$)/;
@@ -251,6 +251,7 @@ export function createLog({ base, hasEnded, isVisible, onTrouble }) {
   }
   function selectLevel() {
     frame.dataset.level = controls.level.value;
+    search.start();
     settle();
   }
 
@@ -349,7 +350,9 @@ function createSearch({ box, frame, settle, setFollowing, lineNodes }) {
   function match(lines) {
     const text = word();
     if (!text) return;
+    const { level } = frame.dataset;
     for (const line of lines) {
+      if (level && line.dataset.level !== level && line.dataset.level !== "error") continue; // the menu hides it
       if (!line.textContent.toLowerCase().includes(text)) continue;
       line.classList.add("fp-hit");
       hits.push(line);

@@ -3,7 +3,7 @@
 import { get, url } from "./api.js";
 import { addBuildEvents, checkSoon, cloneRun, loadInitialValues, loadMachines, selectPredecessor } from "./build.js";
 import { mountCompareRuns } from "./compare_runs.js";
-import { $, address, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
+import { $, address, closeDialogs, copy, dismissNotifications, emit, notify, notifyError, on, setText } from "./dom.js";
 import { currentValues, edited, startForm, valuesToWrite } from "./form.js";
 import { isDark, setDark, stopLoadingTimer } from "./gradio.js";
 import { drawCheckFailed, script } from "./report.js";
@@ -29,12 +29,15 @@ function drawView() {
   const run = address.get("run");
   const tab = address.get("tab") || (run ? "run" : "build");
   const view = tab in VIEWS ? tab : "build";
+  closeDialogs(); // a question about what was shown before
   document.body.dataset.tab = view;
   setText($("#fp-title"), VIEWS[view]);
   $("#fp-skip").setAttribute("href", `#fp-${view}`);
   for (const link of document.querySelectorAll(".fp-top nav a[data-tab]")) {
     const name = link.getAttribute("data-tab");
-    link.toggleAttribute("aria-current", name === (tab === "compare" ? "runs" : tab));
+    const isCurrent = name === (tab === "compare" ? "runs" : tab);
+    if (isCurrent) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
     if (name === "run") {
       link.toggleAttribute("hidden", !run);
       link.setAttribute("href", `?tab=run&run=${encodeURIComponent(run || "")}`);

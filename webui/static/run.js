@@ -88,6 +88,8 @@ function buildPage(place) {
   page.ranks = el("div.fp-ranks");
   page.ranksFold = fold("Ranks", page.ranks);
   page.details = el("section.fp-details", { "aria-label": "Details" });
+  page.checkpoints = el("p");
+  page.checkpointsFold = fold("Checkpoints", page.checkpoints);
   page.node = el(
     "div.fp-run",
     { hidden: true },
@@ -216,6 +218,7 @@ function open(selected) {
     "failure",
     "alerts",
     "ranksFold",
+    "checkpointsFold",
     "gain",
     "cards",
     "model",
@@ -275,14 +278,14 @@ function draw() {
   drawIfChanged("failure", run.failure, drawFailure);
   const hasChanges = run.retry_applies && !run.failure;
   drawIfChanged("events", { events: run.events, hasChanges }, drawEvents);
-  drawIfChanged("checkpoints", run.checkpoints, page.charts.redraw);
+  drawIfChanged("checkpoints", run.checkpoints, drawCheckpoints);
   drawIfChanged("monitor", run.monitor, drawRanks);
   drawIfChanged("model", run.model && { ...run.model, generations: run.result?.samples?.length }, drawModel);
   drawIfChanged("placement", placementOf(run), drawPlacement);
   drawIfChanged("samples", run.result && run.result.samples, drawSamples);
-  const { spec, command, joining, yaml, script, checkpoints, result, estimate } = run;
-  const details = { spec, command, joining, yaml, script, checkpoints, result, estimate };
-  drawIfChanged("details", details, () => page.details.replaceChildren(page.ranksFold, ...detailParts(details)));
+  const { spec, command, joining, yaml, script, result, estimate } = run;
+  const details = { spec, command, joining, yaml, script, result, estimate };
+  drawIfChanged("details", details, drawDetails);
   drawIfChanged("downloads", id, () => page.downloads.lastChild.replaceChildren(...downloadLinks(base())));
   if (ended()) drawIfChanged("ended", summary.state, page.charts.redraw);
   drawCards();
@@ -374,6 +377,17 @@ function drawRanks(monitor) {
   if (monitor.ranks) page.ranks.replaceChildren(rankTable(monitor));
 }
 
+function drawDetails(details) {
+  redraw(page.details, page.ranksFold, ...detailParts(details), page.checkpointsFold);
+}
+
+function drawCheckpoints(checkpoints) {
+  const steps = [...(checkpoints || [])].sort((a, b) => a - b).map((step) => num(step));
+  page.checkpointsFold.hidden = !steps.length;
+  setText(page.checkpoints, `Saved at step ${steps.join(", ")}.`);
+  page.charts.redraw();
+}
+
 function drawPlacement(placement) {
   page.placement.hidden = !placement;
   redraw(page.placement, ...(placement ? placementParts(placement) : []));
@@ -386,7 +400,7 @@ function drawModel(model) {
   const train = (fix) => emit("clone", { id: trained, fix });
   const from = run.spec?.["model.path"] || run.spec?.["model.hub_id"] || "";
   const showGenerations = model.generations ? () => page.samples.scrollIntoView({ behavior: "smooth" }) : null;
-  page.model.replaceChildren(...modelParts(model, { base: base(), from, train, showGenerations }));
+  redraw(page.model, ...modelParts(model, { base: base(), from, train, showGenerations }));
 }
 
 function drawSamples(samples) {
@@ -432,13 +446,17 @@ async function stop(save) {
     ? "Stop this run? It finishes its current step and saves a checkpoint, from which it can be resumed."
     : "Stop this run without saving? All steps since the last checkpoint are lost.";
   const label = save ? "Stop and save" : "Stop without saving";
-  if (await confirmDialog(question, label, !save)) await act(() => post(`${base()}/stop`, { save }));
+  const asked = base();
+  if (await confirmDialog(question, label, !save)) await act(() => post(`${asked}/stop`, { save }));
 }
 
 const resume = (fromScratch = false) =>
   act(async () => {
-    await resumeRun(id, fromScratch);
-    run = await get(base());
+    const asked = id;
+    await resumeRun(asked, fromScratch);
+    const found = await get(runPath(asked));
+    if (asked !== id) return; // another run was opened meanwhile
+    run = found;
     resumePanels();
   });
 

@@ -293,12 +293,10 @@ export function placementParts({ estimate, measured }) {
 // -- details ----------------------------------------------------------------------------------------------------------
 
 /** @returns {Node[]} */
-export function detailParts({ spec, command, joining, yaml, script, checkpoints, result, estimate }) {
+export function detailParts({ spec, command, joining, yaml, script, result, estimate }) {
   const options = Object.entries(spec || {});
   const row = ([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, display(value)));
   const table = el("table.fp-pairs", {}, el("tbody", {}, options.map(row)));
-  const steps = [...(checkpoints || [])].sort((a, b) => a - b).map((n) => num(n));
-  const title = steps.length === 1 ? "1 checkpoint" : `${steps.length} checkpoints`;
   return [
     fold("Configuration", options.length ? table : el("p.fp-dim", {}, "All options have their default values.")),
     (result || {}).peak_bytes || (estimate || {}).rows
@@ -308,7 +306,6 @@ export function detailParts({ spec, command, joining, yaml, script, checkpoints,
     copyable("Commands for the other nodes", joining, "Commands"),
     copyable("spec.yaml", yaml),
     copyable("run.sh", script),
-    steps.length ? fold(title, el("p", {}, `Saved at step ${steps.join(", ")}.`)) : null,
   ].filter(Boolean);
 }
 

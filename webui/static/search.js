@@ -42,6 +42,8 @@ export function startSearch(described) {
   input().addEventListener("focus", () => show(input().value));
   input().addEventListener("keydown", keyPressed);
   document.addEventListener("keydown", focusBySlash);
+  const whole = input().closest(".fp-search");
+  whole.addEventListener("focusout", ({ relatedTarget: to }) => to && !whole.contains(to) && close());
   document.addEventListener("pointerdown", (event) => {
     if (!(/** @type {Element} */ (event.target).closest(".fp-search"))) close();
   });
