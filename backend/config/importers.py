@@ -8,6 +8,7 @@ imported one, and the keys that differ become extra config.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,15 @@ def _parse_numbers(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _table(parent: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
+    """The table at `key`; empty if there is none. Raises SpecError; `prefix` completes the key in its message."""
+    found = parent.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise SpecError([Problem("", f"{prefix}{key} must be a table, not {found!r}")])
+    return found
 
 
 def _number(name: str, value: Any, divide: float = 1) -> Patch:
@@ -139,7 +148,7 @@ def _number(name: str, value: Any, divide: float = 1) -> Patch:
 
 def _deepspeed(imported: Mapping[str, Any]) -> Patch:
     """The options that a DeepSpeed configuration sets."""
-    zero = imported.get("zero_optimization") or {}
+    zero = _table(imported, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise SpecError([Problem("", f"zero_optimization.stage must be 0, 1, 2 or 3, not {stage!r}")])
@@ -149,15 +158,15 @@ def _deepspeed(imported: Mapping[str, Any]) -> Patch:
     patch |= _number("train.max_grad_norm", imported.get("gradient_clipping"))
     patch |= _number("parallel.bucket_cap_mb", zero.get("reduce_bucket_size"), MIB / 2)
     for name in ("bf16", "fp16"):
-        if (imported.get(name) or {}).get("enabled") is True:
+        if _table(imported, name).get("enabled") is True:
             patch["precision.compute"] = name
     for key in ("offload_optimizer", "offload_param"):
-        patch |= _offload(key, zero.get(key) or {})
-    aio = imported.get("aio") or {}
+        patch |= _offload(key, _table(zero, key, "zero_optimization."))
+    aio = _table(imported, "aio")
     patch |= _number("parallel.aio_block_size_kb", aio.get("block_size"), 1024)
     patch |= _number("parallel.aio_queue_depth", aio.get("queue_depth"))
     patch |= _number("parallel.aio_intra_op_parallelism", aio.get("intra_op_parallelism"))
-    return patch | _scheduler(imported.get("scheduler") or {}) | _optimizer(imported.get("optimizer") or {})
+    return patch | _scheduler(_table(imported, "scheduler")) | _optimizer(_table(imported, "optimizer"))
 
 
 def _global_batch_size(spec: RunSpec) -> int:
@@ -194,7 +203,7 @@ SCHEDULER_PARAMS = {"warmup_max_lr": "learning_rate", "warmup_num_steps": "warmu
 
 
 def _optimizer(block: Mapping[str, Any]) -> Patch:
-    params: Mapping[str, Any] = block.get("params") or {}
+    params = _table(block, "params", "optimizer.")
     patch: Patch = {}
     if name := OPTIMIZERS.get(str(block.get("type")).lower()):
         patch["train.optim"] = name
@@ -207,7 +216,7 @@ def _optimizer(block: Mapping[str, Any]) -> Patch:
 
 
 def _scheduler(block: Mapping[str, Any]) -> Patch:
-    params: Mapping[str, Any] = block.get("params") or {}
+    params = _table(block, "params", "scheduler.")
     patch: Patch = {}
     if name := SCHEDULERS.get(str(block.get("type"))):
         patch["train.lr_scheduler_type"] = name
@@ -265,16 +274,16 @@ def _accelerate(imported: Mapping[str, Any]) -> Patch:
     kind = str(imported.get("distributed_type", "NO"))
     patch: Patch = {"launch.launcher": "accelerate"}
     if kind == "DEEPSPEED":
-        patch |= _accelerate_deepspeed(imported.get("deepspeed_config") or {})
+        patch |= _accelerate_deepspeed(_table(imported, "deepspeed_config"))
     elif kind == "FSDP":
-        patch |= _accelerate_fsdp(imported.get("fsdp_config") or {})
+        patch |= _accelerate_fsdp(_table(imported, "fsdp_config"))
     elif kind in DISTRIBUTED_TYPES:
         patch["parallel.strategy"] = DISTRIBUTED_TYPES[kind]
     else:
         names = ", ".join([*DISTRIBUTED_TYPES, "FSDP", "DEEPSPEED"])
         raise SpecError([Problem("", f"distributed_type {kind} is not supported; supported are {names}")])
-    machines = int(imported.get("num_machines") or 1)
-    patch |= _number("launch.nproc_per_node", int(imported.get("num_processes") or machines) // machines)
+    machines = _count(imported, "num_machines", 1)
+    patch |= _number("launch.nproc_per_node", _count(imported, "num_processes", machines) // machines)
     if machines > 1:
         patch |= {"launch.rendezvous": "static", "launch.nnodes": machines}
         patch |= {"launch.master_addr": str(imported.get("main_process_ip") or "")}
@@ -286,6 +295,14 @@ def _accelerate(imported: Mapping[str, Any]) -> Patch:
         patch["launch.device"] = "cpu"
     ids = str(imported.get("gpu_ids", "all"))
     return patch | ({"launch.devices": ids} if ids not in ("all", "None") else {})
+
+
+def _count(imported: Mapping[str, Any], key: str, default: int) -> int:
+    """A number of machines or processes. Raises SpecError."""
+    value = imported.get(key) or default
+    if not _is_number(value):
+        raise SpecError([Problem("", f"{key} must be a number, not {value!r}")])
+    return int(value)
 
 
 def _accelerate_deepspeed(table: Mapping[str, Any]) -> Patch:
@@ -316,8 +333,8 @@ def _accelerate_fsdp(table: Mapping[str, Any]) -> Patch:
     if isinstance(config.get("offload_params"), bool):
         patch["parallel.cpu_offload"] = config["offload_params"]
     formats = {value: key for key, value in STATE_DICTS.items()}
-    if config.get("state_dict_type") in formats:
-        patch["parallel.state_dict_type"] = formats[config["state_dict_type"]]
+    if (name := str(config.get("state_dict_type"))) in formats:
+        patch["parallel.state_dict_type"] = formats[name]
     if version == 2 and config.get("cpu_ram_efficient_loading") is False:  # fsdp.json must agree with it
         patch["parallel.extra_config"] = _json({"cpu_ram_efficient_loading": False})
     layers = config.get("transformer_layer_cls_to_wrap") or ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -198,11 +199,40 @@ def test_cpu_ram_efficient_loading_can_be_disabled() -> None:
             "import that file",
         ),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0}, "at least 1"),
+        ({"zero_optimization": True}, "zero_optimization must be a table, not True"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            "zero_optimization.offload_optimizer must be a table, not 'cpu'",
+        ),
+        ({"zero_optimization": {"stage": 2}, "optimizer": "AdamW"}, "optimizer must be a table, not 'AdamW'"),
+        ({"distributed_type": "FSDP", "fsdp_config": "foo"}, "fsdp_config must be a table, not 'foo'"),
+        ({"distributed_type": "NO", "num_processes": "all"}, "num_processes must be a number, not 'all'"),
     ],
 )
 def test_unsupported_values_are_reported(theirs: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecError, match=part):
         importers.import_config(json.dumps(theirs), RunSpec())
+
+
+ACCELERATE_DEEPSPEED = {
+    "distributed_type": "DEEPSPEED",
+    "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_accumulation_steps": 2},
+    "num_processes": 2,
+}
+
+
+@pytest.mark.parametrize("theirs", [OFFLOADED, FOOTPLATE_CONFIG, ACCELERATE, ACCELERATE_DEEPSPEED])
+def test_a_value_of_any_type_is_read_or_reported(theirs: dict[str, Any]) -> None:
+    for value in (True, "x", -1, float("inf"), [[]], {"a": 1}):
+        for path in merge.paths(theirs) + [key for key, inner in theirs.items() if isinstance(inner, dict)]:
+            changed = json.loads(json.dumps(theirs))
+            *above, key = path.split(".")
+            table = changed
+            for name in above:
+                table = table[name]
+            table[key] = value
+            with suppress(SpecError):
+                importers.import_config(json.dumps(changed), RunSpec())
 
 
 def test_a_spec_is_not_detected_as_another_format() -> None:
