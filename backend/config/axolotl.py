@@ -167,7 +167,7 @@ def _data(found: Import) -> None:
     _format(found, datasets)
     _template(found)
     if found.get("group_by_length"):
-        found.patch["train.train_sampling_strategy"] = "group_by_length"
+        found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
     if found.get("excess_length_strategy", "drop") == "drop":
         found.different.append("excess_length_strategy: longer examples are dropped there, cut off here")
     validation = [path for entry in entries(found.get("test_datasets")) for path in local_files(found.base, entry)]
@@ -226,7 +226,7 @@ def _schedule(found: Import) -> None:
     found.patch["train.activation_checkpointing"] = bool(checkpointing)
     if isinstance(checkpointing, str):
         found.missing.append(f"gradient_checkpointing: {checkpointing} (activations are recomputed, not offloaded)")
-    found.patch["train.torch_compile"] = found.get("torch_compile") is True
+    found.set("torch_compile", "train.torch_compile", found.get("torch_compile") is True)
     name = str(found.get("optimizer"))
     if (name := OPTIMIZER_NAMES.get(name, name)) in registry.OPTIMIZERS:
         found.patch["train.optim"] = name

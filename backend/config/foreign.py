@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from backend import registry
-from backend.config.options import Problem, SpecError
+from backend.config import RunSpec
+from backend.config.options import Problem, SpecError, effective, get
 
 Table = Mapping[str, Any]
 FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
@@ -32,6 +33,7 @@ class Import:
     different: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # keys of the file that were looked at
+    keys: dict[str, str] = field(default_factory=dict)  # option -> the key of the file that has set it
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the file, or the tool's default."""
@@ -55,7 +57,21 @@ class Import:
         """Options with the same meaning under another or the same name: key in the file -> option."""
         for key, option in same.items():
             if (value := self.get(key)) is not None:
-                self.patch[option] = value
+                self.set(key, option, value)
+
+    def set(self, key: str, option: str, value: Any) -> None:
+        """Set an option because of a key."""
+        self.patch[option] = value
+        if self.table.get(key) is not None:
+            self.keys[option] = key
+
+    def name_without_effect(self, spec: RunSpec) -> None:
+        """Note the keys whose options have no effect in `spec`, which the file has become."""
+        now = effective(spec)
+        lost = {key: option for option, key in self.keys.items() if get(now, option) != get(spec, option)}
+        self.missing += [
+            f"{key}: {self.table[key]} ({option} has no effect with the other options)" for key, option in lost.items()
+        ]
 
     def name_missing(self, ignored: Collection[str]) -> dict[str, Any]:
         """Note the keys that nobody has looked at, and return them; `ignored` are those without an effect on the
@@ -100,7 +116,7 @@ class Import:
     def choose(self, key: str, option: str, known: Collection[str]) -> None:
         """A value of `key` that the option knows too; otherwise the option keeps its default."""
         if (name := self.get(key)) in known:
-            self.patch[option] = name
+            self.set(key, option, name)
         else:
             self.missing.append(f"{key}: {name} ({option} keeps its default)")
 

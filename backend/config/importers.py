@@ -69,7 +69,9 @@ def import_file(text: str, spec: RunSpec, base: Path) -> Imported:
     if (tool := detect_format(text)) not in TOOLS:
         return Imported(*import_config(text, spec))
     found = TOOLS[tool][1](load_yaml(text), base)
-    return Imported(edit(RunSpec(), found.patch), different=found.different, missing=found.missing)
+    result = edit(RunSpec(), found.patch)
+    found.name_without_effect(result)
+    return Imported(result, different=found.different, missing=found.missing)
 
 
 def import_config(text: str, spec: RunSpec) -> tuple[RunSpec, list[str]]:

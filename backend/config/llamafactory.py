@@ -206,7 +206,7 @@ def _schedule(found: Import) -> None:
     found.duration("max_steps")
     found.patch["train.activation_checkpointing"] = not found.get("disable_gradient_checkpointing")
     if found.get("group_by_length"):
-        found.patch["train.train_sampling_strategy"] = "group_by_length"
+        found.set("group_by_length", "train.train_sampling_strategy", "group_by_length")
 
 
 def _precision(found: Import) -> None:

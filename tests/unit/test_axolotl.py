@@ -138,6 +138,7 @@ def test_refused(tmp_path, given, named):
         ({"datasets": [{"path": "a/b"}, {"path": "c/d"}]}, "datasets: c/d"),
         ({"datasets": [{"path": "a/b", "roles_to_train": ["x"]}]}, "datasets: roles_to_train of a/b"),
         ({"val_set_size": 20}, "val_set_size: 20"),
+        ({"torch_compile": True, "deepspeed": "zero2.json"}, "torch_compile: True (train.torch_compile has no effect"),
         ({"gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
         ({"unfrozen_parameters": ["lm_head"]}, "unfrozen_parameters"),
         ({"wandb_project": "x", "use_mlflow": True}, "use_mlflow"),

@@ -129,6 +129,12 @@ def test_refused(tmp_path, given, named):
         ({"report_to": ["wandb", "swanlab"]}, ["report_to: swanlab"]),
         ({"deepspeed": {"stage": 3}}, ["deepspeed: a configuration"]),
         ({"adapter_name_or_path": "x", "use_ray": False}, ["adapter_name_or_path: x"]),
+        (
+            {"stage": "dpo", "pref_loss": "sigmoid", "dpo_label_smoothing": 0.1},
+            ["dpo_label_smoothing: 0.1 (preference.label_smoothing has no effect"],
+        ),
+        ({"torch_compile": True, "deepspeed": "ds_z2_config.json"}, ["torch_compile: True (train.torch_compile"]),
+        ({"stage": "kto", "group_by_length": True}, ["group_by_length: True (train.train_sampling_strategy"]),
     ],
 )
 def test_what_is_listed(tmp_path, given, texts):

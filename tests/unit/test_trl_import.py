@@ -5,7 +5,7 @@ import yaml
 
 from backend.config import RunSpec
 from backend.config.importers import detect_format, import_file
-from backend.config.options import SpecError
+from backend.config.options import SpecError, changes
 
 LORA = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/Capybara", "learning_rate": 2e-4,
@@ -101,6 +101,16 @@ def test_options(tmp_path, given, option, value):
 def test_refused(tmp_path, given, named):
     with pytest.raises(SpecError, match=named):
         read(tmp_path, **given)
+
+
+def test_keys_whose_option_is_hidden_are_named(tmp_path):
+    found = read(tmp_path, beta=0.1, label_smoothing=0.1, loss_type="sigmoid", packing=True)
+    reason = "has no effect with the other options"
+    assert sorted(found.missing) == [
+        f"label_smoothing: 0.1 (preference.label_smoothing {reason})",
+        f"packing: True (data.packing {reason})",
+    ]
+    assert changes(found.spec).keys().isdisjoint({"preference.label_smoothing", "data.packing"})
 
 
 def test_what_is_not_taken_over_is_named(tmp_path):
