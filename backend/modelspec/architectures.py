@@ -14,6 +14,12 @@ Config = Mapping[str, Any]
 
 # Of the architectures below, those for which transformers 5.23 has no sequence classification model.
 NO_SEQUENCE_CLASSIFICATION = ("granite", "olmoe")
+# What transformers 5.23 lacks for some of the architectures below: fields of ModelShape.
+LACKING: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"unsupported_attentions": ("sdpa",)},  # soft-capped attention scores
+    "gpt2": {"unsupported_attentions": ("flex_attention",), "tensor_parallel_plan": ""},
+    "olmoe": {"unsupported_attentions": ("flex_attention",)},
+}
 
 
 class UnknownArchitecture(ValueError):
@@ -79,6 +85,7 @@ def _common(config: Config, head_dim: int | None = None, inner: str = "intermedi
         **prequantized(config.get("quantization_config") or {}),
         "activation": str(config.get("hidden_act") or config.get("activation_function") or ""),
         "has_sliding_window": _has_sliding_window(config),
+        **LACKING.get(str(config["model_type"]), {}),
     }
 
 

@@ -65,7 +65,9 @@ class ModelShape:
     activation: str = "silu"
     weight_bits: int = 0  # of a prequantized checkpoint; 0: not quantized
     group_size: int = 0  # quantized weights that share a scale and a zero point
-    supports_sdpa: bool = True  # False: transformers uses eager attention unless another kernel is requested
+    unsupported_attentions: tuple[str, ...] = ()  # rows of registry.ATTENTIONS that transformers lacks for the model
+    tensor_parallel_plan: str = "layers"  # what transformers' plan shards: layers, only the head, or nothing ('')
+    supports_activation_checkpointing: bool = True
     has_sliding_window: bool = False  # some layers have sliding-window or chunked attention
     experts: int = 0  # per layer; `intermediate` is then the intermediate size of one expert
     experts_per_token: int = 0
@@ -100,6 +102,11 @@ class ModelShape:
         return tuple(self.layer_kinds[kind] for kind in self.layer_kind_indices)
 
     @property
+    def supports_sdpa(self) -> bool:
+        """Otherwise transformers uses eager attention unless another implementation is requested."""
+        return "sdpa" not in self.unsupported_attentions
+
+    @property
     def layer_modules(self) -> tuple[ModuleSpec, ...]:
         """The modules of one layer of each kind."""
         return tuple(leaf for layer in self.layer_kinds or (self.layer,) for leaf in layer)
@@ -123,8 +130,9 @@ class ModelShape:
     @property
     def with_score_head(self) -> ModelShape:
         """The same model with a scalar head instead of the output layer."""
-        score = ModuleSpec(SCORE, self.hidden, self.hidden, 1)
-        return first_equal(replace(self, tied=False, non_layer_modules=(*self.non_layer_modules[:-1], score)))
+        modules = (*self.non_layer_modules[:-1], ModuleSpec(SCORE, self.hidden, self.hidden, 1))
+        plan = "" if self.tensor_parallel_plan == "head" else self.tensor_parallel_plan
+        return first_equal(replace(self, tied=False, non_layer_modules=modules, tensor_parallel_plan=plan))
 
     def all_modules(self) -> tuple[ModuleSpec, ...]:
         """All modules of all layers, with their full names."""

@@ -28,8 +28,6 @@ LIGER_H100 = replace(H100, versions={**INSTALLED, "liger-kernel": "0.8.5"})
 WITHOUT_LIGER = ("gpt2", "gpt_neox", "phi")
 # Stages whose loss TRL 1.16 computes with a Triton kernel on GPUs.
 TRITON_LOSS_STAGES = ("pretraining", "sft", "dpo", "kto")
-# (model type, attention) that transformers 5.23 does not implement, among the architectures that Footplate knows.
-UNSUPPORTED_ATTENTION = {("gemma2", "sdpa"), ("gpt2", "flex_attention"), ("olmoe", "flex_attention")}
 
 
 def with_flash_attention(machine: Machine) -> Machine:
@@ -144,8 +142,9 @@ def triton_without_c_compiler(case: Case) -> str | None:
     "error",
     fields=("model.attn_implementation", "parallel.sequence_parallel_size"),
     title="The architecture does not support this attention implementation",
-    source="transformers 5.23 models/gemma2/modeling_gemma2.py: _supports_sdpa is false; models/gpt2/modeling_gpt2.py "
-    "and models/olmoe/modeling_olmoe.py: no _supports_flex_attn",
+    source="transformers 5.23 modeling_utils.py, _sdpa_can_dispatch, _flash_attn_can_dispatch and "
+    "_flex_attn_can_dispatch: refused unless the model class sets _supports_sdpa, _supports_flash_attn or "
+    "_supports_flex_attn; _check_and_adjust_attn_implementation: _compatible_flash_implementations",
     fixes=(
         DEFAULT_ATTENTION,
         Fix("Turn off sequence parallelism", {"parallel.sequence_parallel_size": 1}, cost="more activation memory"),
@@ -154,11 +153,13 @@ def triton_without_c_compiler(case: Case) -> str | None:
     passes_on=Example(FLEX_SPEC, H100),
 )
 def attention_unsupported_by_architecture(case: Case) -> str | None:
-    """Gemma 2 soft-caps its attention scores, which SDPA cannot do; GPT-2 and OLMoE have no FlexAttention support.
-    DeepSpeed sequence parallelism uses SDPA when attention is auto."""
+    """transformers loads a model only with an attention implementation that its class supports. Gemma 2 soft-caps its
+    attention scores, which SDPA cannot do; BLOOM and MPT have eager attention only. For gpt-oss, which has attention
+    sinks, FlashAttention 2 is replaced by another kernel. DeepSpeed sequence parallelism uses SDPA when attention is
+    auto."""
     shape, spec = case.shape, case.spec
     ulysses = case.run.sequence_parallel_size > 1
     name = "sdpa" if ulysses and spec.model.attn_implementation == "auto" else spec.model.attn_implementation
-    if shape is None or (shape.model_type, name) not in UNSUPPORTED_ATTENTION:
+    if shape is None or name not in shape.unsupported_attentions:
         return None
     return f"transformers has no {registry.ATTENTIONS[name].label} implementation for {shape.architecture}."

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 from backend import registry
 from backend.rules.base import Case, Example, Fix, Violation, rule
-from backend.rules.examples import DEMO, LOCAL_MODEL
+from backend.rules.examples import DEMO, LOCAL_MODEL, SMOL
 
+CHECKPOINTING = {"train.activation_checkpointing": True}
+JETMOE = replace(SMOL, architecture="JetMoeForCausalLM", supports_activation_checkpointing=False)
 BUILTIN_MODEL = Fix("Use the built-in model", {"model.source": "builtin"}, safe=False, cost="another, small model")
 
 
@@ -264,6 +266,32 @@ def quantized_weights_are_read(case: Case) -> str | None:
     if not kinds or case.spec.method.quantization == "none":
         return None
     return f"method.quantization is {label}, and the forward pass of {kinds.pop()} reads the weights of linear layers."
+
+
+@rule(
+    "MDL013",
+    "error",
+    fields=("train.activation_checkpointing",),
+    title="This architecture does not support activation checkpointing",
+    source="transformers 5.23 modeling_utils.py, _activation_checkpointing_enable: refused unless the model class sets "
+    "supports_gradient_checkpointing",
+    fixes=(
+        Fix(
+            "Turn off activation checkpointing",
+            {"train.activation_checkpointing": False},
+            cost="more memory for activations",
+        ),
+    ),
+    fails_on=Example(CHECKPOINTING, facts=replace(DEMO, shape=JETMOE)),
+    passes_on=Example(CHECKPOINTING),
+)
+def unsupported_activation_checkpointing(case: Case) -> str | None:
+    """Activation checkpointing needs layers that recompute their activations in the backward pass. The model classes of
+    a few architectures, such as JetMoE, have none, and transformers refuses to enable it for them."""
+    shape = case.shape
+    if not case.spec.train.activation_checkpointing or shape is None or shape.supports_activation_checkpointing:
+        return None
+    return f"activation_checkpointing is on, but transformers does not support it for {shape.architecture}."
 
 
 @rule(

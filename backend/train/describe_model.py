@@ -185,14 +185,29 @@ def _described(model: Any) -> dict[str, Any]:
             {part for name in names.values() for part in name.split(".") if not part.isdigit() and part}
         ),
         "no_split_modules": sorted(model._no_split_modules or ()),
-        "tensor_parallel_plan": bool(model.supports_tp_plan),
-        "sdpa": bool(model._supports_sdpa),
-        "flash_attention": bool(model._supports_flash_attn),
-        "flex_attention": bool(model._supports_flex_attn),
-        "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
+        "unsupported_attentions": _unsupported_attentions(model),
+        "tensor_parallel_plan": _tensor_parallel_plan(model, names.get(id(head), "")),
+        "activation_checkpointing": bool(model.supports_gradient_checkpointing),
         **(peft := _peft(own, linear, modules)),
         "lora_refused": sorted({*peft["lora_refused"], *_unusual_linear(model), *registry.NOT_CALLED.get(own, ())}),
     }
+
+
+def _unsupported_attentions(model: Any) -> list[str]:
+    """The attention implementations that transformers refuses for the model or, if it has kernels of its own for
+    FlashAttention, replaces by one of them."""
+    kernels = getattr(model, "_compatible_flash_implementations", None)
+    supported = {"sdpa": model._supports_sdpa, "flex_attention": model._supports_flex_attn}
+    for name in registry.FLASH_ATTENTIONS:
+        supported[name] = model._supports_flash_attn and (kernels is None or name in kernels)
+    return sorted(name for name, is_supported in supported.items() if not is_supported)
+
+
+def _tensor_parallel_plan(model: Any, head: str) -> str:
+    """What transformers' tensor parallel plan shards: "layers"; only the output layer ("head"), which a reward model
+    does not have; or '' without a plan."""
+    names = {*(model.tp_plan or ())}
+    return "layers" if names - {head} else "head" if names else ""
 
 
 def _unusual_linear(model: Any) -> set[str]:

@@ -18,7 +18,8 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -195,6 +196,23 @@ def test_attention_and_custom_targets_match_peft(tables: ModuleTables, kind: str
             model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=names), low_cpu_mem_usage=True
         )
         assert trainable_parameters(spec, shape) == count_parameters(made, trained=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "falcon", "bloom", "stablelm", "gpt_oss", "hunyuan_v1_dense"])
+@pytest.mark.parametrize("is_reward_model", [False, True])
+def test_tensor_parallel_plan_matches_transformers(tables: ModuleTables, kind: str, is_reward_model: bool) -> None:
+    config, table = config_and_table(tables, kind)
+    shape = shape_from_table(table, config)
+    auto = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)))
+    shape = shape.with_score_head if is_reward_model else shape
+    assert bool(shape.tensor_parallel_plan) == (kind == "llama" or (kind[0] in "gh" and not is_reward_model))
+    if shape.tensor_parallel_plan:
+        model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    else:
+        with pytest.raises(ValueError, match="has no `tp_plan`"):
+            model._resolve_parallel_plans(DistributedConfig(tp_size=2))
 
 
 @pytest.mark.soak

@@ -54,6 +54,16 @@ def test_each_remedy_fits_and_runs(preset: str, machine: str, changes: dict[str,
     assert list(shown.fixes) == good, "the rule offers the same remedies"
 
 
+def test_no_activation_checkpointing_where_the_architecture_has_none() -> None:
+    found = case("lora-80gb", "1x80gb", train__activation_checkpointing=False, data__max_length=16384)
+    assert any("Activation checkpointing" in label for label in labels(find_remedies(found, 1.0)))
+    assert found.shape
+    shape = replace(found.shape, supports_activation_checkpointing=False)
+    without = replace(found, facts=replace(found.facts, shape=shape))
+    assert (good := find_remedies(without, 1.0))
+    assert not any("Activation checkpointing" in label for label in labels(good))
+
+
 def test_single_changes_come_before_combinations() -> None:
     found = case("lora-80gb", "1x24gb", data__max_length=4096, train__per_device_train_batch_size=8)
     assert labels(find_remedies(found, 1.0))[0] == "Batch size 1 with more gradient accumulation"

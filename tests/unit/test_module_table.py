@@ -12,12 +12,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from specs import NO_TENSORS, estimate
+from specs import NO_TENSORS, estimate, rule_finding
 from test_modelspec import CASES, SMALL, build_model
 
 from backend.config import RunSpec
@@ -39,7 +39,7 @@ from backend.modelspec import (
 )
 from backend.modelspec.from_table import shape_from_table
 from backend.rules import check
-from backend.rules.examples import gpus
+from backend.rules.examples import DEMO, TWO_H100, gpus
 from backend.train import describe_model
 from backend.train.describe_model import describe
 
@@ -69,7 +69,7 @@ MORE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"tie_word_embeddings": True}),
 ]
 # Fields that the closed formulas do not set, or set differently.
-DIFFERENT_FIELDS = {"architecture", "activation", "supports_sdpa", "layer", "non_layer_modules"}
+DIFFERENT_FIELDS = {"architecture", "activation", "layer", "non_layer_modules"}
 
 
 def both_shapes(kind: str, more: dict[str, Any]) -> tuple[ModelShape, ModelShape]:
@@ -201,6 +201,30 @@ def test_experts_unknown_to_peft_have_no_adapter() -> None:
     assert set(shape.lora_target_names) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert (shape.experts, shape.experts_per_token, shape.intermediate, shape.gated_mlp) == (4, 2, 160, True)
     assert not shape.supports_sdpa and shape.has_sliding_window
+
+
+def test_what_transformers_lacks_for_an_architecture() -> None:
+    """gpt-oss replaces FlashAttention by kernels with attention sinks, and its plan shards only the output layer."""
+    shape = recorded("gptj")
+    assert (shape.unsupported_attentions, shape.tensor_parallel_plan) == (("flex_attention", "sdpa"), "")
+    shape = recorded("gpt_oss")
+    assert shape.unsupported_attentions == ("flash_attention_2", "flash_attention_3", "sdpa")
+    assert (shape.tensor_parallel_plan, shape.with_score_head.tensor_parallel_plan) == ("head", "")
+    for shape in (recorded("starcoder2"), recorded("starcoder2").with_score_head):
+        assert (shape.unsupported_attentions, shape.tensor_parallel_plan) == ((), "layers")
+        assert shape.supports_activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("code", "patch"),
+    [
+        ("KRN012", {"model.attn_implementation": "sdpa"}),
+        ("STR038", {"parallel.strategy": "tensor", "method.kind": "full", "save.strategy": "no"}),
+    ],
+)
+def test_what_transformers_lacks_is_reported_once_it_is_known(code: str, patch: dict[str, Any]) -> None:
+    assert rule_finding(code, patch, TWO_H100, replace(DEMO, shape=recorded("gptj")))
+    assert not rule_finding(code, patch, TWO_H100, replace(DEMO, shape=None))
 
 
 def test_state_space_model_has_parameters_but_unknown_activations() -> None:

@@ -61,7 +61,7 @@ def installed(**versions: str) -> Machine:
     return replace(EQUIPPED, versions={**EQUIPPED.versions, **{k.replace("_", "-"): v for k, v in versions.items()}})
 
 
-def shaped(**sizes: int) -> InputFacts:
+def shaped(**sizes: Any) -> InputFacts:
     """The demo's facts with other sizes of the model."""
     return replace(DEMO, shape=replace(SMOL, **sizes))
 
@@ -189,11 +189,11 @@ BOUNDARIES: dict[str, tuple[Setup, Setup]] = {
         Setup(FLASH_2, on_gpu((9, 0)), shaped(head_dim=65)),
     ),
     "KRN012 sequence parallelism": (
-        Setup({"parallel.strategy": "zero2"}, TWO_H100, replace(DEMO, shape=replace(SMOL, model_type="gemma2"))),
+        Setup({"parallel.strategy": "zero2"}, TWO_H100, shaped(unsupported_attentions=("sdpa",))),
         Setup(
             {"parallel.strategy": "zero2", "parallel.sequence_parallel_size": 2},
             TWO_H100,
-            replace(DEMO, shape=replace(SMOL, model_type="gemma2")),
+            shaped(unsupported_attentions=("sdpa",)),
         ),
     ),
     "PRC011 hidden size": (

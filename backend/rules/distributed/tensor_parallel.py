@@ -86,7 +86,7 @@ def tensor_parallel_head_count(case: Case) -> str | None:
     "error",
     fields=("parallel.strategy", "model.builtin", "model.path", "model.hub_id"),
     title="The architecture has no tensor parallel plan",
-    source="transformers 5.23 distributed/mixin.py: a model without tp_plan is refused; GPT-2 has none",
+    source="transformers 5.23 distributed/mixin.py, _resolve_parallel_plans: a model without tp_plan is refused",
     fixes=(FSDP2, DDP),
     fails_on=Example(TENSOR, TWO_H100, replace(DEMO, shape=GPT2)),
     passes_on=Example(TENSOR, TWO_H100, TINY_FACTS),
@@ -94,8 +94,9 @@ def tensor_parallel_head_count(case: Case) -> str | None:
 )
 def missing_tensor_parallel_plan(case: Case) -> str | None:
     """transformers divides layers by column or by row as the architecture's base_model_tp_plan says, and refuses a
-    model without a plan."""
+    model without a plan, such as GPT-2, OPT, Falcon or BLOOM. The plan of a few others, such as gpt-oss, covers only
+    the output layer, which a reward model does not have."""
     shape = case.shape
-    if case.run.tensor_parallel_size == 1 or shape is None or shape.model_type != "gpt2":
+    if case.run.tensor_parallel_size == 1 or shape is None or shape.tensor_parallel_plan:
         return None
     return f"transformers has no tensor parallel plan (base_model_tp_plan) for {shape.architecture}."

@@ -14,11 +14,12 @@ from architectures import build, tokens
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from training_runs import environment
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, BltConfig, Trainer, TrainingArguments
 from trl.trainer.utils import add_fused_lm_head
 
 from backend import registry
 from backend.paths import HOME
+from backend.train.describe_model import describe
 from backend.train.patches import bitsandbytes_cpu_layout
 from cited import cites
 
@@ -62,6 +63,21 @@ def test_gemma3n_reads_quantized_weights_in_training(tmp_path: Path, is_training
             model(input_ids=torch.tensor([tokens(40)]), use_cache=False)
     else:
         model(input_ids=torch.tensor([tokens(40)]), use_cache=False)
+
+
+@cites("MDL013")
+@pytest.mark.parametrize("kind", ["jetmoe", "ctrl", "llama", "opt"])
+def test_activation_checkpointing_is_refused(kind: str, tmp_path: Path) -> None:
+    """By the Trainer, before the first step."""
+    model = build(kind)
+    arguments = TrainingArguments(tmp_path, activation_checkpointing=True, max_steps=1, use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": tokens(9), "labels": tokens(9)}])
+    if describe(model.config.to_dict())["activation_checkpointing"]:
+        trainer.train()
+    else:
+        with pytest.raises(ValueError, match="does not support activation checkpointing"):
+            trainer.train()
+    assert describe(model.config.to_dict())["activation_checkpointing"] == (kind in ("llama", "opt"))
 
 
 @cites("STR048")

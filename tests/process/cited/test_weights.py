@@ -18,6 +18,7 @@ import transformers.modeling_utils as modeling
 import transformers.quantizers.quantizer_bnb_4bit as bnb
 import transformers.quantizers.quantizer_hqq as hqq
 from accelerate.utils import fsdp_utils
+from architectures import tiny_config
 from deepspeed.runtime.zero.partition_parameters import Init
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import dora
@@ -28,8 +29,7 @@ from torch import nn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     GPT2Config,
@@ -47,9 +47,9 @@ from transformers.trainer_utils import validate_quantization_for_training
 from trl.kernels import chunked_logprob
 
 from backend import registry
-from backend.modelspec import ARCHITECTURES
-from backend.rules.kernels import TRITON_LOSS_STAGES, UNSUPPORTED_ATTENTION
+from backend.rules.kernels import TRITON_LOSS_STAGES
 from backend.train import trl_trainers
+from backend.train.describe_model import describe
 from backend.train.quantized import is_quantized
 from cited import cites
 
@@ -154,19 +154,28 @@ def test_stages_with_a_triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cites("KRN012")
-def test_attention_implementations_of_architectures() -> None:
-    """Of all architectures with a closed formula."""
-    lacking = set()
-    for kind in ARCHITECTURES:
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
-        checks = {"sdpa": model._sdpa_can_dispatch, "flex_attention": model._flex_attn_can_dispatch}
-        for name, check in checks.items():
-            try:
-                check(model)
-            except ValueError as error:
-                assert "does not support an attention implementation through torch" in str(error)
-                lacking.add((kind, name))
-    assert lacking == UNSUPPORTED_ATTENTION
+@pytest.mark.parametrize(
+    "kind", ["bloom", "mpt", "codegen", "xglm", "gptj", "gemma2", "gpt2", "olmoe", "falcon", "opt", "llama"]
+)
+def test_attention_implementations_of_architectures(kind: str) -> None:
+    """FlashAttention is not installed, which transformers notices later."""
+    refused = set()
+    for name in {*registry.ATTENTIONS} - {"auto", "eager"}:
+        try:
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation=name)
+        except (ValueError, ImportError) as error:
+            refused |= {name} if "does not support" in str(error) else set()
+    assert refused == {*describe(tiny_config(kind).to_dict())["unsupported_attentions"]}
+
+
+@cites("KRN012")
+@pytest.mark.parametrize("name", registry.FLASH_ATTENTIONS)
+def test_flash_attention_of_gpt_oss_is_replaced_by_a_kernel(name: str) -> None:
+    """It is loaded from the Hub with the package kernels, which is not installed."""
+    assert name in describe(tiny_config("gpt_oss").to_dict())["unsupported_attentions"]
+    with pytest.raises(ImportError, match="`kernels` is either not installed"):
+        AutoModelForCausalLM.from_config(tiny_config("gpt_oss"), attn_implementation=name)
 
 
 @cites("QNT001")
