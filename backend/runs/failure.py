@@ -211,9 +211,9 @@ KNOWN_FAILURES = (
 
 def diagnose(folder: Path, since_ns: int, state: dict[str, Any]) -> Failure:
     """Why the last start, at `since_ns` (time of the folder's file system), failed. `state` is state.json."""
-    if cause := state.get("cause"):
+    if "cause" in state and state.get("exit_code") is None:  # of a launcher that ran: why the run stopped itself
         return Failure(
-            str(cause),
+            str(state["cause"]),
             "Install it, or choose another launcher with launch.launcher.",
             fields=("launch.launcher",),
             kind=LAUNCHER,

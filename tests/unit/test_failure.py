@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backend.runs import LOG
-from backend.runs.failure import KNOWN_FAILURES, Failure, diagnose
+from backend.runs.failure import DISK, KNOWN_FAILURES, LAUNCHER, Failure, diagnose
 
 REPORT = """\
 W1121 11:31:26 6940 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6945 closing signal SIGTERM
@@ -73,6 +73,13 @@ def write_error_file(folder: Path, rank: int, traceback: str, when: int, attempt
     os.utime(path, ns=(when, when))
 
 
+def test_a_failure_after_a_stop_that_the_run_requested_itself_is_not_the_launchers(tmp_path: Path) -> None:
+    """The checkpoint of the stop fails: `cause` is the text of the stop file."""
+    log = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device"
+    failure = diagnose_log(tmp_path, log, cause="The loss rose to 9.1.", end="stopped")
+    assert failure.kind == DISK and "disk is full" in failure.sentence and failure.traceback == log
+
+
 def test_the_root_cause_is_found_in_the_interleaved_log_of_ranks(tmp_path: Path) -> None:
     failure = diagnose_log(tmp_path, TRACE + REPORT.format(code=1, said="x"))
     assert failure.rank == 1 and failure.sentence == "Rank 1 failed with ValueError: row 7 cannot be used"
@@ -122,7 +129,8 @@ def test_the_launcher_itself(tmp_path: Path) -> None:
     assert diagnose_log(tmp_path, "hi\n", exit_code=7).sentence == "The launcher exited with code 7."
     assert "The launcher was killed (SIGKILL)" in diagnose_log(tmp_path, "", exit_code=-signal.SIGKILL).sentence
     assert diagnose_log(tmp_path, "", exit_code=-signal.SIGTERM).sentence == "The launcher was terminated by SIGTERM."
-    assert diagnose_log(tmp_path, "", cause="x cannot be started: No such file.").sentence.startswith("x cannot")
+    missing = diagnose_log(tmp_path, "", exit_code=None, cause="x cannot be started: No such file.")
+    assert missing.kind == LAUNCHER and missing.sentence.startswith("x cannot")
     assert diagnose(tmp_path / "nowhere", 0, {}).sentence == "The run ended before it wrote its result."
 
 
