@@ -26,10 +26,10 @@ class Eval(Section):
     steps: Annotated[int, Field(ge=1), Ui("Evaluation interval", when={"eval.strategy": ("steps",)}, unit="steps")] = 50
     """Optimizer steps between evaluations; 50 to 500 is usual."""
     per_device_eval_batch_size: Annotated[
-        int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=EVALUATING)
+        int, Field(ge=1, le=65536), Ui("Eval batch size per device", when=(EVALUATING, GENERATING))
     ] = 8
-    """Examples per forward pass on each device during evaluation; lower it if evaluation runs out of memory. 8 is
-    usual."""
+    """Examples per forward pass, and prompts per generated batch, on each device; lower it if evaluation or generation
+    runs out of memory. 8 is usual."""
     early_stopping_patience: Annotated[
         int, Field(ge=0, le=10_000), Ui("Early stopping patience", when=EVALUATING, unit="evaluations")
     ] = 0

@@ -106,6 +106,13 @@ def test_yaml_round_trip_of_random_specs():
         assert o.effective(o.effective(spec)) == o.effective(spec)
 
 
+def test_generation_without_evaluation_has_the_batch_size_that_is_set():
+    values = {"eval.strategy": "no", "eval.per_device_eval_batch_size": 2, "eval.num_generations": 4}
+    kept = {stage: o.effective(o.edit(RunSpec(), {**values, "train.stage": stage})) for stage in ("sft", "pretraining")}
+    assert kept["sft"].eval.per_device_eval_batch_size == 2
+    assert kept["pretraining"].eval.per_device_eval_batch_size == 8, "it neither evaluates nor generates"
+
+
 def test_form_text_is_read_back():
     spec = o.edit(RunSpec(), {"data.files": ("a b.jsonl", "c.csv"), "launch.env": {"A": "x=y", "B": ""}})
     shown = {option.name: o.text(option, o.get(spec, option.name)) for option in OPTIONS}
