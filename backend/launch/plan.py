@@ -66,7 +66,8 @@ ABOUT: Mapping[str, str] = {
     RAY_JOB: "What the Ray job reserves on each node, and the command that it starts there.",
     RAY_DRIVER: "Started by Ray on the head node: it reserves the nodes, starts the command of ray.json on each, and "
     "starts it again after a failure.",
-    KUBERNETES_JOB: "The objects that are created in the cluster. JOB_NAME and RUN_FOLDER are filled in at the start.",
+    KUBERNETES_JOB: "The objects that are created in the cluster. {JOB_NAME} and {RUN_FOLDER} are filled in at the "
+    "start.",
     LLAMAFACTORY: "LLaMA-Factory's configuration of the same training.",
     DATASET_INFO: "LLaMA-Factory's description of the data files.",
     LLAMAFACTORY_RUN: "Started by the launcher: it trains with LLaMA-Factory, and reports to the run's folder.",

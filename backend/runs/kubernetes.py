@@ -24,7 +24,8 @@ import yaml
 from backend.runs import KUBERNETES_JOB, KUBERNETES_NODES, PLAN, STOP
 from backend.runs.follower import DONE, FAILED, STOPPED, Cluster, ClusterError, Job, follow
 
-NAME, FOLDER = "JOB_NAME", "RUN_FOLDER"  # in the manifest, until it is submitted
+# In the manifest, until it is submitted. Neither an environment variable nor an object can have such a name.
+NAME, FOLDER = "{JOB_NAME}", "{RUN_FOLDER}"
 JOB, ATTEMPTS = "FOOTPLATE_JOB", "FOOTPLATE_MAX_RESTARTS"  # environment variables of the pods
 INTERRUPTED = "Kubernetes interrupted the run."  # in the stop file, by a pod that was asked to end
 INSTALL = "pip install 'footplate[kubernetes]'"
@@ -179,10 +180,19 @@ def api() -> Api:
 def filled(text: str, name: str, folder: str, arguments: Sequence[str] = ()) -> list[Tree]:
     """The objects of a manifest with the name of the job, the run's folder and further arguments of the first
     attempt."""
-    objects = list(yaml.safe_load_all(text.replace(NAME, name).replace(FOLDER, json.dumps(folder)[1:-1])))
+    objects = [_with_names(each, name, folder) for each in yaml.safe_load_all(text)]
     for command in _commands(objects):
         command[-1:] = [*arguments, command[-1]]
     return objects
+
+
+def _with_names(tree: Any, name: str, folder: str) -> Any:
+    """`tree` with the name of the job and the run's folder. In the text of the YAML, a folder would need quoting."""
+    if isinstance(tree, dict):
+        return {key: _with_names(value, name, folder) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_names(value, name, folder) for value in tree]
+    return tree.replace(NAME, name).replace(FOLDER, folder) if isinstance(tree, str) else tree
 
 
 def _mounts(tree: Any) -> Iterator[str]:
