@@ -5,13 +5,17 @@ Imports registry, data, config, preference_data, templates, run_log.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import shutil
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -190,19 +194,93 @@ def tokenize(
     """A dataset of tokens, and the counts. Ends early, with what is done so far, when `tick` returns False."""
     batches = [examples[start : start + BATCH_SIZE] for start in range(0, len(examples), BATCH_SIZE)]
     counts, parts = Counter[str](), []
-    pool = multiprocessing.get_context("fork").Pool(workers) if workers > 1 and len(batches) > 1 else None
-    try:
-        mapped = pool.imap(to_columns, batches) if pool else map(to_columns, batches)
-        for done, (columns, more) in enumerate(mapped, 1):
+    in_processes = workers > 1 and len(batches) > 1
+    with contextlib.closing(_in_processes(to_columns, batches, workers)) as mapped:
+        for done, (columns, more) in enumerate(mapped if in_processes else map(to_columns, batches), 1):
             counts += more
             parts.append(Dataset.from_dict(columns))
             if not tick(min(done * BATCH_SIZE, len(examples)), len(examples)):
                 break
-    finally:
-        if pool:
-            pool.terminate()
-            pool.join()
     return concatenate_datasets([part for part in parts if len(part)] or parts[:1]), counts
+
+
+class _Worker:
+    """A process that computes `function` of batches. It has a pipe of its own, whose end tells that it was killed."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, other_end = context.Pipe()
+        self.process = context.Process(target=_serve, args=(function, other_end, self.pipe), daemon=True)
+        self.process.start()
+        other_end.close()
+
+    def send(self, batch: Any) -> None:
+        """Start to compute the batch."""
+        with contextlib.suppress(OSError):  # it was killed, as `receive` will find
+            self.pipe.send(batch)
+
+    def receive(self) -> Any:
+        """The result, or the exception of `function`. Raises TrainError if the process was killed."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode or 0
+            how = f"killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+            raise TrainError(
+                f"A tokenization process was {how}. If CPU memory (RAM) was short, reduce data.dataset_num_proc, or "
+                "stop other programs."
+            ) from None
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection, parents_end: Connection) -> None:
+    """What a worker process does until the training process closes its end of the pipe, or ends."""
+    parents_end.close()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                result = function(batch)
+            except Exception as error:
+                result = ExceptionWithTraceback(error, error.__traceback__)
+            pipe.send(result)
+
+
+def _in_processes(function: Callable[[Any], Any], batches: Sequence[Any], count: int) -> Generator[Any, None, None]:
+    """`function` of each batch, in order, computed by `count` processes. multiprocessing.Pool would wait forever for
+    the batch of a process that was killed, and ProcessPoolExecutor for the rest of a result."""
+    todo, results = iter(enumerate(batches)), {}
+    workers: list[_Worker] = []
+    working: dict[Any, tuple[_Worker, int]] = {}  # by its pipe; the number of the batch
+
+    def send_next(worker: _Worker) -> None:
+        if task := next(todo, None):
+            working[worker.pipe] = (worker, task[0])
+            worker.send(task[1])
+
+    try:
+        for _ in range(min(count, len(batches))):
+            workers.append(_Worker(function))
+            send_next(workers[-1])
+        for number in range(len(batches)):
+            while number not in results:
+                for pipe in wait(list(working)):
+                    worker, finished = working.pop(pipe)
+                    results[finished] = worker.receive()
+                    send_next(worker)
+            result = results.pop(number)
+            if isinstance(result, Exception):
+                raise result
+            yield result
+    finally:
+        for worker in workers:
+            worker.end()
 
 
 def tokenizer_for(

@@ -1,0 +1,85 @@
+"""Tokenization in several processes: the order of the examples, and how it ends early. No process is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from backend.train.data import ConvertedExample, tokenize
+from backend.train.run_log import TrainError
+
+EXAMPLES = [ConvertedExample(f"a.jsonl:{number}", {"number": number}) for number in range(2500)]
+ORPHANS = """\
+import os, signal
+from test_tokenization_processes import EXAMPLES, Numbers
+from backend.train.data import tokenize
+def tick(done, total):
+    os.kill(os.getpid(), signal.SIGKILL)
+tokenize(EXAMPLES, Numbers(), 3, tick)
+"""
+
+
+class Numbers:
+    """Tokens of an example: its number. `kill`: the number at which the process is killed; `fail`: those at which it
+    fails; `seconds`: how long the first batch takes."""
+
+    def __init__(self, kill: int = -1, fail: Sequence[int] = (), seconds: float = 0.0) -> None:
+        self.kill, self.fail, self.seconds = kill, {*fail}, seconds
+
+    def __call__(self, examples: Sequence[ConvertedExample]) -> tuple[dict[str, Any], Counter[str]]:
+        numbers = [example.value["number"] for example in examples]
+        if self.kill in numbers:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.seconds * (numbers[0] == 0))
+        if failed := self.fail & {*numbers}:
+            raise TrainError(f"a.jsonl:{min(failed)}: no completion.")
+        return {"input_ids": [[number] for number in numbers]}, Counter(examples=len(numbers))
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("slow_start", [0.0, 0.3])
+def test_the_order_is_that_of_the_examples(slow_start: float) -> None:
+    ticks: list[tuple[int, int]] = []
+    found, counts = tokenize(EXAMPLES, Numbers(seconds=slow_start), 3, lambda *now: not ticks.append(now))
+    assert [ids[0] for ids in found["input_ids"]] == list(range(2500)) and counts == {"examples": 2500}
+    assert ticks == [(min(done, 2500), 2500) for done in range(200, 2601, 200)]
+
+
+@pytest.mark.parametrize("number", [0, 1100, 2499])
+def test_a_killed_process_is_an_error(number: int) -> None:
+    with pytest.raises(TrainError, match=r"SIGKILL.*CPU memory \(RAM\).*dataset_num_proc"):
+        tokenize(EXAMPLES, Numbers(kill=number), 3, lambda *_: True)
+
+
+def test_the_first_error_of_an_example_is_that_of_the_run() -> None:
+    with pytest.raises(TrainError, match="jsonl:3: no completion"):
+        tokenize(EXAMPLES, Numbers(fail=(3, 300), seconds=0.3), 3, lambda *_: True)
+
+
+def test_a_stop_ends_it_at_once() -> None:
+    began = time.monotonic()
+    found, _ = tokenize(EXAMPLES, Numbers(), 3, lambda done, _: done < 600)
+    assert [ids[0] for ids in found["input_ids"]] == list(range(600)) and time.monotonic() - began < 20
+
+
+def test_the_processes_end_with_a_training_process_that_is_killed() -> None:
+    """They hold its stdout open as long as they run."""
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHANS], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
