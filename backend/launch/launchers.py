@@ -21,7 +21,8 @@ def command(spec: RunSpec, run: ResolvedRun, machine: Machine, node_rank: int) -
     """The command of the node with rank `node_rank`."""
     launcher = LAUNCHERS[spec.launch.launcher](spec, run, node_rank)
     if spec.launch.trainer == "llamafactory":
-        return (f"{spec.llamafactory.environment}/bin/python", *launcher, LLAMAFACTORY_RUN)
+        scratch = ("--from-scratch",) if spec.save.resume_from == "scratch" else ()
+        return (f"{spec.llamafactory.environment}/bin/python", *launcher, LLAMAFACTORY_RUN, *scratch)
     flag = "--module" if spec.launch.launcher == "deepspeed" else "-m"
     return (machine.python, *launcher, flag, *TRAINER)
 

@@ -462,6 +462,8 @@ def _saving(made: Export) -> None:
             made.table["eval_steps"] = int(spec.eval.steps)
     if spec.save.resume_from == "path":
         made.table["resume_from_checkpoint"] = made.value("save.resume_path")
+    elif spec.save.resume_from == "scratch":
+        made.table["overwrite_output_dir"] = True
     made.written |= {"save.resume_from", "save.final_model"}
     if not spec.save.final_model:
         made.lacks("save.final_model", "LLaMA-Factory always saves the model")

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerCallback
 
 CONFIG, METRICS, PROGRESS, RESULT, STOP = "train.yaml", "metrics.jsonl", "progress.json", "result.json", "stop"
-CHECKPOINTS, COMPLETE, MODEL = "checkpoints", "complete", "model"
+CHECKPOINTS, COMPLETE, MODEL, LOCK = "checkpoints", "complete", "model", "lock"
 LOGGED = ("loss", "learning_rate", "grad_norm", "epoch", "eval_loss")
 # What LLaMA-Factory writes next to the model.
 NOT_MODEL = ("trainer_log.jsonl", "running_log.txt", "trainer_state.json", "training_args.bin")
@@ -168,13 +168,24 @@ def replace(name: str, value: dict[str, Any]) -> None:
 def arguments(from_scratch: bool) -> dict[str, Any]:
     """The configuration, with the checkpoint to continue from."""
     found: dict[str, Any] = yaml.safe_load(Path(CONFIG).read_text(encoding="utf-8"))
+    marks = Path(CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")
+    saved = [mark.parent for mark in marks if not from_scratch or is_of_this_start(mark)]
     if from_scratch and RANK == 0:
-        shutil.rmtree(CHECKPOINTS, ignore_errors=True)
-    saved = [] if from_scratch else [path.parent for path in Path(CHECKPOINTS).glob(f"checkpoint-*/{COMPLETE}")]
+        for folder in {*Path(CHECKPOINTS).glob("checkpoint-*")} - {*saved}:
+            shutil.rmtree(folder, ignore_errors=True)
     if saved:
         found["resume_from_checkpoint"] = str(max(saved, key=lambda path: int(path.name.rpartition("-")[2])))
     found["overwrite_output_dir"] = True  # LLaMA-Factory would continue from a checkpoint that is incomplete
     return found
+
+
+def is_of_this_start(mark: Path) -> bool:
+    """Whether a checkpoint was completed after the run was started, as in train/checkpoints.py: ranks that torchrun
+    restarts belong to the same start, so they resume from what it has saved."""
+    try:
+        return mark.stat().st_mtime_ns >= Path(LOCK).stat().st_mtime_ns
+    except FileNotFoundError:  # rank 0 has deleted the checkpoint
+        return False
 
 
 def move_model() -> None:

@@ -11,6 +11,7 @@ from backend.config.importers import import_file
 from backend.config.options import SpecError, changes, edit
 from backend.launch.answers import gpus
 from backend.launch.llamafactory import export
+from backend.launch.plan import plan
 from backend.machine import Machine
 from backend.resolve import resolve
 
@@ -34,6 +35,14 @@ def test_what_is_written():
     assert "max_samples" not in table and "loraplus_lr_ratio" not in table
     assert json.loads(found.files["dataset_info.json"])["data_1"]["file_name"] == "/data/a.jsonl"
     assert found.command == "llamafactory-cli train train.yaml" and not found.missing and not found.refused
+
+
+def test_a_start_from_scratch():
+    found = made({"save.resume_from": "scratch"})
+    assert found.table["overwrite_output_dir"] is True and not found.missing
+    assert "overwrite_output_dir" not in made({}).table
+    spec = edit(RunSpec(), {"launch.trainer": "llamafactory", "save.resume_from": "scratch"})
+    assert plan(spec, EIGHT).argv[-2:] == ("llamafactory-run.py", "--from-scratch")
 
 
 def test_deepspeed_and_several_nodes():

@@ -1,9 +1,11 @@
-"""What the callback in LLaMA-Factory's processes writes about evaluations whose number of batches is unknown."""
+"""LLaMA-Factory's processes: what the callback writes about evaluations whose number of batches is unknown, and which
+checkpoint a start continues from."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -48,3 +50,33 @@ def test_an_evaluation_without_a_known_number_of_batches(
     llamafactory_run.Report().on_prediction_step(None, state, None, eval_dataloader=loader)
     written = json.loads((tmp_path / llamafactory_run.PROGRESS).read_text())
     assert {**written, **expected} == written and ("total" in written) == ("total" in expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("from_scratch", "started", "resumed", "kept"),
+    [
+        (False, 25, "checkpoint-20", {"checkpoint-10", "checkpoint-20", "checkpoint-30"}),
+        (True, 25, None, set()),
+        (True, 15, "checkpoint-20", {"checkpoint-20"}),  # torchrun has restarted the ranks of a start from scratch
+    ],
+)
+def test_a_start_from_scratch_deletes_the_checkpoints_of_earlier_starts(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any, rank: int, from_scratch: bool, started: int,
+    resumed: str | None, kept: set[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(llamafactory_run, "RANK", rank)
+    (tmp_path / "train.yaml").write_text("seed: 1\n")
+    (tmp_path / "lock").touch()
+    os.utime("lock", (started, started))
+    for step in (10, 20, 30):
+        (tmp_path / f"checkpoints/checkpoint-{step}").mkdir(parents=True)
+        mark = tmp_path / f"checkpoints/checkpoint-{step}/complete"
+        if step < 30:  # the last one was cut off
+            mark.touch()
+            os.utime(mark, (step, step))
+    found = llamafactory_run.arguments(from_scratch).get("resume_from_checkpoint")
+    assert found == (resumed and f"checkpoints/{resumed}")
+    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert left == (kept if rank == 0 else {"checkpoint-10", "checkpoint-20", "checkpoint-30"})
