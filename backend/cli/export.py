@@ -47,7 +47,8 @@ def _kubernetes(report: Report, folder: Path) -> Exported:
 
 def _skypilot(report: Report, folder: Path) -> Exported:
     files = skypilot.files(report.spec, report.machine, report.facts)
-    return Exported(files, skypilot.COMMAND, refused=[each for each in _errors(report) if not each.startswith("CLU")])
+    errors = [each for each in _errors(report) if not each.startswith("CLU")]
+    return Exported(files, skypilot.COMMAND, refused=[*skypilot.refusals(report.spec, report.run), *errors])
 
 
 def _errors(report: Report) -> list[str]:

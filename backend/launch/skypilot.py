@@ -2,12 +2,13 @@
 
 Imports config, machine, resolve, runs, paths, launch.plan. Export only: SkyPilot rents the machines, copies the folder
 to them and starts the task. torchrun reads nodes, node rank and master address from PET_* variables, which the task
-sets.
+sets. With a volume, the task copies the folder there: SkyPilot copies it to a disk of each node.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from backend.launch.plan import one_node
 from backend.launch.share import as_job_spec, with_python
 from backend.machine import Machine
 from backend.paths import HOME
-from backend.resolve import DEFAULT_PORT, resolve
+from backend.resolve import DEFAULT_PORT, ResolvedRun, resolve
 
 TASK = "task.yaml"
 SOURCE = "~/footplate"  # on the machines of the cloud
@@ -39,16 +40,35 @@ def files(spec: RunSpec, machine: Machine, facts: InputFacts) -> dict[str, str]:
     is_checkout = (HOME / "pyproject.toml").is_file()
     source = {f"{SOURCE}/{name}": str(HOME / name) for name in PACKAGE} if is_checkout else {}
     mounts = {**source, **{path: path for path in _inputs(job)}}
+    volumes = {path: name for name, path in (line.split("=") for line in job.kubernetes.volumes)}
+    enter = "".join(ENTER.format(path=shlex.quote(path)) for path in [*volumes][:1])
     task: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9-]+", "-", spec.logging.run_name.lower()).strip("-") or "footplate",
         "num_nodes": run.nnodes,
         "resources": {"accelerators": gpus} if gpus else {"cpus": f"{max(1, machine.cores)}+"},
         "workdir": ".",
         **({"file_mounts": mounts} if mounts else {}),
+        **({"volumes": volumes} if volumes else {}),
         "setup": f"pip install {SOURCE if is_checkout else 'footplate'}\n",
-        "run": RUN.format(command=trainer.command(), port=DEFAULT_PORT),
+        "run": enter + RUN.format(command=trainer.command(), port=DEFAULT_PORT),
     }
     return {**made.files, TASK: _Dumper.text(task)}
+
+
+def refusals(spec: RunSpec, run: ResolvedRun) -> list[str]:
+    """What SkyPilot cannot run, as sentences that begin with the option."""
+    found = [
+        f"kubernetes.volumes: SkyPilot mounts volumes by name, but {line} is a folder of the node."
+        for line in spec.kubernetes.volumes
+        if line.startswith("/")
+    ]
+    if run.nnodes > 1 and not spec.kubernetes.volumes:
+        found.append(
+            f"launch.nnodes: {run.nnodes} nodes need a shared folder for the run, but SkyPilot copies it to a disk of "
+            "each node. Set kubernetes.volumes to NAME=/path of a SkyPilot volume that all nodes can write "
+            "(ReadWriteMany), or use one node."
+        )
+    return found
 
 
 def _inputs(spec: RunSpec) -> list[str]:
@@ -79,6 +99,14 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 _Dumper.add_representer(str, _block)
 
+# torchrun starts no rank before all nodes have joined, so after node 0 has copied the folder. A managed job keeps its
+# task ID after a recovery, and continues from its checkpoints.
+ENTER = """\
+folder={path}/$SKYPILOT_TASK_ID
+mkdir -p "$folder" || exit 1
+[ "$SKYPILOT_NODE_RANK" != 0 ] || cp -r . "$folder" || exit 1
+cd "$folder"
+"""
 RUN = """\
 export PET_NNODES=$SKYPILOT_NUM_NODES PET_NODE_RANK=$SKYPILOT_NODE_RANK
 export PET_MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) PET_MASTER_PORT={port}

@@ -20,7 +20,13 @@ SPECS = {
     "one node": ("8x80gb", {"parallel.strategy": "zero3", "launch.nproc_per_node": 8}),
     "two nodes": (
         "2x8x80gb",
-        {"parallel.strategy": "fsdp2", "launch.nproc_per_node": 8, "launch.place": "slurm", "launch.nnodes": 2},
+        {
+            "parallel.strategy": "fsdp2",
+            "launch.nproc_per_node": 8,
+            "launch.place": "slurm",
+            "launch.nnodes": 2,
+            "kubernetes.volumes": ("runs=/runs",),
+        },
     ),
     "a desktop": ("2x24gb", {"parallel.strategy": "ddp", "launch.nproc_per_node": 2}),
     "a laptop": ("laptop", {"parallel.strategy": "single"}),

@@ -298,6 +298,7 @@ def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
     spec = {"launch.master_addr": "10.0.0.1", "data.source": "files", "data.files": (str(data),)}
+    spec |= {"kubernetes.volumes": ("runs=/runs",)}
     tree = edit(RunSpec(), {**changes, **spec}).model_dump(mode="json", exclude_defaults=True)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(tree))
     for target, file in (("kubernetes", "kubernetes.yaml"), ("skypilot", "task.yaml")):
@@ -312,3 +313,4 @@ def test_export_for_kubernetes_and_skypilot(tmp_path, capsys, monkeypatch):
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"].endswith(":8")
     assert task["file_mounts"][str(data)] == str(data)
     assert "--nproc-per-node=8" in task["run"] and "--standalone" not in task["run"] and "--nnodes" not in task["run"]
+    assert task["volumes"] == {"/runs": "runs"} and "/runs/$SKYPILOT_TASK_ID\n" in task["run"]

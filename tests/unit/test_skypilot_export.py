@@ -1,0 +1,52 @@
+"""SkyPilot tasks: several nodes need a volume, in whose folder they all start."""
+
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.inspect.facts import InputFacts
+from backend.launch import skypilot
+from backend.machine import machines
+from backend.resolve import resolve
+
+MACHINE = machines()["2x8x80gb"]
+ON_NODES = {"launch.place": "kubernetes", "parallel.strategy": "fsdp2", "launch.nproc_per_node": 8}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "volumes", "refused"),
+    [
+        (1, (), ""),
+        (2, (), "launch.nnodes: 2 nodes need a shared folder"),
+        (2, ("runs=/runs",), ""),
+        (2, ("/mnt=/runs",), "kubernetes.volumes: SkyPilot mounts volumes by name"),
+    ],
+)
+def test_several_nodes_of_skypilot_need_a_volume(nodes, volumes, refused):
+    spec = edit(RunSpec(), {**ON_NODES, "launch.nnodes": nodes, "kubernetes.volumes": volumes})
+    found = skypilot.refusals(spec, resolve(spec, MACHINE))
+    assert len(found) == bool(refused) and "".join(found).startswith(refused)
+
+
+def test_all_nodes_of_skypilot_start_in_the_folder_of_the_volume(tmp_path):
+    volume = tmp_path / "a volume"
+    spec = edit(RunSpec(), {**ON_NODES, "launch.nnodes": 2, "kubernetes.volumes": (f"runs={volume}",)})
+    task = yaml.safe_load(skypilot.files(spec, MACHINE, InputFacts())["task.yaml"])
+    (tmp_path / "python").write_text("#!/bin/sh\nls spec.yaml; pwd; echo $PET_NODE_RANK of $PET_NNODES\n")
+    (tmp_path / "python").chmod(0o700)
+    printed = []
+    for rank in (0, 1):
+        disk = tmp_path / f"node-{rank}"
+        disk.mkdir()
+        (disk / "spec.yaml").touch()
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2"}
+        env |= {"SKYPILOT_TASK_ID": "sky-7", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+        done = subprocess.run(
+            ["bash", "-c", task["run"]], cwd=disk, env=env, capture_output=True, text=True, check=True
+        )
+        printed.append(done.stdout)
+    assert printed == [f"spec.yaml\n{volume}/sky-7\n{rank} of 2\n" for rank in (0, 1)]
