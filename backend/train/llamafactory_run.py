@@ -48,7 +48,9 @@ class Report(TrainerCallback):
         self.result: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note the step that this start continues from."""
+        """Note the step that this start continues from. The Trainer restores the logging, eval and save intervals of
+        the checkpoint; use those of this run."""
+        state.compute_steps(args, state.max_steps)
         self.start_step = state.global_step
         if RANK == 0 and Path(METRICS).exists():
             append({"event": "resumed", "step": state.global_step, "time": time.time()})

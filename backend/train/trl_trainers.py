@@ -44,7 +44,7 @@ TRL: Mapping[str, TrlClasses] = {
 
 
 class TrainerMixin(optimizers.OptimizerMixin):
-    """Added to every trainer: LoRA+, fp8, no step after the last one, and no model card in every checkpoint."""
+    """Added to every trainer: LoRA+, fp8, own intervals after a resume, no step after the last one, no model cards."""
 
     loraplus_lr_ratio = 1.0
     context: TrainContext
@@ -70,6 +70,12 @@ class TrainerMixin(optimizers.OptimizerMixin):
         """Take note of the time that this rank waits for batches."""
         batches = self.monitor.fetch(epoch_iterator) if self.monitor is not None else epoch_iterator
         return super().get_batch_samples(batches, *args, **more)  # type: ignore[misc]
+
+    def _init_training_state(self: Any, max_steps: int, *args: Any, **more: Any) -> Any:
+        """transformers 5.23 restores the logging, eval and save intervals of the checkpoint; use those of this run."""
+        trained = super()._init_training_state(max_steps, *args, **more)  # type: ignore[misc]
+        self.state.compute_steps(self.args, max_steps)
+        return trained
 
     def _run_epoch(self: Any, **more: Any) -> None:
         """transformers 5.23 checks for the last step only after a step, so a run resumed there would train another."""

@@ -1,4 +1,5 @@
-"""A run that resumes from the checkpoint of another run trains with its own learning rate and weight decay."""
+"""A run that resumes from the checkpoint of another run trains with its own learning rate, weight decay and
+intervals."""
 
 from __future__ import annotations
 
@@ -54,3 +55,19 @@ def test_own_learning_rate(fork_server: ForkServer, tmp_path: Path, strategy: st
     assert max(float((before[name] - after[name]).abs().max()) for name in before) < 1e-7
     result = json.loads((second / "result.json").read_text())
     assert result["steps"] == ALL
+
+
+def test_own_intervals(fork_server: ForkServer, tmp_path: Path) -> None:
+    """transformers reads the intervals from the trainer_state.json of the checkpoint."""
+    evaluated = {"eval.strategy": "steps", "data.validation_split": 0.2}
+    long = {**COMMON, **evaluated, "logging.steps": HALF, "eval.steps": HALF, "save.total_limit": 0}
+    first = fork_server.train(tmp_path / "first", make_spec({**long, "train.max_steps": HALF}))
+    short = {
+        **long, "logging.steps": 1, "eval.steps": 3, "save.steps": 2, "train.max_steps": ALL,
+        "save.resume_from": "path", "save.resume_path": str(first / f"checkpoints/checkpoint-{HALF}"),
+    }  # fmt: skip
+    second = fork_server.train(tmp_path / "second", make_spec(short))
+    points = read_metrics(second)
+    assert [point["step"] for point in points if "loss" in point] == [5, 6, 7, 8]
+    assert [point["step"] for point in points if "eval_loss" in point] == [6, 8]  # and after the last step
+    assert {path.name for path in (second / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-8"}

@@ -1,5 +1,5 @@
-"""LLaMA-Factory's processes: what the callback writes about evaluations whose number of batches is unknown, and which
-checkpoint a start continues from."""
+"""LLaMA-Factory's processes: evaluations of unknown length, which checkpoint a start continues from, and intervals
+after a resume."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerState
 
 
 class Stream(IterableDataset):  # type: ignore[misc]
@@ -80,3 +81,14 @@ def test_a_start_from_scratch_deletes_the_checkpoints_of_earlier_starts(
     assert found == (resumed and f"checkpoints/{resumed}")
     left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert left == (kept if rank == 0 else {"checkpoint-10", "checkpoint-20", "checkpoint-30"})
+
+
+def test_a_resumed_run_has_its_own_intervals(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, llamafactory_run: Any
+) -> None:
+    """transformers restores those of the checkpoint before it calls on_train_begin."""
+    monkeypatch.chdir(tmp_path)
+    state = TrainerState(global_step=500, max_steps=1000, logging_steps=10, eval_steps=500, save_steps=500)
+    arguments = SimpleNamespace(logging_steps=5, eval_steps=100, save_steps=0.02)
+    llamafactory_run.Report().on_train_begin(arguments, state, None)
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (5, 100, 20)
