@@ -166,7 +166,8 @@ class Run:
 
     def _stop_without_space(self, save: bool, error: OSError) -> None:
         """Stop although the request cannot be written: a full disk still takes an empty file, which requests a
-        checkpoint. A stop without one also signals the launcher."""
+        checkpoint. A stop without one also signals the launcher. A follower ignores SIGTERM without a stop file; the
+        supervisor cancels the job of one that was killed."""
         try:
             (self.path / STOP).touch()
         except OSError:
@@ -176,9 +177,10 @@ class Run:
                 ) from error
         if not save:
             launcher = self._json(STATE).get("launcher")
+            number = signal.SIGKILL if follower.unended(self.path) else signal.SIGTERM
             for process in processes.run_processes(self.path):
                 if process.pid == launcher:
-                    processes.send(process, signal.SIGTERM)
+                    processes.send(process, number)
 
     def clean_up(self) -> int:
         """Terminate processes that a killed supervisor or shell left behind. Returns their number."""

@@ -2,7 +2,8 @@
 
 Imports backend.runs. The follower submits the job, waits for its end, and writes job.json, from which the page knows
 what the job waits for. If this process is killed, the job continues; the next start of the run finds it in job.json and
-waits for it instead of submitting another one. `slurm.py` and `ray.py` have the clusters.
+waits for it instead of submitting another one. SIGTERM cancels the job only after a stop request: a machine that shuts
+down sends it too. `slurm.py`, `ray.py` and `kubernetes.py` have the clusters.
 """
 
 from __future__ import annotations
@@ -99,44 +100,49 @@ class Follower:
         self.folder = folder
         self.cluster = cluster
         self.job = Job("", "")
-        self.canceled = False
+        self.sigterm_received = self.canceled = False
         self.silent_since = 0.0
         self.began = 0.0
 
     def follow(self, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "canceled", True))
-        earlier = unended(self.folder)
-        job = self.cluster.find(earlier, max_age=0) if earlier else None
-        if job is None or job.end:
-            job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
-            print(f"{self.cluster.name} job {job.id}", flush=True)
-        self.job = job
-        unknown, asked = 0, False
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm_received", True))
+        if not self._find_earlier_job():
+            self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
+            print(f"{self.cluster.name} job {self.job.id}", flush=True)
+        unknown = 0
         while unknown < FORGOTTEN and not self.job.end:
-            self._record()
-            request = self._stop_request()
-            if self.job.waits and self._is_interruption(request):  # left from a failed node: the job has come back
-                (self.folder / STOP).unlink(missing_ok=True)
-                request = None
-            if (self.canceled or (self.job.waits and request is not None)) and not asked:
-                asked = self._cancel()
-            time.sleep(min(1.0, POLL_SECONDS) if asked else POLL_SECONDS)
-            if (found := self._look()) is not None:
+            self._poll()
+            if (found := self._look(1.0 if self.canceled else POLL_SECONDS)) is not None:
                 unknown = 0 if found else unknown + 1
         return self._end()
 
-    def _cancel(self) -> bool:
-        """Whether the cluster has accepted that the job is canceled. If not, it is requested again at the next poll."""
-        with contextlib.suppress(ClusterError):
-            self.cluster.cancel(self.job.id)
-            return True
-        return False
+    def _find_earlier_job(self) -> bool:
+        """Whether to follow the job of an earlier start. If the cluster does not respond, the job may be running."""
+        self.job = Job(unended(self.folder), "")
+        if not self.job.id:
+            return False
+        while (found := self._look(max_age=0)) is None:
+            self._poll()
+        return self.canceled or (found and not self.job.end)
 
-    def _look(self) -> bool | None:
+    def _poll(self) -> None:
+        """Record the job, cancel it if that is requested, and wait until the next request to the cluster."""
+        self._record()
+        request = self._stop_request()
+        if self.job.waits and self._is_interruption(request):  # left from a failed node: the job has come back
+            (self.folder / STOP).unlink(missing_ok=True)
+            request = None
+        if request is not None and (self.job.waits or self.sigterm_received) and not self.canceled:
+            with contextlib.suppress(ClusterError):  # tried again at the next poll
+                self.cluster.cancel(self.job.id)
+                self.canceled = True
+        time.sleep(min(1.0, POLL_SECONDS) if self.canceled else POLL_SECONDS)
+
+    def _look(self, max_age: float) -> bool | None:
         """Whether the cluster knows the job; None if it did not respond."""
         try:
-            found = self.cluster.find(self.job.id, 1.0 if self.canceled else POLL_SECONDS)
+            found = self.cluster.find(self.job.id, max_age)
         except (ClusterError, OSError):
             self.silent_since = self.silent_since or time.time()
             return None

@@ -6,6 +6,8 @@ terminal. It alone writes state.json.
 
 Stopping escalates: stop file, on which the trainer ends its step on all ranks, saves and exits -> SIGTERM to the
 launcher -> after more than torchrun's own 30 s, SIGKILL. After any end, leftover processes of the run are terminated.
+SIGTERM to the supervisor, as at shutdown, requests a stop, except for a job in a cluster, which does not need this
+machine.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from backend.runs import (
     SUPERVISOR,
     clusters,
     events,
+    follower,
     processes,
     queue,
     replace_text,
@@ -48,7 +51,6 @@ from backend.runs import (
     webhook,
 )
 from backend.runs.folder import StopTimeouts, file_versions, is_fresh
-from backend.runs.follower import ClusterError
 from backend.runs.queue import Entry, Turn
 
 POLL_SECONDS = 0.1
@@ -197,6 +199,8 @@ class Supervisor:
                 queue.touch(self.turn.leases or ())
             if self.state_unwritten:
                 self._write()
+            if self.sigterm_received and follower.unended(self.folder) and not (self.folder / STOP).exists():
+                self._leave_job(launcher)
             request, now = self._stop_request(), time.monotonic()
             if not request:
                 requested = sigterm_sent = 0.0  # a cluster's request ends when its job is back in the queue
@@ -212,6 +216,12 @@ class Supervisor:
                 _signal(os.killpg, launcher.pid, signal.SIGKILL)
         return code
 
+    def _leave_job(self, follower_process: subprocess.Popen[bytes]) -> None:
+        """End this process and the follower: the machine shuts down, and the job in the cluster goes on. The run is
+        lost, and the next start follows the job again."""
+        _signal(os.killpg, follower_process.pid, signal.SIGKILL)
+        os._exit(0)
+
     def _record_deadline(self, seconds: float) -> None:
         """When the ranks are ended if they do not end by themselves; written again only if it has moved."""
         deadline = time.time() + seconds
@@ -220,7 +230,7 @@ class Supervisor:
             self._write()
 
     def _stop_request(self) -> str:
-        """The content of the stop file, save or discard; '' without one. SIGTERM, as at shutdown, requests save."""
+        """The content of the stop file, save or discard; '' without one. SIGTERM requests save."""
         stop = self.folder / STOP
         if self.sigterm_received and not stop.exists():
             with contextlib.suppress(OSError):
@@ -268,7 +278,7 @@ class Supervisor:
         """Cancel the job of a run whose follower was killed."""
         try:
             clusters.end(self.folder)
-        except (ClusterError, OSError) as error:
+        except (follower.ClusterError, OSError) as error:
             with contextlib.suppress(OSError), (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{error}\n")
 
