@@ -60,8 +60,8 @@ def _step_options(spec: RunSpec) -> str:
     return f' \\\n    --container-image={image} --container-mounts="{",".join(mounts)}" {where} \\\n   '
 
 
-def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterable[str] = ()) -> tuple[str, ...]:
-    """The options of sbatch. `variables`: names that the job gets from the environment of its submission."""
+def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterable[str] = ()) -> str:
+    """The lines with sbatch's options. `variables`: names that the job gets from the environment of its submission."""
     slurm = spec.slurm
     gpus = run.nproc_per_node if run.device == "cuda" else 0
     chosen = {
@@ -82,7 +82,8 @@ def header(spec: RunSpec, run: ResolvedRun, machine: Machine, variables: Iterabl
         "export": ",".join((*INHERITED, *variables)),
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in chosen.items() if value]
-    return (*options, "--requeue" if slurm.requeue else "--no-requeue", *slurm.extra)
+    options += ["--requeue" if slurm.requeue else "--no-requeue", *slurm.extra]
+    return "\n".join(f"#SBATCH {option}" for option in options)
 
 
 def cpus(spec: RunSpec, run: ResolvedRun, machine: Machine) -> int:
@@ -114,7 +115,7 @@ def _scripts(
     spec: RunSpec, run: ResolvedRun, machine: Machine, trainer: str, variables: Iterable[str]
 ) -> dict[str, str]:
     """The two scripts. `trainer`: the command of one node, in shell syntax."""
-    options = "\n".join(f"#SBATCH {line}" for line in header(spec, run, machine, variables))
+    options = header(spec, run, machine, variables)
     names = {
         "stop": STOP,
         "spec": SPEC,

@@ -58,9 +58,9 @@ def machine(spec: RunSpec, here: Machine) -> tuple[Machine, str]:
 
 def refusal(spec: RunSpec, run: ResolvedRun, nodes: Machine) -> str:
     """Why sbatch would refuse the job, or could never start it, as a sentence; '' if it accepts it."""
-    options = slurm.header(spec, run, nodes)
+    script = f"#!/bin/sh\n{slurm.header(spec, run, nodes)}\n"
     try:
-        kept(options, lambda: call("sbatch", "--test-only", *options, "--wrap=true"))
+        kept(script, lambda: call("sbatch", "--test-only", text=script))
     except ClusterError as error:
         text = str(error).removeprefix("sbatch: ").removeprefix("allocation failure: ")
         return text if text.endswith(".") else f"Slurm refuses the job: {text}."

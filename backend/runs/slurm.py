@@ -71,12 +71,11 @@ REASONS: Mapping[str, str] = {
 }
 
 
-def call(*command: str, seconds: float = COMMAND_SECONDS) -> str:
-    """The output of one of Slurm's commands. Raises ClusterError with its message."""
+def call(*command: str, seconds: float = COMMAND_SECONDS, text: str = "") -> str:
+    """The output of one of Slurm's commands, with `text` as its input. Raises ClusterError with its message."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False,
-            errors="replace",
+            command, input=text, capture_output=True, text=True, timeout=seconds, check=False, errors="replace",
         )  # fmt: skip
     except FileNotFoundError:
         raise ClusterError(f"The command {command[0]} is not installed on this machine.") from None

@@ -45,6 +45,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=30
 SlurmdTimeout=120
+NodeName=DEFAULT Features=a100,h100
 NodeName=n[0-1] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=n[0-1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=n[0-1] MaxTime=60 State=UP PriorityTier=10 PreemptMode=off

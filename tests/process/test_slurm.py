@@ -216,6 +216,10 @@ def test_what_slurm_would_refuse_is_found_before_start(cluster) -> None:  # type
     assert problem({}) == ""
     assert problem({"slurm.partition": "gpu"}).startswith("Slurm has no partition gpu. It has main, urgent.")
     assert "node" in problem({"launch.nnodes": 3}).lower()
+    assert problem({"slurm.constraint": "a100|h100"}) == ""
+    assert problem({"slurm.extra": ("--comment 'for the team'",)}) == ""
+    assert "feature" in problem({"slurm.constraint": "v100|h100"}).lower()
+    assert "reservation" in problem({"slurm.extra": ("--reservation team",)}).lower()
     assert "memory" in problem({"slurm.memory_gib": 100}).lower() or "node" in problem({"slurm.memory_gib": 100})
     assert problem({"slurm.partition": "urgent", "slurm.time_limit": "2:00:00"}).startswith(
         "The partition urgent allows 1:00:00, and the job requests 2:00:00."
