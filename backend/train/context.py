@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from backend.config import RunSpec
 from backend.resolve import ResolvedRun
 from backend.train import device
@@ -26,6 +28,8 @@ class TrainContext:
     engine: TrainEngine
     loaded_bytes: int = 0
     """Bytes of weights that this rank had in memory when the model was loaded."""
+    saved_dtype: torch.dtype = torch.float32
+    """Of the trained model; known before training, because the Hub may not respond at its end."""
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if a stop was requested on one. A collective call."""

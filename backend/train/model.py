@@ -7,7 +7,6 @@ run_log.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -147,10 +146,7 @@ def saved_dtype(spec: RunSpec, source: ModelSource) -> torch.dtype:
     bf16 there is nothing more precise to save."""
     if not spec.fp32_master_weights:
         return torch.bfloat16
-    config = Path(source.name) / "config.json"
-    if not config.is_file():
-        return torch.float32
-    found = json.loads(config.read_text(encoding="utf-8"))
+    found = quantized.model_config(source.name, source.options)
     name = found.get("dtype") or found.get("torch_dtype") or "float32"
     return getattr(torch, str(name), torch.float32)
 

@@ -54,9 +54,13 @@ def load_arguments(spec: RunSpec, source: str, options: Mapping[str, Any], dtype
 
 def stored_config(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The quantization_config of a prequantized model; empty for others."""
+    return dict(model_config(source, options).get("quantization_config") or {})
+
+
+def model_config(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a folder or of a model on the Hub."""
     known = {name: value for name, value in options.items() if name in ("revision", "local_files_only")}
-    config, _ = PreTrainedConfig.get_config_dict(source, **known)
-    return dict(config.get("quantization_config") or {})
+    return dict(PreTrainedConfig.get_config_dict(source, **known)[0])
 
 
 def _prequantized(spec: RunSpec, stored: Mapping[str, Any]) -> dict[str, Any]:

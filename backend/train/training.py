@@ -115,7 +115,7 @@ def train_in_phases(context: TrainContext) -> None:
         return
     trainer.finalize_weights()
     result = _result(trainer, time.time() - progress.began, progress.tokens, counts)
-    _save(context, trainer, tokens, source)
+    _save(context, trainer, tokens)
     _finish(context, trainer, result | generation.evaluate_after())
 
 
@@ -160,7 +160,7 @@ def _trainer(
     context.engine.check_model(whole)
     context.engine.prepare_config(whole.config)
     weights = adapters.apply_method(spec, whole, precision)
-    context.loaded_bytes = sharding.loaded_bytes(weights)
+    context.loaded_bytes, context.saved_dtype = sharding.loaded_bytes(weights), model.saved_dtype(spec, source)
     accelerate_fsdp2_addresses.apply(weights)
     context.check_stop()
     reference = model.load(spec, source, precision, tokens, sliced, frozen=True) if spec.needs_reference_model else None
@@ -235,7 +235,7 @@ def _finish(context: TrainContext, trainer: Any, result: dict[str, Any]) -> None
     context.run_log.start_phase("done", "Done.", fraction=1.0, step=state.global_step, max_steps=state.max_steps)
 
 
-def _save(context: TrainContext, trainer: Any, tokens: Any, source: model.ModelSource) -> None:
+def _save(context: TrainContext, trainer: Any, tokens: Any) -> None:
     if not context.spec.save.final_model:
         return
     context.run_log.start_phase("saving", "Saving the trained model.")
@@ -243,7 +243,7 @@ def _save(context: TrainContext, trainer: Any, tokens: Any, source: model.ModelS
         trainer.model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
     weights = trainer.accelerator.unwrap_model(trainer.model)
     state = context.engine.full_state_dict(trainer)
-    folder, dtype = context.folder / MODEL, model.saved_dtype(context.spec, source)
+    folder, dtype = context.folder / MODEL, context.saved_dtype
 
     def write() -> None:
         disk_space.retry(context.run_log, "The model", lambda: model.save(weights, tokens, folder, dtype, state))

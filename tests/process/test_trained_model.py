@@ -1,7 +1,8 @@
-"""The Python code that the page shows for a trained model, executed as it is."""
+"""A trained model: the Python code that the page shows for it, executed as it is, and the dtype of its weights."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,16 @@ from training_runs import make_run_folder, train_in_one_process
 from backend.runs import trained
 from backend.runs.folder import Run
 
+# The dtypes in which full fine-tuning saves each revision of a model on the Hub.
+SAVED_DTYPES = """
+from backend.config import RunSpec
+from backend.config.options import edit
+from backend.train import model
+for revision in ("main", "v2"):
+    hub = {"model.source": "hub", "model.hub_id": "some/model", "model.revision": revision, "method.kind": "full"}
+    spec = edit(RunSpec(), hub)
+    print(model.saved_dtype(spec, model.locate(spec, print)))
+"""
 SHORT = {"train.max_steps": 2, "save.final_model": True}
 KINDS = {
     "adapter": {"method.kind": "lora"},
@@ -43,3 +54,18 @@ def test_the_shown_code_uses_the_model(root: Path, cache: Path, kind: str) -> No
         assert float(done.stdout.strip().splitlines()[-1]) == pytest.approx(0, abs=100)
     else:
         assert done.stdout.strip(), "the tiny model generates some text"
+
+
+def test_a_model_of_the_hub_is_saved_in_the_dtype_of_its_revision(tmp_path: Path) -> None:
+    """The Hub's cache has a folder per commit."""
+    place = tmp_path / "hub" / "models--some--model"
+    for revision, commit, dtype in (("main", "a" * 40, "bfloat16"), ("v2", "b" * 40, "float16")):
+        (place / "snapshots" / commit).mkdir(parents=True)
+        (place / "snapshots" / commit / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
+        (place / "refs").mkdir(exist_ok=True)
+        (place / "refs" / revision).write_text(commit)
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SAVED_DTYPES], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["torch.bfloat16", "torch.float16"], done.stderr[-2000:]
