@@ -144,11 +144,12 @@ trap interrupt TERM"""
 FOLLOW = """\
 while kill -0 $! 2> /dev/null; do wait $!; done
 wait $!; code=$?"""
-# A job that is being canceled must not come back, and neither must one that the user has stopped meanwhile.
+# A job that is being canceled must not come back, and neither must one that the user has stopped meanwhile. If Slurm
+# refuses to put it back, the run is stopped, not done.
 AGAIN = """\
 if [ $code = 0 ] && grep -qsxF "$interrupted" {stop}; then
     case $(squeue --noheader --jobs=$SLURM_JOB_ID --format=%T) in
-        RUNNING | SIGNALING) trap '' TERM; rm -f {stop}; scontrol requeue $SLURM_JOB_ID && sleep 60 ;;
+        RUNNING | SIGNALING) trap '' TERM; rm -f {stop}; scontrol requeue $SLURM_JOB_ID && sleep 60 || interrupt ;;
     esac
 fi
 """

@@ -1,7 +1,10 @@
 """Output of Slurm's commands in the forms of several versions and clusters: jobs, reasons, partitions, GPUs."""
 
 import json
+import os
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,7 +15,7 @@ from backend.launch import answers, slurm_cluster
 from backend.launch.plan import plan
 from backend.machine import GIB, Machine, known_gpu
 from backend.resolve import resolve
-from backend.runs import JOB, JOB_SCRIPT, follower, slurm
+from backend.runs import JOB, JOB_SCRIPT, STOP, follower, slurm
 
 ON_SLURM = {"launch.place": "slurm"}
 SQUEUE = """\
@@ -105,12 +108,15 @@ class Commands:
         monkeypatch.setenv("FOOTPLATE_CACHE", str(folder / "cache"))
         answers.forget()
 
-    def prints(self, name, text, status=0):
+    def runs(self, name, code):
         file = self.folder / name
-        (self.folder / f"{name}.txt").write_text(text)
-        stream = " >&2" if status else ""
-        file.write_text(f"#!/bin/sh\necho called >> {file}.calls\n/bin/cat {file}.txt{stream}\nexit {status}\n")
+        file.write_text(f"#!/bin/sh\necho called >> {file}.calls\n{code}\n")
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def prints(self, name, text, status=0):
+        file = self.folder / f"{name}.txt"
+        file.write_text(text)
+        self.runs(name, f"/bin/cat {file}{' >&2' if status else ''}\nexit {status}")
 
     def calls(self, name):
         file = self.folder / f"{name}.calls"
@@ -222,6 +228,21 @@ def test_time_limits(value):
 def test_a_short_job_is_not_asked_to_end_at_once(limit, seconds):
     made = plan(edit(RunSpec(), {**ON_SLURM, "slurm.time_limit": limit}), Machine())
     assert f"#SBATCH --signal=B:TERM@{seconds}\n" in made.files[JOB_SCRIPT]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_job_that_slurm_does_not_put_back_into_the_queue_is_stopped(commands, tmp_path, status):
+    """Without a stop file, its exit status would say that the run is done."""
+    commands.runs("srun", f"printf 'save\\n{slurm.INTERRUPTED}\\n' > stop")
+    commands.runs("squeue", "echo RUNNING")
+    commands.runs("scontrol", f"[ $1 = requeue ] && exit {status}; echo n0 NodeAddr=127.0.0.1")
+    commands.runs("sleep", "true")
+    made = plan(edit(RunSpec(), ON_SLURM), Machine(python=sys.executable))
+    (tmp_path / JOB_SCRIPT).write_text(made.files[JOB_SCRIPT])
+    env = {"PATH": f"{commands.folder}:{os.defpath}", "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", JOB_SCRIPT], cwd=tmp_path, env=env, check=True, timeout=60)
+    stop = tmp_path / STOP
+    assert (stop.read_text() if stop.exists() else "") == (f"save\n{slurm.INTERRUPTED}\n" if status else "")
 
 
 def test_a_name_cannot_add_an_option():
