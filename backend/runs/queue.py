@@ -80,9 +80,9 @@ def entries() -> list[Entry]:
 
 def join(entry: Entry) -> Turn:
     """Put the run at the end of the queue, unless it can start at once."""
-    with _edit() as order:
+    with _leases() as taken, _edit() as order:
         order[:] = [other for other in order if other.run != entry.run] + [entry]
-        return _take_turn(order, entry)
+        return _take_turn(order, entry, taken)
 
 
 def turn(entry: Entry) -> Turn:
@@ -91,10 +91,10 @@ def turn(entry: Entry) -> Turn:
     order = _read()  # most runs wait for another one, which is seen without the mutex
     if (own := _entry_of(order, entry.run)) and (found := _obstacle(order, own)):
         return found
-    with _edit() as order:
+    with _leases() as taken, _edit() as order:
         if not (own := _entry_of(order, entry.run)):
             order.append(own := entry)
-        return _take_turn(order, own)
+        return _take_turn(order, own, taken)
 
 
 def leave(run: Path) -> None:
@@ -131,9 +131,9 @@ def _position(order: Sequence[Entry], run: Path) -> int:
 # -- the decision --------------------------------------------------------------------------------------------------
 
 
-def _take_turn(order: list[Entry], entry: Entry) -> Turn:
+def _take_turn(order: list[Entry], entry: Entry, taken: list[int]) -> Turn:
     """Take the run's leases and remove it from the queue if nothing is in its way. The caller holds the mutex."""
-    found = _obstacle(order, entry) or _lease(entry)
+    found = _obstacle(order, entry) or _lease(entry, taken)
     if found.leases is not None or found.is_final:
         order.remove(entry)
     return found
@@ -173,15 +173,25 @@ def _predecessor(entry: Entry) -> Turn | None:
 # -- leases --------------------------------------------------------------------------------------------------------
 
 
-def _lease(entry: Entry) -> Turn:
-    """Lease all devices of the run, or none."""
+@contextlib.contextmanager
+def _leases() -> Iterator[list[int]]:
+    """The descriptors of the leases that are taken; released after an error such as a full disk. While this process
+    kept them open, it would wait for itself."""
     taken: list[int] = []
+    try:
+        yield taken
+    except BaseException:
+        _release(taken)
+        raise
+
+
+def _lease(entry: Entry, taken: list[int]) -> Turn:
+    """Lease all devices of the run, or none."""
     for name, label in entry.devices.items():
-        lease, holder = _lock_one(_slots(name), entry.id)
-        if lease is None:
+        is_free, holder = _lock_one(_slots(name), entry.id, taken)
+        if not is_free:
             _release(taken)
             return Turn(reason=f"{holder or 'A run of another user'} uses {label}.")
-        taken.append(lease)
     if not entry.shares and (reason := _other_program(entry.devices)):
         _release(taken)
         return Turn(reason=reason, in_use=True)
@@ -194,22 +204,23 @@ def _slots(name: str) -> list[str]:
     return [name] + [f"{name}-{number}" for number in range(2, 1 + (int(count) if count.isdigit() else 1))]
 
 
-def _lock_one(names: Sequence[str], holder: str) -> tuple[int | None, str]:
-    """The descriptor of the first lease that is free, else None; and who holds the last one."""
+def _lock_one(names: Sequence[str], holder: str, taken: list[int]) -> tuple[bool, str]:
+    """Take the first lease that is free: whether there is one, and who holds the last one."""
     place, found = _lease_folder(), ""
     for name in names:
         lease, is_ours = _open(place / name)
+        taken.append(lease)
         try:
             fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             found = os.pread(lease, 400, 0).decode(errors="replace").strip()
-            os.close(lease)
+            os.close(taken.pop())
             continue
         if is_ours:
             os.ftruncate(lease, 0)
             os.pwrite(lease, f"{holder}\n".encode(), 0)
-        return lease, holder
-    return None, found
+        return True, holder
+    return False, found
 
 
 def _open(path: Path) -> tuple[int, bool]:
@@ -243,9 +254,9 @@ def touch(leases: Sequence[int]) -> None:
             os.utime(lease)
 
 
-def _release(leases: Sequence[int]) -> None:
-    for lease in leases:
-        os.close(lease)
+def _release(leases: list[int]) -> None:
+    while leases:
+        os.close(leases.pop())
 
 
 def _other_program(devices: Mapping[str, str]) -> str:

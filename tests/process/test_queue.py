@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -279,6 +281,33 @@ def test_leases_are_touched_so_that_cleaners_of_tmp_keep_them(make: MakeRun, fol
     os.close(held)
     finish(run)
     wait_for_state(run, "done")
+
+
+@pytest.mark.parametrize("name", ["replace_text", "os.pwrite", "_open"])
+def test_a_full_disk_leaves_no_lease_behind(make: MakeRun, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Otherwise a run would wait for itself: the order, the holder of the second lease or its file is not written."""
+    run = make("full", devices=("GPU-1", "GPU-2"))
+    entry = queue.Entry(str(run.path), {"GPU-1": "GPU 1", "GPU-2": "GPU 2"})
+    lock = processes.acquire_lock(run.path)
+    assert lock is not None
+    owner, _, attribute = name.rpartition(".")
+    module = os if owner else queue
+    works, calls = getattr(module, attribute), []
+
+    def full(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == (1 if name == "replace_text" else 2):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return works(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, attribute, full)
+        with pytest.raises(OSError, match="No space"):
+            queue.join(entry)
+    turn = queue.join(entry)
+    assert turn.reason == "" and turn.leases is not None and len(turn.leases) == 2
+    for descriptor in (lock, *turn.leases):
+        os.close(descriptor)
 
 
 def test_a_damaged_order_loses_no_run(make: MakeRun, folder: Path) -> None:
