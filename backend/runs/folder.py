@@ -432,7 +432,8 @@ class Run:
         job = self.job()
         if job.get("silent_since"):
             since = datetime.fromtimestamp(job["silent_since"]).strftime("%H:%M")
-            return f"{job['cluster']} has not responded since {since}; its job {job['id']} goes on meanwhile."
+            text = f"{job['cluster']} has not responded since {since}; its job {job['id']} goes on meanwhile."
+            return f"{text} {job.get('problem', '')}".strip()
         if state != "queued":
             return ""
         where = f"{job['cluster']}'s queue (job {job['id']})" if job.get("waits") else "the queue"

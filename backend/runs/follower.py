@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.runs import JOB, STOP, replace_text
+from backend.runs import JOB, LOCK, STOP, SUPERVISOR, replace_text
 
 POLL = "FOOTPLATE_CLUSTER_SECONDS"  # environment variable: between two requests to the cluster
 POLL_SECONDS = float(os.environ.get(POLL, "5"))
@@ -101,12 +101,14 @@ class Follower:
         self.cluster = cluster
         self.job = Job("", "")
         self.sigterm_received = self.canceled = False
-        self.silent_since = 0.0
+        self.silent_since, self.problem = 0.0, ""
         self.began = 0.0
 
     def follow(self, arguments: Sequence[str]) -> int:
         """Find or submit the job, wait for its end, and return an exit status. Raises ClusterError."""
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm_received", True))
+        with contextlib.suppress(OSError):
+            if SUPERVISOR in (self.folder / LOCK).read_text(encoding="utf-8"):  # without one, SIGTERM ends this process
+                signal.signal(signal.SIGTERM, lambda *_: setattr(self, "sigterm_received", True))
         if not self._find_earlier_job():
             self.job = Job(self.cluster.submit(arguments), "SUBMITTED", waits=True)
             print(f"{self.cluster.name} job {self.job.id}", flush=True)
@@ -143,10 +145,10 @@ class Follower:
         """Whether the cluster knows the job; None if it did not respond."""
         try:
             found = self.cluster.find(self.job.id, max_age)
-        except (ClusterError, OSError):
-            self.silent_since = self.silent_since or time.time()
+        except (ClusterError, OSError) as error:
+            self.silent_since, self.problem = self.silent_since or time.time(), _sentence(error)
             return None
-        self.silent_since = 0.0
+        self.silent_since, self.problem = 0.0, ""
         if found:
             if not found.waits and self.job.waits:
                 self.began = time.time()
@@ -155,7 +157,8 @@ class Follower:
 
     def _record(self, ended: bool = False) -> None:
         about = {"id": self.job.id, "cluster": self.cluster.name, "state": self.job.state, "waits": self.job.waits}
-        about |= {"text": self.job.text, "silent_since": self.silent_since, "began": self.began, "ended": ended}
+        about |= {"text": self.job.text, "began": self.began, "ended": ended}
+        about |= {"silent_since": self.silent_since, "problem": self.problem}
         if about != read(self.folder):
             with contextlib.suppress(OSError):  # a full disk: tried again at the next poll
                 replace_text(self.folder / JOB, json.dumps(about))
@@ -185,10 +188,14 @@ class Follower:
         return 0 if job.end in (DONE, STOPPED) else 1
 
 
+def _sentence(error: Exception) -> str:
+    return f"{str(error).rstrip('.')}."
+
+
 def follow(cluster: Cluster, arguments: Sequence[str]) -> int:
     """Follow the job of the run in the current folder; the exit status of the launcher."""
     try:
         return Follower(Path.cwd(), cluster).follow(arguments)
     except (ClusterError, OSError) as error:
-        print(f"{SAYS}{str(error).rstrip('.')}.", flush=True)
+        print(f"{SAYS}{_sentence(error)}", flush=True)
         return 1

@@ -6,13 +6,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from backend.runs import LOG, follower
+from backend.runs import LOG, SCRIPT, follower
 from backend.runs import folder as run_folder
 from backend.runs.folder import Run, StopTimeouts
 
@@ -107,6 +108,14 @@ def test_a_job_goes_on_when_the_machine_of_its_run_shuts_down(cluster: Cluster) 
     follow_again_and_stop(cluster)
 
 
+def test_sigterm_ends_a_follower_without_a_supervisor(cluster: Cluster) -> None:
+    """The run was started from a shell."""
+    shell = subprocess.Popen(["bash", cluster.run.path / SCRIPT], stdout=subprocess.DEVNULL)
+    cluster.wait_for(lambda: cluster.run.job().get("state") == "RUNNING")
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(60) == -signal.SIGTERM and not cluster.has("canceled")
+
+
 def test_a_lost_run_waits_until_its_cluster_responds(cluster: Cluster) -> None:
     start(cluster)
     cluster.signal(signal.SIGKILL, "pid", "launcher")
@@ -114,6 +123,7 @@ def test_a_lost_run_waits_until_its_cluster_responds(cluster: Cluster) -> None:
     cluster.set("silent")
     cluster.run.resume(timeouts=PATIENT)
     cluster.wait_for(lambda: "Slurm has not responded since" in cluster.run.summary()["sentence"])
+    assert cluster.run.summary()["sentence"].endswith("its job 7 goes on meanwhile. squeue: exit status 1.")
     (cluster.folder / "silent").unlink()
     follow_again_and_stop(cluster)
 
